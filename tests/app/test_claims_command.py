@@ -33,7 +33,7 @@ def test_a_table_and_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
     assert "b  Hard harms: reproduced" in printed
     assert "10 problems  as claimed" in printed
     assert "Cannot be tested on this run:" in printed
-    assert "c  Lone successes: needs the log of the training's own responses, add it by `tsae run`" in printed
+    assert "c  Lone successes: needs the log of the training's own responses; add it by `tsae run`" in printed
     assert "One training run: problems are the unit" in " ".join(printed.split())
     assert f"wrote {folder / 'claims.json'}" in printed
     assert len(read_sealed(folder / "claims.json", "")["claims"]) == 22

@@ -200,6 +200,20 @@ def test_base_overtakes(tmp_path: Path, few: int, holds: bool | None) -> None:
         assert found["caveat"] == "k is 16 here; the claim is on k in the hundreds."
 
 
+def test_a_checkpoint_with_few_responses_does_not_hide_another(tmp_path: Path) -> None:
+    ids = [f"p{i}" for i in range(40)]
+    records = [answer(id, "base", k < 2) for id in ids for k in range(16)]
+    for who, n in (("run-10", 16), ("few-10", 4)):
+        right = [n if i % 2 else 0 if i % 4 == 0 else 2 for i in range(40)]
+        records += [answer(id, who, k < right[i]) for i, id in enumerate(ids) for k in range(n)]
+    found = record(write_run(tmp_path, records, [*RUN, checkpoint("few-10", "few")]), "n")
+    assert held(found) == [True]
+    assert found["verdict"] == "partly"  # of one of two
+    assert found["caveat"].startswith(
+        "Left out for lack of 8 responses or more of the base and of few-10 to 8 problems"
+    )
+
+
 def test_what_is_not_ahead_cannot_be_overtaken(tmp_path: Path) -> None:
     records = [answer(f"p{i}", who, k % 8 < 1 + (i + j) % 3) for j, who in enumerate(("base", "run-10"))
                for i in range(30) for k in range(8)]  # fmt: skip

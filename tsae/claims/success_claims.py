@@ -106,6 +106,7 @@ def difficulty_drifts(run: Evidence) -> Judgement:
 def base_overtakes(run: Evidence) -> Judgement:
     """n: pass@k for the largest k that base and checkpoint have responses for, of checkpoints that lead at pass@1."""
     parts: list[Part] = []
+    reasons: list[Missing] = []
     sizes, behind = [], []
     frame, base = run.answers.frame, run.diff.base
     for c in run.diff.final_checkpoints:
@@ -113,22 +114,28 @@ def base_overtakes(run: Evidence) -> Judgement:
         n = pd.concat([of_base.n, of_c.n], axis=1, join="inner").min(axis=1).sort_values(ascending=False)
         k = int(n.iloc[FEWEST - 1]) if len(n) >= FEWEST else 0
         if k < _LARGE_K:
-            raise Missing(
-                f"{_LARGE_K} responses or more of the base and of {c} to {FEWEST} problems or more (there are {k})",
-                "`tsae run … --sample 64 --to OTHER`",
+            reasons.append(
+                Missing(
+                    f"{_LARGE_K} responses or more of the base and of {c} to {FEWEST} problems or more (there are {k})",
+                    "`tsae run … --sample 64 --to OTHER`",
+                )
             )
+            continue
         if not within("ahead", _pass_at(of_c, 1), _pass_at(of_base, 1), _BOTH).holds:
             behind.append(c)
             continue
         sizes.append(k)
         parts.append(within(f"At pass@{k} the base is ahead of {c}.", _pass_at(of_base, k), _pass_at(of_c, k), _BOTH))
+    if not parts and reasons:
+        raise reasons[0]
     if not parts:
         raise Missing(
             f"a checkpoint that is clearly ahead at pass@1 ({', '.join(behind)}: none)", "a training that gains"
         )
     told = f"Ahead at pass@1 is not {' nor '.join(behind)}: there is nothing to overtake. " if behind else ""
     small = f"k is {min(sizes)} here; the claim is on k in the hundreds." if min(sizes) < 100 else ""
-    return Judgement(CLAIMS["n"], tuple(parts), caveat=(told + small).strip())
+    left = "".join(f"Left out for lack of {reason.needs}. " for reason in reasons)
+    return Judgement(CLAIMS["n"], tuple(parts), caveat=(left + told + small).strip(), whole=not left)
 
 
 def _drift(between_what: str, before: pd.DataFrame, after: pd.DataFrame) -> Part:

@@ -46,7 +46,7 @@ class ToldClaim:
     verdict: str
     parts: tuple[ToldPart, ...]
     missing: str
-    """“needs …, add it by …”; empty where it was tested."""
+    """“needs …; add it by …”; empty where it was tested."""
     caveat: str
 
 
@@ -85,7 +85,7 @@ def counted(claims: Claims) -> str:
 
 def _told(record: dict[str, Any]) -> ToldClaim:
     claim = CLAIMS[record["claim"]]
-    lacking = f"needs {record['needs']}, add it by {record['add']}" if record["needs"] else ""
+    lacking = f"needs {record['needs']}; add it by {record['add']}" if record["needs"] else ""
     return ToldClaim(
         claim.key, claim.title, claim.sentence, claim.source, record["verdict"],
         tuple(map(_part, record["parts"])), lacking, record["caveat"],
