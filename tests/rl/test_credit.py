@@ -262,7 +262,9 @@ def test_a_saved_credit_is_the_same(tmp_path: Path) -> None:
         Credit.load(tmp_path)
 
 
-def test_credit_is_written_as_its_functions_have_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credit_is_written_as_its_functions_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = world()
     table.save(tmp_path / "features")
     main(["credit", "fit", "--features", str(tmp_path / "features"), "--to", str(tmp_path / "credit")])
@@ -287,6 +289,12 @@ def test_credit_is_written_as_its_functions_have_it(tmp_path: Path, capsys: pyte
             np.testing.assert_allclose(rows.token_scores[row], scores[place], atol=1e-5)
             np.testing.assert_allclose(rows.token_advantages[row], expected[place], atol=1e-5)
             assert np.mean(rows.token_weights[row]) == pytest.approx(1, abs=1e-5)
+    monkeypatch.setattr("tsae.rl.exporting._DENSE", 3 * table.n_features)  # three tokens at once
+    again = write_credit(credit, table, tmp_path / "again.parquet", config, logprob=logprob)
+    for name in ("token_scores", "token_advantages"):
+        for one, other in zip(pq.read_table(written)[name].to_pylist(), pq.read_table(again)[name].to_pylist(),
+                              strict=True):  # fmt: skip
+            np.testing.assert_allclose(one, other, atol=1e-6)
     for wrong, said in (
         (np.full_like(logprob, np.nan), "tokens of responses have no log-probability, or one above 0"),
         (np.where(np.arange(len(logprob)) == 5, np.nan, logprob), "1 tokens of responses have no log-probability"),

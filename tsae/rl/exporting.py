@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Lists have one entry a response token, in the order of response_ids; 0 where the policy did not sample it."""
+_DENSE = 2**26  # numbers of codes that are dense at once
 _ROUNDING = 1e-3  # A log-probability may be above 0 by no more.
 
 
@@ -204,17 +205,12 @@ def _tables(
         starts, stops = features.row_offsets[rows[block]] + prompt[block], features.row_offsets[rows[block] + 1]
         lengths = stops - starts
         width = int(lengths.max())
-        codes = torch.zeros(len(block), width + 1, features.n_features)
-        ids = torch.zeros(len(block), width, dtype=torch.int64)
-        mask = torch.zeros(len(block), width)
-        predicted = torch.full((len(block), width), torch.nan)
+        scores, mask = torch.zeros(len(block), width), torch.zeros(len(block), width)
         for place, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             n = stop - start
-            codes[place, : n + 1] = torch.from_numpy(features.codes[start - 1 : stop].toarray())
-            ids[place, :n] = torch.from_numpy(features.token_ids[start:stop].astype(np.int64))
             mask[place, :n] = torch.from_numpy(features.rollouts.sampled(int(trajectories[block][place])))
-            predicted[place, :n] = torch.from_numpy(logprob[start:stop])
-        scores = credit.token_credit(codes, ids, predicted) * mask
+            scores[place, :n] = _token_credit(credit, features, int(start), int(stop), logprob)
+        scores *= mask
         advantages = torch.from_numpy(advantage[block]).float()
         kept = thresholded(scores, shaping)
         numbers = torch.from_numpy(group[block] - group[block[0]])
@@ -237,3 +233,16 @@ def _tables(
             },
             schema=SCHEMA,
         )
+
+
+def _token_credit(credit: Credit, features: FeatureTable, start: int, stop: int, logprob: np.ndarray) -> torch.Tensor:
+    """(n,) scores of some tokens of one trajectory; codes are dense for a part of them at once."""
+    at_once = max(1, _DENSE // features.n_features)
+    found = []
+    for first in range(start, stop, at_once):
+        last = min(first + at_once, stop)
+        codes = torch.from_numpy(features.codes[first - 1 : last].toarray())  # and of the token before
+        ids = torch.from_numpy(features.token_ids[first:last].astype(np.int64))
+        predicted = torch.from_numpy(logprob[first:last])
+        found.append(credit.token_credit(codes[None], ids[None], predicted[None])[0])
+    return torch.cat(found) if found else torch.zeros(0)
