@@ -9,7 +9,7 @@ from typing import get_args
 from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.attribution.config import AttributionConfig, Kind
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
@@ -90,7 +90,7 @@ class RunConfig:
     tests that did not fit in are made when the same command is given again."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "RunConfig")
+        need_numbers(self)
         for name in ("path", "to", "log", "bands_from", "sae"):
             if getattr(self, name) is not None:  # Python code may give strings.
                 object.__setattr__(self, name, Path(getattr(self, name)))
@@ -131,6 +131,7 @@ class WatchConfig:
     update is kept, so that only what is new is computed, and features keep their numbers."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         for name in ("every", "quiet"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise TsaeError(f"{name}={getattr(self, name)} is no number of seconds", where="WatchConfig")
@@ -160,4 +161,4 @@ class DemoConfig:
     """Its training."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "DemoConfig")
+        need_numbers(self)

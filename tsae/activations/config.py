@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
 
@@ -54,6 +55,7 @@ class ReadingConfig:
     (accelerate)."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise TsaeError(f"{name}={value} is less than 1", where=type(self).__name__)
@@ -131,6 +133,7 @@ class LiveConfig(ReadingConfig):
     epoch saves the forward passes of what the cache holds."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         super().__post_init__()
         if self.cache is not None:
             object.__setattr__(self, "cache", Path(self.cache))

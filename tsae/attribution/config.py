@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 
 Kind = Literal[
@@ -65,7 +65,7 @@ class AttributionConfig:
     """Share of a change that its samples may leave unexplained before it is flagged."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "AttributionConfig")
+        need_numbers(self)
         least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "validate": 0, "singles": 0, "every": 1, "max_samples": 2}
         for name, smallest in {**least, "batch_tokens": 1}.items():
             if getattr(self, name) < smallest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
@@ -41,6 +41,7 @@ class InterventionConfig:
     """Every condition draws with the same seed, so that problems and random numbers are paired."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         where = "InterventionConfig"
         if not isfinite(self.amount):
             raise TsaeError(f"amount={self.amount} is not finite", where=where)
@@ -85,6 +86,7 @@ class CausalConfig:
     """Of steering, in units of a feature's typical activation."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         for name in ("features", "problems", "samples", "n_random"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CausalConfig")
@@ -112,7 +114,7 @@ class InsertionConfig:
     """Of the halves of problems, the places and the tokens."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "InsertionConfig")
+        need_numbers(self)
         for name in ("n_tokens", "n_contexts", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="InsertionConfig")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 
 FalseDiscoveries = Literal["bh", "by"]
@@ -56,7 +56,7 @@ class DiffConfig:
     """Contrasts, controls and nulls that are computed at once; each takes memory. Numbers do not depend on it."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "DiffConfig")
+        need_numbers(self)
         checks = {
             f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be 100 to 10,000,000": (
                 min(self.n_bootstrap, self.n_permutations) >= 100
@@ -106,6 +106,7 @@ class InfluenceConfig:
     """Precision of the weights and of the differentiation; auto keeps that of the file."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         if (self.loss_type == "dr_grpo") != (self.max_completion_length is not None):
             raise TsaeError(
                 f"loss_type={self.loss_type} and max_completion_length={self.max_completion_length} do not go together",
@@ -160,7 +161,7 @@ class ExplainConfig:
     """Seed of the choice of contexts and of the shuffled labels."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "ExplainConfig")
+        need_numbers(self)
         for name in ("n", "strongest", "held_out", "per_request", "label_tokens", "verdict_tokens", "budget"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="ExplainConfig")

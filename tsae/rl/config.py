@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 
 Estimator = Literal["action", "value", "effects"]
@@ -35,7 +35,7 @@ class CreditConfig:
     """Seed of the held-out problems and of permutations."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "CreditConfig")
+        need_numbers(self)
         low, high = self.pass_rates
         if not 0 <= low < high <= 1:
             raise TsaeError(f"pass_rates={self.pass_rates} is not a range of shares", where="CreditConfig")
@@ -65,6 +65,7 @@ class ShapingConfig:
     """λ: reward per token and standard deviation of its score, added to the advantages."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         if self.threshold < 0 or self.strength < 0 or self.bound < 1 or self.tolerance <= 0 or self.dense < 0:
             raise TsaeError(
                 f"threshold={self.threshold}, strength={self.strength} and dense={self.dense} must be at least 0, "
@@ -102,7 +103,7 @@ class CurriculumConfig:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "CurriculumConfig")
+        need_numbers(self)
         if not 0 < self.forgetting <= 1 or min(self.prior) <= 0:
             raise TsaeError(
                 f"forgetting={self.forgetting} must be above 0 and at most 1, prior={self.prior} positive",

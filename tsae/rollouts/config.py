@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SamplingConfig:
     """Torch device: cpu, cuda, cuda:1, …"""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "SamplingConfig")
+        need_numbers(self)
         for name in ("n_samples", "max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="SamplingConfig")
@@ -65,6 +65,7 @@ class EndpointConfig:
     """Seconds that a server may take for one response."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         where = type(self).__name__
         for name, least in (("concurrency", 1), ("retries", 0)):
             if getattr(self, name) < least:
@@ -196,6 +197,7 @@ class ImportConfig:
     extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         if self.max_response_tokens is not None and self.max_response_tokens < 1:
             raise TsaeError(f"max_response_tokens={self.max_response_tokens} is less than 1", where="ImportConfig")
         if not isfinite(self.success_above):
@@ -219,6 +221,7 @@ class BandCutoffs:
     """Hard: a pass rate of at most this; medium lies between."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         if not 0 <= self.hard < self.easy <= 1:
             what = f"band cut-offs hard={self.hard}, easy={self.easy} are not in order"
             raise TsaeError(what, where="BandCutoffs", fix="Give 0 <= hard < easy <= 1.")
@@ -244,6 +247,7 @@ class BandQuantiles:
     """Share of the problems that are hard, those with the lowest pass rates."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         if not (self.easy > 0 and self.hard > 0 and self.easy + self.hard < 1):
             what = f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands"
             raise TsaeError(what, where="BandQuantiles", fix="Give shares above 0 that add up to less than 1.")
@@ -289,7 +293,7 @@ class DifficultyConfig:
     """Seed of the permutations."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "DifficultyConfig")
+        need_numbers(self)
         if not 0 < self.confidence < 1:
             raise TsaeError(f"confidence={self.confidence} is not between 0 and 1", where="DifficultyConfig")
         if self.n_draws < 100:

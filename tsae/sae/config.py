@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tsae.activations.config import Axis, Partner
-from tsae.base.seeds import need_seed
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 
 InitialBias = Literal["geometric_median", "mean", "zero"]
@@ -54,6 +54,7 @@ class SAEConfig:
     10 M."""
 
     def __post_init__(self) -> None:
+        need_numbers(self)
         _check_choices(self)
         _refuse(self, self.k < 1 or self.d_sae < 2, f"k={self.k} and d_sae={self.d_sae} do not make an SAE")
         _refuse(self, self.k > self.d_sae, f"k={self.k} exceeds d_sae={self.d_sae}", "Lower k or widen d_sae.")
@@ -171,8 +172,7 @@ class TrainingConfig:
     """Where metrics also go: wandb:PROJECT (Weights & Biases), trackio:PROJECT or tensorboard:FOLDER."""
 
     def __post_init__(self) -> None:
-        need_seed(self.seed, "TrainingConfig")
-        need_seed(self.data_seed, "TrainingConfig", "data_seed")
+        need_numbers(self)
         _check_choices(self)
         # JSON knows no tuples.
         object.__setattr__(self, "step_ends", tuple(self.step_ends))

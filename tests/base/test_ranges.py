@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from tsae.attribution.config import AttributionConfig
+from tsae.causal.config import InsertionConfig, InterventionConfig
+from tsae.config import DemoConfig, RunConfig
+from tsae.diff.config import DiffConfig, ExplainConfig, InfluenceConfig
+from tsae.errors import TsaeError
+from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
+from tsae.rollouts.config import DifficultyConfig, EndpointConfig, SamplingConfig
+from tsae.sae.config import SAEConfig, TrainingConfig
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AttributionConfig,
+        CreditConfig,
+        CurriculumConfig,
+        DemoConfig,
+        DiffConfig,
+        DifficultyConfig,
+        ExplainConfig,
+        InsertionConfig,
+        lambda seed: RunConfig("log", seed=seed),
+        SamplingConfig,
+        TrainingConfig,
+        lambda seed: TrainingConfig(data_seed=seed),
+    ],
+)
+def test_a_seed_that_some_generator_would_not_take_is_refused(config: Callable[..., Any]) -> None:
+    for seed in (0, 2**32 - 1):
+        config(seed=seed)
+    for seed in (-1, 2**32):
+        with pytest.raises(TsaeError, match=f"seed={seed} must lie between 0 and"):
+            config(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (SAEConfig, "temporal_weight"),
+        (SAEConfig, "group_weights"),
+        (TrainingConfig, "learning_rate"),
+        (SamplingConfig, "temperature"),
+        (InfluenceConfig, "temperature"),
+        (ShapingConfig, "bound"),
+        (CreditConfig, "ridge"),
+        (CurriculumConfig, "prior"),
+        (AttributionConfig, "budget_gb"),
+        (InterventionConfig, "amount"),
+        (DiffConfig, "min_fve"),
+        (EndpointConfig, "timeout"),
+    ],
+)
+def test_what_is_no_number_is_refused(config: Callable[..., Any], name: str) -> None:
+    needed = {"SAEConfig": {"d_sae": 8, "k": 2}, "EndpointConfig": {"url": "http://localhost/v1"}}
+    for value in (float("nan"), float("inf")):
+        given = {name: (value, 1.0) if name == "group_weights" else value}
+        with pytest.raises(TsaeError, match="is not finite"):
+            config(**needed.get(config.__name__, {}), **given)
+
+
+def test_no_token_need_be_beyond_the_norm_limit() -> None:
+    assert TrainingConfig(max_norm=float("inf")).max_norm > 1e30
+    with pytest.raises(TsaeError, match="is not finite"):
+        TrainingConfig(max_norm=float("nan"))
+
+
+def test_every_config_looks_at_its_numbers() -> None:
+    """A new config must do it too."""
+    forgotten = []
+    for room in ("", "activations.", "attribution.", "causal.", "diff.", "rl.", "rollouts.", "sae."):
+        module = import_module(f"tsae.{room}config")
+        for name, kind in vars(module).items():
+            if not is_dataclass(kind) or getattr(kind, "__module__", "") != module.__name__:
+                continue
+            numbers = any(re.search("float|seed", f"{field.name} {field.type}") for field in fields(kind))
+            looks = "__post_init__" in vars(kind) and "need_numbers(self)" in inspect.getsource(kind)
+            inherited = any("need_numbers(self)" in inspect.getsource(base) for base in kind.__mro__[1:-1])
+            if numbers and not looks and not inherited:
+                forgotten.append(name)
+    assert forgotten == []

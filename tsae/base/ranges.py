@@ -1,0 +1,35 @@
+"""What numbers of a config may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from tsae.errors import TsaeError
+
+_SEEDS = ("seed", "data_seed")
+_MOST = 2**32 - 1
+"""Largest seed that every generator of random numbers takes."""
+_UNLIMITED = ("max_norm",)
+"""May be infinite: nothing is then beyond it."""
+
+
+def need_numbers(config: Any) -> None:
+    """Refuse numbers that mean nothing: NaN, infinity, and seeds that not every generator takes.
+
+    Args:
+        config: a dataclass; its fields, and the items of those that are tuples, are looked at.
+
+    Raises:
+        TsaeError: which names the field.
+    """
+    where = type(config).__name__
+    for field in fields(config):
+        value, name = getattr(config, field.name), field.name
+        if name in _SEEDS and isinstance(value, int) and not 0 <= value <= _MOST:
+            raise TsaeError(f"{name}={value} must lie between 0 and {_MOST:,}", where=where)
+        for one in value if isinstance(value, tuple) else (value,):
+            if not isinstance(one, float) or math.isfinite(one) or (one > 0 and name in _UNLIMITED):
+                continue
+            raise TsaeError(f"{name}={value} is not finite", where=where)
