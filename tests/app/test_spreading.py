@@ -64,7 +64,7 @@ def test_a_task_asks_to_start_again_before_its_time_is_over(starts: int, again: 
     assert not again or (tmp_path / "asked").read_text() == "requeue 812\n"
 
 
-@pytest.mark.parametrize("option", ["--parts 0", "--workers -1", "--retries -1"])
+@pytest.mark.parametrize("option", ["--parts 0", "--parts 999999999999", "--workers -1", "--retries -1"])
 def test_numbers_that_make_no_sense_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["capture", "--series", "a", "--rollouts", "r", "--to", "acts", *option.split()])

@@ -8,6 +8,10 @@ from typing import Literal
 from tsae.errors import TsaeError
 
 
+_MOST = 10_000
+"""More parts, processes or tries than any cluster runs at once."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """The work in parts, each a process of its own, on this machine or on a cluster."""
@@ -33,8 +37,8 @@ class Spread:
 
     def __post_init__(self) -> None:
         for name, least in (("parts", 1), ("workers", 0), ("retries", 0)):
-            if getattr(self, name) < least:
-                raise TsaeError(f"is {getattr(self, name)}, expected at least {least}", where=f"--{name}")
+            if not least <= getattr(self, name) <= _MOST:
+                raise TsaeError(f"is {getattr(self, name)}, expected {least} to {_MOST:,}", where=f"--{name}")
 
     @property
     def asked(self) -> bool:
