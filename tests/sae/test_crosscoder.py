@@ -241,6 +241,8 @@ def test_what_is_no_published_crosscoder_is_refused(tmp_path: Path) -> None:
     torch.save({"encoder.weight": re.compile("x")}, tmp_path / "ae.pt")
     with pytest.raises(TsaeError, match="it needs pickle, which may run code"):
         read_published(tmp_path, **named)
+    with pytest.raises(TsaeError, match="File name too long"):
+        read_published("a" * 5000, **named)
 
 
 def _but(value: float, *shape: int) -> torch.Tensor:

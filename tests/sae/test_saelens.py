@@ -262,6 +262,7 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
         ({"d_sae": True}, "d_sae is True, expected a whole number"),
         ({"architecture": "topk", "k": 2.9}, r"k is 2\.9, expected a whole number"),
         ({"architecture": "topk"}, "k is None, expected a whole number"),
+        ({"architecture": "topk", "k": 161}, r"does not fit the config \(k is 161, of 160 latents\)"),
         ({"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false', expected true or false"),
         ({"apply_b_dec_to_input": None}, "apply_b_dec_to_input is None, expected true or false"),
         ({"rescale_acts_by_decoder_norm": "false"}, "rescale_acts_by_decoder_norm is 'false', expected true or false"),

@@ -51,7 +51,8 @@ def read_published(folder: str | Path, *, site: str, compared: tuple[str, str]) 
     Raises:
         TsaeError: where there is no such file, it needs a pickle, or it is computed in another way.
     """
-    file = _file_of(Path(folder))
+    with reading(str(folder)[:200], _FIX):
+        file = _file_of(Path(folder))
     if file is None:
         raise TsaeError(f"holds none of {', '.join(_FILES)}", where=folder, fix=_FIX)
     with reading(file, _FIX):

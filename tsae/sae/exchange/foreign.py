@@ -155,6 +155,8 @@ def from_lens(
     with not_fitting("the file of weights", "the config", where, _SAVE):
         encoder = ("r_mag", "b_gate", "b_mag") if architecture == "gated" else ("b_enc",)
         check_shapes(weights, d_model, d_sae, ("W_enc", *encoder, "W_dec", "b_dec"))
+        if k > d_sae:
+            raise ValueError(f"k is {k}, of {d_sae} latents")
         if architecture in ("standard", "topk"):
             weights["threshold"] = torch.zeros(d_sae)
         elif architecture == "gated":
