@@ -241,6 +241,84 @@ def test_what_is_no_published_crosscoder_is_refused(tmp_path: Path) -> None:
     torch.save({"encoder.weight": re.compile("x")}, tmp_path / "ae.pt")
     with pytest.raises(TsaeError, match="it needs pickle, which may run code"):
         read_published(tmp_path, **named)
+    with pytest.raises(TsaeError, match="File name too long"):
+        read_published("a" * 5000, **named)
+
+
+def _but(value: float, *shape: int) -> torch.Tensor:
+    """Ones, but for one."""
+    tensor = torch.ones(shape)
+    tensor.view(-1)[0] = value
+    return tensor
+
+
+NAN, INF = float("nan"), float("inf")
+NORMED = {
+    "activation_mean": torch.ones(2, 6), "activation_std": 2 * torch.ones(2, 6),
+    "activation_global_scale": torch.ones(2), "target_rms": torch.tensor(3.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"encoder.weight": _but(NAN, 2, 6, 20)}, r"encoder\.weight holds values that are no finite numbers"),
+        ({"encoder.bias": _but(INF, 20)}, r"encoder\.bias holds values"),
+        ({"decoder.weight": _but(INF, 2, 20, 6)}, r"decoder\.weight holds values"),
+        ({"decoder.weight": 3e38 * torch.ones(2, 20, 6)}, "holds values that are no finite numbers"),  # its norms are
+        ({"decoder.bias": _but(NAN, 2, 6)}, r"decoder\.bias holds values"),
+        ({"threshold": torch.tensor(NAN)}, "threshold holds values"),
+        ({"threshold": torch.tensor(INF)}, "threshold holds values"),
+        ({"threshold": torch.ones(20)}, r"threshold has shape \(20,\)"),
+        ({"encoder.weight": torch.ones(2, 6, 20, dtype=torch.complex64)}, r"holds torch\.complex64"),
+        ({"encoder.bias": torch.ones(20, dtype=torch.int64)}, r"holds torch\.int64"),
+        ({"encoder.bias": torch.ones(1)}, r"encoder\.bias has shape \(1,\), expected \(d_sae,\)"),
+        ({"encoder.bias": torch.ones(())}, r"encoder\.bias has shape \(\)"),
+        ({"encoder.bias": torch.ones(3)}, r"encoder\.bias has shape \(3,\)"),
+        ({"decoder.bias": torch.ones(6)}, r"decoder\.bias has shape \(6,\), expected \(2, d_model\)"),
+        ({"decoder.bias": torch.ones(2, 1)}, r"decoder\.bias has shape \(2, 1\)"),
+        ({"encoder.weight": torch.ones(2, 0, 20), "decoder.weight": torch.ones(2, 20, 0)}, "has shape"),
+        ({"k": torch.tensor(-5)}, "k is -5, expected a whole number of at least 1"),
+        ({"k": torch.tensor(99)}, "k is 99, which exceeds its 20 latents"),
+        ({"k": torch.ones(3)}, r"k is \[1\.0, 1\.0, 1\.0\], expected a whole number"),
+        ({"k": torch.tensor(NAN)}, "k is nan, expected a whole number"),
+        ({"code_normalization_id": torch.tensor(1.9)}, "code_normalization_id is 1.89.*, expected a whole number"),
+        ({"code_normalization_id": torch.tensor(7)}, "code_normalization_id is 7, expected 1 to 5"),
+        ({**NORMED, "activation_mean": _but(NAN, 2, 6)}, "activation_mean holds values"),
+        ({**NORMED, "activation_mean": torch.ones(6)}, r"activation_mean has shape \(6,\)"),
+        ({**NORMED, "activation_std": None}, "one of activation_mean and activation_std without the other"),
+        ({**NORMED, "activation_std": torch.ones(())}, r"activation_std has shape \(\)"),
+        ({**NORMED, "activation_std": _but(-3, 2, 6)}, "activation_std holds values of 0 or less"),
+        ({**NORMED, "target_rms": torch.ones(3)}, r"target_rms has shape \(3,\)"),
+        ({"_orig_mod.encoder.bias": torch.zeros(20)}, "holds tensors of one name twice"),
+        ({"x" * 5000: torch.ones(1)}, "unknown tensor 'x{58}….*Give"),
+        ({3: torch.ones(1)}, "other things than tensors by name"),
+    ],
+)  # fmt: skip
+def test_a_published_crosscoder_with_values_of_no_use_is_refused(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, folder = _published(tmp_path)
+    weights = torch.load(folder / "model_final.pt")
+    torch.save({n: v for n, v in {**weights, **changed}.items() if v is not None}, folder / "model_final.pt")
+    with pytest.raises(TsaeError, match=message):
+        read_published(folder, site=SITE, compared=("base", "run"))
+
+
+def test_a_normaliser_of_nan_alone_is_none(tmp_path: Path) -> None:
+    _, plain = _published(tmp_path / "plain")
+    nothing = {name: torch.tensor(NAN) for name in NORMED if name != "target_rms"}
+    _, folder = _published(tmp_path / "nan", **nothing)
+    found, again = (read_published(f, site=SITE, compared=("base", "run")) for f in (plain, folder))
+    assert found.fingerprint == again.fingerprint
+
+
+@pytest.mark.parametrize("alpha", ['"2.0"', "NaN", "-5", "true", "[]", "9" * 400])
+def test_a_mixture_of_norms_needs_numbers(alpha: str, tmp_path: Path) -> None:
+    _, folder = _published(tmp_path, 3)
+    (folder / "config.json").write_text(f'{{"trainer": {{"code_normalization_alpha_sae": {alpha}}}}}')
+    with pytest.raises(TsaeError, match="code_normalization_alpha"):
+        read_published(folder, site=SITE, compared=("base", "run"))
 
 
 def test_the_command_judges_a_published_crosscoder(world: PlantedPair, tmp_path: Path) -> None:

@@ -7,11 +7,17 @@ what these libraries compute from x. Other formats are written here, and read by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
+import socket
+import threading
 import warnings
+import zipfile
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +32,7 @@ from support.saes import SITE, lens_config, randomized
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.quality.promise import check_promise, promised
+from tsae.sae.quality.promise import check_promise, promised, warn_where_short
 
 PUBLISHED = Path(__file__).parent / "published"
 D, S = 8, 12
@@ -124,13 +130,13 @@ def qwen_scope(file: Path) -> Path:
     return file
 
 
-def llama_scope(folder: Path) -> Path:
+def llama_scope(folder: Path, **changed: Any) -> Path:
     found = weights(**{"encoder.weight": (S, D), "decoder.weight": (D, S), "encoder.bias": (S,), "decoder.bias": (D,)})
     (folder / "checkpoints").mkdir(parents=True)
     save_file(found, folder / "checkpoints" / "final.safetensors")
     config = {
         "d_model": D, "d_sae": S, "hook_point_in": "blocks.4.hook_resid_post", "jump_relu_threshold": 0.5,
-        "dataset_average_activation_norm": {"in": 4.0, "out": 4.0},
+        "dataset_average_activation_norm": {"in": 4.0, "out": 4.0}, **changed,
     }  # fmt: skip
     (folder / "hyperparams.json").write_text(json.dumps(config))
     return folder
@@ -220,6 +226,37 @@ def test_from_the_hub_one_sae_is_fetched_and_what_is_not_there_is_said(hub: Hub,
     assert len(hub.tokens) == before
 
 
+@pytest.mark.parametrize("answer", ["none", "hangs up", "an object"])
+def test_a_hub_that_cannot_be_reached_is_said(answer: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # closed at the end
+            while True:
+                client = server.accept()[0]
+                client.recv(65536)
+                if answer == "an object":
+                    client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+                client.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if answer == "none":
+            server.close()
+        else:
+            threading.Thread(target=serve, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        with pytest.raises(TsaeError, match="is no path here, and cannot be fetched from the Hub"):
+            tsae.load_sae("org/name")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "x/" + "a" * 300 + "/y/z"])
+def test_what_is_no_path_is_said(name: str) -> None:
+    with pytest.raises(TsaeError, match="is no path") as found:
+        tsae.load_sae(name)
+    assert len(str(found.value)) < 800
+
+
 # --- what is refused
 
 
@@ -276,6 +313,151 @@ def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
     refused(tmp_path, "params.npz: cannot be read")
     np.savez_compressed(tmp_path / "params.npz", W_enc=np.zeros((1000, 1000)))
     refused(tmp_path, r"its part W_enc\.npy unpacks to 8,000,128 bytes")
+
+
+@pytest.mark.parametrize(
+    ("write", "path", "site"),
+    [
+        (
+            gemma_scope,
+            "runs/layer_3/gemma-scope-2b-pt-res/layer_12/width_16k",
+            "blocks.12.hook_resid_post",
+        ),
+        (gemma_scope_2, "transcoder_study/gemma-scope-2-1b/resid_post/layer_4_width_16k", "blocks.4.hook_resid_post"),
+        (gemma_scope_2, "resid_post_saes/gemma-scope-2-1b/attn_out/layer_4_width_16k", None),
+        (gemma_scope_2, "attn_out/resid_post/layer_4_width_16k", "blocks.4.hook_resid_post"),
+        (qwen_scope, "exp-L0_9/SAE-Res-Qwen3-1.7B-Base-W32K-L0_5/layer4.sae.pt", "blocks.4.hook_resid_post"),
+    ],
+)
+def test_of_what_a_path_says_the_last_counts(write: Any, path: str, site: str | None, tmp_path: Path) -> None:
+    place = write(tmp_path / path)
+    if site is None:
+        refused(place, "reads hook_attn_out")
+    else:
+        found = tsae.load_sae(place)
+        assert (found.site, found.config.k) == (site, 5 if write is qwen_scope else 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"d_model": 4096}, "its config names d_model 4096, its weights have 8"),
+        ({"d_model": -8}, "d_model is -8, expected a whole number"),
+        ({"d_model": True}, "d_model is True, expected a whole number"),
+        *[
+            ({"dataset_average_activation_norm": {"in": norm}}, message)
+            for norm, message in (
+                (-4, "is -4, expected a finite number above 0"),
+                (0, "is 0, expected a finite number above 0"),
+                (True, "is True, expected a finite number above 0"),
+                (float("inf"), "is inf, expected a finite number above 0"),
+                (1e-300, "holds values that are no finite numbers"),
+            )
+        ],
+        ({"jump_relu_threshold": float("nan")}, "jump_relu_threshold is nan, expected a finite number"),
+        ({"jump_relu_threshold": 1e300}, "threshold holds values that are no finite numbers"),
+        ({"hook_point_in": ["blocks.4.hook_resid_post"]}, r"names the site \['blocks"),
+    ],
+)
+def test_a_factor_of_normalisation_is_checked(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refused(llama_scope(tmp_path / "sae", **changed), message)
+
+
+@pytest.mark.parametrize(
+    ("folder", "changed", "message"),
+    [
+        ("llamascopium-relu-dataset-wise", {"use_decoder_bias": "false"}, "use_decoder_bias is 'false', expected true"),
+        ("llamascopium-relu-dataset-wise", {"sparsity_include_decoder_norm": 0}, "decoder_norm is 0, expected true"),
+        ("llamascopium-relu-dataset-wise", {"d_model": 16}, "its config names d_model 16, its weights have 8"),
+        ("llamascopium-topk-dataset-wise", {"top_k": 2.9}, r"top_k is 2\.9, expected a whole number"),
+        ("sparsify", {"k": True}, "k is True, expected a whole number"),
+        ("sparsify", {"transcode": "false"}, "transcode is 'false', expected true or false"),
+        ("dictionary_learning-AutoEncoderTopK", {"k": 11}, r"k is 11, and 3 in ae\.pt"),
+        ("dictionary_learning-AutoEncoderTopK", {"k": 3.0}, r"k is 3\.0, expected a whole number"),
+        ("dictionary_learning-AutoEncoder", {"layer": 3.9}, r"layer is 3\.9, expected a whole number"),
+        ("dictionary_learning-AutoEncoder", {"layer": True}, "layer is True, expected a whole number"),
+        ("dictionary_learning-AutoEncoder", {"submodule_name": "x\x1b[31m"}, "names the site"),
+    ],
+)
+def test_config_values_are_not_rounded_or_guessed(
+    folder: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    place = place_of(Path(shutil.copytree(PUBLISHED / folder, tmp_path / folder)))
+    file = next(place.glob("c*.json"))
+    content = json.loads(file.read_text())
+    content.get("trainer", content).update(changed)
+    file.write_text(json.dumps(content))
+    refused(place, message)
+
+
+@pytest.mark.parametrize(
+    ("folder", "changed", "message"),
+    [
+        ("openai-relu", {"activation": "Identity"}, "its activation is 'Identity'"),
+        ("openai-relu", {"activation": "topk"}, "its activation is 'topk'"),
+        ("openai-topk", {"activation_state_dict": {"k": 3, "postact_fn": "Identity"}}, "is 'TopK with Identity'"),
+        ("openai-topk", {"activation_state_dict": {"k": 2.9, "postact_fn": "ReLU"}}, r"k is 2\.9, expected"),
+        ("openai-relu", {"latent_bias": torch.ones(())}, r"b_enc has shape \(\), expected \(12,\)"),
+        ("openai-relu", {"latent_bias": torch.ones(S, dtype=torch.int64)}, r"b_enc holds torch\.int64"),
+        ("openai-relu", {"pre_bias": torch.full((D,), float("inf"))}, "b_dec holds values that are no finite numbers"),
+        ("openai-relu", {"encoder.weight": torch.zeros(1).expand(S, D)}, "stands for more numbers than the file holds"),
+        ("openai-relu", {"unused": [{"a": torch.zeros(1).expand(10**10)}]}, "stands for more numbers than the file"),
+        ("openai-relu", {"encoder.weight": torch.empty(S, D, device="meta")}, "float32 on meta"),
+        ("openai-relu", {"encoder.weight": torch.ones(S, D).to_sparse()}, "a tensor that is torch.sparse_coo"),
+    ],
+)
+def test_a_torch_file_with_values_of_no_use_is_refused(
+    folder: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    place = place_of(Path(shutil.copytree(PUBLISHED / folder, tmp_path / folder)))
+    torch.save({**torch.load(place, weights_only=True), **changed}, place)
+    refused(place, message)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1000, 10**12), r"its part W_enc\.npy has \d+ bytes, not 4,000,000,000,000,000"),
+        ((10**30,), r"its part W_enc\.npy has \d+ bytes, not"),
+    ],
+)
+def test_an_npz_that_names_larger_arrays_than_it_has_is_refused(
+    shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(tmp_path / "params.npz", "w") as archive:
+        archive.writestr("W_enc.npy", header.getvalue() + bytes(16))
+    refused(tmp_path, message)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_damaged_npz_is_refused(compressed: bool, tmp_path: Path) -> None:
+    (np.savez_compressed if compressed else np.savez)(tmp_path / "params.npz", W_enc=np.arange(999.0))
+    data = bytearray((tmp_path / "params.npz").read_bytes())
+    for damaged in (b"no archive", data[:-30], data[:300] + b"\xff" * 300 + data[600:]):
+        (tmp_path / "params.npz").write_bytes(damaged)
+        refused(tmp_path, r"params\.npz: cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({"fve": "x", "l0": 5}, {"l0": 5.0}),
+        ({"fve": float("nan"), "l0": True}, {}),
+        ({"fve": 10**400, "other": 1}, {}),
+        ([1], {}),
+        (5, {}),
+    ],
+)
+def test_of_a_promise_only_numbers_are_kept(told: Any, kept: dict[str, float], tmp_path: Path) -> None:
+    folder = tsae.load_sae(gemma_scope(tmp_path / "sae"), site=SITE).save(tmp_path / "kept")
+    config = json.loads((folder / "cfg.json").read_text())
+    edit(folder / "cfg.json", metadata={**config["metadata"], "promised": told, "prepend_bos": False})
+    found = tsae.load_sae(folder)
+    assert promised(found) == kept
+    with pytest.warns(UserWarning, match="this published SAE explains"):
+        warn_where_short(found, SimpleNamespace(), 0.2, 3.0, 10)  # type: ignore[arg-type]
 
 
 def test_what_the_files_do_not_say_is_asked_for(tmp_path: Path) -> None:

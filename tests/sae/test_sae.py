@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from safetensors.torch import save_file
 
 from support.builders import synthetic_store
 from support.damage import unsealed
@@ -439,7 +441,7 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
     for name, change, message in (
         ("wide", {"d_model": 3}, r"sae\.safetensors does not fit"),
         ("other", {"format": "sae_lens"}, "is not an SAE's"),
-        ("unknown", {"sae": {**config["sae"], "architecture": "topk"}}, "is not an SAE's"),
+        ("unknown", {"sae": {**config["sae"], "architecture": "topk"}}, "cannot be read"),
         ("bad", {"sae": {**config["sae"], "k": 99}}, "k=99 exceeds d_sae=3"),
     ):
         folder = copy(name)
@@ -447,8 +449,78 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         with pytest.raises(TsaeError, match=message):
             TemporalSAE.load(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(TsaeError, match="is not an SAE's"):
+    with pytest.raises(TsaeError, match=r"config\.json: cannot be read"):
         TemporalSAE.load(folder)
+
+
+def _nan(weights: dict[str, torch.Tensor]) -> None:
+    weights["W_enc"][0, 0] = float("nan")
+
+
+def _infinite(weights: dict[str, torch.Tensor]) -> None:
+    weights["W_dec"][0, 0] = float("inf")
+
+
+def _complex(weights: dict[str, torch.Tensor]) -> None:
+    weights["W_enc"] = weights["W_enc"].to(torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_nan, "W_enc holds values that are no finite numbers"),
+        (_infinite, "W_dec holds values that are no finite numbers"),
+        (_complex, r"W_enc holds torch\.complex64, expected floating-point numbers"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(
+    small: TemporalSAE, change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    folder = unsealed(small.save(tmp_path / "sae"))
+    weights = {name: value.clone() for name, value in small.state_dict().items()}
+    change(weights)
+    save_file(weights, folder / "sae.safetensors")
+    with pytest.raises(TsaeError, match=message):
+        TemporalSAE.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"\xff{}", r"config\.json: cannot be read"),
+        ("config.json", b"[]", r"config\.json: cannot be read .*expected an object"),
+        ("config.json", {"d_model": -1}, "d_model is -1, expected a whole number"),
+        ("config.json", {"d_model": 10**15}, r"sae\.safetensors does not fit config\.json \(W_enc has shape"),
+        ("config.json", {"d_model": 2.0}, r"d_model is 2\.0, expected a whole number"),
+        ("config.json", {"site": 5}, "names the site 5, expected a name"),
+        ("config.json", {"site": "x\ny"}, r"names the site 'x\\ny'"),
+        ("config.json", {"sae": {"groups": [float("nan")]}}, "groups=.nan,. add up to nan"),
+        ("config.json", {"sae": {"k": 2.5}}, r"k=2\.5 is no whole number"),
+        ("config.json", {"sae": {"k": True}}, "k=True is no whole number"),
+        ("config.json", {"sae": {"d_sae": 10**15, "k": 1}}, r"sae\.safetensors does not fit config\.json"),
+        ("config.json", {"sae": {"temporal_weight": float("nan")}}, "temporal_weight=nan"),
+        ("config.json", {"sae": []}, r"config\.json: cannot be read"),
+        ("training.json", b"\xff{}", r"training\.json: cannot be read"),
+        ("training.json", b"[1]", r"training\.json: cannot be read .*expected an object"),
+        ("training.json", b'{"norms": [1]}', r"norms is \[1\], expected an object"),
+        ("training.json", b'{"norms": {"limit": "abc"}}', r"norms\.limit is 'abc', expected a finite number"),
+        ("training.json", b'{"norms": {"limit": NaN}}', r"norms\.limit is nan, expected a finite number"),
+    ],
+)
+def test_files_with_values_of_no_use_are_refused(
+    small: TemporalSAE, file: str, content: Any, message: str, tmp_path: Path
+) -> None:
+    folder = unsealed(small.save(tmp_path / "sae"))
+    if isinstance(content, dict):
+        whole = json.loads((folder / file).read_text())
+        content = json.dumps({**whole, **content, "sae": _with(whole["sae"], content.get("sae", {}))}).encode()
+    (folder / file).write_bytes(content)
+    with pytest.raises(TsaeError, match=message):
+        TemporalSAE.load(folder)
+
+
+def _with(config: dict[str, Any], change: Any) -> Any:
+    return {**config, **change} if isinstance(change, dict) else change
 
 
 @pytest.mark.parametrize(

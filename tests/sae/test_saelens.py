@@ -145,6 +145,8 @@ assert "sae_lens" not in sys.modules
 
 # --- SAEs of sae_lens, read here
 
+OURS = {"sae_lens_version": "6.54.0", "hook_name": SITE}
+
 
 def tokens(n: int = 200) -> torch.Tensor:
     return torch.randn(n, D_IN, generator=torch.Generator().manual_seed(4))
@@ -251,7 +253,38 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
         ({"metadata": {"sae_lens_version": "6.54.0"}}, "does not say where its activations come from"),
         ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": SITE, "hook_head_index": 2}}, "attention heads"),
         ({"d_sae": 12}, "the file of weights does not fit the config"),
-        ({"d_in": "wide"}, "is not an SAE's"),
+        (
+            {"d_in": 10**15},
+            r"does not fit the config \(W_enc has shape \(48, 160\), expected \(10+, 160\)\)",
+        ),
+        ({"d_in": -1}, "d_in is -1, expected a whole number of at least 1"),
+        ({"d_in": 48.0}, r"d_in is 48\.0, expected a whole number"),
+        ({"d_sae": True}, "d_sae is True, expected a whole number"),
+        ({"architecture": "topk", "k": 2.9}, r"k is 2\.9, expected a whole number"),
+        ({"architecture": "topk"}, "k is None, expected a whole number"),
+        ({"architecture": "topk", "k": 161}, r"does not fit the config \(k is 161, of 160 latents\)"),
+        ({"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false', expected true or false"),
+        ({"apply_b_dec_to_input": None}, "apply_b_dec_to_input is None, expected true or false"),
+        ({"rescale_acts_by_decoder_norm": "false"}, "rescale_acts_by_decoder_norm is 'false', expected true or false"),
+        ({"normalize_activations": False}, "expects activations normalised by False"),
+        ({"normalize_activations": "None"}, "expects activations normalised by 'None'"),
+        ({"normalize_activations": ["none"]}, r"expects activations normalised by \['none'\]"),
+        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": ["a"]}}, r"names the site \['a'\], expected a name"),
+        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "x\x1b[31m"}}, "names the site 'x.x1b"),
+        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "x" * 300}}, "names the site 'xxx"),
+        ({"metadata": [1]}, "is not an SAE's"),
+        ({"metadata": {**OURS, "tsae": 5}}, "the file of weights does not fit the config"),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160.0, "k": 2}}}}, r"d_sae=160\.0 is no whole number"),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "k": 2.5}}}}, r"k=2\.5 is no whole number"),
+        (
+            {"metadata": {**OURS, "tsae": {"sae": {"d_sae": 10**14, "k": 2}}}},
+            "its metadata names 10+ latents",
+        ),
+        (
+            {"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "groups": [float("nan")]}}}},
+            r"groups=\(nan,\) add",
+        ),
+        ({"d_in": "wide"}, "d_in is 'wide', expected a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -269,6 +302,100 @@ def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message
         TemporalSAE.load(tmp_path)
     (tmp_path / "sae_weights.safetensors").unlink()
     with pytest.raises(TsaeError, match=r"holds no sae_weights\.safetensors"):
+        TemporalSAE.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value", "message"),
+    [
+        ("jumprelu", "W_enc", float("inf"), "W_enc holds values that are no finite numbers"),
+        ("jumprelu", "b_dec", float("nan"), "b_dec holds values that are no finite numbers"),
+        ("jumprelu", "threshold", -float("inf"), "threshold holds values that are no finite numbers"),
+        ("jumprelu", "W_dec", 1e300, "W_dec holds values that are no finite numbers"),  # too large for float32
+        ("gated", "r_mag", 200.0, "W_enc holds values that are no finite numbers"),  # its exponential is
+        ("gated", "b_gate", torch.zeros(1), r"b_gate has shape \(1,\), expected \(160,\)"),
+        ("topk", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.complex64), r"W_enc holds torch\.complex64, expected"),
+        ("topk", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.int64), r"W_enc holds torch\.int64, expected"),
+        ("standard", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.bool), r"W_enc holds torch\.bool, expected"),
+        ("jumprelu", "topk_threshold", torch.ones(()), "Unexpected key.*topk_threshold"),
+    ],
+)
+def test_weights_that_cannot_be_right_are_refused(
+    architecture: str, name: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    shapes = {"W_enc": (D_IN, D_SAE), "W_dec": (D_SAE, D_IN), "b_dec": (D_IN,)}
+    shapes |= {"b_enc": (D_SAE,)} if architecture != "gated" else dict.fromkeys(("r_mag", "b_gate", "b_mag"), (D_SAE,))
+    shapes |= {"threshold": (D_SAE,)} if architecture == "jumprelu" else {}
+    weights = {key: torch.ones(shape, dtype=torch.float64) for key, shape in shapes.items()}
+    if isinstance(value, float):
+        weights[name].view(-1)[5] = value
+    else:
+        weights[name] = value
+    save_file(weights, tmp_path / "sae_weights.safetensors")
+    (tmp_path / "cfg.json").write_text(json.dumps(lens_config(architecture, k=3)))
+    with pytest.raises(TsaeError, match=message):
+        TemporalSAE.load(tmp_path)
+
+
+def test_a_latent_may_never_be_active(tmp_path: Path) -> None:
+    folder = save_jumprelu(tmp_path, D_IN)
+    weights = load_file(folder / "sae_weights.safetensors")
+    weights["threshold"][3] = float("inf")
+    save_file(weights, folder / "sae_weights.safetensors")
+    assert float(TemporalSAE.load(folder).threshold[3]) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("topk", {"k": 7}),
+        ("jumprelu", {"apply_b_dec_to_input": False}),
+        ("jumprelu", {"normalize_activations": "layer_norm"}),
+    ],
+)
+def test_what_a_config_says_is_computed_counts_also_where_its_metadata_name_a_tsae(
+    architecture: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    from sae_lens import SAE
+
+    from tsae.sae import saelens
+
+    config = lens_config(architecture, **more)
+    lens = randomized(SAE.from_dict(config))
+    lens.save_model(tmp_path)
+    plain = TemporalSAE.load(tmp_path)
+    written = json.loads((tmp_path / "cfg.json").read_text())
+    written["metadata"]["tsae"] = {"sae": {"d_sae": D_SAE, "k": 5, "groups": [0.25, 0.75]}}
+    (tmp_path / "cfg.json").write_text(json.dumps(written))
+    found = TemporalSAE.load(tmp_path)
+    assert torch.equal(found.encode(tokens()), plain.encode(tokens()))
+    assert found.config.d_high == D_SAE // 4
+    with pytest.raises(TsaeError, match=r"is a published SAE, no T-SAE\. Load it with sae_lens itself"):
+        saelens.disk_loader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_fn_str": "tanh-relu"}, "its activation function is 'tanh-relu'"),
+        ({"activation_fn_kwargs": 5, "activation_fn_str": "topk"}, "is not an SAE's"),
+        ({"activation_fn_kwargs": {"k": 2.9}, "activation_fn_str": "topk"}, r"k is 2\.9, expected a whole number"),
+        ({"architecture": ["standard"]}, "is not an SAE's"),
+        ({"architecture": "other"}, "."),
+        ({"hook_point": ["a"]}, r"names the site \['a'\]"),
+        ({"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false'"),
+        ({"d_in": 48.5}, r"d_in is 48\.5"),
+        ({"sae_lens_version": "zz"}, "is not an SAE's"),
+    ],
+)
+def test_values_of_no_use_in_configs_before_version_6_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from sae_lens import SAE
+
+    randomized(SAE.from_dict(lens_config("standard"))).save_model(tmp_path)
+    (tmp_path / "cfg.json").write_text(json.dumps({"hook_point": SITE, "d_in": D_IN, "d_sae": D_SAE, **change}))
+    with pytest.raises(TsaeError, match=message):
         TemporalSAE.load(tmp_path)
 
 

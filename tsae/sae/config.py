@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
+from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tsae.activations.config import Axis, Partner
@@ -56,6 +58,10 @@ class SAEConfig:
     def __post_init__(self) -> None:
         need_numbers(self)
         _check_choices(self)
+        for name in ("d_sae", "k", "dead_after_tokens"):
+            value = getattr(self, name)
+            odd = isinstance(value, bool) or not isinstance(value, Integral | None)
+            _refuse(self, odd, f"{name}={value!r} is no whole number")
         _refuse(self, self.k < 1 or self.d_sae < 2, f"k={self.k} and d_sae={self.d_sae} do not make an SAE")
         _refuse(self, self.k > self.d_sae, f"k={self.k} exceeds d_sae={self.d_sae}", "Lower k or widen d_sae.")
         # JSON knows no tuples.
@@ -64,7 +70,7 @@ class SAEConfig:
             object.__setattr__(self, "group_weights", tuple(self.group_weights))
         _refuse(
             self,
-            not self.groups or abs(sum(self.groups) - 1) > 1e-6 or min(self.groups) <= 0,
+            not self.groups or not abs(sum(self.groups) - 1) <= 1e-6 or min(self.groups) <= 0,
             f"groups={self.groups} add up to {sum(self.groups):g}, expected positive shares that add up to 1",
             "Give shares such as (0.1, 0.9).",
         )
@@ -77,13 +83,13 @@ class SAEConfig:
         given = self.weights
         _refuse(
             self,
-            len(given) != len(self.groups) or min(given) < 0 or sum(given) == 0,
+            len(given) != len(self.groups) or min(given) < 0 or not 0 < sum(given) < inf,
             f"group_weights={self.group_weights} do not go with groups={self.groups}",
             "Give one weight of at least 0 per group, not all 0.",
         )
         _refuse(
             self,
-            self.temporal_weight < 0 or self.aux_weight < 0 or self.temperature <= 0,
+            not (0 <= self.temporal_weight < inf and 0 <= self.aux_weight < inf and 0 < self.temperature < inf),
             f"temporal_weight={self.temporal_weight}, aux_weight={self.aux_weight} must be at least 0, "
             f"temperature={self.temperature} above 0",
         )

@@ -11,7 +11,7 @@ Rows of W_dec have unit norm. The first d_high latents are high-level, the other
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 
 from tsae.activations.source import Source
 from tsae.base.disk.tensors import write_tensors
-from tsae.base.files import write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import check_seal, need_seal, write_sealed
-from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
+from tsae.sae.exchange.checks import as_weights, check_shapes, check_site, not_fitting, number, shown, whole
 from tsae.sae.exchange.finding import find_foreign
-from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE, not_fitting
+from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE
 from tsae.sae.exchange.saelens_files import (
     FORMAT,
     NATIVE,
@@ -40,6 +40,7 @@ from tsae.sae.exchange.saelens_files import (
 )
 
 _FILES = ("config.json", "training.json", "sae.safetensors")
+_AGAIN = "Train it again."
 
 
 class TemporalSAE(torch.nn.Module):
@@ -193,19 +194,13 @@ class TemporalSAE(torch.nn.Module):
         for name in ("config.json", "sae.safetensors"):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
-        check_seal(folder, "Train it again.", _FILES)
-        try:
-            content = parse_json((folder / "config.json").read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise KeyError(f"format {content['format']!r}, expected {FORMAT!r}")
-            if content.get("sealed"):
-                need_seal(folder, (folder / name for name in _FILES), "Train it again.")
-            info = parse_json((folder / "training.json").read_text()) if (folder / "training.json").is_file() else {}
-            sae = cls(content["d_model"], SAEConfig(**content["sae"]), site=content["site"], training=info)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise TsaeError(f"config.json is not an SAE's ({error})", where=folder) from error
-        with not_fitting("sae.safetensors", "config.json", folder, "Train it again."):
-            sae.load_state_dict(load_file(folder / "sae.safetensors"))
+        check_seal(folder, _AGAIN, _FILES)
+        d_model, config, own_site, info = _own_config(folder)
+        with reading(folder / "sae.safetensors", _AGAIN), not_fitting("sae.safetensors", "config.json", folder, _AGAIN):
+            weights = as_weights(load_file(folder / "sae.safetensors"), folder, _AGAIN)
+            check_shapes(weights, d_model, config.d_sae)
+            sae = cls(d_model, config, site=own_site, training=info)
+            sae.load_state_dict(weights)
         return sae.to(device).eval()
 
 
@@ -297,14 +292,39 @@ load_sae = TemporalSAE.load
 """Load an SAE: ours or a published one, here or on the Hugging Face Hub; see `TemporalSAE.load`."""
 
 
+def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
+    """d_model, config, site and metadata of the training, of a folder that `TemporalSAE.save` wrote."""
+    content = read_object(folder / "config.json", _AGAIN)
+    if content.get("format") != FORMAT:
+        what = f"config.json is not an SAE's (format {shown(content.get('format'))}, expected {FORMAT!r})"
+        raise TsaeError(what, where=folder, fix=_AGAIN)
+    if content.get("sealed"):
+        need_seal(folder, (folder / name for name in _FILES), _AGAIN)
+    with reading(folder / "config.json", _AGAIN):
+        config = SAEConfig(**content["sae"])
+        # An SAE that was made by hand may have none.
+        site = check_site(content["site"], folder) if content["site"] != "" else ""
+    d_model = whole(content.get("d_model"), "d_model", folder, fix=_AGAIN)
+    file = folder / "training.json"
+    info = read_object(file, _AGAIN) if file.is_file() else {}
+    for name in ("norms", "sae_lens", "last"):
+        if not isinstance(info.get(name, {}), dict):
+            raise TsaeError(f"{name} is {shown(info[name])}, expected an object", where=file, fix=_AGAIN)
+    limit = info.get("norms", {}).get("limit")
+    if limit not in (None, math.inf):
+        number(limit, "norms.limit", file, fix=_AGAIN)
+    return d_model, config, site, info
+
+
 def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
     kept: dict[str, Any] = {"site": found.site, "training": {"sae_lens": found.metadata}}
     sae: TemporalSAE
-    if isinstance(found.config, ForeignConfig):
-        sae = ForeignSAE(found.d_model, found.config, **kept)
-    else:
-        sae = TemporalSAE(found.d_model, found.config, **kept)
     with not_fitting("the file of weights", "the config", where, "Save it again."):
+        check_shapes(found.weights, found.d_model, found.config.d_sae)
+        if isinstance(found.config, ForeignConfig):
+            sae = ForeignSAE(found.d_model, found.config, **kept)
+        else:
+            sae = TemporalSAE(found.d_model, found.config, **kept)
         sae.load_state_dict(found.weights)
     return sae.requires_grad_(False).to(device).eval()
 

@@ -26,7 +26,7 @@ from sae_lens.util import str_to_dtype
 
 from tsae.errors import TsaeError
 from tsae.sae.exchange.saelens_files import NATIVE, lens_config, lens_weights
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import ForeignSAE, TemporalSAE
 
 
 @dataclass
@@ -64,6 +64,8 @@ def disk_loader(
         (content of a cfg.json, weights by name).
     """
     sae = TemporalSAE.load(path)
+    if isinstance(sae, ForeignSAE):
+        raise TsaeError("is a published SAE, no T-SAE", where=path, fix="Load it with sae_lens itself.")
     config = {**lens_config(sae.config, sae.d_model, sae.site, NATIVE), "device": device, **(cfg_overrides or {})}
     if config["architecture"] != NATIVE:
         raise TsaeError(f"a T-SAE's folder is read as {NATIVE}, not {config['architecture']}", where=path)

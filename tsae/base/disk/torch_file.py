@@ -23,7 +23,8 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
         damaged: what to do about one that cannot be read.
 
     Raises:
-        TsaeError: where it holds other objects than tensors and plain containers, or cannot be read.
+        TsaeError: where it holds other objects than tensors and plain containers, a tensor stands for more numbers than
+            the file has, or it cannot be read.
     """
     import torch
 
@@ -32,7 +33,9 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
             check_zip(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
-            return torch.load(file, map_location="cpu", weights_only=True)
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        _check_tensors(found)
+        return found
     except UnpicklingError as error:
         raise TsaeError(
             f"holds more than tensors and plain containers ({cause(error)}): it needs pickle, which may run code, "
@@ -42,6 +45,23 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
         ) from error
     except _DAMAGED as error:
         raise TsaeError(f"is no file of torch.save ({cause(error)})", where=file, fix=damaged) from error
+
+
+def _check_tensors(content: Any) -> None:
+    """Refuse tensors that stand for more numbers than the file holds of them. Each container is looked into once."""
+    import torch
+
+    seen, waiting = set(), [content]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, torch.Tensor):
+            if found.layout is not torch.strided or found.device.type != "cpu" or found.is_quantized:
+                raise ValueError(f"it holds a tensor that is {found.layout}, {found.dtype} on {found.device.type}")
+            if found.numel() * found.element_size() > found.untyped_storage().nbytes():
+                raise ValueError(f"a tensor of shape {tuple(found.shape)} stands for more numbers than the file holds")
+        elif isinstance(found, dict | list | tuple | set) and id(found) not in seen:
+            seen.add(id(found))
+            waiting += found.values() if isinstance(found, dict) else found
 
 
 def cause(error: Exception) -> str:

@@ -61,8 +61,12 @@ def located(where: str | Path) -> Path:
         TsaeError: where there is neither such a path nor such a repository, or it cannot be reached.
     """
     path, match = Path(where), _ON_HUB.fullmatch(Path(where).as_posix())
-    if path.exists() or match is None or Path(path.parts[0]).exists():
-        return path
+    try:
+        if path.exists() or match is None or Path(path.parts[0]).exists():
+            return path
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise TsaeError(f"is no path ({why})", where=str(where)[:200], fix="Check the path or the name.") from error
     from huggingface_hub import snapshot_download
 
     repository, below, revision = match.groups()
@@ -70,9 +74,10 @@ def located(where: str | Path) -> Path:
     fix = "Check the path or the name (org/name/folder@revision); a private repository needs a token (hf auth login)."
     try:
         root = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-    except (OSError, ValueError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TsaeError(f"is no path here, and cannot be fetched from the Hub ({why})", where=where, fix=fix) from error
+    except Exception as error:  # transports and servers' answers: huggingface_hub has no narrower class
+        why = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
+        what = f"is no path here, and cannot be fetched from the Hub ({why})"
+        raise TsaeError(what, where=str(where)[:200], fix=fix) from error
     if not any((root / name).is_file() for name in wanted):
         raise TsaeError(
             f"the repository has no SAE there{_elsewhere(repository, revision)}", where=where, fix="Name its folder."
@@ -90,7 +95,7 @@ def _elsewhere(repository: str, revision: str | None) -> str:
 
     try:
         names = HfApi().list_repo_files(repository, revision=revision)
-    except (OSError, ValueError):
+    except Exception:  # as above
         return ""
     places = {name.rpartition("/")[0] for name in names if Path(name).name in _FILES and "/" in name}
     places |= {name for name in names if name.endswith(".sae.pt")}
@@ -107,13 +112,15 @@ def _registered(name: str, site: str | None) -> FoundSAE:
     known = get_pretrained_saes_directory().get(release)
     if known is None or id not in known.saes_map:
         has = "no such release" if known is None else f"{release} with {', '.join(list(known.saes_map)[:3])}, …"
-        raise TsaeError(f"sae_lens's list has {has}", where=name, fix="Give saelens:RELEASE/ID as its list names them.")
+        raise TsaeError(
+            f"sae_lens's list has {has}", where=name[:200], fix="Give saelens:RELEASE/ID as its list names them."
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             lens = SAE.from_pretrained(release, id)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # as above, and what sae_lens raises on odd files
+        why = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
         raise TsaeError(f"cannot be loaded by sae_lens ({why})", where=name, fix="Check the network.") from error
     config: dict[str, Any] = lens.cfg.to_dict()
     promised = {"l0": known.expected_l0.get(id) or None, "fve": known.expected_var_explained.get(id, 1.0)}
@@ -121,4 +128,5 @@ def _registered(name: str, site: str | None) -> FoundSAE:
         del promised["fve"]
     told = {"promised": {key: float(value) for key, value in promised.items() if value}, "format": "sae_lens"}
     config["metadata"] = {**config["metadata"], **told, "saelens": name.removeprefix(SAELENS)}
-    return from_lens(config, {n: v.detach().float() for n, v in lens.state_dict().items()}, name, site)
+    with reading(name, "Check the network."):
+        return from_lens(config, {n: v.detach() for n, v in lens.state_dict().items()}, name, site)

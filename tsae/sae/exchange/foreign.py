@@ -22,9 +22,6 @@ architectures. Configs of sae_lens before 6 are converted by sae_lens, which is 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -36,9 +33,11 @@ from safetensors.torch import load_file
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
+from tsae.sae.exchange.checks import as_weights, check_residual, check_shapes, flag, not_fitting, shown, whole
 from tsae.sae.exchange.saelens_files import CONFIG_FILE, NATIVE, WEIGHTS_FILE
 
 Normalize = Literal["none", "layer_norm", "constant_norm_rescale"]
+_SAVE = "Save it again."
 _KNOWN = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "gated", "standard", "topk", NATIVE)
 _NORMALIZED = {
     "expected_average_only_in": "Fold the factor in sae_lens (sae.fold_activation_norm_scaling_factor) and save again.",
@@ -101,17 +100,22 @@ def load_folder(folder: Path, site: str | None = None) -> FoundSAE:
             raise TsaeError(f"holds no {name}", where=folder, fix="Save it with sae_lens's save_model.")
     try:
         config = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        config = _since_version_6(config)
+        config = _since_version_6(config, folder)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_config(folder, error) from error
     return from_lens(config, load_weights(folder / WEIGHTS_FILE), folder, site)
 
 
 def load_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file as float32. Raises TsaeError where it cannot be read."""
+    """The tensors of a safetensors file, those of floating-point numbers as float32.
+
+    Raises:
+        TsaeError: where it cannot be read.
+    """
     try:
-        return {name: value.float() for name, value in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
+        found = load_file(file)
+        return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise TsaeError(f"{file.name} cannot be read ({error})", where=file.parent, fix="Fetch it again.") from error
 
 
@@ -122,22 +126,21 @@ def from_lens(
 
     Args:
         config: of cfg.json.
-        weights: by sae_lens's names, float32.
+        weights: by sae_lens's names.
         where: named in messages.
         site: TransformerLens name; by default the config's hook_name.
 
     Raises:
         TsaeError: where the SAE cannot be computed here, or the weights do not fit the config.
     """
-    try:
-        metadata = {key: value for key, value in dict(config.get("metadata") or {}).items() if value is not None}
-        architecture, d_model, d_sae = str(config.get("architecture")), int(config["d_in"]), int(config["d_sae"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_config(where, error) from error
-    _check(config, metadata, architecture, weights, where)
-    strange = [name for name, value in weights.items() if bool(value.isnan().any())]
-    if strange:
-        raise TsaeError(f"{strange[0]} holds values that are no numbers", where=where, fix="Fetch it again.")
+    told = config.get("metadata")
+    if not isinstance(told, dict | None):
+        raise TsaeError(f"{CONFIG_FILE} is not an SAE's: its metadata is {shown(told)}", where=where, fix=_SAVE)
+    metadata = {key: value for key, value in (told or {}).items() if value is not None}
+    architecture = str(config.get("architecture"))
+    d_model, d_sae = (whole(config.get(name), name, where) for name in ("d_in", "d_sae"))
+    weights = as_weights(weights, where)
+    normalize = _check(config, metadata, architecture, weights, where)
     site = site or metadata.get("hook_name")
     if not site:
         raise TsaeError(
@@ -145,31 +148,41 @@ def from_lens(
             where=where,
             fix="Say it: tsae.load_sae(…, site=), or tsae export --site, such as blocks.14.hook_resid_post.",
         )
-    check_residual(site, where)
-    metadata["hook_name"] = site
-    with not_fitting(WEIGHTS_FILE, CONFIG_FILE, where, "Save it again."):
+    metadata["hook_name"] = check_residual(site, where)
+    minus_bias = flag(config.get("apply_b_dec_to_input", True), "apply_b_dec_to_input", where)
+    rescale = flag(config.get("rescale_acts_by_decoder_norm", False), "rescale_acts_by_decoder_norm", where)
+    k = whole(config.get("k"), "k", where) if architecture == "topk" else 0
+    with not_fitting("the file of weights", "the config", where, _SAVE):
+        encoder = ("r_mag", "b_gate", "b_mag") if architecture == "gated" else ("b_enc",)
+        check_shapes(weights, d_model, d_sae, ("W_enc", *encoder, "W_dec", "b_dec"))
+        if k > d_sae:
+            raise ValueError(f"k is {k}, of {d_sae} latents")
         if architecture in ("standard", "topk"):
             weights["threshold"] = torch.zeros(d_sae)
         elif architecture == "gated":
             rate, gate, magnitude = weights.pop("r_mag").exp(), weights.pop("b_gate"), weights.pop("b_mag")
             weights["W_enc"], weights["b_enc"] = weights["W_enc"] * rate, magnitude
             weights["threshold"] = magnitude - rate * gate
-        elif "topk_threshold" in weights:
+        elif architecture.endswith("batchtopk") and "topk_threshold" in weights:
             weights["threshold"] = weights.pop("topk_threshold").expand(d_sae).contiguous()
-        if config.get("rescale_acts_by_decoder_norm"):
+        if rescale:
             fold_norms(weights)
-        ours = metadata.get("tsae")
+        weights = as_weights(weights, where)
+        ours = SAEConfig(**metadata["tsae"]["sae"]) if metadata.get("tsae") else None
+        if ours is not None and ours.d_sae != d_sae:
+            raise ValueError(f"its metadata names {ours.d_sae} latents")
+        plain = architecture in ("jumprelu", NATIVE) and normalize == "none" and minus_bias
         # One threshold for all latents, unless sae_lens has changed the SAE since (fold_W_dec_norm).
-        if ours and bool((weights["threshold"] == weights["threshold"][0]).all()):
+        if ours is not None and plain and bool((weights["threshold"] == weights["threshold"][0]).all()):
             weights["threshold"] = weights["threshold"][0].clone()
-            return FoundSAE(SAEConfig(**ours["sae"]), weights, d_model, site, metadata)
+            return FoundSAE(ours, weights, d_model, site, metadata)
         foreign = ForeignConfig(
             d_sae=d_sae,
-            k=int(config["k"]) if architecture == "topk" else 0,
-            groups=ours["sae"]["groups"] if ours else (1.0,),
+            k=k,
+            groups=ours.groups if ours is not None else (1.0,),
             architecture="topk" if architecture == "topk" else "jumprelu",
-            apply_b_dec_to_input=bool(config.get("apply_b_dec_to_input", True)),
-            normalize=config.get("normalize_activations") or "none",
+            apply_b_dec_to_input=minus_bias,
+            normalize=normalize,
         )
         return FoundSAE(foreign, weights, d_model, site, metadata)
 
@@ -179,26 +192,6 @@ def fold_norms(weights: dict[str, torch.Tensor]) -> None:
     norm = weights["W_dec"].norm(dim=1).clamp_min(1e-8)
     weights["W_enc"], weights["b_enc"] = weights["W_enc"] * norm, weights["b_enc"] * norm
     weights["W_dec"] = weights["W_dec"] / norm[:, None]
-
-
-@contextmanager
-def not_fitting(weights: str, config: str, folder: str | Path, fix: str) -> Iterator[None]:
-    """Say that the file of weights does not fit the config, in place of what torch says about it."""
-    try:
-        yield
-    except (RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise TsaeError(f"{weights} does not fit {config} ({reason})", where=folder, fix=fix) from error
-
-
-def check_residual(site: str, where: str | Path) -> None:
-    """Refuse a site that is not in the residual stream between blocks."""
-    if "hook_" in site and re.fullmatch(r"blocks\.\d+\.hook_resid_(pre|post)", site) is None:
-        raise TsaeError(
-            f"reads {site}; activations are captured between blocks only",
-            where=where,
-            fix="Use an SAE of the residual stream (blocks.{L}.hook_resid_post or hook_resid_pre).",
-        )
 
 
 def transcoder(where: str | Path) -> TsaeError:
@@ -214,11 +207,18 @@ def _no_config(where: str | Path, error: Exception) -> TsaeError:
     return TsaeError(f"{CONFIG_FILE} is not an SAE's ({type(error).__name__}: {error})", where=where)
 
 
-def _since_version_6(config: dict[str, Any]) -> dict[str, Any]:
+def _since_version_6(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A config as sae_lens 6 writes it; earlier ones are converted by sae_lens."""
     written_by = str((config.get("metadata") or {}).get("sae_lens_version") or config.get("sae_lens_version") or "0")
     if int(written_by.split(".")[0]) >= 6 or not config.keys() & {"hook_name", "hook_point"}:
         return config
+    act = config.get("activation_fn_str", config.get("activation_fn"))
+    if act not in (None, "relu", "topk"):
+        raise TsaeError(
+            f"its activation function is {shown(act)}, which sae_lens 6 reads as ReLU",
+            where=folder,
+            fix="Use one with relu or topk.",
+        )
     from sae_lens.loading.pretrained_sae_loaders import handle_pre_6_0_config
 
     return dict(handle_pre_6_0_config(config))
@@ -230,22 +230,23 @@ def _check(
     architecture: str,
     weights: dict[str, torch.Tensor],
     where: str | Path,
-) -> None:
-    """Refuse configs that ask for what is not computed here."""
+) -> Normalize:
+    """What is done to every token by itself; configs that ask for what is not computed here are refused."""
     if "transcoder" in architecture:
         raise transcoder(where)
     if architecture not in _KNOWN:
         raise TsaeError(
-            f"the architecture {architecture!r} cannot be computed here",
+            f"the architecture {shown(architecture)} cannot be computed here",
             where=where,
             fix=f"Use one of {', '.join(_KNOWN)}.",
         )
-    normalization = config.get("normalize_activations") or "none"
-    if normalization not in get_args(Normalize):
+    normalization = config.get("normalize_activations")
+    known: dict[Any, Normalize] = {None: "none", **{name: name for name in get_args(Normalize)}}
+    if not isinstance(normalization, str | None) or normalization not in known:
         raise TsaeError(
-            f"expects activations normalised by {normalization!r}, which the weights do not hold",
+            f"expects activations normalised by {shown(normalization)}, which the weights do not hold",
             where=where,
-            fix=_NORMALIZED.get(normalization, "Use an SAE trained on activations as they are."),
+            fix=_NORMALIZED.get(str(normalization), "Use an SAE trained on activations as they are."),
         )
     if config.get("reshape_activations", "none") != "none" or metadata.get("hook_head_index") is not None:
         raise TsaeError("reads attention heads, not a residual stream", where=where)
@@ -257,3 +258,4 @@ def _check(
                 where=where,
                 fix="Multiply the rows of W_dec by it and save again.",
             )
+    return known[normalization]

@@ -23,23 +23,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from tsae.base.disk.npz import read_npz
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object, reading
-from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
-from tsae.sae.exchange.foreign import FoundSAE, fold_norms, from_lens, load_weights, not_fitting, transcoder
+from tsae.sae.exchange.checks import as_weights, check_shapes, flag, not_fitting, number, shown, whole
+from tsae.sae.exchange.foreign import FoundSAE, fold_norms, from_lens, load_weights, transcoder
 from tsae.sae.exchange.saelens_files import plain_config
 
 _AGAIN = "Fetch it again."
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)[._](\d+)$")
 _FIELDS = ("k", "apply_b_dec_to_input", "normalize_activations")
-_DAMAGED = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
-"""What torch raises on damaged files."""
-_MOST_NPZ = 16
-"""Times its size that an array of an .npz may unpack to; weights hardly shrink."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -70,14 +66,14 @@ def _found(
     fields: dict[str, Any] = {name: told.pop(name) for name in _FIELDS if name in told}
     with not_fitting("the file of weights", f"the format of {of}", path, _AGAIN):
         d_model, d_sae = weights["W_enc"].shape
+        check_shapes(weights, d_model, d_sae)
         weights.setdefault("b_enc", torch.zeros(d_sae))
         weights.setdefault("b_dec", torch.zeros(d_model))
         if "threshold" in weights:
             weights["threshold"] = weights["threshold"].expand(d_sae)
     metadata = {"sae_lens_version": version("sae_lens"), "hook_name": site, "format": of, **told}
     config = {**plain_config(architecture, d_model, d_sae, metadata), **fields}
-    weights = {name: value.float().contiguous() for name, value in weights.items()}
-    return from_lens(config, weights, path, site)
+    return from_lens(config, {name: value.contiguous() for name, value in weights.items()}, path, site)
 
 
 def _tensors(file: Path) -> dict[str, Any]:
@@ -93,14 +89,15 @@ def _tensors(file: Path) -> dict[str, Any]:
 
 
 def _renamed(found: Mapping[str, Any], names: Mapping[str, str], where: Path) -> Weights:
-    """Weights by our names; a name that ends in .T is transposed."""
-    try:
-        return {
-            ours: found[theirs.removesuffix(".T")].T if theirs.endswith(".T") else found[theirs]
-            for ours, theirs in names.items()
-        }
-    except (KeyError, AttributeError) as error:
-        raise TsaeError(f"has no tensor {error}; it holds {_names(found)}", where=where, fix=_AGAIN) from error
+    """Weights by our names, as float32 and of shapes that go together; a name that ends in .T is transposed."""
+    missing = [name for name in (theirs.removesuffix(".T") for theirs in names.values()) if name not in found]
+    if missing:
+        raise TsaeError(f"has no tensor {missing[0]!r}; it holds {_names(found)}", where=where, fix=_AGAIN)
+    chosen = {ours: found[theirs.removesuffix(".T")] for ours, theirs in names.items()}
+    weights = {ours: v.T if names[ours].endswith(".T") else v for ours, v in as_weights(chosen, where).items()}
+    with reading(where, _AGAIN):
+        check_shapes(weights, *weights["W_enc"].shape)
+    return weights
 
 
 def _names(found: Mapping[str, Any]) -> str:
@@ -113,8 +110,9 @@ def _block(number: str | int | None) -> str | None:
 
 
 def _in_path(pattern: str, path: Path) -> str | None:
-    found = re.search(pattern, path.absolute().as_posix())
-    return found[1] if found else None
+    """What a path says last: folders further up are anyone's."""
+    found = re.findall(pattern, path.absolute().as_posix())
+    return str(found[-1]) if found else None
 
 
 def _lone_file(file: Path, site: str | None) -> FoundSAE:
@@ -132,7 +130,7 @@ def _lone_file(file: Path, site: str | None) -> FoundSAE:
         names = {"W_enc": "W_enc.T", "W_dec": "W_dec.T", "b_enc": "b_enc", "b_dec": "b_dec"}
         return _found(
             "Qwen-Scope", file, _renamed(found, names, file), site or _block(layer), architecture="topk",
-            k=int(k), apply_b_dec_to_input=False, model_name=_in_path(r"SAE-Res-(.+?)-W\d+K", file),
+            k=int(k), apply_b_dec_to_input=False, model_name=_in_path(r"SAE-Res-([^/]+?)-W\d+K", file),
         )  # fmt: skip
     raise TsaeError(
         f"is no file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {_names(found)}",
@@ -148,9 +146,13 @@ def _openai(file: Path, found: dict[str, Any], site: str | None) -> FoundSAE:
     names = {"W_enc": "encoder.weight.T", "b_enc": "latent_bias", "b_dec": "pre_bias"}
     names["W_dec"] = "decoder.weight.T" if "decoder.weight" in found else "encoder.weight"
     weights, site = _renamed(found, names, file), site or _block(layer if place else None)
-    if found.get("activation") != "TopK":
+    act, state = found.get("activation"), found.get("activation_state_dict") or {}
+    if act not in (None, "ReLU", "TopK") or state.get("postact_fn", "ReLU") != "ReLU":
+        act = f"{act} with {state['postact_fn']}" if "postact_fn" in state else act
+        raise TsaeError(f"its activation is {shown(act)}", where=file, fix="Use one with ReLU, or TopK with ReLU.")
+    if act != "TopK":
         return _found("OpenAI", file, weights, site, architecture="standard", model_name="gpt2")
-    k = int(found.get("activation_state_dict", {}).get("k", 0))
+    k = whole(state.get("k"), "k", file)
     # Their TopK models are those that normalise.
     return _found(
         "OpenAI", file, weights, site, architecture="topk", k=k, normalize_activations="layer_norm", model_name="gpt2"
@@ -160,18 +162,14 @@ def _openai(file: Path, found: dict[str, Any], site: str | None) -> FoundSAE:
 def _gemma_scope(folder: Path, site: str | None) -> FoundSAE:
     file = folder / "params.npz"
     with reading(file, _AGAIN):
-        check_zip(file, most=_MOST_NPZ * file.stat().st_size)
-        with np.load(file, allow_pickle=False) as data:
-            found = {
-                ("W_" + name[2:] if name.startswith("w_") else name): torch.from_numpy(data[name]) for name in data
-            }
-    found.pop("scaling_factor", None)
+        arrays = read_npz(file)
+        found = {re.sub("^w_", "W_", name): torch.from_numpy(value) for name, value in arrays.items()}
     return _gemma(folder, found, site, _in_path(r"gemma-scope-\w+-\w+-(\w+)", folder))
 
 
 def _gemma_scope_2(folder: Path, site: str | None) -> FoundSAE:
     found = load_weights(folder / "params.safetensors")
-    kind = _in_path(r"/(resid_post|attn_out|mlp_out|transcoder|clt)[^/]*/", folder)
+    kind = _in_path(r"/(resid_post|attn_out|mlp_out|transcoder|clt)[^/]*(?=/)", folder)
     names = {"W_enc": "w_enc", "W_dec": "w_dec", "b_enc": "b_enc", "b_dec": "b_dec", "threshold": "threshold"}
     if kind in ("transcoder", "clt") or "affine_skip_connection" in found:
         raise transcoder(folder)
@@ -198,7 +196,7 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
     kind = str(trainer.get("dict_class"))
     submodule = str(trainer.get("submodule_name") or "resid_post")
     if site is None and trainer.get("layer") is not None:
-        layer = int(trainer["layer"])
+        layer = whole(trainer["layer"], "layer", file, least=0)
         point = next((f"resid_{p}" for p in ("pre", "post") if f"resid_{p}" in submodule), submodule)
         site = f"blocks.{layer}.hook_{point}"
     linear = {"W_enc": "encoder.weight.T", "W_dec": "decoder.weight.T", "b_enc": "encoder.bias"}
@@ -223,7 +221,11 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
         )
     names, architecture, more = kinds[kind]
     if architecture == "topk":
-        more = {**more, "k": int(trainer.get("k") or found["k"])}
+        told = [whole(has["k"], "k", file) for has in (trainer, found) if has.get("k") is not None]
+        if len(set(told)) != 1:
+            what = f"k is {told[0]}, and {told[1]} in ae.pt" if told else "says no k, the active latents of a token"
+            raise TsaeError(what, where=file, fix=_AGAIN)
+        more = {**more, "k": told[0]}
     weights = _renamed(found, names, folder)
     return _found(
         "dictionary_learning", folder, weights, site, architecture=architecture, model_name=trainer.get("lm_name"),
@@ -233,11 +235,12 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
 
 def _sparsify(folder: Path, site: str | None) -> FoundSAE:
     config, found = read_object(folder / "cfg.json", _AGAIN), load_weights(folder / "sae.safetensors")
-    if config.get("transcode") or config.get("skip_connection") or "W_skip" in found:
+    transcodes, skips, signed = (_told(config, name, folder) for name in ("transcode", "skip_connection", "signed"))
+    if transcodes or skips or "W_skip" in found:
         raise transcoder(folder)
-    if config.get("activation", "topk") != "topk" or config.get("signed"):
+    if config.get("activation", "topk") != "topk" or signed:
         raise TsaeError(
-            f"selects latents by {config.get('activation')}{' with signs' if config.get('signed') else ''}, "
+            f"selects latents by {str(config.get('activation'))[:60]}{' with signs' if signed else ''}, "
             "which is not computed here",
             where=folder / "cfg.json",
             fix="Use one with activation topk.",
@@ -247,17 +250,28 @@ def _sparsify(folder: Path, site: str | None) -> FoundSAE:
         site = _block(block[1]) if block else f"hook_{folder.name}" if re.search(r"mlp|attn", folder.name) else None
     names = {"W_enc": "encoder.weight.T", "W_dec": "W_dec", "b_enc": "encoder.bias", "b_dec": "b_dec"}
     return _found(
-        "sparsify", folder, _renamed(found, names, folder), site, architecture="topk", k=int(config.get("k", 0))
-    )
+        "sparsify", folder, _renamed(found, names, folder), site, architecture="topk",
+        k=whole(config.get("k"), "k", folder / "cfg.json"),
+    )  # fmt: skip
+
+
+def _told(config: Mapping[str, Any], name: str, where: Path, default: bool = False) -> bool:
+    return flag(config.get(name, default), name, where)
 
 
 def _llama_scope(folder: Path, site: str | None) -> FoundSAE:
     config, names = read_object(folder / "hyperparams.json", _AGAIN), _linear_names()
     weights = _renamed(load_weights(folder / "checkpoints" / "final.safetensors"), names, folder)
     with reading(folder / "hyperparams.json", _AGAIN):
-        factor = float(config["d_model"]) ** 0.5 / float(config["dataset_average_activation_norm"]["in"])
-        weights["threshold"] = torch.tensor(float(config["jump_relu_threshold"]) * factor)
-        return _scope(folder, weights, site, config, factor)
+        factor = _factor(weights, config["dataset_average_activation_norm"]["in"], folder)
+        threshold = number(config["jump_relu_threshold"], "jump_relu_threshold", folder)
+        finite = as_weights({"threshold": torch.tensor(threshold * factor)}, folder, infinite=())
+        return _scope(folder, weights | finite, site, config, factor)
+
+
+def _factor(weights: Weights, norm: Any, where: Path) -> float:
+    """What brings activations of this average norm to √d_model."""
+    return weights["W_enc"].shape[0] ** 0.5 / number(norm, "dataset_average_activation_norm", where, positive=True)
 
 
 def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
@@ -266,7 +280,7 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
     kind = str(config.get("sae_type", "sae"))
     if kind in ("clt", "molt", "transcoder") or config.get("hook_point_out") not in (None, config.get("hook_point_in")):
         raise transcoder(folder)
-    if kind != "sae" or config.get("use_glu_encoder"):
+    if kind != "sae" or _told(config, "use_glu_encoder", file):
         what = "an SAE with a gated linear unit" if kind == "sae" else f"a {kind}"
         raise TsaeError(f"is {what}, which is not computed here", where=file, fix="Use one of sae_type sae.")
     act = str(config.get("act_fn", "jumprelu")).lower()
@@ -278,20 +292,20 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
         )
     new = {"W_enc": "W_E", "W_dec": "W_D", "b_enc": "b_E", "b_dec": "b_D"}
     names = new if "W_E" in found else _linear_names()
-    if config.get("use_decoder_bias") is False:
+    if not _told(config, "use_decoder_bias", file, True):
         names.pop("b_dec")
-    weights = _renamed(found, names, folder)
-    gated_by_norm = bool(config.get("sparsity_include_decoder_norm", "W_E" in found))
+    gated_by_norm = _told(config, "sparsity_include_decoder_norm", file, "W_E" in found)
     if act == "jumprelu":
-        log = next((value for name, value in found.items() if name.endswith("log_jumprelu_threshold")), None)
-        if log is None:
-            raise TsaeError("has no log_jumprelu_threshold", where=folder, fix=_AGAIN)
-        weights["threshold"] = log.exp() / (weights["W_dec"].norm(dim=1) if gated_by_norm else 1)
+        log = "log_jumprelu_threshold"
+        names = {**names, "threshold": next((name for name in found if name.endswith(log)), log)}
+    weights = _renamed(found, names, folder)
+    if act == "jumprelu":
+        weights["threshold"] = weights["threshold"].exp() / (weights["W_dec"].norm(dim=1) if gated_by_norm else 1)
     elif act == "topk" and gated_by_norm:
         fold_norms(weights)
     told: dict[str, Any] = {"architecture": {"relu": "standard"}.get(act, act)}
     if act == "topk":
-        told["k"] = int(config.get("top_k", 0))
+        told["k"] = whole(config.get("top_k"), "top_k", file)
     norm = str(config.get("norm_activation", "dataset-wise"))
     if norm == "token-wise":
         return _scope(folder, weights, site, config, None, normalize_activations="constant_norm_rescale", **told)
@@ -300,14 +314,13 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
     average = found.get(f"dataset_average_activation_norm.{config.get('hook_point_in')}")
     if average is None:
         average = (config.get("dataset_average_activation_norm") or {}).get("in")
-    if norm != "dataset-wise" or average is None or not float(average) > 0:
+    if norm != "dataset-wise" or average is None:
         raise TsaeError(
             f"expects activations normalised {norm}, by a norm that its files do not hold",
             where=folder,
             fix="Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID.",
         )
-    factor = float(weights["W_enc"].shape[0]) ** 0.5 / float(average)
-    return _scope(folder, weights, site, config, factor, **told)
+    return _scope(folder, weights, site, config, _factor(weights, average, folder), **told)
 
 
 def _linear_names() -> dict[str, str]:
@@ -318,12 +331,15 @@ def _scope(
     folder: Path, weights: Weights, site: str | None, config: Mapping[str, Any], factor: float | None, **told: Any
 ) -> FoundSAE:
     """Codes are those of the normalised activations, x · factor; reconstructions are of x."""
+    width = len(weights["W_enc"])
+    if whole(config.get("d_model", width), "d_model", folder) != width:
+        what = f"its config names d_model {config['d_model']}, its weights have {width}"
+        raise TsaeError(what, where=folder, fix=_AGAIN)
     if factor is not None:
         weights["W_enc"] = weights["W_enc"] * factor
         weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec") if name in weights}
-    hook = config.get("hook_point_in")
     told = {"apply_b_dec_to_input": False, "prepend_bos": True, **told}
-    return _found("Llama Scope", folder, weights, site or (None if hook is None else str(hook)), **told)
+    return _found("Llama Scope", folder, weights, site or config.get("hook_point_in"), **told)
 
 
 _FOLDERS: dict[tuple[str, ...], Callable[[Path, str | None], FoundSAE]] = {

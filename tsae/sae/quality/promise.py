@@ -7,6 +7,7 @@ name, where they do, else with a half.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -26,10 +27,23 @@ _TIMES = 3.0
 
 
 def promised(sae: TemporalSAE) -> dict[str, float] | None:
-    """FVE and L0 that its makers name, as far as they do; None for an SAE that was not published."""
+    """FVE and L0 that its makers name, as far as they are numbers; None for an SAE that was not published."""
     told: dict[str, Any] = sae.training_info
-    found = told.get("promised", told.get("sae_lens", {}).get("promised"))
-    return dict(found or {}) if found is not None or isinstance(sae, ForeignSAE) else None
+    found = told.get("promised", _lens(sae).get("promised"))
+    if found is None and not isinstance(sae, ForeignSAE):
+        return None
+    named = found.items() if isinstance(found, dict) else ()
+    return {name: float(value) for name, value in named if name in ("fve", "l0") and _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _lens(sae: TemporalSAE) -> dict[str, Any]:
+    """Metadata of sae_lens's cfg.json, where it has such."""
+    found = sae.training_info.get("sae_lens")
+    return found if isinstance(found, dict) else {}
 
 
 @torch.no_grad()
@@ -77,7 +91,7 @@ def warn_where_short(sae: TemporalSAE, store: Source, fve: float, l0: float, n_t
 
 def told_bos(sae: TemporalSAE) -> bool:
     """Whether its config says that texts begin with a BOS token."""
-    return bool(sae.training_info.get("sae_lens", {}).get("prepend_bos"))
+    return _lens(sae).get("prepend_bos") is True
 
 
 def begins_with_special(store: Source) -> bool:
