@@ -9,7 +9,7 @@ from typing import get_args
 from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.attribution.config import AttributionConfig, Kind
-from tsae.base.ranges import need_numbers
+from tsae.base.ranges import need_at_most, need_numbers
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
@@ -91,6 +91,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, sample=100_000)
         for name in ("path", "to", "log", "bands_from", "sae"):
             if getattr(self, name) is not None:  # Python code may give strings.
                 object.__setattr__(self, name, Path(getattr(self, name)))

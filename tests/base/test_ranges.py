@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tsae.attribution.config import AttributionConfig
-from tsae.causal.config import InsertionConfig, InterventionConfig
+from tsae.causal.config import CausalConfig, InsertionConfig, InterventionConfig
 from tsae.config import DemoConfig, RunConfig
 from tsae.diff.config import DiffConfig, ExplainConfig, InfluenceConfig
 from tsae.errors import TsaeError
@@ -89,3 +89,20 @@ def test_every_config_looks_at_its_numbers() -> None:
             if numbers and not looks and not inherited:
                 forgotten.append(name)
     assert forgotten == []
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (AttributionConfig, "subsets"),
+        (CausalConfig, "n_random"),
+        (DiffConfig, "noise_draws"),
+        (DifficultyConfig, "n_draws"),
+        (InsertionConfig, "n_bootstrap"),
+        (InterventionConfig, "n_random"),
+        (lambda **given: RunConfig("log", **given), "sample"),
+    ],
+)
+def test_what_would_never_end_is_refused(config: Callable[..., Any], name: str) -> None:
+    with pytest.raises(TsaeError, match=f"{name}=999,999,999,999 is more than"):
+        config(**{name: 999_999_999_999})

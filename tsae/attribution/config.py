@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tsae.base.ranges import need_numbers
+from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
 
 Kind = Literal[
@@ -66,6 +66,7 @@ class AttributionConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, subsets=100_000, validate=100_000, singles=100_000)
         least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "validate": 0, "singles": 0, "every": 1, "max_samples": 2}
         for name, smallest in {**least, "batch_tokens": 1}.items():
             if getattr(self, name) < smallest:

@@ -33,3 +33,19 @@ def need_numbers(config: Any) -> None:
             if not isinstance(one, float) or math.isfinite(one) or (one > 0 and name in _UNLIMITED):
                 continue
             raise TsaeError(f"{name}={value} is not finite", where=where)
+
+
+def need_at_most(config: Any, **most: int) -> None:
+    """Refuse numbers so large that what was asked for would never end.
+
+    Args:
+        config: a dataclass.
+        most: the largest value of a field, by its name. A field that is None is not looked at.
+
+    Raises:
+        TsaeError: which names the field.
+    """
+    for name, limit in most.items():
+        value = getattr(config, name)
+        if value is not None and value > limit:
+            raise TsaeError(f"{name}={value:,} is more than {limit:,}", where=type(config).__name__)

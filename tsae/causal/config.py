@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
-from tsae.base.ranges import need_numbers
+from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
@@ -42,6 +42,7 @@ class InterventionConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, n_random=10_000)
         where = "InterventionConfig"
         if not isfinite(self.amount):
             raise TsaeError(f"amount={self.amount} is not finite", where=where)
@@ -87,6 +88,7 @@ class CausalConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, samples=100_000, n_random=10_000)
         for name in ("features", "problems", "samples", "n_random"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CausalConfig")
@@ -115,6 +117,7 @@ class InsertionConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, n_bootstrap=10_000_000)
         for name in ("n_tokens", "n_contexts", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="InsertionConfig")

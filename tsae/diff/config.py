@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tsae.base.ranges import need_numbers
+from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
 
 FalseDiscoveries = Literal["bh", "by"]
@@ -57,6 +57,7 @@ class DiffConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, noise_draws=10_000)
         checks = {
             f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be 100 to 10,000,000": (
                 min(self.n_bootstrap, self.n_permutations) >= 100

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from tsae.base.ranges import need_numbers
+from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -294,6 +294,7 @@ class DifficultyConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, n_draws=10_000_000)
         if not 0 < self.confidence < 1:
             raise TsaeError(f"confidence={self.confidence} is not between 0 and 1", where="DifficultyConfig")
         if self.n_draws < 100:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from tsae.errors import TsaeError
 
-
 _MOST = 10_000
 """More parts, processes or tries than any cluster runs at once."""
 
