@@ -57,7 +57,7 @@ class DiffConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
-        need_at_most(self, noise_draws=10_000)
+        need_at_most(self, noise_draws=10_000, threads=256)
         checks = {
             f"n_bootstrap={self.n_bootstrap} and n_permutations={self.n_permutations} must be 100 to 10,000,000": (
                 min(self.n_bootstrap, self.n_permutations) >= 100

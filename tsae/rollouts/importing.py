@@ -37,7 +37,7 @@ from tsae.rollouts.logs.on_disk.parts import Part, parts_of, total_bytes
 from tsae.rollouts.logs.running.bar import Bar
 from tsae.rollouts.logs.running.journal import Job, Journal, begin, finish, settings
 from tsae.rollouts.logs.running.spool import Spool, Spools
-from tsae.rollouts.logs.running.workers import default_workers, read_in_workers, setup
+from tsae.rollouts.logs.running.workers import MOST, default_workers, read_in_workers, setup
 from tsae.rollouts.logs.tokenising.template_settings import find_settings
 from tsae.rollouts.logs.tokenising.tokens import Tokens, tokenizer_alone
 
@@ -85,8 +85,8 @@ def import_log(
             `ImportConfig.strict` for a log that does not agree with itself.
     """
     path, to, config = Path(path), Path(to), config or ImportConfig()
-    if workers is not None and workers < 1:
-        raise TsaeError(f"workers={workers} is less than 1", where="import_log", fix="Give 1 or more.")
+    if workers is not None and not 1 <= workers <= MOST:
+        raise TsaeError(f"workers={workers} is not 1 to {MOST}", where="import_log", fix="Give one a core, or none.")
     form, files, notes = find_log(path, config, only)
     series = _series(checkpoint, path)
     trainers = find_settings(path) if json.loads(config.template_arguments) == {} else None

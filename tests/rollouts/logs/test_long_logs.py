@@ -414,8 +414,9 @@ def test_small_logs_pay_for_no_processes() -> None:
 
 
 def test_no_workers_read_nothing(policy: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="workers=0 is less than 1"):
-        imported(log(tmp_path / "log.jsonl", rows(4)), policy, tmp_path / "r.parquet", 0)
+    for n in (0, 257):  # a trillion were started
+        with pytest.raises(TsaeError, match=f"workers={n} is not 1 to 256"):
+            imported(log(tmp_path / "log.jsonl", rows(4)), policy, tmp_path / "r.parquet", n)
 
 
 _WORKER = """

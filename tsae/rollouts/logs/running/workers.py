@@ -30,6 +30,8 @@ from tsae.rollouts.logs.running.journal import Job
 PARALLEL_FROM = 1 << 25
 """Bytes of a log. A worker takes seconds to start; a smaller log is read in that time."""
 _MOST = 4
+MOST = 256
+"""Workers that may be asked for; each takes tens of megabytes before it reads anything."""
 _PROGRAM = ("-P", "-m", "tsae.rollouts.import_worker")
 
 Say = Callable[[int, int, int], None]
