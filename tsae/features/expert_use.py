@@ -84,11 +84,15 @@ def expert_use(
         trajectory=np.concatenate(trajectory),
         rollouts=rollouts,
         info={
-            "sae": {"d_high": 0, "site": "routers", "layers": list(first.routers), "n_experts": n_experts},
+            "sae": {
+                "d_high": 0, "site": "routers", "layers": list(first.routers), "n_experts": n_experts,
+                # Of which model and blocks the experts are, as an SAE's weights say of which SAE its features are.
+                "weights": f"{base.readers[0]['weights']} routers {','.join(map(str, first.routers))}",
+            },
             "readers": records,
             "special_ids": base.facts["special_ids"],
         },
-    )
+    )  # fmt: skip
 
 
 def experts(info: dict[str, Any]) -> pd.DataFrame:
