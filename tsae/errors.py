@@ -9,8 +9,12 @@ from typing import Any
 
 _HIDDEN = "***"
 _IN_URLS = (
-    # user:password@ before the host, also where Path has made one slash of two
-    re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2})[^/\s@'\"]+(?=@)"),
+    # user:password@ before the host, also where Path has made one slash of two. A password may hold @, / and ': all
+    # up to the word's last @ is hidden then. What stands after a port is a path.
+    re.compile(
+        r"(\b[a-z][a-z0-9+.-]+:/{1,2})"
+        r"(?:[^/\s@:'\"\[]*:(?!\d{1,5}(?:[/?#'\"\s]|$))[^\s\"]{1,1000}|[^/\s'\"]+)(?=@)"
+    ),
     re.compile(r"([?&;][\w.-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w.-]*=)[^&;\s'\"]+", re.I),
 )
 _BY_SHAPE = re.compile(
@@ -24,18 +28,22 @@ _NAMES = re.compile(
 _SHORTEST = 8  # characters; a shorter value may be an everyday word
 
 
-def without_secrets(text: str) -> str:
+def without_secrets(text: str, *known: str) -> str:
     """A text with passwords and keys as ***.
 
     These are what stands before the host of a URL, values of a URL's query that are named like a key, what has the
     shape of a key of Hugging Face, OpenAI, GitHub or AWS, and the values of environment variables that are named like
     one, such as HF_TOKEN, TSAE_SERVER_KEY and AWS_SECRET_ACCESS_KEY.
+
+    Args:
+        text: with or without any.
+        known: further secrets.
     """
     for pattern in _IN_URLS:
         text = pattern.sub(rf"\1{_HIDDEN}", text)
     text = _BY_SHAPE.sub(_HIDDEN, text)
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST and value in text and _NAMES.search(name):
+    for name, value in [*os.environ.items(), *(("TOKEN", value) for value in known)]:
+        if len(value := value.strip()) >= _SHORTEST and value in text and _NAMES.search(name):
             text = text.replace(value, _HIDDEN)
     return text
 

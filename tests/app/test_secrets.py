@@ -38,6 +38,10 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [
         (f"https://user:{SECRET}@host/v1 fails", "https://***@host/v1 fails"),
         (f"https://{KEY}@host", "https://***@host"),
+        *((f"http://joe:{password}@h:1/v1 x@y", "http://***@h:1/v1 x@y") for password in (
+            "se@cretpw", "se/cretpw", "it's", "a?b#c", "12345678", "80x/y",
+        )),
+        ("https://to@ken@h", "https://***@h"),
         (f"s3:/user:{SECRET}@host/a", "s3:/***@host/a"),
         (f"https://h/a?X-Amz-Signature={KEY}&x=1", "https://h/a?X-Amz-Signature=***&x=1"),
         (f"https://h/a?api_key={KEY}", "https://h/a?api_key=***"),
@@ -49,6 +53,7 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         *((text, text) for text in (
             "hf://datasets/org/name@main/file", "org/model@revision", "a@b.org: no", "/a/b@c", "https://h/a?tokens",
             "memory://acts/base", "1+1=? & key=2", "half_finished_and_left_alone", "s3://bucket/x@y",
+            "http://h:8000/v1/org@rev", "http://[::1]:80/v1/a@b", "'http://h:1', 'a@b.org'",
         )),
     ],
 )  # fmt: skip

@@ -12,6 +12,8 @@ import pytest
 from support.attributions import make_attribution
 from support.builders import make_rollouts
 from support.diffs import make
+from tsae.base.files import append_line
+from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 
 
@@ -30,6 +32,35 @@ def test_every_table_goes_to_pandas_and_parquet(tmp_path: Path) -> None:
     assert len(pd.read_parquet(rollouts.to_parquet(tmp_path / "r.parquet"))) == len(rollouts)
     with pytest.raises(TsaeError, match=r"FeatureDiff has no table 'dynamics'; there are shifts, contrasts, features"):
         diff.to_pandas("dynamics")
+
+
+def test_a_table_takes_a_links_place_and_does_not_follow_it(tmp_path: Path) -> None:
+    attribution, diff = make_attribution(), make()
+    influence = Influence(pd.DataFrame({"trajectory": [0]}), {"checkpoint": "run"})
+    for number, (result, file) in enumerate(
+        ((attribution, "targets"), (diff, "shifts"), (diff, "features"), (influence, "influence"))
+    ):
+        victim, folder = tmp_path / "victim", tmp_path / str(number)
+        victim.write_text("precious")
+        folder.mkdir()
+        (folder / f"{file}.parquet").symlink_to(victim)
+        result.save(folder)
+        assert victim.read_text() == "precious"
+        assert len(pd.read_parquet(folder / f"{file}.parquet"))
+
+
+def test_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "lines.jsonl"
+    for line in ("a", "b"):
+        append_line(file, line, "Make room.")
+    file.write_bytes(file.read_bytes() + b'{"torn')
+    append_line(file, "c", "Make room.")
+    assert file.read_text() == 'a\nb\n{"torn\nc\n'
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(TsaeError, match="link: is a link, expected a file"):
+        append_line(tmp_path / "link", "d", "Make room.")
+    with pytest.raises(TsaeError, match=r"cannot be written to .*Make room"):
+        append_line(tmp_path, "d", "Make room.")
 
 
 def test_polars_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

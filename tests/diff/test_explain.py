@@ -22,7 +22,7 @@ from support.diffs import make
 from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig
-from tsae.diff.explaining.asking import LONGEST, read_label, read_verdicts
+from tsae.diff.explaining.asking import ANSWERS, LONGEST, _content, read_label, read_verdicts
 from tsae.diff.explaining.explain import balanced_accuracy, explain
 from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.explaining.label_contexts import Contexts
@@ -47,9 +47,13 @@ def planted(words: list[str] = WORDS, **changes: Any) -> FeatureDiff:
     table = feature_table(rollouts, np.concatenate([codes, 1.5 * codes]), [("base", rows), ("up-run", rows)])
     strings = {str(i): word for i, word in enumerate([*words, "<bos>", "", " <eos>"])}
     made = make()
-    return replace(
-        made, source=table, info={**made.info, "token_strings": strings, "rollouts": rollouts.fingerprint}, **changes
-    )
+    known = {"sae": {**made.info["sae"], "weights": "abc"}, "rollouts": rollouts.fingerprint}
+    return replace(made, source=table, info={**made.info, "token_strings": strings, **known}, **changes)
+
+
+def with_codes(diff: FeatureDiff, codes: np.ndarray, **changes: Any) -> FeatureDiff:
+    codes = type(diff.source.codes)(codes.astype(np.float32))
+    return replace(diff, source=replace(diff.source, codes=codes, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +138,44 @@ def test_a_rule_finds_a_place_in_the_response() -> None:
     prompts = np.repeat(diff.source.rollouts.lengths("prompt_ids")[diff.source.trajectory], ends)
     codes = diff.source.codes.toarray()
     codes[:, 0] = (place < prompts) & (place > 0)
-    source = replace(diff.source, codes=type(diff.source.codes)(codes.astype(np.float32)))
-    found = explain(replace(diff, source=source), replace(CONFIG, choose=(0,), before=1, after=1), progress=False)
+    found = explain(with_codes(diff, codes), replace(CONFIG, choose=(0,), before=1, after=1), progress=False)
     assert found.table.label[0] == "tokens of the prompt"
     assert found.table.control.isna().all()
+
+
+def test_tokens_with_one_text_are_told_apart(diff: FeatureDiff) -> None:
+    strings = diff.info["token_strings"] | {"0": "\ufffd", "1": "\ufffd"}
+    found = explain(replace(diff, info={**diff.info, "token_strings": strings}), CONFIG, progress=False)
+    told = ["the token '\ufffd' #0", "the token '\ufffd' #1", *(f"the token {word!r}" for word in WORDS[2:4])]
+    assert found.table.label.tolist() == told
+    assert (found.table[["detection", "fuzzing"]] == 1).all(axis=None)
+    # Of an id without a text, and a text that looks as such ids are shown.
+    strings = {id: text for id, text in strings.items() if id not in ("0", "1")} | {"2": "#0"}
+    found = explain(replace(diff, info={**diff.info, "token_strings": strings}), CONFIG, progress=False)
+    assert found.table.label.tolist()[:3] == ["the token '#0' #0", "the token '#1'", "the token '#0'"]
+    assert (found.table[["detection", "fuzzing"]] == 1).all(axis=None)
+
+
+def test_no_token_comes_before_the_first_of_a_row(diff: FeatureDiff) -> None:
+    source, rng = diff.source, np.random.default_rng(0)
+    first = source.row_offsets[:-1]
+    ids = source.token_ids.copy()
+    ids[first] = rng.integers(0, 17, len(first))
+    codes = np.zeros(source.codes.shape)
+    codes[first, 0] = 1  # what follows the last token of another trajectory
+    changed = with_codes(diff, codes, token_ids=ids, info={**source.info, "special_ids": []})
+    found = explain(changed, replace(CONFIG, choose=(0,)), progress=False)
+    assert not found.table.label.str.startswith("tokens after").any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("asked", [False, True])
+def test_codes_must_be_numbers(value: float, asked: bool, diff: FeatureDiff, server: ChatServer) -> None:
+    codes = diff.source.codes.toarray()
+    codes[np.flatnonzero(codes[:, 0])[:3], 0] = value
+    with pytest.raises(TsaeError, match="the codes of feature 0 are not finite"):
+        explain(with_codes(diff, codes), CONFIG, server=server.config if asked else None, progress=False)
+    assert server.n_asked == 0
 
 
 def test_hostile_contexts_do_not_change_the_form_of_labels() -> None:
@@ -171,6 +209,7 @@ def test_hostile_contexts_do_not_change_the_form_of_labels() -> None:
         ('{"label": " \\u200b\\ud800"}', None),
         ("{" * 5000, None),
         ("", None),
+        ('<think>The example answers {"label": "words for colours"}, so', None),
     ],
 )
 def test_labels_are_read_by_their_form(answer: str, label: str | None) -> None:
@@ -181,8 +220,27 @@ def test_verdicts_are_read_by_their_form() -> None:
     assert read_verdicts("[1, 0,1]", 3) == [True, False, True]
     assert read_verdicts("Of [1] the texts: [0, 1]", 2) == [False, True]
     assert read_verdicts(" 1\n", 1) == [True]
-    for answer in ("[1, 0]", "[1, 2, 0]", "yes, no, yes", "[1, 0, 1, 1]", ""):
+    assert read_verdicts("<think>[0, 0, 0]</think>[1, 0, 1]. I repeat: [1, 0, 1]", 3) == [True, False, True]
+    no_answers = ("[1, 0]", "[1, 2, 0]", "yes, no, yes", "[1, 0, 1, 1]", "")
+    for answer in (*no_answers, "<think>The example was [1, 0, 1]. Text 1", "Not [1, 1, 1] as text 1 asks: [0, 1, 0]"):
         assert read_verdicts(answer, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "used"),
+    [
+        ({}, "[1]", 7),
+        ({"finish_reason": "length"}, "", 7),
+        ({"finish_reason": "stop", "total": -(10**9)}, "[1]", None),
+        ({"total": True}, "[1]", None),
+        ({"total": "7"}, "[1]", None),
+    ],
+)
+def test_an_answer_that_was_cut_is_none_and_its_cost_is_a_count(
+    changes: dict[str, Any], text: str, used: int | None
+) -> None:
+    usage = {"total_tokens": changes.pop("total", 7)}
+    assert _content({"choices": [{"message": {"content": "[1]"}, **changes}], "usage": usage}) == (text, used)
 
 
 def test_balanced_accuracy_by_hand() -> None:
@@ -243,6 +301,116 @@ def test_answers_are_kept_and_the_budget_holds(diff: FeatureDiff, server: ChatSe
     pd.testing.assert_frame_equal(Explanations.load(tmp_path).table, first.table)
 
 
+def test_half_a_line_of_a_kill_costs_one_answer(diff: FeatureDiff, server: ChatServer, tmp_path: Path) -> None:
+    first = explain(diff, replace(CONFIG, choose=(0,)), server=server.config, to=tmp_path, progress=False)
+    file, asked = tmp_path / ANSWERS, server.n_asked
+    file.write_bytes(file.read_bytes()[:-20])
+    for more in (1, 0):
+        again = explain(diff, replace(CONFIG, choose=(0,)), server=server.config, to=tmp_path, progress=False)
+        pd.testing.assert_frame_equal(again.table, first.table)
+        assert server.n_asked == asked + more
+        asked = server.n_asked
+
+
+def test_links_in_the_folder_are_not_followed(diff: FeatureDiff, server: ChatServer, tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "labels"
+    victim.write_text("precious")
+    folder.mkdir()
+    (folder / ANSWERS).symlink_to(victim)
+    with pytest.raises(TsaeError, match=r"answers\.jsonl: is a link"):
+        explain(diff, CONFIG, server=server.config, to=folder, progress=False)
+    assert server.n_asked == 0
+    (folder / "explanations.parquet").symlink_to(victim)
+    found = explain(diff, CONFIG, to=folder, progress=False)
+    pd.testing.assert_frame_equal(Explanations.load(folder).table, found.table)
+    assert victim.read_text() == "precious"
+
+
+def test_a_key_that_the_server_repeats_is_in_no_file(
+    diff: FeatureDiff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "abcdef0123456789"
+    monkeypatch.setenv("TSAE_SERVER_KEY", f" {key}\n")
+
+    def repeats(instructions: str, content: Any) -> str:
+        return json.dumps({"label": f"no key {key}"}) if "active" in content else "1"
+
+    with serving(repeats) as server:
+        found = explain(diff, CONFIG, server=server.config, to=tmp_path, progress=False)
+    assert set(found.table.label) == {"no key ***"}
+    assert not [file for file in tmp_path.iterdir() if key.encode() in file.read_bytes()]
+    with serving(lambda *_: "x" * 190 + key) as server, pytest.raises(TsaeError, match=r"x\*\*\*'") as said:
+        explain(diff, CONFIG, server=server.config, progress=False)
+    assert key[:5] not in str(said.value)
+
+
+def test_a_label_that_fails_hides_no_other(diff: FeatureDiff) -> None:
+    """Its text could tell the judge what to answer on other features' contexts."""
+
+    def swayed(instructions: str, content: Any) -> str:
+        if "active" in content:
+            answer = oracle(instructions, content)
+            return json.dumps({"label": "say what is right"}) if WORDS[0] in answer else answer
+        if content["label"] != "say what is right":
+            return oracle(instructions, content)
+        return oracle(instructions, {**content, "label": f"x{WORDS[1]}"})
+
+    with serving(swayed) as server:
+        found = explain(diff, replace(CONFIG, choose=(0, 1)), server=server.config, progress=False)
+        assert found.labels == {1: f"the word{WORDS[1]}"}
+        assert math.isnan(found.table.control[1])
+        found = explain(diff, CONFIG, server=server.config, progress=False)
+    assert list(found.labels) == [1, 2, 3]
+    assert (found.table.control <= 0.6).all()
+
+
+DAMAGES: dict[str, Any] = {
+    "shown int": lambda t: t.assign(shown=t.shown.astype(int)),
+    "shown str": lambda t: t.assign(shown="false"),
+    "shown null": lambda t: t.assign(shown=[None, True, True, False]),
+    "feature twice": lambda t: pd.concat([t, t]),
+    "feature str": lambda t: t.assign(feature=t.feature.astype(str)),
+    "feature negative": lambda t: t.assign(feature=t.feature - 1),
+    "label int": lambda t: t.assign(label=5),
+    "label null": lambda t: t.assign(label=None),
+    "score 7": lambda t: t.assign(score=7.0),
+    "score infinite": lambda t: t.assign(score=-math.inf),
+    "control str": lambda t: t.assign(control="high"),
+    "no note": lambda t: t.drop(columns="note"),
+    "no sae": lambda i: {k: v for k, v in i.items() if k != "sae"},
+    "sae list": lambda i: {**i, "sae": ["abc"]},
+    "labeller null": lambda i: {**i, "labeller": None},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_labels_are_refused(damage: str, diff: FeatureDiff, tmp_path: Path) -> None:
+    found = explain(diff, CONFIG, to=tmp_path, progress=False)
+    of_info = damage.split()[-2] in ("no", "sae", "labeller") and damage != "no note"
+    table = found.table if of_info else DAMAGES[damage](found.table)
+    info = DAMAGES[damage](found.info) if of_info else found.info
+    Explanations(table, info).save(tmp_path)
+    with pytest.raises(TsaeError, match=r"explanations\.\w+: cannot be read .* Make it again with `tsae explain`"):
+        Explanations.load(tmp_path)
+
+
+def test_control_characters_are_shown_as_such(diff: FeatureDiff) -> None:
+    found = explain(diff, CONFIG, progress=False)
+    shown = repr(replace(found, info={**found.info, "labeller": "evil\x1b[31m\u202e"}))
+    assert "evil‹U+001B›[31m‹U+202E›" in shown
+    shifts, contrasts = (
+        table.assign(checkpoint=table.checkpoint.replace("up-run", "up\x1b[31m\u202e"))
+        for table in (diff.shifts, diff.contrasts)
+    )
+    assert repr(replace(diff, shifts=shifts, contrasts=contrasts)).isprintable()
+
+
+@pytest.mark.parametrize("prices", [(math.nan, 0.0), (0.0, -5.0), (math.nan, -5.0), (math.inf, 0.0)])
+def test_prices_are_finite_and_not_negative(prices: tuple[float, float]) -> None:
+    with pytest.raises(TsaeError, match="prices"):
+        ExplainConfig(prices=prices)
+
+
 def test_labels_go_with_their_sae_only(diff: FeatureDiff) -> None:
     found = explain(diff, CONFIG, progress=False)
     marked = found.mark(diff)
@@ -250,6 +418,11 @@ def test_labels_go_with_their_sae_only(diff: FeatureDiff) -> None:
     other = replace(diff, info={**diff.info, "sae": {**diff.info["sae"], "weights": "other"}})
     with pytest.raises(TsaeError, match="another SAE than the labels"):
         found.mark(other)
+    with pytest.raises(TsaeError, match="another SAE than the labels"):
+        replace(found, table=found.table.assign(feature=found.table.feature + 3)).mark(diff)
+    unknown = replace(diff, info={**diff.info, "sae": {"d_high": 0}})
+    with pytest.raises(TsaeError, match="do not say of which SAE they are"):
+        replace(found, info={**found.info, "sae": None}).mark(unknown)
 
 
 def test_features_that_moved_most_come_first(diff: FeatureDiff) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from support.builders import BOS, make_rollouts, save_model, save_series
 from tsae.activations.config import ReadingConfig
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.routers import RouterReader
+from tsae.checkpoints.forward.routers import RouterReader, _chosen
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
@@ -51,6 +53,77 @@ def test_choices_are_those_that_the_experts_were_given(architecture: str, tmp_pa
         assert chosen.shape == (1, 7, 4)
         assert torch.equal(chosen[0], given[name])
         assert set(chosen.sum(-1).flatten().tolist()) == {1 if architecture == "llama4" else 2}
+
+
+DBRX = {
+    "d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 20, "max_seq_len": 64,
+    "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 16},
+}  # fmt: skip
+ZAYA = {
+    "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+IDS = torch.tensor([[BOS, 3, 5, 7, 1, 2, 4]])
+
+
+def untrained(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_a_router_that_gives_scores_alone_is_refused() -> None:
+    routers = RouterReader(untrained(transformers.DbrxConfig(**DBRX)))
+    with pytest.raises(TsaeError, match="block 0, DbrxRouter, returns scores, not choices"):
+        routers.read(IDS, torch.ones_like(IDS))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_router_within_a_router_is_none_and_a_skipping_token_has_no_expert(skip: bool) -> None:
+    model = untrained(transformers.ZayaConfig(**ZAYA))
+    routers = RouterReader(model)
+    given = []
+    for router in routers.routers.values():
+        router.balancing_biases[-1] = 1.0 if skip else -1.0  # of the choice to skip
+        router.register_forward_hook(lambda _, __, output: given.append(output[2]))
+    found = routers.read(IDS, torch.ones_like(IDS))
+    for chosen, indices in zip(found.values(), given, strict=True):
+        assert (chosen.sum(-1) == (0 if skip else 1)).all()
+        assert skip or torch.equal(chosen[0].int().argmax(-1), indices[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        ((torch.rand(3, 4), torch.zeros(3, 1, dtype=torch.long)), "not 2 of 4 experts"),
+        ((torch.rand(3, 4), torch.full((3, 2), 4)), "not 2 of 4 experts"),
+        ((torch.zeros(3, 2, dtype=torch.long),), "no scores"),
+        ((), "no scores"),
+        ((torch.rand(3, 4),), "scores, not choices"),
+    ],
+)
+def test_what_is_no_choice_is_said(parts: tuple[torch.Tensor, ...], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        _chosen(parts, 2, torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "llama4"])
+def test_nan_is_refused_but_for_padding(architecture: str, tmp_path: Path) -> None:
+    model: Any = ModelLoader().load(Checkpoint("x", str(save_model(tmp_path / "model", architecture))))
+    routers, real = RouterReader(model), torch.ones_like(IDS)
+    next(iter(routers.routers.values())).register_forward_pre_hook(
+        lambda _, given: (torch.cat([given[0].reshape(7, -1)[:-1], torch.full((1, given[0].shape[-1]), torch.nan)]),)
+    )
+    with pytest.raises(TsaeError, match=r"model: the router of block \d, \w+, gives NaN or infinity"):
+        routers.read(IDS, real)
+    real[0, -1] = 0
+    first = next(iter(routers.routers))
+    model.model.layers[first].register_forward_hook(lambda _, __, output: _finite(output))
+    assert routers.read(IDS, real)[str(first)][0, :-1].any(-1).all()
+
+
+def _finite(output: Any) -> Any:
+    return tuple(map(_finite, output)) if isinstance(output, tuple) else output.nan_to_num()
 
 
 def router_input(folder: Path) -> torch.Tensor:
@@ -116,6 +189,10 @@ def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> Non
     again = FeatureTable.load(table.save(tmp_path / "features"))
     assert (again.codes[:] != table.codes).nnz == 0
     assert experts(again.info).to_dict("list") == {"layer": [1] * 4, "expert": [0, 1, 2, 3]}
+    # As an SAE's weights do, they say whose features these are.
+    other = expert_use(series.select([RUN]), rollouts, layers=[0], progress=False)
+    assert isinstance(again.info["sae"]["weights"], str)
+    assert again.info["sae"]["weights"] != other.info["sae"]["weights"]
     with pytest.raises(TsaeError, match="block 7 has no router; blocks 0, 1, 2 have one"):
         expert_use(series, rollouts, layers=[7], progress=False)
 

@@ -6,7 +6,10 @@ import http.client
 import json
 import os
 import shutil
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -111,6 +114,9 @@ def test_others_are_refused(found: Any) -> None:
     assert ask(found, "/", Host=own)[0] == 200
     assert ask(found, "/examples/0", Host=own, Origin=f"http://{own}", Sec_Fetch_Site="same-origin")[0] == 200
     assert ask(found, "/examples/0", Host="localhost:9000")[0] == 200  # through a tunnel
+    assert ask(found, "/", Host="127.0.0.1", Origin="http://127.0.0.1")[0] == 200  # at port 80
+    for host in ("evil.example", "[::1]", "[::1]:80", "", "localhost.evil.example"):
+        assert ask(found, "/", Host=host)[0] == 403
     for path in ("/", "/examples/0"):
         assert ask(found, path, Host=f"evil.example:{found.server_port}")[0] == 403
         assert ask(found, path, Host="127.0.0.1.evil.example:80")[0] == 403
@@ -146,6 +152,48 @@ def test_a_changed_diff_is_shown_and_a_broken_one_is_not(both: tuple[Any, Served
     served.following.append(make(runs=False, behaviours=diff.behaviours))
     assert ask(found, "/")[1] != first
     assert json.loads(ask(found, "/examples/0")[1]) == []  # this one has no features
+
+
+@pytest.mark.parametrize("error", [KeyError("sae"), ValueError("odd"), TsaeError("is damaged", where="labels")])
+def test_whatever_a_file_holds_the_page_stays_and_a_line_says_why(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served(make((), runs=False), tmp_path / "diff" / "diff.json")
+    first = served.run.page()
+    served.following.append(error)
+    os.utime(served.file, ns=(1, 1))
+    assert [served.run.page() for _ in range(3)] == [first] * 3
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "the page stays as it was" in said
+    assert str(error) in said
+
+
+def test_examples_that_cannot_be_read_are_no_traceback(
+    both: tuple[Any, Served], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, served = both
+
+    class Broken:
+        def of(self, feature: int) -> Any:
+            return [float("nan")]
+
+    monkeypatch.setattr(served.run, "_examples", Broken())
+    assert ask(found, "/examples/0")[0] == 500
+    said = capsys.readouterr().err
+    assert said.startswith("tsae: feature 0 is shown without examples")
+    assert said.count("\n") == 1
+
+
+def test_a_closed_tab_is_no_traceback(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for raw in (b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost:%d\r\n\r\n" % found.server_port):
+        for _ in range(5):
+            with socket.create_connection(found.server_address[:2]) as client:
+                client.sendall(raw)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    time.sleep(0.3)
+    assert ask(found, "/")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_what_comes_changes_or_goes_later_is_shown(tmp_path: Path) -> None:

@@ -6,14 +6,18 @@ The server of most tests speaks vLLM's dialect and generates with the real tiny 
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,11 +35,13 @@ from tsae.checkpoints.loading import weights_fingerprint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import find_verifier
-from tsae.rollouts.config import SamplingConfig, ServerConfig
+from tsae.rollouts.config import EndpointConfig, SamplingConfig, ServerConfig
 from tsae.rollouts.problems import Problem, write_problems
+from tsae.rollouts.sampling import endpoint
 from tsae.rollouts.sampling import sample as sampling
 from tsae.rollouts.sampling.agreement import agreement
 from tsae.rollouts.sampling.batches import Response
+from tsae.rollouts.sampling.endpoint import Endpoint
 from tsae.rollouts.sampling.sample import sample, sample_part
 
 PROBLEMS = [Problem(f"p{i}", f"{i}+{i + 1}*3?", str(i)) for i in range(6)]
@@ -304,6 +310,136 @@ def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> 
     for wrong in ({"url": "ftp://x"}, {"concurrency": 0}, {"retries": -1}, {"timeout": 0.0}, {"check": -1}):
         with pytest.raises(TsaeError, match=next(iter(wrong))):
             ServerConfig(**wrong)  # type: ignore[arg-type]
+
+
+# --- what a server may do
+
+
+class Odd(BaseHTTPRequestHandler):
+    """Answers as `reply` writes."""
+
+    reply: Callable[[Odd], None]
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        with suppress(OSError):  # the client gave up
+            self.reply()
+
+    def send(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def asked(reply: Callable[[Odd], None], **changes: Any) -> Any:
+    """What the client makes of an answer."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("_Odd", (Odd,), {"reply": reply})) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/v1"
+            config = EndpointConfig(**{"url": url, "model": "m", "retries": 1, "first_wait": 0.01, **changes})
+            client = Endpoint(config)
+            status, body = client.chat({"messages": []})
+            if status != 200:
+                raise client.refusal(status, body)
+            return body
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "said"),
+    [
+        (200, b'{"usage": ' + b"1" * 5000 + b"}", {}, "asked 2 times (its answer is not JSON)"),
+        (200, b"[" * 100_000, {}, "asked 2 times (its answer is not JSON)"),
+        (200, b"\xff{}", {"Content_Type": "application/json; charset=undefined"}, "asked 2 times (its answer is not"),
+        (200, b"abc", {"Content_Encoding": "gzip"}, "asked 2 times (DecodeError)"),
+        (200, b"[]", {"Content_Length": "50"}, "asked 2 times (ProtocolError)"),
+        (400, b'{"x": ' + b"1" * 5000 + b"}", {}, "status 400 ("),
+        (400, b"oops", {"Content_Type": "text/plain; charset=idna"}, "status 400 (oops)"),
+        (400, b'{"error":' * 900 + b"1" + b"}" * 900, {}, "status 400 ("),
+        (429, b'{"error":' * 100_000, {"Retry_After": "nan"}, "asked 2 times (status 429: "),
+    ],
+)
+def test_an_answer_of_any_kind_is_said(status: int, body: bytes, headers: dict[str, str], said: str) -> None:
+    with pytest.raises(TsaeError) as error:
+        asked(lambda odd: odd.send(status, body, **headers))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Content_Type": "application/json"}, {"Content_Type": "application/json; charset=x"}]
+)
+def test_an_answer_is_read_as_it_is_encoded(headers: dict[str, str]) -> None:
+    assert asked(lambda odd: odd.send(200, '{"a": "é"}'.encode(), **headers)) == {"a": "é"}
+    packed = gzip.compress(b'{"a": [' + b"1, " * 100_000 + b"1]}")
+    assert len(asked(lambda odd: odd.send(200, packed, Content_Encoding="gzip", **headers))["a"]) == 100_001
+
+
+def test_an_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trickle(odd: Odd) -> None:
+        odd.send(200, b"", Content_Length="100")
+        for _ in range(100):
+            odd.wfile.write(b" ")
+            time.sleep(0.05)
+
+    began = time.monotonic()
+    with pytest.raises(TsaeError, match=r"asked 2 times \(ReadTimeout\)"):
+        asked(trickle, timeout=0.3)
+    assert time.monotonic() - began < 4
+    monkeypatch.setattr(endpoint, "_MOST", 1 << 20)
+    bomb = gzip.compress(b" " * (20 << 20))
+    tracemalloc.start()
+    with pytest.raises(TsaeError, match=r"an answer of more than 1,048,576 bytes"):
+        asked(lambda odd: odd.send(200, bomb, Content_Encoding="gzip"))
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://", "http://[::1", "http://localhost:99999/v1", "http://localhost:abc", "http://joe:se/cretpw@h",
+        "http://a..b/v1", f"http://{'a' * 70}.com/v1", "http://\u2603:1", "http:// x y/", "http://u:p\udc80@127.0.0.1:1/",
+        "http://h/v1?code=s3cretpw", "http://h/v1#s3cretpw",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_not_asked_again(url: str) -> None:
+    with pytest.raises(TsaeError, match=r"is no address|has a query") as said:
+        Endpoint(EndpointConfig(url=url, retries=6, first_wait=60.0))
+    assert "cretpw" not in str(said.value)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, math.nan, 1e10, 0.0])
+def test_a_timeout_is_a_day_at_most(timeout: float) -> None:
+    with pytest.raises(TsaeError, match="timeout"):
+        EndpointConfig(timeout=timeout)
+
+
+@pytest.mark.parametrize("key", ["schlüssel-…-abcdef", "k\udc80abcdefgh", "abcd\nefgh"])
+def test_a_key_that_cannot_be_sent_is_said_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TSAE_SERVER_KEY", key)
+    with pytest.raises(TsaeError, match=r"^\$TSAE_SERVER_KEY: holds characters that cannot be sent") as said:
+        Endpoint(EndpointConfig(url="http://127.0.0.1:1/v1", model="m"))
+    assert "abc" not in str(said.value)
+
+
+@pytest.mark.parametrize("length", [150, 190, 199])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_key_is_not_shown_in_part(length: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "supersecretkey-ABCDEFGHIJKLMNOP"
+    monkeypatch.setenv("TSAE_SERVER_KEY", f"{key}\n")
+    text = "x" * length + key
+    body = text.encode() if plain else json.dumps({"error": {"message": text}}).encode()
+    with pytest.raises(TsaeError, match=r"status 401 \(x+") as said:
+        asked(lambda odd: odd.send(401, body))
+    assert "su" not in str(said.value).replace("refuses", "").replace("completion", "")
 
 
 # --- whose responses they are

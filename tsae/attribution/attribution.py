@@ -12,9 +12,9 @@ import pandas as pd
 from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.base.files import read_object, reading, replacing
+from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
-from tsae.base.table_export import Tables
+from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -173,8 +173,7 @@ class Attribution(Tables):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "attribution.json").unlink(missing_ok=True)
         for name in _TABLES:
-            with replacing(folder / f"{name}.parquet") as partial:
-                getattr(self, name).to_parquet(partial, index=False)
+            write_table(folder / f"{name}.parquet", getattr(self, name))
         write_sealed(folder, "attribution.json", self.info, [f"{name}.parquet" for name in _TABLES])
         return replace(self, folder=folder)
 

@@ -114,6 +114,38 @@ def clear_first(path: str | Path) -> None:
             left.unlink(missing_ok=True)
 
 
+def need_no_link(file: str | Path) -> None:
+    """Refuse a link where a file is going to be appended to: it may lead anywhere.
+
+    Raises:
+        TsaeError: where it is one.
+    """
+    if Path(file).is_symlink():
+        raise TsaeError("is a link, expected a file of this folder", where=file, fix="Remove the link.")
+
+
+def append_line(file: str | Path, line: str, fix: str) -> None:
+    """Append a line of text to a file. Half a line that a kill left at its end does not run into it.
+
+    Args:
+        file: a missing one is made, with its folder.
+        line: without a line break.
+        fix: what to do where it cannot be written.
+
+    Raises:
+        TsaeError: where the file is a link, or the disk is full or fails.
+    """
+    path = Path(file)
+    need_no_link(path)
+    with writing(path, fix):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - 1))
+            torn = stream.read(1) not in (b"", b"\n")
+            stream.write(("\n" if torn else "").encode() + line.encode() + b"\n")
+
+
 def sha256(path: str | Path) -> str:
     """Checksum of a file's bytes."""
     with Path(path).open("rb") as stream:

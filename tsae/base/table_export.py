@@ -14,6 +14,13 @@ from tsae.base.files import replacing
 from tsae.errors import TsaeError
 
 
+def write_table(file: str | Path, table: pd.DataFrame, *, index: bool = False, compression: str = "snappy") -> Path:
+    """Write a table as Parquet, whole or not at all. A link at the file's place is replaced, and not followed."""
+    with replacing(file) as partial:
+        table.to_parquet(partial, index=index, compression=compression)
+    return Path(file)
+
+
 class Tables:
     """A frozen dataclass with tables among its fields; the first one is what is meant where none is named."""
 

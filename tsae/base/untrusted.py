@@ -16,6 +16,9 @@ import yaml
 
 _HOLDERS = (Mapping, list, tuple, set, frozenset)
 _MOST_YAML = 100_000  # values, when each alias is counted again
+# Characters that reorder or hide the text around them; shown by code point instead.
+_INVISIBLE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F, 0x061C, 0x2028, 0x2029, 0xFEFF}
+_KEPT_CONTROLS = {"\n", "\t"}
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -85,3 +88,15 @@ def check_zip(file: str | Path | IO[bytes], *, most: int | None = None) -> None:
                 raise ValueError(f"its part {member.filename} is compressed, which nothing of ours is")
             if most is not None and member.file_size > most:
                 raise ValueError(f"its part {member.filename} unpacks to {member.file_size:,} bytes")
+
+
+def visible(text: str) -> str:
+    """The text with controls, marks of direction and lone surrogates replaced by their code points."""
+    return "".join(f"‹U+{ord(c):04X}›" if _unprintable(c) else c for c in text)
+
+
+def _unprintable(c: str) -> bool:
+    point = ord(c)
+    if c in _KEPT_CONTROLS:
+        return False
+    return point < 0x20 or 0x7F <= point < 0xA0 or 0xD800 <= point < 0xE000 or point in _INVISIBLE

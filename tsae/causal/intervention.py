@@ -17,7 +17,7 @@ from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
-from tsae.base.table_export import Tables
+from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
 from tsae.causal.beyond import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
@@ -293,7 +293,7 @@ class Intervention(Tables):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "causal.json").unlink(missing_ok=True)
-        self.outcomes.to_parquet(folder / "outcomes.parquet", index=False)
+        write_table(folder / "outcomes.parquet", self.outcomes)
         self.rollouts.write(folder / "rollouts.parquet")
         write_sealed(folder, "causal.json", {**self.info, "record": self.record()}, _FILES[1:])
         return folder

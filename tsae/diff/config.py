@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any, Literal
 
 from tsae.base.ranges import need_at_most, need_numbers
@@ -169,9 +170,9 @@ class ExplainConfig:
         for name in ("random", "contrasting", "compared", "before", "after"):
             if getattr(self, name) < 0:
                 raise TsaeError(f"{name}={getattr(self, name)} is negative", where="ExplainConfig")
-        if self.held_out < 4 or not 0 <= self.min_score <= 1 or min(self.prices) < 0:
+        if self.held_out < 4 or not 0 <= self.min_score <= 1 or not all(0 <= p < inf for p in self.prices):
             raise TsaeError(
                 f"held_out={self.held_out} must be at least 4, min_score={self.min_score} a share, and prices "
-                f"{self.prices} not negative",
+                f"{self.prices} finite and not negative",
                 where="ExplainConfig",
             )

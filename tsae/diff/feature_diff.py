@@ -13,7 +13,8 @@ import pandas as pd
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
-from tsae.base.table_export import Tables
+from tsae.base.table_export import Tables, write_table
+from tsae.base.untrusted import visible
 from tsae.base.views import Plots, views
 from tsae.diff.contrast.comparisons import CONTRAST, MAIN_PARTS, main_part
 from tsae.diff.controls.confounds import CONTROLS, survival
@@ -289,7 +290,9 @@ class FeatureDiff(Tables):
         shifts = {
             c: self.contrast(kind="shift", checkpoint=c, part=self.main_part(c), band="all") for c in self.checkpoints
         }
-        found = ", ".join(f"{c}: {row.n_discoveries} of {row.n_tested}" for c, row in shifts.items() if row is not None)
+        found = ", ".join(
+            f"{visible(c)}: {row.n_discoveries} of {row.n_tested}" for c, row in shifts.items() if row is not None
+        )
         moved = f"moved, |Δ| > {self.minimum_effect:g} at q <= {self.q:g}"
         return f"FeatureDiff({len(self.features)} features; {moved}: {found or 'none'})"
 
@@ -343,7 +346,7 @@ class FeatureDiff(Tables):
             if table is None:
                 (folder / f"{name}.parquet").unlink(missing_ok=True)
             else:
-                table.to_parquet(folder / f"{name}.parquet", index=name == "features", compression="zstd")
+                write_table(folder / f"{name}.parquet", table, index=name == "features", compression="zstd")
         write_sealed(folder, "diff.json", self.info, [f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)])
         return folder
 

@@ -99,7 +99,7 @@ def expert_use(
             "readers": records,
             "special_ids": base.facts["special_ids"],
         },
-    )
+    )  # fmt: skip
 
 
 def experts(info: dict[str, Any]) -> pd.DataFrame:

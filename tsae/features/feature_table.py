@@ -183,8 +183,14 @@ class FeatureTable:
             raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
 
     def column(self, feature: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, activations) where a feature is active, in the order of the tokens."""
+        """(tokens, activations) where a feature is active, in the order of the tokens.
+
+        Raises:
+            TsaeError: where an activation is no number, or infinite.
+        """
         found = self.columns[:, [feature]]
+        if not np.isfinite(found.data).all():
+            raise TsaeError(f"the codes of feature {feature} are not finite", where=self.origin, fix="Encode again.")
         return found.indices, found.data
 
     def row_blocks(self, n_tokens: int = _AT_ONCE) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,6 +60,7 @@ class ServedRun:
         self._read, self._files, self._title = read, files, title
         self._lock = Lock()
         self._seen: Mapping[Path, tuple[int, int]] = {}
+        self._told = ""
         self._load()
 
     def _stamps(self) -> dict[Path, tuple[int, int]]:
@@ -79,31 +81,48 @@ class ServedRun:
         self._page, self._seen = page, seen
 
     def page(self) -> bytes:
-        """HTML of the run as it is now. While the run is being written, the page is the one before."""
+        """HTML of the run as it is now. While the run is being written, or is damaged, the page is the one before."""
         with self._lock:
             try:
                 if self._stamps() != self._seen:
                     self._load()
-            except (TsaeError, OSError):
-                pass
+            except Exception as error:  # whatever a file holds, the server goes on
+                self._tell(error, "the page stays as it was")
             return self._page
 
-    def examples(self, feature: int) -> bytes:
-        """JSON [trajectories, examples] of a feature, or [] where it has none."""
-        with self._lock:
-            found = [] if self._examples is None else self._examples.of(feature)
-        return json.dumps(found, separators=(",", ":"), allow_nan=False).encode("utf-8")
+    def examples(self, feature: int) -> bytes | None:
+        """JSON [trajectories, examples] of a feature, or [] where it has none; None where they cannot be read."""
+        try:
+            with self._lock:
+                found = [] if self._examples is None else self._examples.of(feature)
+            return json.dumps(found, separators=(",", ":"), allow_nan=False).encode("utf-8")
+        except Exception as error:
+            self._tell(error, f"feature {feature} is shown without examples")
+            return None
+
+    def _tell(self, error: Exception, what: str) -> None:
+        """Say in the terminal, in one line and once, what cannot be shown."""
+        said = str(error) if isinstance(error, TsaeError) else f"{type(error).__name__}: {error}"
+        line = " ".join(f"tsae: {what}. {said}".split())
+        if line != self._told:
+            print(line, file=sys.stderr, flush=True)
+        self._told = line
 
 
 class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "tsae", ""
     run: ServedRun
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a tab that is closed while it loads
+            super().handle()
+
     def do_GET(self) -> None:
         host = self.headers.get("Host", "")
         origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "none")
         # Other pages can make a browser ask: by a name of theirs that points here, or from where they are.
-        if host.rpartition(":")[0] not in _NAMES or (origin or f"http://{host}") != f"http://{host}":
+        # A browser leaves port 80 out.
+        if host.rsplit(":", 1)[0] not in _NAMES or (origin or f"http://{host}") != f"http://{host}":
             return self._send(403, b"This server answers to 127.0.0.1 and localhost alone.")
         if self.path == "/":
             return self._send(200, self.run.page(), "text/html; charset=utf-8")
@@ -112,7 +131,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"There is nothing here: this server has the page at / alone.")
         if site not in ("none", "same-origin"):
             return self._send(403, b"Another page asked.")
-        return self._send(200, self.run.examples(int(named[1])), "application/json")
+        found = self.run.examples(int(named[1]))
+        if found is None:
+            return self._send(500, b"The examples cannot be read; the terminal says why.")
+        return self._send(200, found, "application/json")
 
     def _send(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

@@ -14,14 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# Characters that reorder or hide the text around them; shown by code point instead.
-_INVISIBLE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x200F, 0x061C, 0x2028, 0x2029, 0xFEFF}
-_KEPT_CONTROLS = {"\n", "\t"}
-
-
-def visible(text: str) -> str:
-    """The text with controls, marks of direction and lone surrogates replaced by their code points."""
-    return "".join(f"‹U+{ord(c):04X}›" if _unprintable(c) else c for c in text)
+from tsae.base.untrusted import visible as visible
 
 
 def html_text(text: object) -> str:
@@ -96,13 +89,6 @@ def capitalised(text: str) -> str:
 def listed(words: Sequence[str]) -> str:
     """“a, b and c”."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
-
-
-def _unprintable(c: str) -> bool:
-    point = ord(c)
-    if c in _KEPT_CONTROLS:
-        return False
-    return point < 0x20 or 0x7F <= point < 0xA0 or 0xD800 <= point < 0xE000 or point in _INVISIBLE
 
 
 def _finite(value: Any) -> Any:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from tsae.base.table_export import write_table
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig
 
@@ -255,7 +256,4 @@ def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
 
 def write_history(curriculum: Curriculum, path: str | Path) -> Path:
     """Write `Curriculum.history` as Parquet."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    curriculum.history().to_parquet(path, index=False)
-    return path
+    return write_table(path, curriculum.history())

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 from tyro.conf import UseAppendAction, arg
 
@@ -46,6 +47,11 @@ class SamplingConfig:
             raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
 
 
+KEY = "TSAE_SERVER_KEY"
+"""Environment variable with a server's key."""
+_DAY = 86_400
+
+
 @dataclass(frozen=True)
 class EndpointConfig:
     """A server with the completions of the OpenAI API, and how to ask it."""
@@ -62,7 +68,7 @@ class EndpointConfig:
     first_wait: float = 1.0
     """Seconds before a request is sent again; doubled every time, up to a minute."""
     timeout: float = 600.0
-    """Seconds that a server may take for one response."""
+    """Seconds that a server may take for one response, a day at most."""
 
     def __post_init__(self) -> None:
         need_numbers(self)
@@ -73,10 +79,20 @@ class EndpointConfig:
         for name in ("first_wait", "timeout"):
             if not getattr(self, name) > 0:
                 raise TsaeError(f"{name}={getattr(self, name)} is not positive", where=where)
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise TsaeError(
-                f"{self.url!r} is no address", where=f"{where}.url", fix="Give one such as http://localhost:8000/v1."
-            )
+        if self.timeout > _DAY:
+            raise TsaeError(f"timeout={self.timeout:g} is more than a day ({_DAY} seconds)", where=where)
+        if not self.url:
+            return
+        fix = f"Give one such as http://localhost:8000/v1. A key goes into ${KEY}."
+        if {"?", "#"} & set(self.url):
+            raise TsaeError("has a query, or a part after #, expected an address alone", where=f"{where}.url", fix=fix)
+        try:
+            parts = urlsplit(self.url)
+            known = self.url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # such as a port that is none
+            known = False
+        if not known:
+            raise TsaeError(f"{self.url!r} is no address", where=f"{where}.url", fix=fix)
 
 
 @dataclass(frozen=True)

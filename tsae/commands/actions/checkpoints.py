@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tsae
 from tsae.activations.recording.capture import capture_part
-from tsae.base.files import replacing
 from tsae.base.part import Part
+from tsae.base.table_export import write_table
 from tsae.base.torchrun import first_process
 from tsae.commands.common import as_json, given, load_series, say_wrote
 from tsae.commands.options.checkpoints import Capture, Drift
@@ -41,8 +41,7 @@ def run_drift(options: Drift) -> None:
     with as_json(options.json) as write:
         print(drift_text(drift))
         if options.to is not None:
-            with replacing(options.to / "drift.parquet") as partial:
-                drift.to_parquet(partial, index=False)
+            write_table(options.to / "drift.parquet", drift)
             write_drift(drift, options.to / "drift.html")
             say_wrote(options.to)
         write({"drift": drift})

@@ -13,6 +13,7 @@ import tsae
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading, write_text
 from tsae.base.seal import check_seal, write_sealed
+from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
 from tsae.checkpoints.loading import token_strings
 from tsae.claims.run_claims import FILE as CLAIMS
@@ -120,7 +121,7 @@ def run_reinforcement(options: Reinforcement) -> None:
         if options.to is not None:
             options.to.mkdir(parents=True, exist_ok=True)
             for name, table in tables.items():
-                table.to_parquet(options.to / f"{name}.parquet", index=False)
+                write_table(options.to / f"{name}.parquet", table)
             known = {"rollouts": found.source.rollouts.fingerprint}
             write_sealed(options.to, _PUSHED, known, [f"{name}.parquet" for name in tables])
             say_wrote(options.to)

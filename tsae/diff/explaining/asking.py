@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from tsae.base.files import append_line, need_no_link
 from tsae.base.untrusted import parse_json
 from tsae.diff.config import ExplainConfig
 from tsae.diff.explaining.label_contexts import CLOSE, OPEN, Case, Task, Test, Window
@@ -65,6 +66,7 @@ _LABEL_EXAMPLE = {
     "inactive": ["two birds", "a big chair"],
 }
 _VERDICTS = " Answer with one JSON list of {n} numbers and nothing else, 1 for yes and 0 for no, in order."
+_GO_ON = "Make room, and give the same command again; what was answered is kept."
 _CHARACTERS = 3  # a token, at least, in most tokenizers and languages
 _LIST = re.compile(r"\[\s*[01](?:\s*,\s*[01]){0,999}\s*\]")
 
@@ -79,16 +81,19 @@ class Asked:
         progress: show a bar.
 
     Raises:
-        TsaeError: where the server does not answer, or does not say which model it serves.
+        TsaeError: where the server does not answer, or does not say which model it serves; where answers.jsonl is a
+            link.
     """
 
     def __init__(
         self, server: EndpointConfig, config: ExplainConfig, folder: Path | None = None, *, progress: bool = True
     ) -> None:
         self.config, self.progress = config, progress
+        self.file = None if folder is None else folder / ANSWERS
+        if self.file is not None:
+            need_no_link(self.file)
         self.endpoint = Endpoint(server)
         self.name = str(self.endpoint.model)
-        self.file = None if folder is None else folder / ANSWERS
         self.known = {} if self.file is None else _read(self.file)
         self.spent = 0
         """Tokens that this object asked for."""
@@ -168,7 +173,7 @@ class Asked:
     def _note(self, answers: Sequence[str], read: Sequence[Any]) -> None:
         for answer, found in zip(answers, read, strict=True):
             if not found and not self.unread:
-                self.unread = " ".join(answer.split())[:200]
+                self.unread = " ".join(self.endpoint.hide(answer).split())[:200]
 
     def _ask(self, prompts: Sequence[list[dict[str, str]]], max_tokens: int, what: str) -> list[str]:
         bodies = [
@@ -202,18 +207,17 @@ class Asked:
         if status != 200:
             raise self.endpoint.refusal(status, answer)
         text, used = _content(answer)
+        text = self.endpoint.hide(text)
         with self._lock:
             self.spent += (used or expected) - expected
             self.known[key] = text
             if self.file is not None:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                with self.file.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps({"key": key, "answer": text}) + "\n")
+                append_line(self.file, json.dumps({"key": key, "answer": text}), _GO_ON)
 
 
 def read_label(answer: str) -> str | None:
     """The label in an answer, in one line of at most 120 printable characters; None where it has none."""
-    text = answer.rsplit("</think>", 1)[-1]
+    text = _said(answer)
     for place in [match.start() for match in re.finditer(r"\{", text)][:20]:
         try:
             label = json.JSONDecoder().raw_decode(text, place)[0]["label"]
@@ -226,16 +230,19 @@ def read_label(answer: str) -> str | None:
 
 
 def read_verdicts(answer: str, n: int) -> list[bool | None] | None:
-    """The first list of n numbers 0 or 1 in an answer; None where there is none."""
-    text = answer.rsplit("</think>", 1)[-1]
+    """The list of n numbers 0 or 1 in an answer; None where there is none, or others beside it say something else."""
+    text = _said(answer)
     lists = [match.group() for match in _LIST.finditer(text)]
     if n == 1 and text.strip() in ("0", "1"):
         lists.append(f"[{text.strip()}]")
-    for found in lists:
-        numbers = json.loads(found)
-        if len(numbers) == n:
-            return [bool(number) for number in numbers]
-    return None
+    found = [numbers for numbers in map(json.loads, lists) if len(numbers) == n]
+    return [bool(number) for number in found[0]] if found and all(other == found[0] for other in found) else None
+
+
+def _said(answer: str) -> str:
+    """What a model says once it has thought; nothing where it thinks to the end."""
+    text = answer.rsplit("</think>", 1)[-1]
+    return "" if "<think>" in text else text
 
 
 def _label_prompt(case: Case) -> list[dict[str, str]]:
@@ -276,13 +283,14 @@ def _size(messages: Sequence[dict[str, str]]) -> int:
 
 
 def _content(answer: Any) -> tuple[str, int | None]:
-    """Text and tokens of an answer; an empty text where it has another form."""
+    """Text and tokens of an answer; an empty text where it has another form, or was cut off."""
     try:
-        text = answer["choices"][0]["message"]["content"]
+        choice = answer["choices"][0]
+        text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         used = (answer.get("usage") or {}).get("total_tokens")
     except (KeyError, IndexError, TypeError, AttributeError):
         return "", None
-    return (text if isinstance(text, str) else ""), (used if isinstance(used, int) else None)
+    return (text if isinstance(text, str) and not cut else ""), (used if type(used) is int and used > 0 else None)
 
 
 def _read(file: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ contexts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from tsae.diff.explaining.label_contexts import Case, Contexts, Task, Window
 SOURCE = "rules of tokens and positions"
 _ROWS = 400  # rows whose tokens rules are chosen on
 _SIZES = (1, 3, 8)
+_NONE = -1  # no token's id
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ class Describer:
         parts = [np.arange(*features.row_offsets[row : row + 2]) for row in np.sort(rows)]
         tokens = np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
         self.tokens = tokens[contexts.counted[tokens]]
-        self.ids = features.token_ids[self.tokens]
+        self.before = np.roll(features.token_ids, 1)
+        """(n_tokens,) the id before each token of the table; -1 for the first of a row."""
+        starts = features.row_offsets[:-1]
+        self.before[starts[starts < len(self.before)]] = _NONE
+        self.alike = Counter(contexts.strings.values())
+        """How many ids have the same text."""
         self.prompts = features.rollouts.lengths("prompt_ids")[features.trajectory]
         self.common = self._common_rules()
         self.rules: dict[str, Rule] = {}
@@ -86,25 +93,31 @@ class Describer:
 
     def _token_rules(self, weight: np.ndarray) -> list[Rule]:
         features = self.contexts.features
-        before = features.token_ids[np.maximum(self.tokens - 1, 0)]
         rules = []
-        for name, of in (("the token", self.ids), ("tokens after", before)):
-            total = np.bincount(of, weight)
+        for name, of in (("the token", features.token_ids), ("tokens after", self.before)):
+            mine = of[self.tokens]
+            total = np.bincount(mine[mine != _NONE], weight[mine != _NONE])
             order = np.argsort(-total, kind="stable")
             order = order[total[order] > 0]
-            for size in _SIZES:
+            for size in _SIZES if len(order) else ():
                 ids = order[:size]
-                texts = ", ".join(repr(self.contexts.strings.get(str(i), f"#{i}")) for i in ids.tolist())
+                texts = ", ".join(map(self._text, ids.tolist()))
                 said = "the tokens" if name == "the token" and len(ids) > 1 else name
-                rules.append(Rule(f"{said} {texts}", _ids_rule(features.token_ids, ids, name == "tokens after")))
+                rules.append(Rule(f"{said} {texts}", _ids_rule(of, ids)))
         return rules
+
+    def _text(self, token: int) -> str:
+        """A token as labels name it: no two have the same name."""
+        strings = self.contexts.strings
+        text = strings.get(str(token), f"#{token}")
+        return repr(text) if self.alike[text] == (str(token) in strings) else f"{text!r} #{token}"
 
     def _common_rules(self) -> list[Rule]:
         features, strings = self.contexts.features, self.contexts.strings
 
         def of_kind(label: str, test: Callable[[str], bool]) -> Rule:
             known = np.array([int(i) for i, text in strings.items() if test(text)], dtype=np.int64)
-            return Rule(label, _ids_rule(features.token_ids, known, False))
+            return Rule(label, _ids_rule(features.token_ids, known))
 
         def share(tokens: np.ndarray) -> np.ndarray:
             """How far into its response a token is, 0 to 1; below 0 in the prompt."""
@@ -126,8 +139,6 @@ class Describer:
         ]
 
 
-def _ids_rule(token_ids: np.ndarray, ids: np.ndarray, after: bool) -> Callable[[np.ndarray], np.ndarray]:
-    def holds(tokens: np.ndarray) -> np.ndarray:
-        return np.isin(token_ids[np.maximum(tokens - 1, 0)] if after else token_ids[tokens], ids)
-
-    return holds
+def _ids_rule(of: np.ndarray, ids: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Whether a token has one of these ids, in the (n_tokens,) ids `of` the tokens or of those before them."""
+    return lambda tokens: np.isin(of[tokens], ids)

@@ -6,8 +6,8 @@
 3. The same labeller judges held-out contexts by the label alone: *detection*, is the feature in this text? and
    *fuzzing*, do these marks show it? (Paulo et al. 2024, arXiv 2410.13928; here both of fuzzing's sides contain the
    feature.) The score is balanced accuracy: .5 says nothing.
-4. The control judges the same contexts by the label of another feature. A judge that says yes to everything, or labels
-   that fit everything, score as well there.
+4. The control judges the same contexts by the label of another feature that passes its own test. A judge that says yes
+   to everything, or labels that fit everything, score as well there.
 """
 
 from __future__ import annotations
@@ -109,28 +109,40 @@ def scored(cases: Sequence[Case], labeller: Labeller, config: ExplainConfig) -> 
     active = [case for case in cases if case.active]
     names = dict(zip([case.feature for case in active], labeller.labels(active), strict=True))
     given = [case for case in active if names[case.feature]]
-    swapped = _swapped([str(names[case.feature]) for case in given], config.seed)
-    tasks: list[Task] = []
-    of: list[tuple[int, str, list[bool]]] = []
-    for case, other in zip(given, swapped, strict=True):
-        for test, items in case.tests.items():
-            for label, prefix in ((names[case.feature], ""), (other, "control_")):
-                if label:
-                    tasks.append((test, label, [window for window, _ in items]))
-                    of.append((case.feature, f"{prefix}{test}", [truth for _, truth in items]))
     rows: dict[int, dict[str, Any]] = {case.feature: _row(case, names.get(case.feature)) for case in cases}
-    for (feature, column, truth), verdicts in zip(of, labeller.judge(tasks), strict=True):
-        rows[feature][column] = balanced_accuracy(truth, verdicts)
-        if not column.startswith("control"):
-            rows[feature]["verdicts"] += [verdict is not None for verdict in verdicts]
+    _judged(rows, given, [names[case.feature] for case in given], labeller)
+    for row in rows.values():
+        row["score"] = (row["detection"] + row["fuzzing"]) / 2
+    _judged(rows, given, _controls([rows[case.feature] for case in given], config), labeller, "control_")
     for row in rows.values():
         verdicts = row.pop("verdicts")
         row["answered"] = float(np.mean(verdicts)) if verdicts else math.nan
-        row["score"] = (row["detection"] + row["fuzzing"]) / 2
         row["control"] = (row["control_detection"] + row["control_fuzzing"]) / 2
         row["note"] = row["note"] or _verdict(row, config)
         row["shown"] = not row["note"]
     return pd.DataFrame(list(rows.values()), columns=_COLUMNS).astype({"shown": bool})
+
+
+def _judged(
+    rows: dict[int, dict[str, Any]],
+    given: Sequence[Case],
+    labels: Sequence[str | None],
+    labeller: Labeller,
+    prefix: str = "",
+) -> None:
+    """Write into the rows how well a label of each case does in both tests."""
+    tests = [
+        (case, test, label, items)
+        for case, label in zip(given, labels, strict=True)
+        if label
+        for test, items in case.tests.items()
+    ]
+    tasks: list[Task] = [(test, label, [window for window, _ in items]) for _, test, label, items in tests]
+    for (case, test, _, items), verdicts in zip(tests, labeller.judge(tasks), strict=True):
+        row = rows[case.feature]
+        row[f"{prefix}{test}"] = balanced_accuracy([truth for _, truth in items], verdicts)
+        if not prefix:
+            row["verdicts"] += [verdict is not None for verdict in verdicts]
 
 
 _COLUMNS = [
@@ -182,12 +194,17 @@ def _verdict(row: dict[str, Any], config: ExplainConfig) -> str:
     return ""
 
 
-def _swapped(labels: Sequence[str], seed: int) -> list[str | None]:
-    """For each label one of the others, drawn at random, that has another text."""
-    rng = np.random.default_rng(seed)
+def _controls(rows: Sequence[dict[str, Any]], config: ExplainConfig) -> list[str | None]:
+    """For each label another one that has another text, drawn at random from those that pass their own test.
+
+    A label that fails may say anything, such as what the judge shall answer. It decides nothing on other features; only
+    where no label passes are all drawn from.
+    """
+    rng = np.random.default_rng(config.seed)
+    passing = [row["label"] for row in rows if row["score"] >= config.min_score]
     found: list[str | None] = []
-    for label in labels:
-        others = [other for other in labels if other != label]
+    for row in rows:
+        others = [label for label in passing or [row["label"] for row in rows] if label != row["label"]]
         found.append(others[int(rng.integers(len(others)))] if others else None)
     return found
 

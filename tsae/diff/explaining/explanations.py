@@ -10,11 +10,18 @@ import pandas as pd
 
 from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
-from tsae.base.table_export import Tables
+from tsae.base.table_export import Tables, write_table
+from tsae.base.untrusted import visible
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 
 FILE, _TABLE = "explanations.json", "explanations.parquet"
+_SCORES = ("detection", "fuzzing", "score", "control_detection", "control_fuzzing", "control", "answered")
+_KINDS = {
+    **dict.fromkeys(("feature", "n_detection", "n_fuzzing"), "integer"), **dict.fromkeys(("label", "note"), "string"),
+    **dict.fromkeys(_SCORES, "floating"), "shown": "boolean",
+}  # fmt: skip
+"""Columns, and what pandas infers of their values."""
 _FIX = "Make it again with `tsae explain`."
 
 
@@ -33,7 +40,8 @@ class Explanations(Tables):
     control_detection, control_fuzzing, control   the same with the label of another feature
     n_detection, n_fuzzing  contexts
     answered             share of contexts with a verdict
-    shown                whether the label is shown: its score is at least the config's min_score and above its control
+    shown                whether the label is shown: its score is at least the config's min_score, and above its control
+                         where there is one
     note                 why it is not
     """
     info: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +57,8 @@ class Explanations(Tables):
     def __repr__(self) -> str:
         means = self.table[["score", "control"]].mean()
         return (
-            f"Explanations({len(self.labels)} of {len(self.table)} features labelled by {self.info['labeller']}; mean "
+            f"Explanations({len(self.labels)} of {len(self.table)} features labelled by "
+            f"{visible(str(self.info['labeller']))}; mean "
             f"score {means.score:.2f}, with other features' labels {means.control:.2f})"
         )
 
@@ -57,9 +66,16 @@ class Explanations(Tables):
         """The diff with the labels: `features` has the columns label (empty where none is shown) and label_score.
 
         Raises:
-            TsaeError: where the diff is of another SAE.
+            TsaeError: where the diff is of another SAE, or nothing says of which one the labels are.
         """
-        if diff.info["sae"].get("weights") != self.info["sae"]:
+        if self.info["sae"] is None:
+            raise TsaeError(
+                "the labels do not say of which SAE they are, as its features do not",
+                where="Explanations.mark",
+                fix="Make the features, the diff and the labels again.",
+            )
+        there = self.table.feature.isin(diff.features.index)
+        if diff.info["sae"].get("weights") != self.info["sae"] or not there.all():
             raise TsaeError(
                 "the diff is of another SAE than the labels",
                 where="Explanations.mark",
@@ -76,7 +92,7 @@ class Explanations(Tables):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).unlink(missing_ok=True)
-        self.table.to_parquet(folder / _TABLE, index=False)
+        write_table(folder / _TABLE, self.table)
         write_sealed(folder, FILE, self.info, [_TABLE])
         return folder
 
@@ -85,7 +101,7 @@ class Explanations(Tables):
         """Read a folder that `save` wrote.
 
         Raises:
-            TsaeError: where a file is missing or damaged.
+            TsaeError: where a file is missing or damaged, or holds what no labels are.
         """
         folder = Path(folder)
         for name in (FILE, _TABLE):
@@ -95,8 +111,30 @@ class Explanations(Tables):
         info = read_object(folder / FILE, _FIX)
         if info.pop("sealed", False):
             need_seal(folder, [folder / _TABLE], _FIX)
+        with reading(folder / FILE, _FIX):
+            if not isinstance(info["labeller"], str) or not isinstance(info["sae"], str | None):
+                raise ValueError("its labeller or its SAE is no text")
         with reading(folder / _TABLE, _FIX):
             table = pd.read_parquet(folder / _TABLE)
-            if not {"feature", "label", "score", "control", "shown"} <= set(table):
-                raise ValueError("it is no table of labels")
+            _check(table)
         return cls(table, info)
+
+
+def _check(table: pd.DataFrame) -> None:
+    """Refuse what is no table of labels.
+
+    Raises:
+        ValueError: where a column is missing or of another kind, a feature is there twice, or a score is none.
+    """
+    missing = [name for name in _KINDS if name not in table]
+    if missing:
+        raise ValueError(f"it is no table of labels: it has no column {missing[0]}")
+    for name, kind in _KINDS.items():
+        found = pd.api.types.infer_dtype(table[name], skipna=False)
+        if len(table) and found != kind:
+            raise ValueError(f"its column {name} holds {found} values, expected {kind} ones")
+    if table.feature.duplicated().any() or (table.feature < 0).any():
+        raise ValueError("it has a feature twice, or a negative one")
+    scores = table[list(_SCORES)]
+    if not (scores.isna() | ((scores >= 0) & (scores <= 1))).all(axis=None):
+        raise ValueError("it has scores beyond 0 to 1")

@@ -25,7 +25,7 @@ import pandas as pd
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
-from tsae.base.table_export import Tables
+from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
 from tsae.errors import TsaeError
 
@@ -81,7 +81,7 @@ class Influence(Tables):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "influence.json").unlink(missing_ok=True)
-        self.table.to_parquet(folder / "influence.parquet", index=False)
+        write_table(folder / "influence.parquet", self.table)
         write_sealed(folder, "influence.json", self.info, ["influence.parquet"])
         return folder
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from tsae.base.files import write_json
 from tsae.base.provenance import versions
-from tsae.base.table_export import Tables
+from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -60,7 +60,7 @@ class Difficulty(Tables):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in _TABLES:
-            getattr(self, name).to_parquet(folder / f"{name}.parquet", index=False)
+            write_table(folder / f"{name}.parquet", getattr(self, name))
         self.to_html(folder / "difficulty.html")
         write_json(folder / "difficulty.json", {**self.info, "paths": self.paths})
         return folder

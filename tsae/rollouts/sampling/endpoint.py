@@ -7,13 +7,15 @@ import os
 import time
 from typing import Any
 
-from tsae.errors import TsaeError
-from tsae.rollouts.config import EndpointConfig
+from tsae.base.untrusted import parse_json
+from tsae.errors import TsaeError, without_secrets
+from tsae.rollouts.config import KEY, EndpointConfig
 
-KEY = "TSAE_SERVER_KEY"
-"""Environment variable with the server's key."""
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
 _LONGEST_WAIT = 60.0
+_MOST = 64 << 20
+"""Bytes of an answer once it is unpacked: over 400,000 tokens with their log-probabilities."""
+_PIECE = 1 << 16
 
 
 class Endpoint:
@@ -23,7 +25,7 @@ class Endpoint:
         config: where it is, and how to ask it.
 
     Raises:
-        TsaeError: where it does not answer, or does not say which model it serves.
+        TsaeError: where it does not answer, or does not say which model it serves; where the key cannot be sent.
     """
 
     def __init__(self, config: EndpointConfig) -> None:
@@ -31,7 +33,10 @@ class Endpoint:
 
         self.config = config
         self.url = config.url.rstrip("/")
-        self._key = os.environ.get(KEY, "")
+        self._key = os.environ.get(KEY, "").strip()
+        if not (self._key.isprintable() and self._key.encode("latin-1", "replace").decode("latin-1") == self._key):
+            what = "holds characters that cannot be sent, expected a key of letters, digits and signs"
+            raise TsaeError(what, where=f"${KEY}", fix="Set it to the key as the server's owner gave it.")
         self._session = requests.Session()
         # Nothing of ~/.netrc or of proxies goes to a server that the user named.
         self._session.trust_env = False
@@ -77,21 +82,23 @@ class Endpoint:
     def _asked(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[int, Any]:
         """(status, JSON) of an answer. A failure that may pass is asked again; every wait is longer than the last."""
         import requests
+        from urllib3.exceptions import HTTPError, LocationParseError
 
         said = ""
         for attempt in range(self.config.retries + 1):
             wait = min(_LONGEST_WAIT, self.config.first_wait * 2**attempt)
             try:
-                answer = self._session.request(
-                    method, f"{self.url}/{path}", json=content, timeout=self.config.timeout, allow_redirects=False
-                )
-                if answer.status_code not in _AGAIN:
-                    return answer.status_code, answer.json() if answer.status_code == 200 else _content(answer)
-                said = f"status {answer.status_code}: {self._said(_content(answer))}"
-                wait = _asked_to_wait(answer.headers.get("Retry-After", "")) or wait
-            except (requests.JSONDecodeError, RecursionError):
+                status, body, asked_wait = self._once(method, path, content)
+                if status not in _AGAIN:
+                    return status, parse_json(body) if status == 200 else _read(body)
+                said = f"status {status}: {self._said(_read(body))}"
+                wait = asked_wait or wait
+            except json.JSONDecodeError:
                 said = "its answer is not JSON"
-            except requests.RequestException as error:
+            except (requests.exceptions.InvalidURL, LocationParseError, UnicodeError) as error:
+                fix = "Give an address such as http://localhost:8000/v1."
+                raise TsaeError(f"is no address ({type(error).__name__})", where=self.url, fix=fix) from error
+            except (requests.RequestException, HTTPError) as error:
                 said = f"{type(error).__name__}"
             if attempt < self.config.retries:
                 time.sleep(wait)
@@ -101,20 +108,64 @@ class Endpoint:
             fix="Look after the server, and give the same command again; what it has answered is kept.",
         )
 
+    def _once(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[int, str, float]:
+        """Status, text and Retry-After of an answer. It is read as it comes, so that no answer is without an end.
+
+        Raises:
+            TsaeError: where it is too large.
+        """
+        import requests
+
+        end = time.monotonic() + self.config.timeout
+        asked: dict[str, Any] = {
+            "json": content,
+            "timeout": self.config.timeout,
+            "allow_redirects": False,
+            "stream": True,
+        }
+        with self._session.request(method, f"{self.url}/{path}", **asked) as answer:
+            read = bytearray()
+            while piece := answer.raw.read1(_PIECE, decode_content=True):
+                read += piece
+                if len(read) > _MOST:
+                    what = f"gives an answer of more than {_MOST:,} bytes"
+                    raise TsaeError(what, where=self.url, fix="Ask for fewer tokens, or use another server.")
+                if time.monotonic() > end:
+                    raise requests.ReadTimeout(f"it takes more than {self.config.timeout:g} seconds")
+            text = _decoded(bytes(read), answer.encoding)
+            return answer.status_code, text, _asked_to_wait(answer.headers.get("Retry-After", ""))
+
+    def hide(self, text: str) -> str:
+        """The text without the key, and without other secrets (`without_secrets`)."""
+        return without_secrets(text, self._key)
+
     def _said(self, body: Any) -> str:
         """What a server says of a refusal, in one line, without the key."""
         found = body
         for name in ("error", "message", "detail"):
             found = found.get(name, found) if isinstance(found, dict) else found
-        text = " ".join((found if isinstance(found, str) else json.dumps(found)).split())[:200]
-        return text.replace(self._key, "***") if self._key else text
+        try:
+            text = self.hide(found if isinstance(found, str) else json.dumps(found))
+        except RecursionError:  # it could just be read
+            text = "nested too deeply"
+        # Of a key that is cut, a part would be left.
+        return " ".join((text.replace(self._key, "***") if self._key else text).split())[:200]
 
 
-def _content(answer: Any) -> Any:
+def _read(body: str) -> Any:
+    """The JSON of a refusal, or its text."""
     try:
-        return answer.json()
-    except (ValueError, RecursionError):
-        return answer.text[:200]
+        return parse_json(body)
+    except json.JSONDecodeError:
+        return body
+
+
+def _decoded(content: bytes, encoding: str | None) -> str:
+    """The text of an answer. A server may name an encoding that is none."""
+    try:
+        return content.decode(encoding or json.detect_encoding(content), "replace")
+    except (LookupError, ValueError):
+        return content.decode("utf-8", "replace")
 
 
 def _asked_to_wait(header: str) -> float:
