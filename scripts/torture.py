@@ -13,6 +13,7 @@ the seed alone, and runs the real command in a process of its own:
 - command: one or two options of a valid command line get a value that nobody means (negative, huge, no number, a path
   that is missing, an input, somebody else's file), or options from the command's own parser are added, or a command
   is put together from its parser alone;
+- options: one numeric option of any command is -1, 0, nan or huge (only with `--only options`);
 - fault: a command that writes is killed or interrupted at one of its writes or at any time, finds the disk full, no
   more files, or no memory, runs twice at once, or is read before it has ended. Then the same command is given again;
 - kill: only the faults that kill, the command or one of its workers (only with `--only kill`);
@@ -50,12 +51,17 @@ import numpy as np
 import tyro
 from torments import artefacts, damage, faults, figures, logs, process, text, words
 
-Kind = Literal["damaged", "log", "command", "fault", "kill", "numbers", "text"]
+Kind = Literal["damaged", "log", "command", "options", "fault", "kill", "numbers", "text"]
 KINDS: dict[str, tuple[Callable[[np.random.Generator, Path, Path], tuple[str, str]], float]] = {
-    "damaged": (damage.attempt, 0.3), "log": (logs.attempt, 0.24), "command": (words.attempt, 0.24),
-    "fault": (faults.attempt, 0.14), "kill": (faults.kill, 0.0), "numbers": (figures.attempt, 0.04),
+    "damaged": (damage.attempt, 0.3),
+    "log": (logs.attempt, 0.24),
+    "command": (words.attempt, 0.24),
+    "options": (words.odd_number, 0.0),
+    "fault": (faults.attempt, 0.14),
+    "kill": (faults.kill, 0.0),
+    "numbers": (figures.attempt, 0.04),
     "text": (text.attempt, 0.04),
-}  # fmt: skip
+}
 """Of each kind what attempts it, and its share of the cases."""
 _AFRESH = 0.1
 """Share of the cases whose commands start in fresh processes."""

@@ -163,3 +163,7 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        need_at_most(self, problems=10_000, samples=10_000, band_samples=10_000)
+        for name in ("problems", "samples", "band_samples"):
+            if getattr(self, name) < 1:
+                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="DemoConfig")

@@ -103,11 +103,48 @@ def invent(rng: np.random.Generator) -> tuple[str, ...]:
     return add_options(rng, found) if rng.random() < 0.7 and options_of(found) else tuple(found)
 
 
+@cache
+def _odd_numbers() -> tuple[tuple[str, ...], ...]:
+    """Every numeric option of every command with numbers that nobody means."""
+    found: list[tuple[str, ...]] = []
+    first: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for stage in STAGES:
+        named = stage.command[: 1 if stage.command[1].startswith("--") else 2]
+        first.setdefault((*named, *(word for word in stage.command if word.startswith("--live"))), stage.command)
+    for command in first.values():
+        for action in options_of(command):
+            kind = str(action.metavar)
+            if "FLOAT" not in kind and "INT" not in kind:
+                continue
+            option, n = action.option_strings[0], action.nargs if isinstance(action.nargs, int) else 1
+            for value in ("-1", "0", "1e18", "nan") if "FLOAT" in kind else ("-1", "0", "999999999999"):
+                found.append((*_without(command, option), option, *[value] * n))
+    return tuple(found)
+
+
+def _without(command: Sequence[str], option: str) -> tuple[str, ...]:
+    """The command line without an option and its values."""
+    if option not in command:
+        return tuple(command)
+    place = command.index(option)
+    after = next((i for i in range(place + 1, len(command)) if command[i].startswith("--")), len(command))
+    return (*command[:place], *command[after:])
+
+
+def odd_number(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
+    """`attempt` with one numeric option."""
+    return _judged(_odd_numbers()[int(rng.integers(len(_odd_numbers())))], made, here)
+
+
 def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
     """(what was done, what is bad of what follows: nothing where the case is good)."""
     command = STAGES[int(rng.integers(len(STAGES)))].command
     how = rng.random()
     command = disturb(rng, command) if how < 0.4 else add_options(rng, command) if how < 0.8 else invent(rng)
+    return _judged(command, made, here)
+
+
+def _judged(command: Sequence[str], made: Path, here: Path) -> tuple[str, str]:
     for name in ARTEFACTS:
         if any(word.split("/")[0] == name for word in command):
             artefacts.copy(made / name, here / name)

@@ -95,6 +95,7 @@ def test_every_config_looks_at_its_numbers() -> None:
     ("config", "name"),
     [
         (AttributionConfig, "subsets"),
+        (DemoConfig, "problems"),
         (CausalConfig, "n_random"),
         (DiffConfig, "noise_draws"),
         (DifficultyConfig, "n_draws"),
