@@ -193,6 +193,7 @@ def test_a_capture_does_not_write_through_a_link(
 # --- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
 def test_batches_that_do_not_fit_are_halved(
     series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -70,6 +70,7 @@ def test_a_ring_holds_what_was_used_last(seed: int) -> None:
         used = [p for p in used if p not in wanted] + wanted
 
 
+@pytest.mark.slow
 def test_a_cache_on_disk_changes_no_bit(
     series: CheckpointSeries, rollouts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: object) -> Any:
     return json.loads(said.out)
 
 
+@pytest.mark.slow
 def test_programs_read_what_was_found(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, "store", "show", pipeline / "acts")
     store = tsae.ActivationStore(pipeline / "acts")

@@ -349,6 +349,7 @@ def test_a_diff_over_thinking_is_one_of_means_over_thinking(table: FeatureTable,
     assert "trajectories without a token of the span (thinking), left out: base" in str(_told(diff))
 
 
+@pytest.mark.slow
 def test_every_command_takes_the_span(
     acts: ActivationStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

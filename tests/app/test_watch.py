@@ -139,6 +139,7 @@ def test_only_what_is_new_is_computed(followed: tuple[Training, list[str], list[
     assert second["capture_shard"] == sum(shards) - second["copy_shard"] == second["encode_shard"]
 
 
+@pytest.mark.slow
 def test_an_update_equals_one_analysis_of_the_training(
     followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
 ) -> None:

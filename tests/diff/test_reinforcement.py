@@ -291,6 +291,7 @@ def test_false_discoveries_over_many_worlds() -> None:
     assert false.mean() <= 0.06
 
 
+@pytest.mark.slow
 def test_predictions_that_come_true_and_those_that_do_not() -> None:
     effect = np.linspace(-2, 2, 12)
     table = world(effect=effect, shift=effect)

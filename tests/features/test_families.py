@@ -154,6 +154,7 @@ def families_of(table: Any, kinds: Families = KINDS) -> pd.DataFrame:
     return assign_families(table, annotate_tokens(table, by_token, STRINGS), kinds, QUICK)
 
 
+@pytest.mark.slow
 def test_families_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share, lift and choice of every feature; and that the draws' p-values find the planted ones alone."""
     monkeypatch.setattr(families, "_DRAWS", 199)

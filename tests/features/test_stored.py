@@ -154,6 +154,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureTable, Feat
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=200, threads=1)
 
 
+@pytest.mark.slow
 def test_a_diff_of_what_lies_on_disk_is_that_of_what_lies_in_memory(tables: tuple[FeatureTable, FeatureTable]) -> None:
     """To the bit: both take the same steps."""
     diffs = [feature_diff(table, QUICK, progress=False) for table in tables]

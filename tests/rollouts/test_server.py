@@ -132,6 +132,7 @@ def served(llama: Path) -> Iterator[Served]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_ids_are_those_that_were_sampled(policy: Checkpoint, served: Served) -> None:
     found = sample(policy, PROBLEMS, CONFIG, server=served.config, verify=lambda *_: True, progress=False)
     prompts = [policy.load_tokenizer()(p.prompt)["input_ids"] for p in PROBLEMS]

@@ -239,6 +239,7 @@ def texts_of_one_length(series: Any, fingerprint: str, tmp_path_factory: pytest.
     return tsae.capture(series.final(), rollouts, [SITE], to=tmp_path_factory.mktemp("equal") / "acts", progress=False)
 
 
+@pytest.mark.slow
 @lens_warning
 def test_sae_lens_evals_gives_the_same_numbers(
     texts_of_one_length: ActivationStore, series: Any, tmp_path: Path

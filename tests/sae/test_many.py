@@ -135,6 +135,7 @@ def test_a_pass_killed_at_random_moments_ends_with_the_same_bits(one_site: Activ
     same_folders(folder, tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [1, 2, 4, 5])
 def test_a_training_that_was_left_behind_catches_up(
     one_site: ActivationStore, alone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saves: int
