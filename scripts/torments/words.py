@@ -89,7 +89,7 @@ def invent(rng: np.random.Generator) -> tuple[str, ...]:
     """A command with all that it requires, and some options, each with a value drawn."""
     known = {words: parser for words, parser in commands().items() if words != ("demo",)}  # takes minutes
     words = list(known)[int(rng.integers(len(known)))]
-    found = list(words)
+    found = [*words, *(["--once"] if words == ("watch",) else [])]  # else it waits for ever, as it should
     for action in known[words]._actions:
         if not action.option_strings:
             found.append(str(rng.choice([str(c) for c in action.choices or ARTEFACTS])))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tsae.activations.reader.assignment import check_tokenizer
+from tsae.activations.reader.assignment import check_context, check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
@@ -260,17 +260,20 @@ def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[
 
 def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, path: TrainingPath) -> list[int]:
     """Token ids that count in no feature; checks that log and SAE belong to the model."""
+    vocabulary, width = path.trained.model.get_input_embeddings().weight.shape
+    check_context(rollouts, getattr(path.trained.model.config, "max_position_embeddings", None), vocabulary)
+    if sae is None and rollouts.info.get("tokenizer") is None:
+        return []
+    tokenizer = series.base.load_tokenizer()
+    check_tokenizer(series.base, tokenizer_fingerprint(tokenizer), rollouts)
     if sae is None:
         return []
-    width = path.trained.model.get_input_embeddings().weight.shape[1]
     if sae.d_model != width:
         raise TsaeError(
             f"the SAE reads {sae.d_model} numbers a token, the model has {width}",
             where=sae.site,
             fix="Give an SAE of this model.",
         )
-    tokenizer = series.base.load_tokenizer()
-    check_tokenizer(series.base, tokenizer_fingerprint(tokenizer), rollouts)
     return list(tokenizer.all_special_ids)
 
 

@@ -71,6 +71,8 @@ class AttributionConfig:
         for name, smallest in {**least, "batch_tokens": 1}.items():
             if getattr(self, name) < smallest:
                 raise TsaeError(f"is {getattr(self, name)}, expected at least {smallest}", where=name)
+        if len(set(self.features)) < len(self.features) or min(self.features, default=0) < 0:
+            raise TsaeError(f"features={self.features} are negative, or repeated", where="AttributionConfig")
         if self.validate and self.validate < 3:
             raise TsaeError(f"is {self.validate}, expected 0, or 3 and more to rank", where="validate")
         if self.budget_gb <= 0 or self.flag_remainder <= 0:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal
+from typing import Literal, get_args
 
 from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
 Where = Literal["predicting", "first", "response", "all"]
+Backend = Literal["huggingface", "transformer_lens"]
 Mode = Literal["ablate", "mean", "clamp", "steer", "transplant"]
 
 
@@ -33,7 +34,7 @@ class InterventionConfig:
     """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each is two
     conditions (and as many samples): with 12 sets there are 28, with 5 sets 14. An effect of 4 standard deviations of
     random sets is found 9 times in 10 with 12 sets, 3 times in 4 with 5; with one set nothing can be."""
-    backend: Literal["huggingface", "transformer_lens"] = "huggingface"
+    backend: Backend = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: float = 0.95
     """Confidence level of the intervals."""
@@ -44,6 +45,9 @@ class InterventionConfig:
         need_numbers(self)
         need_at_most(self, n_random=10_000)
         where = "InterventionConfig"
+        for name, known in (("mode", get_args(Mode)), ("tokens", get_args(Where)), ("backend", get_args(Backend))):
+            if getattr(self, name) not in known:
+                raise TsaeError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}", where=where)
         if not isfinite(self.amount):
             raise TsaeError(f"amount={self.amount} is not finite", where=where)
         if self.mode == "clamp" and self.amount < 0:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ def intervene(
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     device = config.sampling.device
     sae = TemporalSAE.of(sae, device=device)
-    chosen = tuple(int(feature) for feature in chosen)
+    chosen = tuple(map(_whole, chosen))
     check_sae(sae, features)
     if (donor is None) == (config.mode == "transplant"):
         what = "gives no checkpoint whose features are transplanted" if donor is None else "transplants nothing"
@@ -193,6 +193,12 @@ def check_features(chosen: tuple[int, ...], n_features: int) -> None:
     outside = [feature for feature in chosen if not 0 <= feature < n_features]
     if outside:
         raise TsaeError(f"no feature {outside[0]}; there are 0 to {n_features - 1}", where="features")
+
+
+def _whole(feature: SupportsIndex) -> int:
+    if not isinstance(feature, SupportsIndex):
+        raise TsaeError(f"{feature!r} is no feature, expected a whole number", where="features")
+    return int(feature)
 
 
 def _check_chosen(chosen: tuple[int, ...], scales: FeatureScales, n_features: int) -> None:

@@ -91,6 +91,8 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
         info = test.info
         if info["checkpoint"] != checkpoint or info["config"]["mode"] not in _ABLATIONS:
             continue
+        if (info.get("sae") or {}).get("weights") != (run.diff.info.get("sae") or {}).get("weights"):
+            continue  # Its numbers are those of another SAE's features.
         if described.family.reindex(info["features"]).isin(families).mean() > 0.5:
             return test
     ids = described.index[described.family.isin(families)][:8]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ class SteeringVector:
     info: dict[str, Any] = field(default_factory=dict)
     """feature, scale, and the SAE's fingerprint."""
 
+    def __post_init__(self) -> None:
+        vector = self.vector
+        if vector.ndim != 1 or not vector.is_floating_point() or not bool(vector.isfinite().all()):
+            raise TsaeError(
+                f"a vector of shape {tuple(vector.shape)} and {vector.dtype}, expected (d_model,) finite numbers",
+                where="SteeringVector",
+            )
+        if not isinstance(self.info, dict):
+            raise TsaeError(f"info is {self.info!r}, expected facts by name", where="SteeringVector")
+
     @classmethod
     def of(cls, sae: TemporalSAE, feature: int, scale: float = 1.0) -> SteeringVector:
         """The feature's decoder row times a scale, in units of activation.
@@ -60,8 +71,15 @@ class SteeringVector:
             strength: factor.
 
         Raises:
-            TsaeError: where the model has no such site.
+            TsaeError: where the model has no such site or another width, or the strength is not finite.
         """
+        width = model.config.get_text_config().hidden_size if hasattr(model, "config") else len(self.vector)
+        if width != len(self.vector) or not isfinite(strength):
+            raise TsaeError(
+                f"the vector has {len(self.vector)} numbers, the model {width} a token; the strength is {strength}",
+                where="SteeringVector.attach",
+                fix="Give a vector of this model, and a finite strength.",
+            )
         blocks = decoder_blocks(model)
         (place,) = check_sites([self.site], len(blocks), type(model).__name__)
         return attach(blocks, place, lambda hidden: hidden + strength * self.vector.to(hidden))

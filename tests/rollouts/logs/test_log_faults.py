@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from support.chat_templates import make_tokenizer
@@ -319,3 +321,18 @@ def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path
     (tmp_path / "empty").mkdir()
     with pytest.raises(TsaeError, match=r"no series\.json and no checkpoint-N folders"):
         imported(log, tmp_path / "empty", tmp_path / "to")
+
+
+@pytest.mark.parametrize("place", [b"MARKED", b"answer"])
+def test_a_text_in_parquet_that_is_not_utf_8_is_refused(place: bytes, tmp_path: Path, tokenizers: Any) -> None:
+    """Such bytes are met where they become texts of Python, after pyarrow has read them."""
+    file = tmp_path / "completions_00001.parquet"
+    prompt = [[{"role": "user", "content": "MARKED"}]]
+    numbers = {"step": [1], "accuracy_reward": [1.0], "advantage": [0.0]}
+    rows = {"prompt": prompt, "completion": ["answer"], **numbers}
+    pq.write_table(pa.table(rows), file, compression="none", use_dictionary=False, write_statistics=False)
+    whole = file.read_bytes()
+    assert place in whole
+    file.write_bytes(whole.replace(place, b"\xd4" + place[1:]))
+    with pytest.raises(TsaeError, match=r"completions_00001\.parquet: .*can't decode byte 0xd4"):
+        import_log(file, tmp_path / "r.parquet", tokenizers("smollm2"), progress=False)

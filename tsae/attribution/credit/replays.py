@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tsae.attribution.credit.banzhaf import random_halves
-from tsae.attribution.credit.simulations import simulate_kept, subsets_name
+from tsae.attribution.credit.simulations import kept_changes, simulate_kept, subsets_name
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
@@ -141,8 +141,7 @@ def _replayed(
     for mask in progress_bar("replayed trainings", "training", over=list(kept), shown=progress):
         file = to / f"{subsets_name(mark, mask[None], 'really replayed')}.npz"
         if file.is_file():
-            with np.load(file, allow_pickle=False) as known:
-                found.append(known["changes"])
+            found.append(kept_changes(file, (1, len(targets.names)))[0])
             continue
         logged = logged_probabilities(path, logs) if logged is None else logged
         path.trained.put(replay(path, logs, mask, logged).to(path.trained.device))

@@ -24,6 +24,7 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
 from tsae.attribution.trainer.optimiser import Optimiser, Simulation
 from tsae.base.progress import progress_bar
+from tsae.errors import TsaeError
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Shares:
         return self._sums("remainder")
 
     def _sums(self, column: str) -> np.ndarray:
-        found: np.ndarray = self.segments.groupby("target", sort=False)[column].sum()[self.targets].to_numpy()
+        # pandas' own sum leaves NaN out.
+        total = self.segments.groupby("target", sort=False)[column].agg(lambda values: values.to_numpy().sum())
+        found: np.ndarray = total[self.targets].to_numpy()
         return found
 
 
@@ -83,7 +86,13 @@ def shares(
         keep: is given every step and its w_s of every target, (n_targets, P), the last step first. A share of anything
             whose gradient is known, such as a token, is the inner product with it.
         progress: show bars.
+
+    Raises:
+        TsaeError: where two targets have one name, or shares are not finite.
     """
+    if len(set(targets.names)) < len(targets.names):
+        twice = next(name for name in targets.names if targets.names.count(name) > 1)
+        raise TsaeError(f"two targets are named {twice!r}", where="shares", fix="Give each a name of its own.")
     run = _forward(store, path, optimiser, progress)
     n, first_knot = len(targets.names), path.steps[0]
     ahead, base = torch.zeros(n, len(path.trained)), _at(path, targets, first_knot)[1]
@@ -130,6 +139,12 @@ def shares(
                 )
             value, slope = value_low, slope_low
     share, path_products, base_products = np.split(np.concatenate(found[::-1]), 3, axis=1)
+    if not (np.isfinite(share).all() and np.isfinite(decay).all()):
+        raise TsaeError(
+            "shares of samples are not finite",
+            where="shares",
+            fix="Look at the settings of the training, and at its log for advantages that are not finite.",
+        )
     return Shares(
         targets.names,
         np.concatenate(rows[::-1]),

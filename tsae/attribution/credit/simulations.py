@@ -16,7 +16,8 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import Again
-from tsae.base.files import replacing
+from tsae.base.disk.npz import read_npz
+from tsae.base.files import reading, replacing
 from tsae.base.progress import progress_bar
 
 _AT_ONCE = 32
@@ -62,8 +63,7 @@ def simulate_kept(
             masks = np.array(some, dtype=bool)
             file = to / f"{subsets_name(mark, masks, again)}.npz"
             if file.is_file():
-                with np.load(file, allow_pickle=False) as known:
-                    changes = known["changes"]
+                changes = kept_changes(file, (len(some), len(targets.names)))
             else:
                 changes = simulate(store, path, optimiser, targets, masks, again=again, progress=False).changes
                 with replacing(file) as partial, partial.open("wb") as stream:
@@ -72,6 +72,19 @@ def simulate_kept(
             bar.update(len(some))
     every: np.ndarray = np.concatenate(found)[index]
     return every
+
+
+def kept_changes(file: Path, shape: tuple[int, int]) -> np.ndarray:
+    """(K, n_targets) changes of targets that an earlier call has written.
+
+    Raises:
+        TsaeError: where the file is damaged, or of another shape.
+    """
+    with reading(file, "Remove it: it is computed again."):
+        found: np.ndarray = read_npz(file)["changes"]
+        if found.shape != shape or not np.issubdtype(found.dtype, np.floating):
+            raise ValueError(f"its changes have the shape {found.shape}, expected {shape}")
+    return found
 
 
 def subsets_name(mark: Any, masks: np.ndarray, again: str) -> str:

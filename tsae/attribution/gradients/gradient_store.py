@@ -233,5 +233,11 @@ def batches_of(rollouts: Rollouts, rows: Sequence[int] | np.ndarray | None = Non
         raise TsaeError(
             "the log has no steps", where=rollouts.origin, fix="Import a log that says the step of its rows."
         )
-    step = rollouts.frame["step"].to_numpy()[rows]
+    step = rollouts.frame["step"].to_numpy(dtype=float, na_value=np.nan)[rows]
+    if np.isnan(step).any():
+        raise TsaeError(
+            f"{int(np.isnan(step).sum())} of {len(step)} rows have no step",
+            where=rollouts.origin,
+            fix="Import a log that says the step of every row.",
+        )
     return {int(number): rows[step == number] for number in np.unique(step)}

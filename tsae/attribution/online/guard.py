@@ -18,6 +18,7 @@ of the recorder, errors do not add up.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Literal
 
 import numpy as np
@@ -53,6 +54,10 @@ class Guard:
         names = recorder.targets.names
         if target not in names:
             raise TsaeError(f"no target {target!r}", where="Guard", fix=f"The recorder has {', '.join(names)}.")
+        if harmful not in ("rises", "falls") or not isfinite(bound):
+            raise TsaeError(
+                f"harmful={harmful!r} must be rises or falls, and bound={bound} a finite number", where="Guard"
+            )
         if not 0 <= weight <= 1:
             raise TsaeError(f"weight={weight} is not between 0 and 1", where="Guard")
         self.recorder, self.column, self.bound, self.weight = recorder, names.index(target), bound, weight

@@ -69,6 +69,8 @@ class Recorder:
         folder: RecordingFolder | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        if refresh < 1:
+            raise TsaeError(f"refresh={refresh} is less than 1", where="Recorder")
         self.trained, self.targets, self.refresh, self.n_steps, self.folder = trained, targets, refresh, n_steps, folder
         self.optimiser = _plain(optimiser)
         groups = {id(p): group for group in self.optimiser.param_groups for p in group["params"]}
@@ -115,6 +117,9 @@ class Recorder:
             facts: of each sample, in the order of the batch: what shall stand beside its numbers, such as problem_id,
                 reward, advantage; a folder also needs prompt_ids and response_ids.
         """
+        if taken := {"step", "weight"} & {name for fact in facts for name in fact}:
+            what = f"a sample has the fact {min(taken)!r}, which the recorder writes itself"
+            raise TsaeError(what, where="Recorder.samples", fix="Give it another name.")
         with self.batch.micro_batch(len(facts)):
             yield
         self._facts += facts

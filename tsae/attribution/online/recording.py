@@ -43,11 +43,13 @@ class RecordingFolder:
         every: steps between the weights that are kept; the first and the last are kept too.
 
     Raises:
-        TsaeError: where the folder holds a recording.
+        TsaeError: where the folder holds a recording, or `every` is less than 1.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], *, every: int = 10) -> None:
         self.path, self.every = Path(path), every
+        if every < 1:
+            raise TsaeError(f"every={every} is less than 1", where="RecordingFolder")
         if (self.path / SAMPLES).exists():
             raise TsaeError("holds a recording already", where=self.path, fix="Give another folder, or remove it.")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -74,6 +76,9 @@ class RecordingFolder:
             missing = [name for name in _NEEDED if name not in fact]
             if missing:
                 raise TsaeError(f"a sample has no {missing[0]}", where="Recorder.samples", fix="Add it to the facts.")
+            if not np.isfinite([float(fact["advantage"]), weight]).all():
+                what = f"a sample has the advantage {fact['advantage']} and the weight {weight}"
+                raise TsaeError(what, where="Recorder.samples", fix="Give finite numbers.")
             line = json.dumps({"step": step, "weight": weight, **fact}, default=_plain)
             self._sum = _next_sum(self._sum, line)
             lines.append(f'{line[:-1]}{_SUM}{self._sum}"}}\n')

@@ -12,12 +12,18 @@ import numpy as np
 
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.trainer.recipe import Recipe
+from tsae.base.files import reading
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
 from tsae.rollouts.table import Rollouts
 
+_NUMBERS = (
+    "num_generations", "max_completion_length", "max_steps", "train_batch_size", "ppo_mini_batch_size",
+    "steps_per_generation", "gradient_accumulation_steps",
+)  # fmt: skip
+"""Settings that count something."""
 Batches = dict[int, np.ndarray]
 """Rows of the rollouts by the number of the step that trained on them."""
 
@@ -78,7 +84,8 @@ def check_settings(rollouts: Rollouts, batches: Batches, recipe: Recipe, notes: 
     Raises:
         TsaeError: where the settings are those of another run.
     """
-    settings = _settings(recipe)
+    with reading(recipe.source, "Correct this file, or give the settings of the run that wrote the log."):
+        settings = _whole_numbers(_settings(recipe))
     _check_one_step(settings, recipe)
     rows = np.concatenate(list(batches.values()))
     frame = rollouts.frame
@@ -113,6 +120,23 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         "train_batch_size": found.get("data", {}).get("train_batch_size"),
         "ppo_mini_batch_size": actor.get("ppo_mini_batch_size"),
     }
+
+
+def _whole_numbers(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with those that are numbers of something as such.
+
+    Raises:
+        ValueError: where one is none.
+    """
+    found = dict(settings)
+    for name in _NUMBERS:
+        value = found.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float | str) or int(value) != float(value):
+            raise ValueError(f"{name} is {value!r}, expected a whole number")
+        found[name] = int(value)
+    return found
 
 
 def _contradiction(recipe: Recipe, said: str, found: str) -> TsaeError:

@@ -16,7 +16,10 @@ from typing import Literal
 
 import torch
 
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
+
+_SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,25 @@ class Optimiser:
     def __post_init__(self) -> None:
         if self.name not in ("adam", "adamw", "sgd"):
             raise TsaeError(f"optimiser {self.name!r} is none of adam, adamw, sgd", where="Optimiser")
+        need_numbers(self)
+        checks = {
+            f"schedule={self.schedule!r} is none of constant, linear, cosine": self.schedule in _SCHEDULES,
+            f"learning_rate={self.learning_rate} must be above 0": self.learning_rate > 0,
+            f"betas={self.betas} and momentum={self.momentum} must be at least 0, and less than 1": (
+                all(0 <= beta < 1 for beta in (*self.betas, self.momentum))
+            ),
+            f"eps={self.eps} and weight_decay={self.weight_decay} must be at least 0": (
+                min(self.eps, self.weight_decay) >= 0
+            ),
+            f"warmup={self.warmup} must be a number of steps": self.warmup >= 0,
+            f"n_steps={self.n_steps} must be at least 1": self.n_steps is None or self.n_steps >= 1,
+            f"max_grad_norm={self.max_grad_norm} must be above 0, or None": (
+                self.max_grad_norm is None or self.max_grad_norm > 0
+            ),
+        }
+        for what, holds in checks.items():
+            if not holds:
+                raise TsaeError(what, where="Optimiser")
         if self.schedule != "constant" and self.n_steps is None:
             raise TsaeError(
                 f"a {self.schedule} schedule needs the number of steps of the whole training",

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 
 Again = Literal["on-policy", "replayed"]
@@ -44,6 +45,16 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         if self.kind not in ("grpo", "bnpo", "dapo", "dr_grpo"):
             raise TsaeError(f"loss {self.kind!r} is none of grpo, bnpo, dapo, dr_grpo", where="PolicyLoss")
+        need_numbers(self)
+        bounds = [bound for bound in (self.epsilon, self.epsilon_high) if bound is not None]
+        if not self.temperature > 0 or min(bounds, default=0) < 0:
+            raise TsaeError(
+                f"temperature={self.temperature} must be above 0, epsilon={self.epsilon} and "
+                f"epsilon_high={self.epsilon_high} at least 0",
+                where="PolicyLoss",
+            )
+        if self.max_completion_length is not None and self.max_completion_length < 1:
+            raise TsaeError(f"max_completion_length={self.max_completion_length} is less than 1", where="PolicyLoss")
         if (self.kind == "dr_grpo") != (self.max_completion_length is not None):
             raise TsaeError(
                 f"kind={self.kind} and max_completion_length={self.max_completion_length} do not go together",

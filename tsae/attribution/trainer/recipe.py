@@ -80,13 +80,19 @@ def read_recipe(where: str | Path, *, n_steps: int | None = None) -> Recipe:
     settings = _load(file)
     with reading(folder / _STATE, _CORRECT):
         state = _state(folder)
-        lasts = int(state.get("max_steps") or 0)
+        lasts = _steps(state)
     with reading(file, _CORRECT):
-        steps = n_steps or lasts or settings.get("max_steps") or None
+        steps = n_steps or lasts or _steps(settings)
         recipe = (_of_verl if "actor_rollout_ref" in settings else _of_trl)(settings, steps, file)
     with reading(folder / _STATE, _CORRECT):
         _check_rates(recipe.optimiser, state, folder)
     return recipe
+
+
+def _steps(settings: Mapping[str, Any]) -> int | None:
+    """Steps of the whole training; TRL writes -1 where epochs count."""
+    found = int(settings.get("max_steps") or 0)
+    return found if found > 0 else None
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def _of_trl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Recip
             float(settings.get("weight_decay", 0.0)),
             max_grad_norm=float(norm) if norm else None,
         )
-        length = settings.get("max_completion_length", 256) if loss_type == "dr_grpo" else None
+        length = int(settings.get("max_completion_length", 256)) if loss_type == "dr_grpo" else None
         high = settings.get("epsilon_high")
         loss = PolicyLoss(
             loss_type,  # type: ignore[arg-type]

@@ -25,6 +25,10 @@ _PART = re.compile(
 )
 
 
+_ENDLESS = re.compile(r"[*+}]\)*[*+{]|[*+}][^()]*\)[*+{]")
+"""A repetition within a repetition, which may take for ever to match."""
+
+
 @dataclass
 class LoraUpdate:
     """What an adapter makes of one tensor W₀: m/‖·‖ (W + s·B·A), with the parts that it has."""
@@ -55,10 +59,13 @@ class LoraUpdate:
         if (self.A is None) != (self.B is None) or (self.A is None and self.whole is None):
             raise TsaeError(f"has only part of the update of {self.name}", where=self.where)
         if self.A is not None and self.B is not None:
-            out, into = self.B.shape[0], self.A.shape[1]
-            shapes.append((into, out) if self.transposed else (out, into))
             if self.A.ndim != 2 or self.B.ndim != 2 or self.A.shape[0] != self.B.shape[1]:
                 raise TsaeError(f"A and B of {self.name} do not fit each other", where=self.where)
+            out, into = self.B.shape[0], self.A.shape[1]
+            shapes.append((into, out) if self.transposed else (out, into))
+            if self.magnitude is not None and self.magnitude.shape != shape[:1]:
+                what = f"the magnitudes of {self.name} have the shape {tuple(self.magnitude.shape)}, not {shape[:1]}"
+                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
             if self.magnitude is not None and self.transposed:
                 what = f"uses DoRA on {self.name}, whose drift is not computed"
                 raise TsaeError(what, where=self.where, fix="Merge it first.")
@@ -146,7 +153,9 @@ def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
         raise TsaeError(f"cannot be read ({error})", where=folder) from error
     for update in updates.values():
         if update.A is not None:
-            rank = update.A.shape[0]
+            rank = update.A.shape[0] if update.A.ndim else 0
+            if not rank:
+                raise TsaeError(f"A of {update.name} has no rank", where=folder, fix="Save the adapter again.")
             alpha = _alpha(config, update.name.removesuffix(".weight"))
             update.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return updates
@@ -170,12 +179,21 @@ def _add(
         update.B = value
 
 
+def _finite(alpha: Any) -> float:
+    found = float(alpha)
+    if not math.isfinite(found):
+        raise ValueError(f"it is {found}")
+    return found
+
+
 def _alpha(config: dict[str, Any], module: str) -> float:
     """lora_alpha of a module, which a pattern may set."""
     try:
         for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+            if _ENDLESS.search(pattern):
+                raise ValueError(f"alpha_pattern {pattern[:60]!r} repeats what is repeated")
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return float(alpha)
-        return float(config["lora_alpha"])
+                return _finite(alpha)
+        return _finite(config["lora_alpha"])
     except (re.error, KeyError, TypeError, ValueError, AttributeError) as error:
         raise TsaeError(f"gives no usable lora_alpha ({type(error).__name__}: {error})", where=module) from error

@@ -138,6 +138,12 @@ def _weights(frame: pd.DataFrame, group: np.ndarray, problem: np.ndarray, where:
     if problem.max() < 1:
         raise TsaeError("has one problem only, which tells nothing of others", where=where, fix="Give several.")
     centred = within(advantage, group)
+    if not np.isfinite(centred).all() or not np.isfinite(np.square(centred).sum()):
+        raise TsaeError(
+            f"advantages as large as {np.abs(advantage).max():.3g} cannot be computed with",
+            where=where,
+            fix="Set advantages from rewards (Rollouts.with_advantages), capture and encode again.",
+        )
     # If advantages are equal, only rounding errors are left: set them to 0.
     centred[np.abs(centred) <= 1e-12 * max(1.0, float(np.abs(advantage).max()))] = 0.0
     if not centred.any():

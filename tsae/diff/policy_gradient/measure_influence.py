@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -127,7 +127,7 @@ def _check(
             where=checkpoint.path,
             fix="Give the SAE that was trained on this model's activations.",
         )
-    wrong = [f for f in features if not 0 <= f < sae.config.d_sae]
+    wrong = [f for f in features if not isinstance(f, SupportsIndex) or not 0 <= int(f) < sae.config.d_sae]
     if wrong or not len(features) or len(set(features)) < len(features):
         raise TsaeError(
             f"no feature {wrong[0]}; there are 0 to {sae.config.d_sae - 1}"

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from tsae.activations.batches.windows import Windows
+from tsae.errors import TsaeError
 
 T = TypeVar("T")
 
@@ -46,7 +47,13 @@ def counted_texts(windows: Windows) -> list[Text]:
 
 
 def spread(items: list[T], most: int) -> list[T]:
-    """At most this many, evenly spread over the list."""
+    """At most this many, evenly spread over the list.
+
+    Raises:
+        TsaeError: where none are asked for.
+    """
+    if most < 1:
+        raise TsaeError(f"{most} trajectories are none", where="evaluate", fix="Ask for at least one.")
     if len(items) <= most:
         return items
     return [items[i] for i in np.linspace(0, len(items) - 1, most).astype(int)]

@@ -89,7 +89,7 @@ class TokenSums:
         self.sums["silent_high"] += int((~reduce(high > 0, "token latent -> token", "any")).sum())
         self.sums["square"] += x.double().pow(2).sum().item()
         self.n += len(x)
-        self.x += reduce(x, "token d_model -> d_model", "sum").double().cpu()
+        self.x += reduce(x.double(), "token d_model -> d_model", "sum").cpu()
         self.fired |= reduce(codes > 0, "token latent -> latent", "any").cpu()
 
     def slice(self, by: str, value: str) -> Slice:

@@ -235,6 +235,8 @@ def _sample(
     """Activations (n, d_model) and places of response tokens of a reader, up to a norm; without one up to 10 times the
     median."""
     store.reader_info(reader)
+    if per_trajectory < 1:
+        raise TsaeError(f"{per_trajectory} tokens a trajectory are none", where="separation")
     windows = Windows(store, site, span="response", held_out=None)
     texts = spread([t for t in counted_texts(windows) if windows.shards[t.shard].reader == reader], max_trajectories)
     limit = windows.norms.limit if limit is None else limit

@@ -201,7 +201,8 @@ def _summary(reader: str, sums: np.ndarray, problems: list[str], seed: int) -> L
         """(…, 6) sums -> (…, 5): losses, recovered, KL."""
         n_next, clean, spliced, zero, n, kl = np.moveaxis(totals, -1, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            recovered = (zero - spliced) / (zero - clean)
+            # Where zeroing does no harm, there is nothing to recover.
+            recovered = np.where(zero == clean, np.nan, (zero - spliced) / (zero - clean))
             return np.stack([clean / n_next, spliced / n_next, zero / n_next, recovered, kl / n], axis=-1)
 
     loss, spliced, zero, recovered, kl = measures(by_problem.sum(0)).tolist()

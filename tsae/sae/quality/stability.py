@@ -189,6 +189,7 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
         raise TsaeError("no other SAE to compare with", where="stability", fix="Train one with another seed.")
     mine = TemporalSAE.of(sae)
     names, cosines, groups = [], [], []
+    seen = {mine.fingerprint}
     for number, item in enumerate(others):
         other = TemporalSAE.of(item)
         name = str(item) if isinstance(item, (str, Path)) else f"SAE {number + 1}"
@@ -198,6 +199,9 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
                 where=name,
                 fix="Compare SAEs of the same activations.",
             )
+        if other.fingerprint in seen:
+            raise TsaeError("is this SAE, or another that is compared already", where=name, fix="Give other seeds.")
+        seen.add(other.fingerprint)
         cosine, match = matched_cosines(mine.W_dec.detach(), other.W_dec.detach())
         same = (match < other.config.d_high) == (np.arange(mine.config.d_sae) < mine.config.d_high)
         names.append(name)

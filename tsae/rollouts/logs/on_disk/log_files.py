@@ -240,7 +240,7 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
                         yield number, row
                         number += 1
                 file.seen.bytes += round(size * sizes[group] / max(1, sum(sizes)))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # texts and times are read last
         raise TsaeError(
             f"not a Parquet file ({_first(error)})"
             if number == file.before
