@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,9 +19,11 @@ from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit import simulations
 from tsae.attribution.credit.effects import simulate
+from tsae.attribution.credit.shares import Shares, shares
+from tsae.attribution.credit.simulations import kept_changes
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.attribution.targets import NextToken
+from tsae.attribution.targets import NextToken, Together
 from tsae.attribution.trainer.recipe import read_recipe
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -256,6 +259,49 @@ def test_a_log_that_lacks_steps_is_refused(run: Path, tmp_path: Path) -> None:
     short = log.select(log.frame["step"].to_numpy() != 2)
     with pytest.raises(TsaeError, match=r"lacks step 2 .* steps 1 to 3 between the checkpoints"):
         tsae.attribute(series, short, tmp_path, recipe=run, first_token=3, progress=False)
+
+
+def test_what_is_not_of_this_run_is_refused(run: Path, tmp_path: Path) -> None:
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+
+    def attribute(log: tsae.Rollouts, **given: Any) -> None:
+        tsae.attribute(series, log, tmp_path / "to", recipe=run, first_token=3, config=FAST, progress=False, **given)
+
+    with pytest.raises(TsaeError, match="is not the one that the trajectories were tokenised with"):
+        attribute(tsae.Rollouts(log.table, {**log.info, "tokenizer": "deadbeefdeadbeef"}, log.origin))
+    ids = log.table["response_ids"].to_pylist()
+    with pytest.raises(TsaeError, match="outside the model's vocabulary"):
+        attribute(log.with_column("response_ids", [[10_000] * len(one) for one in ids]))
+    steps = log.frame["step"].tolist()
+    with pytest.raises(TsaeError, match="1 of 54 rows have no step"):
+        attribute(log.with_column("step", [None, *steps[1:]]))
+    with pytest.raises(TsaeError, match=r"features=\(3, 3\) are negative, or repeated"):
+        replace(QUICK, features=(3, 3))
+
+
+def test_shares_that_are_not_finite_are_no_shares(run: Path) -> None:
+    path = TrainingPath.of(tsae.CheckpointSeries.load(run))
+    log = tsae.Rollouts.read(run / "rollouts.parquet")
+    prompts = [log.tokens(0)[0]]
+    twice = Together(*(NextToken(prompts, ["all"], token, what="P") for token in (5, 6)))
+    with pytest.raises(TsaeError, match="two targets are named 'P"):
+        shares(None, path, read_recipe(run).optimiser, twice, progress=False)  # type: ignore[arg-type]
+    table = pd.DataFrame({"target": ["a", "a"], "remainder": [1.0, np.nan], "realised": [1.0, 2.0]})
+    empty = np.zeros(0)
+    found = Shares(["a"], empty, empty, np.zeros((0, 1)), empty, {}, np.zeros(1), table)
+    assert np.isnan(found.remainder).all()  # and not 1
+    assert found.realised.tolist() == [3.0]
+
+
+def test_a_simulation_that_is_damaged_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz"
+    np.savez(file, changes=np.zeros((2, 3)))
+    assert kept_changes(file, (2, 3)).shape == (2, 3)
+    with pytest.raises(TsaeError, match=r"a\.npz: cannot be read .*expected \(2, 4\)"):
+        kept_changes(file, (2, 4))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(TsaeError, match=r"a\.npz: cannot be read"):
+        kept_changes(file, (2, 3))
 
 
 def test_the_command_prints_both_answers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -432,11 +432,23 @@ def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path
     recorder = Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets)
     with pytest.raises(TsaeError, match=r"no target 'x'.*begins \(one\)"):
         Guard(recorder, "x", harmful="rises", bound=0)
+    for odd in ({"harmful": "raises", "bound": 0}, {"harmful": "rises", "bound": float("nan")}):
+        with pytest.raises(TsaeError, match="must be rises or falls, and bound"):
+            Guard(recorder, "begins (one)", **odd)
+    with pytest.raises(TsaeError, match="refresh=0 is less than 1"):
+        Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets, refresh=0)
+    with pytest.raises(TsaeError, match="every=0 is less than 1"):
+        RecordingFolder(tmp_path / "none", {}, every=0)
+    with pytest.raises(TsaeError, match="the fact 'step', which"), recorder.samples([{"step": 1}]):
+        raise AssertionError
     with pytest.raises(TsaeError, match="weight=2 is not between"):
         Guard(recorder, "begins (one)", harmful="rises", bound=0, weight=2)
     folder = RecordingFolder(tmp_path / "r", {})
     with pytest.raises(TsaeError, match="a sample has no advantage"):
         folder.add(1, [{"problem_id": "a"}], [1.0])
+    whole = {"problem_id": "a", "advantage": float("nan"), "prompt_ids": [1], "response_ids": [2]}
+    with pytest.raises(TsaeError, match="a sample has the advantage nan"):
+        folder.add(1, [whole], [1.0])
     with pytest.raises(TsaeError, match="holds a recording already"):
         RecordingFolder(tmp_path / "r", {})
     with pytest.raises(TsaeError, match=r"holds no samples\.jsonl"):

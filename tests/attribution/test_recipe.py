@@ -94,6 +94,17 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
         ({"num_iterations": 2}, "a batch is used more than once"),
         ({"learning_rate": "fast"}, "a setting is no number"),
         ({"lr_scheduler_type": "linear"}, "needs the number of steps"),
+        ({"lr_scheduler_type": "linear", "max_steps": -1}, "needs the number of steps"),  # TRL's way to say: by epochs
+        ({"max_steps": 10, "learning_rate": -1}, "learning_rate=-1.0 must be above 0"),
+        ({"max_steps": 10, "learning_rate": "nan"}, "learning_rate=nan is not finite"),
+        ({"max_steps": 10, "adam_beta1": 1.0}, "must be at least 0, and less than 1"),
+        ({"max_steps": 10, "adam_beta2": 1.5}, "must be at least 0, and less than 1"),
+        ({"max_steps": 10, "max_grad_norm": -1}, "max_grad_norm=-1.0 must be above 0"),
+        ({"max_steps": 10, "warmup_steps": -3}, "warmup=-3 must be a number of steps"),
+        ({"max_steps": 10, "temperature": -1}, "temperature=-1.0 must be above 0"),
+        ({"max_steps": 10, "epsilon": -3}, "epsilon=-3.0 and epsilon_high=0.28 at least 0"),
+        ({"max_steps": 10, "max_completion_length": -5}, "max_completion_length=-5 is less than 1"),
+        ({"max_steps": 10, "max_completion_length": "abc"}, "a setting is no number"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(changed: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ def test_what_is_no_number_is_refused(config: Callable[..., Any], name: str) -> 
             config(**needed.get(config.__name__, {}), **given)
 
 
+def test_an_intervention_knows_its_modes_and_places() -> None:
+    for odd in ({"mode": "abalte"}, {"tokens": "responses"}, {"backend": "hf"}):
+        with pytest.raises(TsaeError, match="is none of"):
+            InterventionConfig(**odd)  # type: ignore[arg-type]
+
+
 def test_no_token_need_be_beyond_the_norm_limit() -> None:
     assert TrainingConfig(max_norm=float("inf")).max_norm > 1e30
     with pytest.raises(TsaeError, match="is not finite"):

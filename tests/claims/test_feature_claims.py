@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,12 @@ def test_correlation_is_no_verdict(tmp_path: Path) -> None:
     other = claims_of(write(tmp_path / "other", "easy", (1.0, 1.0, -1.0), tested=(2,)), ["e"])["e"]
     assert "ablates features of direct-answer or basic-computation in run-10" in other["needs"]
     assert "--checkpoint run-10 --choose 0 1" in other["add"]
+    foreign = write(tmp_path / "foreign", "easy", (1.0, 1.0, -1.0))
+    test = causal_test(0.4, (0, 1))
+    test.info["sae"] = {"weights": "another SAE"}
+    shutil.rmtree(foreign / "causal")
+    test.save(foreign / "causal" / "ablate-run-10")
+    assert "ablates features of" in claims_of(foreign, ["e"])["e"]["needs"]  # its numbers are other features
     bare = claims_of(write(tmp_path / "bare", "easy", (1.0, 1.0, -1.0), families=False), ["e"])["e"]
     assert bare["needs"] == "families of features"
     assert "--families" in bare["add"]

@@ -145,6 +145,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoModelForCausalLM.from_pretrained(save_model(tmp_path_factory.mktemp("model")))
 
 
+def test_a_steering_vector_that_does_not_fit_is_refused(model: Any) -> None:
+    for odd in (torch.zeros(1, 16), torch.zeros(()), torch.zeros(16, dtype=torch.int64), torch.full((16,), torch.nan)):
+        with pytest.raises(TsaeError, match=r"expected .d_model,. finite numbers"):
+            SteeringVector(odd, SITE)
+    width = model.config.hidden_size
+    for vector, strength in ((torch.zeros(width + 1), 1.0), (torch.zeros(width), float("nan"))):
+        with pytest.raises(TsaeError, match="Give a vector of this model, and a finite strength"):
+            SteeringVector(vector, SITE).attach(model, strength)
+
+
 def test_a_steering_vector_is_added_and_taken_away(sae: TemporalSAE, model: Any, tmp_path: Path) -> None:
     vector = SteeringVector.load(SteeringVector.of(sae, 4, scale=2.5).save(tmp_path / "v.safetensors"))
     torch.testing.assert_close(vector.vector, 2.5 * sae.W_dec[4])

@@ -85,6 +85,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         stability(sae, [dictionary(random_rows(8, 5, 0))])
     with pytest.raises(TsaeError, match="reads t of d_model 4"):
         stability(sae, [dictionary(random_rows(8, 4, 0), site="t")])
+    other = dictionary(random_rows(8, 4, 1))
+    for compared in ([sae], [other, other]):  # one that is compared with itself is stable
+        with pytest.raises(TsaeError, match="is this SAE, or another that is compared already"):
+            stability(sae, compared)
     with pytest.raises(TsaeError, match=r"holds no stability\.json"):
         Stability.load(tmp_path)
     whole = {"sae": "a", "others": ["b"], "cosine": [[0.5, None]], "same_group": [[1, 1]], "d_high": 1}
