@@ -19,6 +19,7 @@ from support.checkpoints import edit, save_adapter
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates import drift as module
 from tsae.checkpoints.updates.drift import drift_by, place, weight_drift
+from tsae.checkpoints.updates.lora import LoraUpdate, _alpha
 from tsae.errors import TsaeError
 
 
@@ -328,3 +329,29 @@ def test_the_text_says_what_rounding_makes(llama: Path, tmp_path: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     save_file({k: v.bfloat16() for k, v in weights.items()}, coarse / "model.safetensors", metadata={"format": "pt"})
     assert "rounding alone makes 100 % of the drift" in drift_text(measure(llama, coarse))
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"A": torch.ones(4), "B": torch.ones(3, 4)}, "do not fit each other"),
+        ({"A": torch.ones(2, 5), "B": torch.ones(3, 4)}, "do not fit each other"),
+        ({"A": torch.ones(2, 5), "B": torch.ones(3, 2), "magnitude": torch.ones(1)}, r"shape \(1,\), not \(3,\)"),
+        ({"A": torch.ones(2, 6), "B": torch.ones(3, 2)}, r"of shape \(3, 6\), in base it has \(3, 5\)"),
+    ],
+)
+def test_parts_of_an_adapter_that_do_not_fit_are_refused(parts: dict[str, torch.Tensor], said: str) -> None:
+    """One magnitude would be stretched over all rows."""
+    with pytest.raises(TsaeError, match=said):
+        LoraUpdate(Path("adapter"), "w", 1.0, transposed=False, **parts).check((3, 5), "base")
+
+
+def test_an_alpha_is_a_number_and_its_pattern_ends() -> None:
+    assert _alpha({"lora_alpha": 8, "alpha_pattern": {r"layers\..*": 4}}, "layers.0.mlp") == 4
+    for config in (
+        {"lora_alpha": "nan"},
+        {"lora_alpha": 8, "alpha_pattern": {"([a-z_.0-9]+)+!": 4}},
+        {"lora_alpha": 8, "alpha_pattern": {"(a*b*)*!": 4}},
+    ):
+        with pytest.raises(TsaeError, match="gives no usable lora_alpha"):
+            _alpha(config, "model.layers.0.self_attn.q_proj" * 3)
