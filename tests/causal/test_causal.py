@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -576,6 +577,10 @@ def test_what_does_not_fit_together(
     refused(r"blocks\.7\.hook_resid_post does not exist", coordinates(site="blocks.7.hook_resid_post"))
     wide = tsae.Checkpoint("wide", str(save_model(tmp_path / "wide", d_model=24)))
     refused("has d_model 24, the SAE expects 16", checkpoint=wide)
+    later, model = shutil.copytree(decided.base.path, tmp_path / "later"), decided.base.load_model()
+    model.lm_head.weight.data.add_(0.25)
+    model.save_pretrained(later)
+    refused("its weights are not those that reader base", checkpoint=replace(decided.base, path=str(later)))
     silent = decided_features.codes[:].tolil()
     silent[:, OTHER] = 0
     refused("fires on no response token", table=replace(decided_features, codes=silent.tocsr()))

@@ -87,6 +87,8 @@ def test_every_result_shows_itself(
     rollouts = rollouts.with_advantages()
     banded = rollouts.with_bands(None, cutoffs=tsae.BandQuantiles(0.3, 0.3), measured_on=rollouts)
     with_labels = replace(features, rollouts=banded)
+    other = copy.deepcopy(trained)
+    other.b_enc.data += 1
     results = {
         "CheckpointSeries": (series, "easy-10"),
         "Rollouts": (banded, "pass rate"),
@@ -95,7 +97,7 @@ def test_every_result_shows_itself(
         "TemporalSAE": (trained, "of which high-level"),
         "Evaluation": (tsae.evaluate(trained, store), "smoothness"),
         "Separation": (tsae.separation({"SAE": trained}, store, tokens_per_trajectory=1), "accuracy"),
-        "Stability": (tsae.stability(trained, [trained]), "mean matched cosine"),
+        "Stability": (tsae.stability(trained, [other]), "mean matched cosine"),
         "FeatureTable": (features, "active a token"),
         "FeatureDiff": (diff, "not causally tested"),
         "Feature 1": (diff.feature(1), "not causally tested"),

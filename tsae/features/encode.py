@@ -245,7 +245,8 @@ def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability:
     records = []
     for id, found in zip(store.readers, quality, strict=True):
         info = store.reader_info(id)
-        records.append({**{name: info[name] for name in READER_INFO}, **found.summary()})
+        told = {name: info[name] for name in READER_INFO} | {"weights": info.get("weights")}
+        records.append({**told, **found.summary()})
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32), np.zeros(len(token_ids) + 1, dtype=np.int32)
     return FeatureTable(
         codes=sp.csr_array(nothing, shape=(len(token_ids), sae.config.d_sae)),

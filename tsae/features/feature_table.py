@@ -59,7 +59,7 @@ class FeatureTable:
     """(n_rows,) row ids into `rollouts`."""
     rollouts: Rollouts
     info: dict[str, Any] = field(default_factory=dict)
-    """sae (config, site), readers (id, run, step, trained_on, reconstruction, outlier_share), special_ids."""
+    """sae (config, site), readers (id, run, step, trained_on, weights, reconstruction, outlier_share), special_ids."""
     outlier: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such tokens, so they have
     no codes and do not count. Empty where none is known."""
