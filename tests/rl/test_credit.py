@@ -312,6 +312,18 @@ def test_credit_is_written_as_its_functions_have_it(
         write_credit(credit, table, tmp_path / "x.parquet", logprob=logprob)
 
 
+def test_advantages_add_up_to_nothing_within_a_step(tmp_path: Path) -> None:
+    table = world(tie=0.5)
+    step = np.arange(320) % 8 // 4 * 10 + 10
+    table = replace(table, rollouts=table.rollouts.with_column("step", step).with_advantages())
+    config = ShapingConfig(plausibility=True, strength=0.0, threshold=0.0)
+    logprob = np.full(len(table.token_ids), -1.0, np.float32)
+    rows = pq.read_table(write_credit(fit_credit(world()), table, tmp_path / "w", config, logprob=logprob)).to_pandas()
+    rows["shaped"] = [np.mean(values) for values in rows.token_advantages]
+    assert (rows.shaped - rows.advantage).abs().max() > 0.1
+    assert rows.groupby([rows.problem_id, step[rows.trajectory]]).shaped.sum().abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -413,6 +413,11 @@ def test_verifiers() -> None:
     assert not last_number("no number", "1")
     assert not last_number("1 then 2", "1")
     assert last_number("it is -3", "-3")
+    assert last_number("007 is 12.50", "12.5")
+    assert last_number("it is " + "9" * 5000, "9" * 5000)
+    assert not last_number("The answer is 9007199254740993", "9007199254740992")
+    assert not last_number("1" + "0" * 400, "9" * 500)
+    assert not last_number("0.1", "0.10000000000000000001")
     assert find_verifier("exact") is exact
     assert find_verifier("tsae.rollouts.answers.grading:last_number") is last_number
     for name in ("nope", "tsae.rollouts.answers.grading:nope", "no_such_module:f"):
