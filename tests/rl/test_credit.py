@@ -226,6 +226,27 @@ def test_token_weights_by_hand() -> None:
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_settings_give_finite_weights_of_mean_1(sign: float) -> None:
+    largest: Any = dict.fromkeys(("strength", "bound", "dense"), 1e6)
+    config = ShapingConfig(**largest, plausibility=True, tolerance=1e-6)
+    mask, group = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]), torch.zeros(2, dtype=torch.long)
+    scores = torch.tensor([[3.0, -3.0, 0.0, 9.0], [1.0, 1.0, 1.0, 1.0]]) * 1e6
+    advantages = torch.tensor([sign, -sign])
+    assert shape_advantages(scores, advantages, mask, group, config).isfinite().all()
+    weights = token_weights(scores.half(), advantages.half(), mask.half(), ShapingConfig(strength=1.0, bound=1e6))
+    assert weights.sum(1).tolist() == pytest.approx([3, 0], abs=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_shaped(wrong: float) -> None:
+    given = (torch.ones(1, 2), torch.tensor([1]))
+    with pytest.raises(TsaeError, match="2 advantages are not finite"):
+        shape_advantages(given[0], torch.tensor([wrong]), given[0], torch.tensor([0]), ShapingConfig())
+    with pytest.raises(TsaeError, match="are not finite"):
+        shape_advantages(given[0] * wrong, given[1], given[0], torch.tensor([0]), ShapingConfig(dense=1.0))
+
+
 def test_plausibility_by_hand() -> None:
     scores = torch.tensor([[1.0, 0.5, 3.0], [-1.0, -0.5, -9.0], [-3.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 1, 1]])
@@ -330,7 +351,12 @@ def test_advantages_add_up_to_nothing_within_a_step(tmp_path: Path) -> None:
         (lambda: CreditConfig(pass_rates=(0.9, 0.1)), "pass_rates=\\(0.9, 0.1\\) is not a range"),
         (lambda: CreditConfig(ridge=0), "ridge=0 must be above 0"),
         (lambda: ShapingConfig(bound=0.5), "bound=0.5 at least 1"),
-        (lambda: ShapingConfig(tolerance=0), "tolerance=0 above 0"),
+        (lambda: ShapingConfig(tolerance=0), "tolerance=0 at least 1e-6"),
+        (lambda: ShapingConfig(tolerance=1e-60), "tolerance=1e-60 at least 1e-6"),
+        *(
+            (lambda name=name: ShapingConfig(**{name: 1e39}), f"{name}=.* is more than 1,000,000")
+            for name in ("threshold", "strength", "bound", "dense")
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: Any, message: str) -> None:
