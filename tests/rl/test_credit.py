@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from statements.credit import planted_credit, says
 
-from support.credit import IDLE, N_FEATURES, world
+from support.credit import IDLE, N_FEATURES, small_credit, world
+from support.damage import unsealed
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
@@ -283,6 +287,47 @@ def test_a_saved_credit_is_the_same(tmp_path: Path) -> None:
         Credit.load(tmp_path)
 
 
+UNSOUND: list[tuple[str, Any]] = [
+    *(("credit.json", {"scale": value}) for value in (0.0, -1.0, float("nan"), "x")),
+    *(("credit.json", {"constant": value}) for value in ("x", float("inf"), True)),
+    *(("credit.json", {"info": value}) for value in ({}, [])),
+    *(("credit.json", {"info": {"significant": value}}) for value in ("false", 1, None)),
+    *(("credit.json", {"info": {name: None}}) for name in ("note", "reader", "sae", "difference")),
+    ("credit.json", {"config": {"estimator": "nonsense"}}),
+    *(("credit.safetensors", {"feature": value}) for value in (torch.ones(3), torch.ones(1, 4), torch.ones(4) / 0)),
+    *(("credit.safetensors", {"pair_keys": torch.tensor(value)}) for value in ([6, 1], [1, 1], [-1, 6], [1.0, 6.0])),
+    *(("credit.safetensors", {"pair_values": value}) for value in (torch.ones(1), torch.ones(2) * float("nan"))),
+    ("credit.safetensors", {"token": torch.ones(0)}),
+]
+
+
+@pytest.mark.parametrize(("name", "edit"), UNSOUND)
+def test_what_no_fit_gives_is_not_loaded(tmp_path: Path, name: str, edit: dict[str, Any]) -> None:
+    folder = unsealed(small_credit().save(tmp_path))
+    if name == "credit.json":
+        content = json.loads((folder / name).read_text())
+        for key, value in edit.items():
+            content[key] = {**content[key], **value} if isinstance(value, dict) and value else value
+        (folder / name).write_text(json.dumps(content))
+    else:
+        save_file({**load_file(folder / name), **edit}, folder / name)
+    with pytest.raises(TsaeError, match=re.escape(name)):
+        Credit.load(folder)
+
+
+def test_credit_without_a_common_pair_is_that_of_the_tokens() -> None:
+    credit = replace(small_credit(), pair_keys=torch.empty(0, dtype=torch.int64), pair_values=torch.empty(0))
+    scores = credit.scores(torch.ones(1, 2, 4), torch.tensor([[1]]))
+    assert scores.tolist() == [[1.0 - 4.0]]
+
+
+def test_features_of_no_sae_give_no_credit() -> None:
+    table = world(n_problems=2)
+    table.info["sae"] = {}
+    with pytest.raises(TsaeError, match="its features are of no SAE"):
+        fit_credit(table)
+
+
 def test_credit_is_written_as_its_functions_have_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +394,7 @@ def test_advantages_add_up_to_nothing_within_a_step(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: CreditConfig(pass_rates=(0.9, 0.1)), "pass_rates=\\(0.9, 0.1\\) is not a range"),
+        (lambda: CreditConfig(estimator="nonsense"), "estimator='nonsense' is none of action, value, effects"),  # type: ignore[arg-type]
         (lambda: CreditConfig(ridge=0), "ridge=0 must be above 0"),
         (lambda: ShapingConfig(bound=0.5), "bound=0.5 at least 1"),
         (lambda: ShapingConfig(tolerance=0), "tolerance=0 at least 1e-6"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
@@ -38,6 +38,8 @@ class CreditConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        if self.estimator not in (known := get_args(Estimator)):
+            raise TsaeError(f"estimator={self.estimator!r} is none of {', '.join(known)}", where="CreditConfig")
         low, high = self.pass_rates
         if not 0 <= low < high <= 1:
             raise TsaeError(f"pass_rates={self.pass_rates} is not a range of shares", where="CreditConfig")

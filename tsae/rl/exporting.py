@@ -24,7 +24,7 @@ from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit, open_reference
+from tsae.rl.credit import Credit, open_reference, sae_of
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
 from tsae.rollouts.advantages import group_names
 from tsae.rollouts.parquet import write_table
@@ -171,11 +171,9 @@ def read_logprob(
     Raises:
         TsaeError: where the reference has another width than the SAE, or a batch does not fit into memory.
     """
-    if "d_model" not in features.info["sae"]:
-        raise TsaeError("its features are of no SAE", where=features.origin, fix="Encode with an SAE.")
+    sae = sae_of(features, "site", "d_model")
     rows = features.rows(reader=reference.id)
     spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
-    sae = features.info["sae"]
     reading = open_reference(reference, sae["site"], sae["d_model"], device=device)
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
     try:
