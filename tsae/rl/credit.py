@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -47,10 +47,8 @@ from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig
-
-if TYPE_CHECKING:
-    from tsae.features.feature_table import FeatureTable
 
 FORMAT = "tsae-credit"
 
