@@ -34,7 +34,8 @@ def facts(problem: WordProblem, text: str, n_tokens: int) -> dict[str, float | N
     repeated   it writes a step twice
     answer     its last number; None without any
     """
-    steps, wanted, answer = written_steps(text), list(problem.steps), number_in(text)
+    steps, wanted, number = written_steps(text), list(problem.steps), number_in(text)
+    answer = None if number is None else float(number)
     right = answer == float(problem.problem.answer)
     return {
         "right": float(right),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 
 from support.builders import make_rollouts
+from support.credit import small_credit
 from support.damage import unsealed
 from support.planted import planted
 from tsae.attribution.gradients.gradient_store import GradientStore
@@ -27,7 +27,6 @@ from tsae.diff.measure_diff import feature_diff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.table import Rollouts
@@ -44,8 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     feature_diff(world, QUICK, progress=False).save(folder / "diff")
     sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
     Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
-    none, keys = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    Credit(CreditConfig(), torch.ones(4), keys, none, none, 0.0, 1.0, {"p": 0.01}).save(folder / "credit")
+    small_credit().save(folder / "credit")
     return folder
 
 

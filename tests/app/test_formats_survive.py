@@ -37,6 +37,7 @@ AMOUNTS = [pytest.param(5, id="few"), pytest.param(150, id="many", marks=pytest.
 texts = st.text(max_size=12)
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
+rewards = st.floats(-1e100, 1e100)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | numbers | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -86,7 +87,7 @@ def rollouts(draw: st.DrawFn, most: int = 5) -> Rollouts:
             "level": draw(st.none() | texts),
             "prompt_ids": draw(ids),
             "response_ids": response,
-            "reward": draw(st.none() | numbers),
+            "reward": draw(st.none() | rewards),
             "outcome": draw(st.sampled_from(OUTCOMES)),
             "advantage": draw(st.none() | numbers),
             "finish_reason": draw(st.none() | st.sampled_from(["stop", "length", "unknown"])),

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.cli import run
+from support.credit import small_credit
 from support.damage import flip, unsealed
 from support.planted import planted
 from tsae.activations.config import CaptureConfig
@@ -40,8 +41,6 @@ from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.pipeline import claim, stamp_copy
 from tsae.report.pages.document import check_page, render_page, write_page
-from tsae.rl.config import CreditConfig
-from tsae.rl.credit import Credit
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -142,8 +141,7 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     Directions(folder / "attribution" / "directions").keep(1, torch.ones(2, 3))
     sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
     Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
-    none, keys = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    Credit(CreditConfig(), torch.ones(4), keys, none, none, 0.0, 1.0, {"p": 0.01}).save(folder / "credit")
+    small_credit().save(folder / "credit")
     TemporalSAE(3, SAEConfig(d_sae=8, k=2), site="x.site").save(folder / "sae")
     store = synthetic_store(folder / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
     shard = store.manifest["readers"][0]["shards"][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from statements.credit import planted_credit, says
 
-from support.credit import IDLE, N_FEATURES, world
+from support.credit import IDLE, N_FEATURES, small_credit, world
+from support.damage import unsealed
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
@@ -226,6 +230,27 @@ def test_token_weights_by_hand() -> None:
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_settings_give_finite_weights_of_mean_1(sign: float) -> None:
+    largest: Any = dict.fromkeys(("strength", "bound", "dense"), 1e6)
+    config = ShapingConfig(**largest, plausibility=True, tolerance=1e-6)
+    mask, group = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]), torch.zeros(2, dtype=torch.long)
+    scores = torch.tensor([[3.0, -3.0, 0.0, 9.0], [1.0, 1.0, 1.0, 1.0]]) * 1e6
+    advantages = torch.tensor([sign, -sign])
+    assert shape_advantages(scores, advantages, mask, group, config).isfinite().all()
+    weights = token_weights(scores.half(), advantages.half(), mask.half(), ShapingConfig(strength=1.0, bound=1e6))
+    assert weights.sum(1).tolist() == pytest.approx([3, 0], abs=1e-2)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_shaped(wrong: float) -> None:
+    given = (torch.ones(1, 2), torch.tensor([1]))
+    with pytest.raises(TsaeError, match="2 advantages are not finite"):
+        shape_advantages(given[0], torch.tensor([wrong]), given[0], torch.tensor([0]), ShapingConfig())
+    with pytest.raises(TsaeError, match="are not finite"):
+        shape_advantages(given[0] * wrong, given[1], given[0], torch.tensor([0]), ShapingConfig(dense=1.0))
+
+
 def test_plausibility_by_hand() -> None:
     scores = torch.tensor([[1.0, 0.5, 3.0], [-1.0, -0.5, -9.0], [-3.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 1, 1]])
@@ -260,6 +285,47 @@ def test_a_saved_credit_is_the_same(tmp_path: Path) -> None:
         assert torch.equal(getattr(loaded, name), getattr(credit, name))
     with pytest.raises(TsaeError, match=r"holds no credit\.json"):
         Credit.load(tmp_path)
+
+
+UNSOUND: list[tuple[str, Any]] = [
+    *(("credit.json", {"scale": value}) for value in (0.0, -1.0, float("nan"), "x")),
+    *(("credit.json", {"constant": value}) for value in ("x", float("inf"), True)),
+    *(("credit.json", {"info": value}) for value in ({}, [])),
+    *(("credit.json", {"info": {"significant": value}}) for value in ("false", 1, None)),
+    *(("credit.json", {"info": {name: None}}) for name in ("note", "reader", "sae", "difference")),
+    ("credit.json", {"config": {"estimator": "nonsense"}}),
+    *(("credit.safetensors", {"feature": value}) for value in (torch.ones(3), torch.ones(1, 4), torch.ones(4) / 0)),
+    *(("credit.safetensors", {"pair_keys": torch.tensor(value)}) for value in ([6, 1], [1, 1], [-1, 6], [1.0, 6.0])),
+    *(("credit.safetensors", {"pair_values": value}) for value in (torch.ones(1), torch.ones(2) * float("nan"))),
+    ("credit.safetensors", {"token": torch.ones(0)}),
+]
+
+
+@pytest.mark.parametrize(("name", "edit"), UNSOUND)
+def test_what_no_fit_gives_is_not_loaded(tmp_path: Path, name: str, edit: dict[str, Any]) -> None:
+    folder = unsealed(small_credit().save(tmp_path))
+    if name == "credit.json":
+        content = json.loads((folder / name).read_text())
+        for key, value in edit.items():
+            content[key] = {**content[key], **value} if isinstance(value, dict) and value else value
+        (folder / name).write_text(json.dumps(content))
+    else:
+        save_file({**load_file(folder / name), **edit}, folder / name)
+    with pytest.raises(TsaeError, match=re.escape(name)):
+        Credit.load(folder)
+
+
+def test_credit_without_a_common_pair_is_that_of_the_tokens() -> None:
+    credit = replace(small_credit(), pair_keys=torch.empty(0, dtype=torch.int64), pair_values=torch.empty(0))
+    scores = credit.scores(torch.ones(1, 2, 4), torch.tensor([[1]]))
+    assert scores.tolist() == [[1.0 - 4.0]]
+
+
+def test_features_of_no_sae_give_no_credit() -> None:
+    table = world(n_problems=2)
+    table.info["sae"] = {}
+    with pytest.raises(TsaeError, match="its features are of no SAE"):
+        fit_credit(table)
 
 
 def test_credit_is_written_as_its_functions_have_it(
@@ -312,13 +378,31 @@ def test_credit_is_written_as_its_functions_have_it(
         write_credit(credit, table, tmp_path / "x.parquet", logprob=logprob)
 
 
+def test_advantages_add_up_to_nothing_within_a_step(tmp_path: Path) -> None:
+    table = world(tie=0.5)
+    step = np.arange(320) % 8 // 4 * 10 + 10
+    table = replace(table, rollouts=table.rollouts.with_column("step", step).with_advantages())
+    config = ShapingConfig(plausibility=True, strength=0.0, threshold=0.0)
+    logprob = np.full(len(table.token_ids), -1.0, np.float32)
+    rows = pq.read_table(write_credit(fit_credit(world()), table, tmp_path / "w", config, logprob=logprob)).to_pandas()
+    rows["shaped"] = [np.mean(values) for values in rows.token_advantages]
+    assert (rows.shaped - rows.advantage).abs().max() > 0.1
+    assert rows.groupby([rows.problem_id, step[rows.trajectory]]).shaped.sum().abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: CreditConfig(pass_rates=(0.9, 0.1)), "pass_rates=\\(0.9, 0.1\\) is not a range"),
+        (lambda: CreditConfig(estimator="nonsense"), "estimator='nonsense' is none of action, value, effects"),  # type: ignore[arg-type]
         (lambda: CreditConfig(ridge=0), "ridge=0 must be above 0"),
         (lambda: ShapingConfig(bound=0.5), "bound=0.5 at least 1"),
-        (lambda: ShapingConfig(tolerance=0), "tolerance=0 above 0"),
+        (lambda: ShapingConfig(tolerance=0), "tolerance=0 at least 1e-6"),
+        (lambda: ShapingConfig(tolerance=1e-60), "tolerance=1e-60 at least 1e-6"),
+        *(
+            (lambda name=name: ShapingConfig(**{name: 1e39}), f"{name}=.* is more than 1,000,000")
+            for name in ("threshold", "strength", "bound", "dense")
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: Any, message: str) -> None:

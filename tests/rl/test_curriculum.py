@@ -152,6 +152,20 @@ def test_the_band_follows_the_model() -> None:
     assert len(figure.data[0].x) == 150
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_level_is_one_of_its_own(missing: Any) -> None:
+    levels = {"a": missing, "b": "hard", "c": "easy"}
+    curriculum, other = (Curriculum(["a", "b", "c"], 4, levels=of) for of in (levels, {"b": "hard", "c": "easy"}))
+    for one in (curriculum, other):
+        answer(one, "c", 0)
+    assert curriculum.estimates().tolist() == other.estimates().tolist()
+    assert curriculum.estimates()[0] == 0.5
+    assert other.history().level.tolist() == ["easy"]
+    none = Curriculum(["a"], 4, levels={"a": missing})
+    answer(none, "a", 4)
+    assert none.estimates().tolist() == pytest.approx([4.8 / 5.6])
+
+
 def test_rows_come_in_the_order_that_trl_needs() -> None:
     ids = ["a", "b", "c", "d", "e"]
     curriculum = Curriculum(["e", "d", "c", "b", "a"], 2, CurriculumConfig())
@@ -176,6 +190,12 @@ def test_rows_come_in_the_order_that_trl_needs() -> None:
         (lambda: CurriculumConfig(explore=2), "explore=2 is not a share"),
         (lambda: CurriculumConfig(guess=-1), "guess=-1 is not a share"),
         (lambda: CurriculumConfig(level_responses=-1), "level_responses=-1 is negative"),
+        (lambda: CurriculumConfig(level_responses=1e200), "level_responses=.* is more than 1,000,000"),
+        (lambda: CurriculumConfig(prior=(1.0, 1e200)), "prior=.* is more than 1,000,000"),
+        (lambda: Curriculum([1, 2], 4), "the problem id 1 is a int, expected a text"),  # type: ignore[list-item]
+        (lambda: Curriculum(["a"], 4).update(["a", None], [1, 0]), "unknown problem None"),  # type: ignore[list-item]
+        (lambda: Curriculum(["a"], 4, parents={"a": "a"}), "'a' is a reformulation of itself"),
+        (lambda: Curriculum(["a", "b", "c"], 4, parents={"c": "a", "a": "b", "b": "a"}), "'a' is a reformulation of"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:

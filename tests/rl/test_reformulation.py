@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rl.reformulation import read_reformulations
-from tsae.rl.word_problems import calculations, reformulate_words
+from tsae.rl.reformulation import read_reformulations, write_reformulations
+from tsae.rl.word_problems import calculations, read_word_problems, reformulate_words
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.testbed.backward import reformulate_backward, reformulate_chains, reformulate_operands
 from tsae.testbed.chains import evaluate, generate_problems, in_split, parse_prompt
@@ -175,6 +176,49 @@ def test_a_solution_is_replayed() -> None:
 
 def test_a_question_without_a_numerical_answer_is_left_out() -> None:
     assert word_problem("Who has 5 cats?", "Ann") == ([], [("Ann", "no numerical answer")])
+    assert word_problem("Who has 5 cats?", "1e999999999") == ([], [("1e999999999", "no numerical answer")])
+    assert word_problem("Who has 5 cats?", "1e3") == (["5"], [])
+
+
+def test_numbers_and_calculations_without_end_are_left_out() -> None:
+    digits = "7" * 5000
+    assert word_problem(f"I have {digits} pens and 3 more. How many?", "12") == (["3"], [(digits, "too long")])
+    for endless in ("+".join(["1"] * 3000), "(" * 5000 + "1" + ")" * 5000, "(" * 99 + "1" + ")" * 99, "-" * 150 + "1"):
+        assert calculations(f"<<{endless}=3000>> <<3+4=7>>")[-1] == (["3", "+", "4"], 7)
+    # Each stands for the square of the one before.
+    squares = "".join(f"<<{i}*{i}={i + 1}>>" for i in range(5, 60))
+    assert word_problem("What comes of 5 cats?", "60", squares) == ([], [("5", "cancels")])
+    grown = "<<5*6=30>>" + "".join(f"<<{i}*{i}={i + 1}>>" for i in range(30, 90))
+    assert word_problem("What comes of 5 cats?", "90", grown) == ([], [("5", "cancels")])
+
+
+GSM8K = {"question": "A pen costs $3.\u2028How much do 4 pens cost?", "answer": "<<3*4=12>>12\n#### 12"}
+PLAIN = {"id": "a", "prompt": GSM8K["question"], "answer": "12"}
+
+
+@pytest.mark.parametrize("record", [GSM8K, PLAIN])
+@pytest.mark.parametrize("text", ["{}", "\ufeff{}\r\n", "\n{}\n\n"])
+def test_only_newlines_end_a_line_and_blank_ones_are_skipped(tmp_path: Path, record: dict[str, str], text: str) -> None:
+    (tmp_path / "p.jsonl").write_text(text.replace("{}", json.dumps(record, ensure_ascii=False)), encoding="utf-8")
+    problems, solutions = read_word_problems(tmp_path / "p.jsonl")
+    assert [(problem.prompt, problem.answer) for problem in problems] == [(GSM8K["question"], "12")]
+    made, _ = reformulate_words(problems, solutions)
+    write_reformulations(made, tmp_path / "r.jsonl")
+    (tmp_path / "r.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "r.jsonl").read_bytes())
+    assert read_reformulations(tmp_path / "r.jsonl") == made
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden": hidden} for hidden in ("ab", [5, 1e300], [True, 2], [2, 1], [-1, 2], [1, 2, 3])]
+    + [{"accepted": "12"}, {"accepted": [None]}, {"parent": None}, {"kind": 5}],
+)
+def test_what_is_no_reformulation_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    record = {"id": "a", "prompt": "x", "answer": "1", "parent": "p", "kind": "k", "hidden": [1, 2], "accepted": ["1"]}
+    (tmp_path / "r.jsonl").write_text("\n" + json.dumps({**record, **wrong}))
+    with pytest.raises(TsaeError, match=r"r\.jsonl:2: a problem, but no reformulation"):
+        read_reformulations(tmp_path / "r.jsonl")
 
 
 def test_the_command_writes_problems_that_sampling_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +242,7 @@ def test_the_command_writes_problems_that_sampling_reads(tmp_path: Path, capsys:
     for broken, what in (
         (json.dumps({"question": "?", "answer": "no marker"}).encode(), "no #### before the final answer"),
         (json.dumps({"question": 5, "answer": "#### 1"}).encode(), "the question is a int"),
-        (b"PAR1\x98", "cannot be read"),
+        (b"PAR1\x98", "broken.jsonl:1: not a problem (UnicodeDecodeError"),
     ):
         (tmp_path / "broken.jsonl").write_bytes(broken + b"\n")
         with pytest.raises(SystemExit):

@@ -445,11 +445,14 @@ def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
         make_trainer(tmp_path, curriculum=Curriculum(["chain:1+1"], GROUP))
 
 
-def test_rewards_that_are_not_finite_are_refused_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "others"), [("nan", []), ("inf", []), ("inf", [format_reward])])
+def test_rewards_that_are_not_finite_are_refused_before_the_first_step(
+    tmp_path: Path, value: str, others: list[Any]
+) -> None:
     def broken(completions: list[str], **_: Any) -> list[float]:
-        return [float("nan") for _ in completions]
+        return [float(value) for _ in completions]
 
-    trainer = make_trainer(tmp_path, reward=broken)
+    trainer = make_trainer(tmp_path, reward=[broken, *others])
     with pytest.raises(TsaeError, match="has no finite reward"):
         trainer.train()
     assert trainer.state.global_step == 0

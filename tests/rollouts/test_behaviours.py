@@ -105,6 +105,9 @@ ANSWERS = [
     ("<think>3+4=7</think><answer> 7 </answer>", [("tag", "7")]),
     ("The answer is 7. The answer is 7.", [("sentence", "7"), ("sentence", "7")]),
     ("So the answer should be x = 5", [("sentence", "5")]),
+    ("The answer is 12 \t\r\nDone", [("sentence", "12")]),
+    ("The answer is: 12" + " " * 99 + "\nDone", [("sentence", "12")]),
+    ("the answer is\n\n 12!", [("sentence", "12")]),
     ("25", [("bare", "25")]),
     ("print(3)\n-1.50", [("bare", "-1.5")]),
     ("# Solution\nFirst we look at team #1.", []),
@@ -157,6 +160,12 @@ def test_operations_are_counted(text: str, n: int) -> None:
 )
 def test_formats(text: str, expected: str) -> None:
     assert response_format(text) == expected
+
+
+def test_spaces_within_a_sentence_take_linear_time() -> None:
+    start = time.perf_counter()
+    assert final_answers("the answer is a" + " " * 20_000 + "b") == final_answers("the answer is" + "\n" * 20_000) == []
+    assert time.perf_counter() - start < 1
 
 
 @pytest.mark.slow  # times long texts

@@ -212,6 +212,7 @@ def test_missing_columns_are_named(tmp_path: Path, column: str) -> None:
         ({"prompt_ids": [[], [1], [2]]}, r"1 trajectories have empty prompt_ids \(first: row 0\)"),
         ({"response_ids": [[4], [5, None], [7]]}, "response_ids .*null"),
         ({"reward": [0.0, math.nan, math.inf]}, r"2 rewards are not finite \(first: row 1\)"),
+        ({"reward": [0.0, -1e200, 1.7e308]}, r"2 rewards are larger than 1e\+100, such as -1e\+200 in row 1"),
         ({"response_ids": ["4", "5", "6"]}, "column response_ids is string, expected list"),
         ({"prompt_ids": [[2**31], [1], [2]]}, "column prompt_ids is list"),
     ],
@@ -413,6 +414,11 @@ def test_verifiers() -> None:
     assert not last_number("no number", "1")
     assert not last_number("1 then 2", "1")
     assert last_number("it is -3", "-3")
+    assert last_number("007 is 12.50", "12.5")
+    assert last_number("it is " + "9" * 5000, "9" * 5000)
+    assert not last_number("The answer is 9007199254740993", "9007199254740992")
+    assert not last_number("1" + "0" * 400, "9" * 500)
+    assert not last_number("0.1", "0.10000000000000000001")
     assert find_verifier("exact") is exact
     assert find_verifier("tsae.rollouts.answers.grading:last_number") is last_number
     for name in ("nope", "tsae.rollouts.answers.grading:nope", "no_such_module:f"):
@@ -435,6 +441,12 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
         ("[1]", "not a problem"),
         ('{"id": 1, "prompt": "x"}', "not a problem .KeyError: 'answer'"),
         ('{"id": 1, "prompt": 5, "answer": 2}', "not a problem"),
+        ('{"id": null, "prompt": "x", "answer": 2}', "not a problem .TypeError: the id is a NoneType"),
+        ('{"id": 1, "prompt": "x", "answer": null}', "not a problem .TypeError: the answer is a NoneType"),
+        ('{"id": 1, "prompt": "x", "answer": true}', "not a problem .TypeError: the answer is a bool"),
+        ('{"id": 1, "prompt": "x", "answer": [1, 2]}', "not a problem .TypeError: the answer is a list"),
+        ('{"id": 1, "prompt": "x", "answer": NaN}', "not a problem .ValueError: the answer is nan"),
+        ('{"id": 1, "prompt": "x", "answer": 1e400}', "not a problem .ValueError: the answer is inf"),
         ('{"id": 0, "prompt": "x", "answer": 2}', "'0' comes twice"),
         ('{"id": 1, "prompt": "\udcfb", "answer": 2}', "not a problem .UnicodeDecodeError"),
         ("[" * 100_000, "not a problem .JSONDecodeError: nested too deeply"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from support.builders import EOS, feature_table
+from tsae.rl.config import CreditConfig
+from tsae.rl.credit import Credit
 from tsae.rollouts.table import Rollouts
 
 N_FEATURES, IDLE = 6, 5
@@ -40,3 +43,12 @@ def world(*, n_problems: int = 40, n_samples: int = 8, tie: float = 1.0, seed: i
     )
     table.info["sae"].update({"weights": "abc", "d_model": 4, "d_sae": N_FEATURES})
     return table
+
+
+def small_credit() -> Credit:
+    """Tables of four features, two pairs and two tokens."""
+    judged = {"difference": 1.0, "low": 0.5, "high": 1.5, "p": 0.01}
+    sae = {"weights": "abc", "site": "blocks.0.hook_resid_post", "d_model": 3, "d_sae": 4}
+    info = {"sae": sae, "reader": "base", "n_learned": 9, "n_held_out": 6, "significant": True, "note": "", **judged}
+    keys = torch.tensor([1, 6])
+    return Credit(CreditConfig(), torch.ones(4), keys, torch.ones(2), torch.ones(2), 0.0, 1.0, info)

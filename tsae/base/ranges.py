@@ -36,16 +36,18 @@ def need_numbers(config: Any) -> None:
 
 
 def need_at_most(config: Any, **most: int) -> None:
-    """Refuse numbers so large that what was asked for would never end.
+    """Refuse numbers so large that what was asked for would never end, or would be lost in rounding.
 
     Args:
         config: a dataclass.
-        most: the largest value of a field, by its name. A field that is None is not looked at.
+        most: the largest value of a field, by its name, and of each item of a tuple. A field that is None is not looked
+            at.
 
     Raises:
         TsaeError: which names the field.
     """
     for name, limit in most.items():
         value = getattr(config, name)
-        if value is not None and value > limit:
-            raise TsaeError(f"{name}={value:,} is more than {limit:,}", where=type(config).__name__)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None and one > limit:
+                raise TsaeError(f"{name}={one:,} is more than {limit:,}", where=type(config).__name__)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from tsae.base.ranges import need_numbers
+from tsae.base.ranges import need_at_most, need_numbers
 from tsae.errors import TsaeError
 
 Estimator = Literal["action", "value", "effects"]
+_MOST = 10**6
+"""Nothing larger means anything, and its products would not be finite."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class CreditConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        if self.estimator not in (known := get_args(Estimator)):
+            raise TsaeError(f"estimator={self.estimator!r} is none of {', '.join(known)}", where="CreditConfig")
         low, high = self.pass_rates
         if not 0 <= low < high <= 1:
             raise TsaeError(f"pass_rates={self.pass_rates} is not a range of shares", where="CreditConfig")
@@ -66,12 +70,13 @@ class ShapingConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
-        if self.threshold < 0 or self.strength < 0 or self.bound < 1 or self.tolerance <= 0 or self.dense < 0:
+        if self.threshold < 0 or self.strength < 0 or self.bound < 1 or self.tolerance < 1e-6 or self.dense < 0:
             raise TsaeError(
                 f"threshold={self.threshold}, strength={self.strength} and dense={self.dense} must be at least 0, "
-                f"bound={self.bound} at least 1, tolerance={self.tolerance} above 0",
+                f"bound={self.bound} at least 1, tolerance={self.tolerance} at least 1e-6",
                 where="ShapingConfig",
             )
+        need_at_most(self, threshold=_MOST, strength=_MOST, bound=_MOST, dense=_MOST)
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,4 @@ class CurriculumConfig:
                 raise TsaeError(f"{name}={getattr(self, name)} is not a share", where="CurriculumConfig")
         if self.level_responses < 0:
             raise TsaeError(f"level_responses={self.level_responses} is negative", where="CurriculumConfig")
+        need_at_most(self, prior=_MOST, level_responses=_MOST)

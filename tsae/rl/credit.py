@@ -33,6 +33,7 @@ A score says what goes with success, not what causes it: nothing here is causall
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig
 
 FORMAT = "tsae-credit"
@@ -129,10 +131,11 @@ class Credit:
         row, place, feature = codes.nonzero(as_tuple=True)
         keys = token_ids.to(device)[row, place].long() * self.d_sae + feature
         table, values = self.pair_keys.to(device), self.pair_values.to(codes)
-        index = torch.searchsorted(table, keys).clamp_max(len(table) - 1)
-        entries = torch.where(table[index] == keys, values[index], 0.0) * codes[row, place, feature]
         found = torch.zeros(token_ids.shape, dtype=codes.dtype, device=device)
-        found.index_put_((row, place), entries, accumulate=True)
+        if len(table):
+            index = torch.searchsorted(table, keys).clamp_max(len(table) - 1)
+            entries = torch.where(table[index] == keys, values[index], 0.0) * codes[row, place, feature]
+            found.index_put_((row, place), entries, accumulate=True)
         known = token_ids.to(device).clamp_max(len(self.token) - 1)
         return found + torch.where(token_ids.to(device) < len(self.token), self.token.to(codes)[known], 0.0)
 
@@ -170,7 +173,7 @@ class Credit:
         """Read a folder that `save` wrote.
 
         Raises:
-            TsaeError: where a file is missing or damaged.
+            TsaeError: where a file is missing or damaged, or holds what no fit gives.
         """
         folder, fix = Path(folder), "Make it with `tsae credit fit`."
         for name in ("credit.json", "credit.safetensors"):
@@ -183,10 +186,60 @@ class Credit:
         with reading(folder / "credit.json", fix):
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")
-            config = CreditConfig(**{**content["config"], "pass_rates": tuple(content["config"]["pass_rates"])})
+            try:
+                config = CreditConfig(**{**content["config"], "pass_rates": tuple(content["config"]["pass_rates"])})
+            except TsaeError as error:
+                raise ValueError(error.what) from error
             known = {name: content[name] for name in ("constant", "scale", "info")}
+            _check_numbers(**known)
         with reading(folder / "credit.safetensors", fix):
-            return cls(config, **load_file(folder / "credit.safetensors"), **known)
+            credit = cls(config, **load_file(folder / "credit.safetensors"), **known)
+            _check_tables(credit)
+        with reading(folder / "credit.json", fix):
+            repr(credit)  # reads the rest of info
+        return credit
+
+
+def _check_numbers(constant: Any, scale: Any, info: Any) -> None:
+    for name, value in (("constant", constant), ("scale", scale)):
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}, expected a finite number")
+    if scale <= 0:
+        raise ValueError(f"scale is {scale!r}, expected a number above 0")
+    if not isinstance(info, dict) or not isinstance(info["sae"], dict):
+        raise TypeError("info and its sae must be objects")
+    for name, kind in (("significant", bool), ("note", str), ("reader", str)):
+        if not isinstance(info[name], kind):
+            raise TypeError(f"{name} is {info[name]!r}, expected a {kind.__name__}")
+
+
+def _check_tables(credit: Credit) -> None:
+    keys, of_tokens = credit.pair_keys, credit.config.estimator == "action"
+    for name, length in (
+        ("feature", credit.info["sae"]["d_sae"]),
+        ("pair_keys", len(credit.pair_values)),
+        ("pair_values", len(keys)),
+        ("token", len(credit.token)),
+    ):
+        values = getattr(credit, name)
+        if values.shape != (length,) or not values.isfinite().all():
+            raise ValueError(f"{name} has the shape {tuple(values.shape)}, expected {length} finite numbers")
+    if keys.dtype != torch.int64 or (keys < 0).any() or (keys.diff() <= 0).any():
+        raise ValueError("pair_keys are not whole numbers in ascending order")
+    if of_tokens and not len(credit.token):
+        raise ValueError("token is empty")
+
+
+def sae_of(features: FeatureTable, *names: str) -> dict[str, Any]:
+    """What features say of their SAE.
+
+    Raises:
+        TsaeError: where they do not say all of it.
+    """
+    found = features.info["sae"]
+    if not set(names) <= set(found):
+        raise TsaeError("its features are of no SAE", where=features.origin, fix="Encode with an SAE.")
+    return {name: found[name] for name in names}
 
 
 def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: str = "cpu") -> HuggingFaceReader:

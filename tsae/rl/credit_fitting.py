@@ -36,7 +36,7 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.stored import PickedColumns
 from tsae.rl.config import CreditConfig
-from tsae.rl.credit import Credit
+from tsae.rl.credit import Credit, sae_of
 from tsae.rollouts.responses.token_parts import OTHER
 
 _CONFIDENCE = 0.95  # of the intervals
@@ -50,7 +50,8 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
         config: defaults of `CreditConfig`.
 
     Raises:
-        TsaeError: where an outcome is unknown, or too few problems have both successes and failures.
+        TsaeError: where an outcome is unknown, too few problems have both successes and failures, or the features are
+            of no SAE.
     """
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     config = config or CreditConfig()
@@ -62,8 +63,8 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
             where=features.origin,
             fix="Encode rollouts that the reference sampled, read by the reference.",
         )
+    sae = sae_of(features, "weights", "site", "d_model", "d_sae")
     tokens = ResponseTokens.of(features, rows)
-    sae = {name: features.info["sae"][name] for name in ("weights", "site", "d_model", "d_sae")}
     learning, testing = _split(tokens.frame, config, reader)
     info = _info(tokens, learning, testing, sae, reader)
     if config.estimator == "effects":

@@ -54,10 +54,11 @@ class Curriculum:
         group_size: responses per problem, G.
         config: defaults of `CurriculumConfig`.
         levels: name of a problem's level by its id, such as "hard"; for the log, the figure and pooled estimates.
+            Problems whose level is missing have the level "all".
         parents: id of the original problem by the id of its reformulation.
 
     Raises:
-        TsaeError: where an id comes twice or there are none.
+        TsaeError: where an id is no text or comes twice, there are none, or parents go round in a circle.
     """
 
     def __init__(
@@ -71,14 +72,19 @@ class Curriculum:
     ) -> None:
         self.config, self.group_size = config or CurriculumConfig(), group_size
         self.ids = list(problem_ids)
+        if wrong := [problem for problem in self.ids if not isinstance(problem, str)]:
+            what = f"the problem id {wrong[0]!r} is a {type(wrong[0]).__name__}, expected a text"
+            raise TsaeError(what, where="Curriculum", fix="Give the ids of read_problems.")
         self.index = {problem: number for number, problem in enumerate(self.ids)}
         if not self.ids or len(self.index) < len(self.ids):
             raise TsaeError(
                 "problem ids come twice" if self.ids else "no problems", where="Curriculum", fix="Make ids unique."
             )
-        self._has_levels = bool(levels)
-        names = [(levels or {}).get(problem, "all") for problem in self.ids]
+        known = {problem: level for problem, level in (levels or {}).items() if not pd.isna(level)}
+        self._has_levels = bool(known)
+        names = [known.get(problem, "all") for problem in self.ids]
         self.level, self.level_names = pd.factorize(np.array(names, dtype=object))
+        _need_no_circle({child: parent for child, parent in (parents or {}).items() if child in self.index})
         children: dict[int, list[int]] = {}
         for child, parent in (parents or {}).items():
             if child in self.index and parent in self.index:
@@ -144,12 +150,13 @@ class Curriculum:
         values = np.asarray(rewards, dtype=float)
         if not np.isfinite(values).all():
             raise TsaeError("a reward is not finite", where="Curriculum.update", fix="Verify every response.")
+        for problem in problem_ids:
+            if not isinstance(problem, str) or problem not in self.index:
+                raise TsaeError(f"unknown problem {problem!r}", where="Curriculum.update")
         estimates = self.estimates()
         frame = pd.DataFrame({"id": list(problem_ids), "success": values > self.config.success_above})
         keep = self.config.forgetting
         for problem_id, found in frame.groupby("id", sort=False).success:
-            if problem_id not in self.index:
-                raise TsaeError(f"unknown problem {problem_id!r}", where="Curriculum.update")
             number, s, n = self.index[str(problem_id)], int(found.sum()), len(found)
             self.groups.append(_Group(self.step, number, s, n, float(estimates[number])))
             self.successes[number] = keep * self.successes[number] + s
@@ -188,6 +195,22 @@ class Curriculum:
                 where="train_dataset",
                 fix="Make both of the same problems, one row a problem.",
             )
+
+
+def _need_no_circle(parents: Mapping[str, str]) -> None:
+    """Refuse problems that are reformulations of themselves: none of them would ever be admitted."""
+    rooted: set[str] = set()  # leads to no circle
+    for child in parents:
+        path: dict[str, None] = {}
+        at = child
+        while at in parents and at not in rooted:
+            if at in path:
+                raise TsaeError(
+                    f"{at!r} is a reformulation of itself, by its parents", where="Curriculum", fix="Correct parents."
+                )
+            path[at] = None
+            at = parents[at]
+        rooted.update(path)
 
 
 class CurriculumSampler:

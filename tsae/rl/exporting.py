@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import torch
 
@@ -23,8 +24,9 @@ from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit, open_reference
+from tsae.rl.credit import Credit, open_reference, sae_of
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
+from tsae.rollouts.advantages import group_names
 from tsae.rollouts.parquet import write_table
 
 SCHEMA = pa.schema(
@@ -82,8 +84,8 @@ def write_credit(
             fix="Set them (`Rollouts.with_advantages`) before encoding.",
         )
     logprob = _need_logprob(logprob, features, rows)
-    # A group of one policy and problem stays in one table: its advantages must add up to 0.
-    order = np.argsort(frame.groupby(["policy", "problem_id"]).ngroup().to_numpy(), kind="stable")
+    # A group stays in one table: its advantages must add up to 0.
+    order = np.argsort(_groups(frame), kind="stable")
     tables = _tables(credit, features, rows[order], shaping, logprob)
     return write_table(Path(path), SCHEMA, tables, {"kind": "token weights", "credit": credit.info})
 
@@ -169,11 +171,9 @@ def read_logprob(
     Raises:
         TsaeError: where the reference has another width than the SAE, or a batch does not fit into memory.
     """
-    if "d_model" not in features.info["sae"]:
-        raise TsaeError("its features are of no SAE", where=features.origin, fix="Encode with an SAE.")
+    sae = sae_of(features, "site", "d_model")
     rows = features.rows(reader=reference.id)
     spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
-    sae = features.info["sae"]
     reading = open_reference(reference, sae["site"], sae["d_model"], device=device)
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
     try:
@@ -192,11 +192,16 @@ def read_logprob(
     return found
 
 
+def _groups(frame: pd.DataFrame) -> np.ndarray:
+    """(n,) number of each trajectory's group, as its advantage was made in."""
+    return np.unique(group_names(frame), return_inverse=True)[1]
+
+
 def _tables(
     credit: Credit, features: FeatureTable, rows: np.ndarray, shaping: ShapingConfig, logprob: np.ndarray
 ) -> Iterator[pa.Table]:
     frame = features.rollouts.frame.iloc[features.trajectory[rows]].reset_index(drop=True)
-    group = frame.groupby(["policy", "problem_id"], sort=False).ngroup().to_numpy()
+    group = _groups(frame)
     trajectories = features.trajectory[rows]
     prompt = features.rollouts.lengths("prompt_ids")[trajectories]
     ends = np.flatnonzero(np.diff(group)) + 1

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import write_text
-from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
-from tsae.rollouts.problems import Problem, read_problems
+from tsae.rollouts.problems import Problem, json_lines, parse_line, read_problems
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,17 @@ def read_reformulations(path: str | Path) -> list[Reformulation]:
         TsaeError: where the file is no problem file, or a line does not name its parent.
     """
     problems = read_problems(path)
-    records = [parse_json(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     found = []
-    for number, (problem, record) in enumerate(zip(problems, records, strict=True), 1):
+    for problem, (number, line) in zip(problems, json_lines(Path(path)), strict=True):
         try:
+            record = parse_line(line)
+            parent, kind, accepted = record["parent"], record["kind"], record["accepted"]
+            if not isinstance(accepted, list) or not all(isinstance(text, str) for text in (parent, kind, *accepted)):
+                raise TypeError("parent, kind and each of the list accepted must be texts")
             start, stop = record["hidden"]
-            accepted = tuple(str(answer) for answer in record["accepted"])
-            found.append(Reformulation(problem, str(record["parent"]), str(record["kind"]), (start, stop), accepted))
+            if type(start) is not int or type(stop) is not int or not 0 <= start < stop:
+                raise ValueError(f"hidden is {record['hidden']!r}, expected [start, stop]")
+            found.append(Reformulation(problem, parent, kind, (start, stop), tuple(accepted)))
         except (KeyError, TypeError, ValueError) as error:
             raise TsaeError(
                 f"a problem, but no reformulation ({type(error).__name__}: {error})",

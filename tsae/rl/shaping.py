@@ -28,6 +28,7 @@ import math
 
 import torch
 
+from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
 
 
@@ -49,8 +50,10 @@ def token_weights(
     """
     limit = math.log(config.bound)
     exponent = (config.strength * scores * advantages.sign().unsqueeze(1)).clamp(-limit, limit)
-    raw = exponent.exp() * mask
-    return raw * (mask.sum(1) / raw.sum(1).clamp_min(1e-12)).unsqueeze(1)
+    # The row's largest weight is 1 at first: a sum of large ones would not be finite.
+    largest = exponent.masked_fill(mask == 0, -limit).amax(1, keepdim=True)
+    raw = (exponent - largest).exp().masked_fill(mask == 0, 0) * mask
+    return raw * (mask.sum(1) / raw.sum(1).clamp_min(1)).unsqueeze(1)
 
 
 def plausibility(scores: torch.Tensor, mask: torch.Tensor, config: ShapingConfig) -> torch.Tensor:
@@ -85,10 +88,21 @@ def rebalanced(advantages: torch.Tensor, factor: torch.Tensor, group: torch.Tens
 def shape_advantages(
     scores: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, group: torch.Tensor, config: ShapingConfig
 ) -> torch.Tensor:
-    """(B, T) advantages A' of the equation at the top; the arguments are as above."""
+    """(B, T) advantages A' of the equation at the top; the arguments are as above.
+
+    Raises:
+        TsaeError: where one is not finite, as a score or an advantage was not.
+    """
     mask = mask.to(scores)
     scores = thresholded(scores, config)
     if config.plausibility:
         advantages = rebalanced(advantages, plausibility(scores, mask, config), group)
     weights = token_weights(scores, advantages, mask, config)
-    return weights * advantages.unsqueeze(1) + config.dense * scores * mask
+    shaped = weights * advantages.unsqueeze(1) + config.dense * scores * mask
+    if not shaped.isfinite().all():
+        raise TsaeError(
+            f"{int((~shaped.isfinite()).sum())} advantages are not finite once they are shaped by scores",
+            where="shape_advantages",
+            fix="Give finite scores and advantages, or smaller numbers in ShapingConfig.",
+        )
+    return shaped

@@ -147,9 +147,9 @@ class FeatureMixin:
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        if not torch.isfinite(rewards).any(dim=1).all():
+        if not torch.isfinite(rewards).any(dim=1).all() or torch.isinf(rewards).any():  # NaN is TRL's "no reward".
             raise TsaeError(
-                "a completion has no finite reward from any reward function",
+                "a completion has no finite reward from any reward function, or an infinite one",
                 where="reward_funcs",
                 fix="Return a number for every completion: advantages of a group need all its rewards.",
             )

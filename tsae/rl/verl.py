@@ -14,11 +14,12 @@ Tested alone, against `tsae.rollouts.advantages`; it was never run with verl.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 
 NAME = "tsae_credit"
@@ -33,22 +34,41 @@ def credit_advantage(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, both (B, T): the group's advantage of the outcome on every token, plus the dense rewards.
 
+    Both are in float32, or in float64 where the rewards are.
+
     Args:
         token_level_rewards: (B, T), the outcome on the last response token, dense rewards before it.
-        response_mask: (B, T), 1 for response tokens.
+        response_mask: (B, T), 1 for response tokens. A response without any is not of its group.
         index: (B,) group of every response.
         config: verl's algorithm config; norm_adv_by_std_in_grpo decides whether advantages are divided by the standard
             deviation of the group's outcomes (GRPO) or not (Dr. GRPO).
+
+    Raises:
+        TsaeError: where a reward of a response token is not finite.
     """
-    mask = response_mask.to(token_level_rewards)
+    # Half precision has no exact 4095, and numpy knows no bfloat16.
+    rewards = token_level_rewards.to(torch.promote_types(token_level_rewards.dtype, torch.float32))
+    written = response_mask > 0
+    rewards = rewards.where(written, 0)
+    if not rewards.isfinite().all():
+        raise TsaeError(
+            f"{int((~rewards.isfinite()).sum())} rewards of response tokens are not finite",
+            where="token_level_rewards",
+            fix="Give every response a number: advantages of a group need all its rewards.",
+        )
+    mask = response_mask.to(rewards)
     places = torch.arange(mask.shape[1], device=mask.device)
-    last = (places * mask).argmax(1)
-    is_last = (places == last.unsqueeze(1)).to(mask)
-    outcome = (token_level_rewards * is_last).sum(1)
+    last = (places * written).argmax(1)
+    is_last = (places == last.unsqueeze(1)).to(rewards)
+    outcome = (rewards * is_last).sum(1)
+    some = written.any(1).cpu().numpy()
+    of_groups = np.zeros(len(some))
     scaled = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
-    of_groups = group_advantages(outcome.cpu().numpy(), np.asarray(index), "grpo" if scaled else "dr_grpo")
+    if some.any():
+        kind: Literal["grpo", "dr_grpo"] = "grpo" if scaled else "dr_grpo"
+        of_groups[some] = group_advantages(outcome.cpu().numpy()[some], np.asarray(index)[some], kind)
     advantages = torch.from_numpy(of_groups).to(outcome)
-    found = (advantages.unsqueeze(1) + token_level_rewards * (1 - is_last)) * mask
+    found = (advantages.unsqueeze(1) + rewards * (1 - is_last)) * mask
     return found, found
 
 

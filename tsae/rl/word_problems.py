@@ -21,7 +21,8 @@ is left out, with the reason, where
 8. *not settled*: the question asks for something rounded, bounded or without a direction ("at least", "how many full",
    "maximum", "left over", "difference"): several values of X have the same answer;
 9. *singular*: it is 1, which the singular after it gives away;
-10. *has an X*: the question has an X of its own.
+10. *has an X*: the question has an X of its own;
+11. *too long*: it has more than 100 characters.
 
 A question whose answer is no number is left out. docs/measured.md lists what the rules cannot see.
 """
@@ -38,10 +39,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from tsae.base.files import reading
-from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
-from tsae.rollouts.problems import Problem, read_problems
+from tsae.rollouts.problems import Problem, json_lines, parse_line, read_problems
 
 HIDDEN = "X"
 
@@ -74,6 +74,9 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
     ast.Div: operator.truediv,
 }
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+_EXACT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+|[eE][-+]?\d{1,2})?")
+_LONGEST = 100  # characters of a number
+_MOST_TERMS, _MOST_BITS = 200, 4096  # of a calculation, and of its values, which may grow from one to the next
 _TERM = re.compile(r"\d+(?:\.\d+)?|\.\d+|[-+*/()]")
 
 
@@ -100,13 +103,13 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
     """
     path = Path(path)
     with reading(path, "Give JSON lines of problems."):
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if not any('"question"' in line for line in lines[:1]):
+        lines = list(json_lines(path)) if path.is_file() else []
+    if not any(b'"question"' in line for _, line in lines[:1]):
         return read_problems(path), {}
     problems, solutions = [], {}
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
-            record = parse_json(line)
+            record = parse_line(line)
             solution, marker, answer = record["answer"].rpartition("####")
             if not marker:
                 raise ValueError("no #### before the final answer")
@@ -150,8 +153,10 @@ def reformulate_words(
         unsettled = _UNSETTLED.search(problem.prompt) is not None
         for match in _NUMBER.finditer(problem.prompt):
             value = parse_number(match.group())
-            assert value is not None
-            reason = _fault(problem.prompt, match, value, counts, answer, steps, unsettled)
+            if value is None:
+                reason: str | None = "too long"
+            else:
+                reason = _fault(problem.prompt, match, value, counts, answer, steps, unsettled)
             if reason is not None:
                 left_out.append(LeftOut(problem.id, match.group(), reason))
             else:
@@ -160,8 +165,10 @@ def reformulate_words(
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a number in digits, with commas, $, % or a sign; None for anything else."""
+    """The value of a number in digits, with commas, $, % or a sign; None for anything else, and what is too long."""
     cleaned = text.strip().replace(",", "").removeprefix("$").removesuffix("%").removesuffix(".")
+    if len(cleaned) > _LONGEST or not _EXACT.fullmatch(cleaned):
+        return None
     try:
         return Fraction(cleaned)
     except (ValueError, ZeroDivisionError):
@@ -178,7 +185,9 @@ def calculations(solution: str) -> list[tuple[list[str], Fraction]]:
         cleaned = expression.replace(",", "").replace("$", "").replace("%", "/100").replace(" ", "")
         value = parse_number(result)
         terms = _TERM.findall(cleaned)
-        if value is not None and "".join(terms) == cleaned and evaluate_terms(terms) is not None:
+        if value is None or len(terms) > _MOST_TERMS:
+            continue
+        if "".join(terms) == cleaned and evaluate_terms(terms) is not None:
             found.append((terms, value))
     return found
 
@@ -191,14 +200,17 @@ def evaluate_terms(terms: list[str]) -> Fraction | None:
     def value(node: ast.expr) -> Fraction:
         match node:
             case ast.BinOp(left, sign, right):
-                return _OPERATIONS[type(sign)](value(left), value(right))
+                found = _OPERATIONS[type(sign)](value(left), value(right))
+                if max(abs(found.numerator), found.denominator).bit_length() > _MOST_BITS:
+                    raise ValueError("too large")
+                return found
             case ast.UnaryOp(ast.USub(), operand):
                 return -value(operand)
         return Fraction(ast.get_source_segment(text, node) or "")
 
     try:
         return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, ValueError, ZeroDivisionError):
+    except (SyntaxError, KeyError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 

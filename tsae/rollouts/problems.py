@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tsae.base.files import write_text
 from tsae.base.untrusted import parse_json
@@ -46,28 +48,49 @@ def read_problems(path: str | Path) -> list[Problem]:
         raise TsaeError("no such problem file", where=path, fix="Give a JSONL file of id, prompt and answer.")
     problems: list[Problem] = []
     seen: set[str] = set()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line.decode("utf-8-sig"))
-                level = None if record.get("level") is None else str(record["level"])
-                problem = Problem(str(record["id"]), record["prompt"], str(record["answer"]), level)
-                if not isinstance(problem.prompt, str):
-                    raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise TsaeError(
-                    f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer",
-                    where=f"{path}:{number}",
-                    fix="Correct that line.",
-                ) from error
-            if problem.id in seen:
-                raise TsaeError(
-                    f"problem id {problem.id!r} comes twice", where=f"{path}:{number}", fix="Make ids unique."
-                )
-            seen.add(problem.id)
-            problems.append(problem)
+    for number, line in json_lines(path):
+        try:
+            record = parse_line(line)
+            level = None if record.get("level") is None else str(record["level"])
+            problem = Problem(_text(record, "id"), record["prompt"], _text(record, "answer"), level)
+            if not isinstance(problem.prompt, str):
+                raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise TsaeError(
+                f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer, "
+                "which are texts, or finite numbers for id and answer",
+                where=f"{path}:{number}",
+                fix="Correct that line.",
+            ) from error
+        if problem.id in seen:
+            raise TsaeError(f"problem id {problem.id!r} comes twice", where=f"{path}:{number}", fix="Make ids unique.")
+        seen.add(problem.id)
+        problems.append(problem)
     if not problems:
         raise TsaeError("holds no problems", where=path, fix="Give a JSONL file of id, prompt and answer.")
     return problems
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbers and bytes of a file's lines, without blank ones. Only \\n ends a line: texts may hold U+2028."""
+    with path.open("rb") as lines:
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def parse_line(line: bytes) -> Any:
+    """What a line of `json_lines` says.
+
+    Raises:
+        ValueError: where it is not JSON in UTF-8.
+    """
+    return parse_json(line.decode("utf-8-sig"))
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    """A text, or a number as one."""
+    value = record[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError(f"the {name} is a {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the {name} is {value}")
+    return str(value)

@@ -34,6 +34,7 @@ SCHEMA = pa.schema(
 """Every table has these columns; it keeps further columns as they are. One of them, ``parts``, says what each response
 token is (`tsae.rollouts.responses.token_parts`)."""
 
+_LARGEST_REWARD = 1e100
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
 
 
@@ -97,7 +98,7 @@ def checked(table: pa.Table, where: str) -> pa.Table:
 
     Raises:
         TsaeError: for missing columns, unknown outcomes or bands, empty or null token ids, or rewards that are not
-            finite.
+            finite or larger than 1e100.
     """
     table = typed(table.replace_schema_metadata(None), where)
     if table.num_rows == 0:
@@ -122,5 +123,9 @@ def checked(table: pa.Table, where: str) -> pa.Table:
     bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
     if len(bad):
         raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
+    huge = np.flatnonzero(np.abs(reward) > _LARGEST_REWARD)
+    if len(huge):
+        what = f"{len(huge)} rewards are larger than {_LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
+        raise TsaeError(what, where=where, fix="Scale rewards down: the squares of such numbers are not finite.")
     check_parts(table, where)
     return table

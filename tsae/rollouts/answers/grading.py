@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any, cast
 
@@ -28,10 +29,10 @@ def last_number(response: str, answer: str) -> bool:
     return given is not None and given == expected
 
 
-def number_in(text: str) -> float | None:
-    """The last number of a text; None where it has none."""
+def number_in(text: str) -> Decimal | None:
+    """The last number of a text, exactly; None where it has none."""
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def same_expression(response: str, answer: str) -> bool:

@@ -26,7 +26,8 @@ _ANSWERS = {
         re.MULTILINE,
     ),
     "sentence": re.compile(
-        r"(?:\b(?:the|my|our)\s+)?(?:\bfinal\s+)?\banswer\s+(?:is|would\s+be|should\s+be)\s*:?\s+([^\n]+?)(?=[.!]?\s*$|[.!]\s)",
+        r"(?:\b(?:the|my|our)\s+)?(?:\bfinal\s+)?\banswer\s+(?:is|would\s+be|should\s+be)(?:\s*:)?\s+"
+        r"([^\n]{1,500}?)(?=[.!]?[^\S\n]{0,20}$|[.!]\s)",
         re.I | re.M,
     ),
 }

@@ -266,7 +266,8 @@ class _Judge:
         number = number_in(text)
         if number is None or self.name != "math-verify":
             return [] if number is None else [number]
-        return expressions(str(int(number)) if number.is_integer() else str(number))
+        written = f"{number:f}"
+        return expressions(written.rstrip("0").rstrip(".") if "." in written else written)
 
     def equal(self, gold: Any, given: Any) -> bool:
         return equal(gold, given) if self.name == "math-verify" else gold == given
