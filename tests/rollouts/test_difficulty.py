@@ -495,6 +495,47 @@ def test_separate_rollouts_are_matched_by_their_prompts(tmp_path: Path) -> None:
         separate_rollouts(asking("other.parquet", {"x": [1]}, "base"), log, "base")
 
 
+@pytest.mark.parametrize(
+    "bands",
+    [
+        "x",
+        7,
+        ["base"],
+        {"cross_fitted": True},
+        {"reference": 3, "separate": False},
+        {"reference": "a", "separate": "no"},
+    ],
+)
+def test_bands_that_a_file_describes_wrongly_are_refused(bands: Any) -> None:
+    rollouts = graded({"base": {"a": (2, 2)}}, band="easy")
+    with pytest.raises(TsaeError, match=r"in no known way\. Band the rollouts again"):
+        difficulty(Rollouts(rollouts.table, {"bands": bands}), DifficultyConfig(k=(1,)))
+
+
+def test_problems_that_share_a_prompt_are_matched_by_their_ids(tmp_path: Path) -> None:
+    """Of one prompt with several answers, each problem has a pass rate of its own, or none."""
+
+    def asking(name: str, policy: str, *problems: tuple[str, int, str]) -> Path:
+        records = [
+            {"problem_id": id, "policy": policy, "prompt_ids": [1, token], "response_ids": [2], "outcome": outcome}
+            for id, token, outcome in problems
+        ]
+        return Rollouts.from_records(records).write(tmp_path / name)
+
+    log = asking("log.parquet", "run-1", *((id, token, "success") for id, token in (("a", 5), ("b", 5), ("c", 6))))
+    one = asking("one.parquet", "base", ("a", 5, "success"), ("b", 5, "failure"), ("x", 6, "success"))
+    found = separate_rollouts(one, log, "base")
+    assert found[["problem_id", "outcome"]].to_numpy().tolist() == [
+        ["a", "success"], ["b", "failure"], ["c", "success"],
+    ]  # fmt: skip
+    other = asking("other.parquet", "base", ("x", 5, "success"), ("a", 5, "success"), ("c", 6, "success"))
+    assert separate_rollouts(other, log, "base").problem_id.tolist() == ["a", "c"]
+    of_others = asking("of-others.parquet", "base", ("c", 6, "failure"), ("d", 6, "success"))
+    assert separate_rollouts(of_others, log, "base").problem_id.tolist() == ["c"]
+    with pytest.raises(TsaeError, match=r"of 2 of its problems nothing says which they are: .* share their prompt"):
+        separate_rollouts(asking("none.parquet", "base", ("x", 5, "success"), ("y", 5, "success")), log, "base")
+
+
 def test_steps_with_problems_of_their_own_have_no_moves(tmp_path: Path) -> None:
     """As in the log of a training run."""
     found = difficulty(graded({"s1": {"a": (2, 2)}, "s2": {"b": (4, 0)}}), DifficultyConfig(k=(1, 2)))
