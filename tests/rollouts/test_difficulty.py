@@ -20,6 +20,7 @@ from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
 from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
+from tsae.rollouts.difficulty import migration as dealing
 from tsae.rollouts.difficulty.difficulty import difficulty
 from tsae.rollouts.difficulty.draw_problems import separate_rollouts
 from tsae.rollouts.difficulty.migration import band_migration, paths
@@ -160,6 +161,18 @@ def test_expected_moves_are_those_of_dealing_outcomes_anew() -> None:
     for bands, n in expected.items():
         assert found.expected[bands] == pytest.approx(n / total, abs=0.012)
     assert found.p["easy", "hard"] == pytest.approx(ways[3] / total, abs=0.012)
+
+
+def test_deals_in_blocks_are_those_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = np.random.default_rng(0).random(7)
+    rates = counted({"base": rate, "run": rate, "end": rate}, 30, 0)
+    whole = band_migration(rates, ["base", "run", "end"], BandCutoffs(), n_draws=50)
+    sizes, real = list[int](), dealing._counts
+    monkeypatch.setattr(dealing, "_DEALT", 100, raising=False)
+    monkeypatch.setattr(dealing, "_counts", lambda *args: sizes.append(args[0].size) or real(*args))
+    found = band_migration(rates, ["base", "run", "end"], BandCutoffs(), n_draws=50)
+    pd.testing.assert_frame_equal(found, whole, check_exact=True)
+    assert max(sizes) <= 100
 
 
 @pytest.mark.slow  # measures an error rate
