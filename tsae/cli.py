@@ -150,12 +150,12 @@ def _localised(options: Any) -> Any:
         value = getattr(options, field.name)
         if is_dataclass(value):
             found[field.name] = _localised(value)
-        elif isinstance(value, Path) and is_url(value):
-            if field.name == "json":
+        elif isinstance(value, Path):
+            if field.name == "json" and is_url(value):
                 raise TsaeError("is written on this machine", where=f"--json {url_of(value)}", fix="Give a path here.")
             found[field.name] = local(value)
-        elif isinstance(value, tuple) and any(isinstance(item, Path) and is_url(item) for item in value):
-            found[field.name] = tuple(local(item) for item in value)
+        elif isinstance(value, tuple) and any(isinstance(item, Path) for item in value):
+            found[field.name] = tuple(local(item) if isinstance(item, Path) else item for item in value)
     return replace(options, **found)
 
 

@@ -15,7 +15,11 @@ _IN_URLS = (
         r"(\b[a-z][a-z0-9+.-]+:/{1,2})"
         r"(?:[^/\s@:'\"\[]*:(?!\d{1,5}(?:[/?#'\"\s]|$))[^\s\"]{1,1000}|[^/\s'\"]+)(?=@)"
     ),
-    re.compile(r"([?&;][\w.-]*(?:token|key|secret|password|signature|sig|credential|auth)[\w.-]*=)[^&;\s'\"]+", re.I),
+    re.compile(
+        r"([?&;](?:[\w.-]*(?:token|key|secret|passw(?:or)?d|passphrase|signature|sig|credential|auth|jwt)[\w.-]*"
+        r"|(?:[\w.-]*[_.-])?(?:pass|pwd?))=)[^&;\s'\"]+",
+        re.I,
+    ),
 )
 _BY_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16})\b"

@@ -286,6 +286,24 @@ def test_states_that_are_not_the_checkpoints_are_refused(
     assert not (tmp_path / "acts").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda x: x.double(), "are float64, and another trajectory's float32"),
+        (lambda x: x[..., :8], f"have d_model 8 at {SITE}, expected 16"),
+    ],
+)
+def test_answers_that_differ_from_each_other_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], what: str, engine: Engine
+) -> None:
+    engine.change = lambda f: f if len(engine.bodies) == 1 else states(change)(f)
+    reader = StatesReader(engine.config(concurrency=1, retries=1000), engine.model, [SITE], torch.float32)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(Misread, match=what) as refused:
+        reader.read(ids, torch.ones_like(ids))
+    assert refused.value.text == 1
+
+
 def test_other_requests_states_are_refused(
     engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
 ) -> None:
@@ -357,7 +375,9 @@ def test_files_that_cannot_be_read_or_are_elsewhere(
     refused("outside of", name=lambda path: f"{path.parent}/../secret.safetensors")
     refused("outside of", name=lambda path: str(path.with_name("link.safetensors")))
     refused("names no file of hidden states. Start it as: vllm serve", name=lambda _: None)
-    refused("names no file of hidden states", name=lambda _: 7)
+    (engine.folder / "loop").symlink_to(engine.folder / "loop")
+    for named in (7, f"{engine.folder}/a\0b", f"{engine.folder}/loop"):
+        refused("names no file of hidden states", name=lambda _, named=named: named)
     assert secret.read_bytes() == b"mine"
 
 

@@ -22,6 +22,7 @@ from support.children import free_port
 from tsae.activations.recording.capture import capture_part
 from tsae.base.part import Part
 from tsae.base.remote import mirror
+from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.encode import encode_part
 
@@ -222,3 +223,9 @@ def test_the_commands_on_s3(here: dict[str, Any], s3: dict[str, str], tmp_path: 
     assert done.returncode == 2, done.stderr
     assert "tsae: s3://bucket/" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_may_be_addresses_of_this_machine(here: dict[str, Any], tmp_path: Path) -> None:
+    words = ["--rollouts", f"file://{here['folder']}/rollouts.parquet", "--to", f"file://{tmp_path}/d"]
+    main(["rollouts", "difficulty", *words])
+    assert (tmp_path / "d" / "difficulty.json").is_file()

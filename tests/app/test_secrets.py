@@ -45,6 +45,9 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (f"s3:/user:{SECRET}@host/a", "s3:/***@host/a"),
         (f"https://h/a?X-Amz-Signature={KEY}&x=1", "https://h/a?X-Amz-Signature=***&x=1"),
         (f"https://h/a?api_key={KEY}", "https://h/a?api_key=***"),
+        *((f"https://h/a?{name}={SECRET}", f"https://h/a?{name}=***") for name in (
+            "pass", "pw", "pwd", "passwd", "user_passwd", "jwt", "ftp_pass", "passphrase",
+        )),
         (f"'https://h/a?x=1&token={KEY}'", "'https://h/a?x=1&token=***'"),
         ("hf_" + "a" * 34 + " is no longer valid", "*** is no longer valid"),
         ("Bearer sk-proj-" + "a" * 30, "Bearer ***"),
@@ -53,6 +56,7 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         *((text, text) for text in (
             "hf://datasets/org/name@main/file", "org/model@revision", "a@b.org: no", "/a/b@c", "https://h/a?tokens",
             "memory://acts/base", "1+1=? & key=2", "half_finished_and_left_alone", "s3://bucket/x@y",
+            "https://h/a?passes=3&compass=north",
             "http://h:8000/v1/org@rev", "http://[::1]:80/v1/a@b", "'http://h:1', 'a@b.org'",
         )),
     ],

@@ -44,6 +44,25 @@ def test_the_job_array_says_the_same_command_with_a_part(tmp_path: Path) -> None
     assert not options.spread.asked
 
 
+@pytest.mark.parametrize("sign", ["\n", "\r", "\0", "\x1b", "\u2028"])
+@pytest.mark.parametrize("place", ["word", "slurm", "to"])
+def test_no_word_makes_a_line_of_its_own_in_the_script(place: str, sign: str) -> None:
+    word = f"a{sign}touch b{sign}#"
+    command = ["python", "-m", "tsae", "capture", *([word] if place == "word" else [])]
+    spread = Spread(parts=2, slurm=(word,) if place == "slurm" else ())
+    with pytest.raises(TsaeError, match="holds a line break or another control character, expected one line of text"):
+        slurm_script(command, spread, Path(word if place == "to" else "acts"))
+
+
+def test_logs_of_a_job_lie_where_the_output_does() -> None:
+    command = ["python", "-m", "tsae", "capture"]
+    script = slurm_script(command, Spread(parts=2), Path("/my runs/50%j #1"))
+    assert '#SBATCH --output="/my runs/50%%j #1.parts/%a-of-2.log"\n' in script
+    for sign in ('"', "\\"):
+        with pytest.raises(TsaeError, match=r'holds " or \\, which SLURM cannot be given'):
+            slurm_script(command, Spread(parts=2), Path(f"a{sign}b"))
+
+
 @pytest.mark.parametrize(("starts", "again"), [(0, True), (1, True), (2, False)])
 def test_a_task_asks_to_start_again_before_its_time_is_over(starts: int, again: bool, tmp_path: Path) -> None:
     """Bash runs the script; a part is stood for by a command that waits, and SLURM by its signal and by `scontrol`."""

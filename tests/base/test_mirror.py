@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from tsae.base.remote import mirror
-from tsae.base.remote.mirror import in_words, is_url, local, needed, published, removed, shown, there, url_of
+from tsae.base.remote.mirror import in_words, is_url, local, needed, published, refreshed, removed, shown, there, url_of
 from tsae.errors import TsaeError
 
 
@@ -54,7 +54,7 @@ def test_small_files_come_at_once_and_shards_when_they_are_needed(remote: Any) -
     assert shown(folder / "base") == "memory://acts/base"
     assert in_words(f"{folder}/base: is damaged") == "memory://acts/base: is damaged"
     assert local("plain/path") == Path("plain/path")
-    assert local("file:///plain/path") == Path("/plain/path")
+    assert local("file:///plain/path") == local(Path("file:///plain/path")) == Path("/plain/path")
 
 
 def test_what_has_changed_there_is_fetched_again(remote: Any) -> None:
@@ -157,3 +157,86 @@ def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(remote), "put_file", real)
     published(folder)
     assert remote.cat("/b/x.json") == b"1234"
+
+
+@pytest.mark.parametrize("name", ["roll[12].pieces", "*", "roll?.pieces"])
+def test_a_name_that_looks_like_a_pattern_is_removed_alone(remote: Any, name: str) -> None:
+    kept = ["/o/a.json", "/o/roll1.pieces/0.parquet", "/o/roll2.pieces/0.parquet"]
+    remote.pipe(dict.fromkeys([*kept, f"/o/{name}/0.parquet", f"/o/{name}/more/1.parquet"], b"x"))
+    removed(local(f"memory://o/{name}", fetch=False))
+    assert sorted(remote.find("/o")) == kept
+    removed(local(f"memory://o/{name}", fetch=False))  # nothing is left there
+    remote.pipe(f"/o/{name}", b"one file")
+    removed(local(f"memory://o/{name}", fetch=False))
+    assert sorted(remote.find("/o")) == kept
+
+
+def test_removed_folders_leave_nothing_behind(tmp_path: Path, remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "sub").mkdir(parents=True)
+    (tmp_path / "there" / "sub" / "x.json").write_bytes(b"1")
+    removed(local("local://there", fetch=False))
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_is_not_uploaded_yet_is_kept(remote: Any) -> None:
+    folder = local("memory://a", fetch=False)
+    folder.mkdir(parents=True)
+    for name in ("removed.json", "overwritten.json"):
+        (folder / name).write_bytes(b"1")
+    published(folder)
+    removed(folder / "removed.json")
+    remote.rm_file("/a/overwritten.json")
+    for name in ("removed.json", "overwritten.json"):
+        (folder / name).write_bytes(b"new")
+    refreshed(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["overwritten.json", "removed.json"]
+    published(folder)
+    assert remote.cat("/a/removed.json") == b"new"
+
+
+@pytest.mark.parametrize("asked", [{}, {"size": 1}, {"ETag": "e"}, {"size": 1, "Last-Modified": "today"}])
+@pytest.mark.parametrize("name", ["/x.json", ""])
+def test_a_copy_of_which_nothing_is_known_is_fetched_again(
+    asked: dict[str, Any], name: str, remote: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over HTTP: a listing has neither size nor version, and a question about one file may have them."""
+    remote.pipe("/a/x.json", b"1")
+    monkeypatch.setattr(type(remote), "find", lambda *_, **__: {"/a/x.json": {"size": None} if name else {}})
+    monkeypatch.setattr(type(remote), "info", lambda *_, **__: asked | {"type": "file"})
+    url = "memory://a" if name else "memory://a/x.json"
+    file = Path(f"{local(url)}{name}")
+    assert file.read_bytes() == b"1"
+    remote.pipe("/a/x.json", b"2")
+    known = "ETag" in asked or "Last-Modified" in asked
+    assert needed(file).read_bytes() == b"1"  # as it was listed
+    assert Path(f"{local(url)}{name}").read_bytes() == (b"1" if known else b"2")
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("ftp://user:passw0rd@host", "host"), ("ftp://user:pass/w0rd@host/", "host"),
+        ("ftp://user:pass?w0rd@host", "host"),
+        ("memory://x/..", "data"), ("memory://x/.", "data"), ("hf://datasets/org/name@main", "name@main"),
+        ("https://h/a.parquet?sig=passw0rd", "a.parquet"),
+    ],
+)  # fmt: skip
+def test_copies_are_named_without_passwords_and_inside_the_cache(url: str, name: str, remote: Any) -> None:
+    found = local(url, fetch=False)
+    assert found.name == name
+    assert found.resolve() == found
+    assert "w0rd" not in str(found)
+
+
+@pytest.mark.parametrize("text", ["abc", "nan", "-5"])
+def test_a_limit_that_is_none_is_refused(text: str, remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSAE_CACHE_GB", text)
+    with pytest.raises(TsaeError, match=rf"\$TSAE_CACHE_GB: is '{text}', expected gigabytes, 0 or more\. Set it to"):
+        local("memory://a")
+
+
+def test_an_empty_limit_is_the_usual_one(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSAE_CACHE_GB", "")
+    remote.pipe({f"/a/r/{i:05d}.h5": b"shard" for i in range(2)})
+    assert all(path.is_file() for path in [needed(local("memory://a") / "r" / f"{i:05d}.h5") for i in range(2)])

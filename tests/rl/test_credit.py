@@ -19,6 +19,7 @@ from support.credit import IDLE, N_FEATURES, small_credit, world
 from support.damage import unsealed
 from tsae.cli import main
 from tsae.errors import TsaeError
+from tsae.rl import credit_fitting
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit import Credit
 from tsae.rl.credit_fitting import ResponseTokens, _split, credit_from_tokens, fit_credit
@@ -421,3 +422,15 @@ def test_credit_from_tokens_in_memory_is_that_of_the_table() -> None:
         torch.testing.assert_close(getattr(found, name), getattr(fitted, name))
     with pytest.raises(TsaeError, match="FeatureTable"):
         credit_from_tokens(tokens, fitted.info["sae"], CreditConfig(estimator="effects"))
+
+
+def test_scores_take_no_more_memory_for_a_wider_sae(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = world()
+    tokens = ResponseTokens.of(table, np.arange(40))
+    credit = fit_credit(table)
+    whole = tokens.raw_scores(credit)
+    sizes, real = list[int](), Credit.scores
+    monkeypatch.setattr(credit_fitting, "_DENSE", 30 * N_FEATURES, raising=False)
+    monkeypatch.setattr(Credit, "scores", lambda self, *args: sizes.append(args[0].numel()) or real(self, *args))
+    assert np.allclose(tokens.raw_scores(credit), whole, atol=1e-6)
+    assert max(sizes) <= 2 * 30 * N_FEATURES

@@ -267,6 +267,42 @@ def test_behaviours_become_columns() -> None:
     assert again.table.equals(found.table)
 
 
+@pytest.mark.parametrize(
+    ("named", "mood", "what"),
+    [
+        ("looping", 1.0, r"names 'looping' as its behaviours .*, expected a list of columns"),
+        (7, 1.0, "names 7 as its behaviours"),
+        ([["x"]], 1.0, r"names \[\['x'\]\] as its behaviours"),
+        (["mood"], "happy", r"the behaviour 'mood' is a column of (large_)?string, expected numbers"),
+        (["mood"], [1.0, 2.0], "the behaviour 'mood' is a column of list"),
+        (["mood"], np.inf, "the behaviour 'mood' is infinite"),
+    ],
+)
+def test_behaviours_that_a_file_names_wrongly_are_refused(named: Any, mood: Any, what: str) -> None:
+    rows = [{"response": "A: 26", "mood": mood, "looping": 0.0}]
+    with pytest.raises(TsaeError, match=what):
+        behaviour_table(rollouts_of(rows, behaviours=named))
+    if mood != np.inf:
+        with pytest.raises(TsaeError, match=what):
+            with_behaviours(rollouts_of(rows, behaviours=named))
+
+
+@pytest.mark.parametrize("values", [[True, None], [1, None], [None, None], [0.5, np.nan]])
+def test_behaviours_may_be_any_numbers(values: list[Any]) -> None:
+    rows = [{"response": "A: 26", "mood": value} for value in values]
+    found = behaviour_table(rollouts_of(rows, behaviours=["mood"]))
+    assert ("mood" in set(found.behaviour)) == (values[0] is not None)
+
+
+@pytest.mark.parametrize("steps", ["many", float("inf"), -3, 10**400, [1]])
+def test_required_steps_that_are_no_numbers_are_refused(steps: Any) -> None:
+    with pytest.raises(TsaeError, match="required steps are no finite numbers of 0 or more"):
+        with_behaviours(rollouts_of([{"response": "A: 26"}]), required_steps=lambda *_: steps)
+    if isinstance(steps, float):
+        with pytest.raises(TsaeError, match="required steps are no finite numbers of 0 or more"):
+            with_behaviours(rollouts_of([{"response": "A: 26", "required_steps": steps}]))
+
+
 def test_what_a_table_knows_is_kept() -> None:
     rows = [{"response": "3 + 4 = 7\nA: 7", "direct_answer": 1.0, "required_steps": 2, "format": "own"}]
     found = with_behaviours(rollouts_of(rows, behaviours=["direct_answer"]))

@@ -20,6 +20,7 @@ from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
 from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
+from tsae.rollouts.difficulty import migration as dealing
 from tsae.rollouts.difficulty.difficulty import difficulty
 from tsae.rollouts.difficulty.draw_problems import separate_rollouts
 from tsae.rollouts.difficulty.migration import band_migration, paths
@@ -160,6 +161,18 @@ def test_expected_moves_are_those_of_dealing_outcomes_anew() -> None:
     for bands, n in expected.items():
         assert found.expected[bands] == pytest.approx(n / total, abs=0.012)
     assert found.p["easy", "hard"] == pytest.approx(ways[3] / total, abs=0.012)
+
+
+def test_deals_in_blocks_are_those_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = np.random.default_rng(0).random(7)
+    rates = counted({"base": rate, "run": rate, "end": rate}, 30, 0)
+    whole = band_migration(rates, ["base", "run", "end"], BandCutoffs(), n_draws=50)
+    sizes, real = list[int](), dealing._counts
+    monkeypatch.setattr(dealing, "_DEALT", 100, raising=False)
+    monkeypatch.setattr(dealing, "_counts", lambda *args: sizes.append(args[0].size) or real(*args))
+    found = band_migration(rates, ["base", "run", "end"], BandCutoffs(), n_draws=50)
+    pd.testing.assert_frame_equal(found, whole, check_exact=True)
+    assert max(sizes) <= 100
 
 
 @pytest.mark.slow  # measures an error rate
@@ -493,6 +506,47 @@ def test_separate_rollouts_are_matched_by_their_prompts(tmp_path: Path) -> None:
         separate_rollouts(here, log, "start")
     with pytest.raises(TsaeError, match=r"asks none of the problems of log\.parquet"):
         separate_rollouts(asking("other.parquet", {"x": [1]}, "base"), log, "base")
+
+
+@pytest.mark.parametrize(
+    "bands",
+    [
+        "x",
+        7,
+        ["base"],
+        {"cross_fitted": True},
+        {"reference": 3, "separate": False},
+        {"reference": "a", "separate": "no"},
+    ],
+)
+def test_bands_that_a_file_describes_wrongly_are_refused(bands: Any) -> None:
+    rollouts = graded({"base": {"a": (2, 2)}}, band="easy")
+    with pytest.raises(TsaeError, match=r"in no known way\. Band the rollouts again"):
+        difficulty(Rollouts(rollouts.table, {"bands": bands}), DifficultyConfig(k=(1,)))
+
+
+def test_problems_that_share_a_prompt_are_matched_by_their_ids(tmp_path: Path) -> None:
+    """Of one prompt with several answers, each problem has a pass rate of its own, or none."""
+
+    def asking(name: str, policy: str, *problems: tuple[str, int, str]) -> Path:
+        records = [
+            {"problem_id": id, "policy": policy, "prompt_ids": [1, token], "response_ids": [2], "outcome": outcome}
+            for id, token, outcome in problems
+        ]
+        return Rollouts.from_records(records).write(tmp_path / name)
+
+    log = asking("log.parquet", "run-1", *((id, token, "success") for id, token in (("a", 5), ("b", 5), ("c", 6))))
+    one = asking("one.parquet", "base", ("a", 5, "success"), ("b", 5, "failure"), ("x", 6, "success"))
+    found = separate_rollouts(one, log, "base")
+    assert found[["problem_id", "outcome"]].to_numpy().tolist() == [
+        ["a", "success"], ["b", "failure"], ["c", "success"],
+    ]  # fmt: skip
+    other = asking("other.parquet", "base", ("x", 5, "success"), ("a", 5, "success"), ("c", 6, "success"))
+    assert separate_rollouts(other, log, "base").problem_id.tolist() == ["a", "c"]
+    of_others = asking("of-others.parquet", "base", ("c", 6, "failure"), ("d", 6, "success"))
+    assert separate_rollouts(of_others, log, "base").problem_id.tolist() == ["c"]
+    with pytest.raises(TsaeError, match=r"of 2 of its problems nothing says which they are: .* share their prompt"):
+        separate_rollouts(asking("none.parquet", "base", ("x", 5, "success"), ("y", 5, "success")), log, "base")
 
 
 def test_steps_with_problems_of_their_own_have_no_moves(tmp_path: Path) -> None:

@@ -308,7 +308,14 @@ def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> 
     nowhere = ServerConfig(url=f"http://127.0.0.1:{free_port()}/v1", retries=1, first_wait=0.01)
     with pytest.raises(TsaeError, match=r"does not answer, asked 2 times \(ConnectionError\)"):
         sample(policy, PROBLEMS, CONFIG, server=nowhere, progress=False)
-    for wrong in ({"url": "ftp://x"}, {"concurrency": 0}, {"retries": -1}, {"timeout": 0.0}, {"check": -1}):
+    for wrong in (
+        {"url": "ftp://x"},
+        {"concurrency": 0},
+        {"retries": -1},
+        {"retries": 1001},
+        {"timeout": 0.0},
+        {"check": -1},
+    ):
         with pytest.raises(TsaeError, match=next(iter(wrong))):
             ServerConfig(**wrong)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tsae.rollouts.advantages import group_names
+from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
@@ -89,7 +90,7 @@ def _thirds(rollouts: Rollouts, used: np.ndarray) -> Masks:
 
 def _behaviours(rollouts: Rollouts) -> Masks:
     found = {}
-    for name in rollouts.info.get("behaviours", []):
+    for name in behaviours_named(rollouts):
         values = rollouts.frame[name].to_numpy(dtype=float)
         if np.isin(values[np.isfinite(values)], (0, 1)).all():
             found[name.replace("_", " ")] = values == 1

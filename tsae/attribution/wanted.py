@@ -17,6 +17,7 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Targets, Together
 from tsae.errors import TsaeError
+from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
@@ -130,7 +131,7 @@ def _kinds(fixed: Rollouts, config: AttributionConfig, notes: list[str]) -> dict
     """Comparisons of responses by column: what the target is called, and (n,) 1, 0 or NaN."""
     wanted = ["outcome"] if "outcome" in config.targets else []
     if "behaviours" in config.targets:
-        wanted += [name for name in fixed.info.get("behaviours", []) if name in fixed.frame.columns]
+        wanted += [name for name in behaviours_named(fixed) if name in fixed.frame.columns]
     found, problem = {}, fixed.frame.problem_id.to_numpy()
     for name in wanted:
         values = _column(fixed, name)

@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
+from unicodedata import category
 
 from tsae.base.progress import progress_bar
 from tsae.commands.options.spread import Spread
@@ -113,19 +114,32 @@ def slurm_script(command: Sequence[str], spread: Spread, to: Path) -> str:
 
     A task whose node died starts again, and so does one that comes near its time limit, `spread.retries` times at most.
     It goes on from what it has finished.
+
+    Raises:
+        TsaeError: where a word would not stay in its line of the script.
     """
+    for word in (*command, *spread.slurm, str(to)):
+        if any(category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in word):
+            what = f"{word!r} holds a line break or another control character, expected one line of text"
+            raise TsaeError(what, where="--executor slurm", fix="Use names without such characters.")
+    log = str(logs(to))
+    if {'"', "\\"} & set(log):
+        what = f'{log} holds " or \\, which SLURM cannot be given in the name of a log'
+        raise TsaeError(what, where="--to", fix="Use a folder without them.")
+    # SLURM reads % as the start of a number of the job.
+    output = f"{log.replace('%', '%%')}/%a-of-{spread.parts}.log"
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name=tsae-{command[len(TSAE)]}",
         f"#SBATCH --array=1-{spread.parts}",
-        f"#SBATCH --output={logs(to)}/%a-of-{spread.parts}.log",
+        f'#SBATCH --output="{output}"',
         "#SBATCH --requeue",
         # A minute before the time limit, to the script alone.
         "#SBATCH --signal=B:USR1@60",
         "#SBATCH --open-mode=append",
         *(f"#SBATCH --{option.removeprefix('--')}" for option in spread.slurm),
         "set -euo pipefail",
-        f"mkdir -p {shlex.quote(str(logs(to)))}",
+        f"mkdir -p {shlex.quote(log)}",
         f'again() {{ test "${{SLURM_RESTART_COUNT:-0}}" -ge {spread.retries} || scontrol requeue "$SLURM_JOB_ID"; }}',
         'trap "again || true" USR1',
         # Not in the foreground, for bash would wait for it before it looks at the signal.

@@ -39,6 +39,9 @@ from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit, sae_of
 from tsae.rollouts.responses.token_parts import OTHER
 
+_DENSE = 2**25
+"""Codes of tokens that are dense at once, whatever the width of the SAE."""
+
 _CONFIDENCE = 0.95  # of the intervals
 
 
@@ -159,9 +162,9 @@ class ResponseTokens:
 
     def raw_scores(self, credit: Credit) -> np.ndarray:
         """(n_tokens,) scores before division by their scale: `Credit.scores` on sparse codes, in blocks."""
-        found = []
-        for start in range(0, len(self.ids), 8192):
-            part = slice(start, start + 8192)
+        found, step = [], min(8192, max(1, _DENSE // self.codes.shape[1]))
+        for start in range(0, len(self.ids), step):
+            part = slice(start, start + step)
             pair = np.stack([self.states[part].toarray(), self.codes[part].toarray()], axis=1)  # (n, 2, d_sae)
             ids = torch.from_numpy(self.ids[part, None].astype(np.int64))
             found.append(credit.scores(torch.from_numpy(pair).float(), ids).squeeze(1).numpy() * credit.scale)

@@ -16,6 +16,9 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
 from tsae.rollouts.schema import BANDS, problem_bands
 
+_KINDS = {"reference": str | None, "separate": bool, "cross_fitted": bool, "halved": int, "unbanded": int}
+"""What `Bands.info` holds."""
+
 
 def pass_rates(
     frame: pd.DataFrame,
@@ -190,6 +193,22 @@ def _chosen_half(frame: pd.DataFrame, half: np.ndarray, reference: str | None) -
 def band_counts(band: pd.Series) -> str:
     """How many problems are in every band, given each problem's band."""
     return ", ".join(f"{name} {(band == name).sum():,}" for name in BANDS)
+
+
+def bands_info(info: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """What bands were measured on: ``info["bands"]`` of rollouts; None where it is not known.
+
+    Raises:
+        TsaeError: where it is not as `find_bands` writes it.
+    """
+    bands = info.get("bands")
+    if not bands:
+        return None
+    whole = isinstance(bands, dict) and {"reference", "separate"} <= bands.keys()
+    if not whole or not all(isinstance(bands[name], _KINDS[name]) for name in _KINDS.keys() & bands.keys()):
+        what = 'says what its bands were measured on (info["bands"]) in no known way'
+        raise TsaeError(what, where=where, fix="Band the rollouts again (tsae rollouts bands).")
+    return bands
 
 
 def found_how(info: Mapping[str, Any] | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from tsae.base.statistics.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.errors import TsaeError
@@ -22,6 +23,7 @@ from tsae.rollouts.table import Rollouts
 RequiredSteps = Callable[[str, str], "int | None"]
 """(prompt, reference answer) -> operations that a solution needs, None where that is not known."""
 
+_NUMBERS = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
 _COLUMNS = [
     "policy", "band", "behaviour", "mean", "low", "high", "n_problems", "n_trajectories", "change", "change_low",
     "change_high", "n_paired",
@@ -56,7 +58,8 @@ def with_behaviours(
         reference: the policy whose successful responses set a problem's usual length; None takes all policies'.
 
     Raises:
-        TsaeError: where a response has no text, or the reference sampled nothing.
+        TsaeError: where a response has no text, the reference sampled nothing, or required steps are no numbers of 0
+            or more.
     """
     frame, where = rollouts.frame, rollouts.origin
     missing = int(frame.response.isna().sum())
@@ -77,10 +80,10 @@ def with_behaviours(
         "direct_answer": [
             bool(stated) and name.startswith("none,") for stated, name in zip(answers, formats, strict=True)
         ],
-        "skipped_steps": _skipped(frame, required_steps),
+        "skipped_steps": _skipped(frame, required_steps, where),
         "relative_length": _relative_length(frame, reference),
     }
-    named = list(rollouts.info.get("behaviours", []))
+    named = behaviours_named(rollouts)
     for name, values in measured.items():
         numbers = np.asarray(values, dtype=float)
         if name in frame.columns or np.isnan(numbers).all():
@@ -145,12 +148,33 @@ def measures(rollouts: Rollouts) -> pd.DataFrame:
     if (frame.finish_reason == "length").any():
         known = frame.finish_reason.isin(["stop", "length"])
         measures["truncated"] = (frame.finish_reason == "length").astype(float).where(known)
-    for name in rollouts.info.get("behaviours", []):
+    for name in behaviours_named(rollouts):
         if name not in frame.columns:
             what = f"names the behaviour {name!r} but has no such column"
             raise TsaeError(what, where=rollouts.origin, fix="Add that column.")
         measures[name] = frame[name].astype(float)
+        if np.isinf(measures[name]).any():
+            what = f"the behaviour {name!r} is infinite for some responses, expected finite numbers"
+            raise TsaeError(what, where=rollouts.origin, fix="Leave the value out where it is not known.")
     return measures
+
+
+def behaviours_named(rollouts: Rollouts) -> list[str]:
+    """The behaviours that a table names. A column need not be there.
+
+    Raises:
+        TsaeError: where they are not a list of names, or a column of one holds something else than numbers.
+    """
+    named, schema = rollouts.info.get("behaviours", []), rollouts.table.schema
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        what = f'names {named!r} as its behaviours (info["behaviours"]), expected a list of columns'
+        raise TsaeError(what, where=rollouts.origin, fix="Give the names of columns of numbers.")
+    for name in named:
+        kind = schema.field(name).type if name in schema.names else pa.null()
+        if not any(fits(kind) for fits in _NUMBERS):
+            what = f"the behaviour {name!r} is a column of {kind}, expected numbers, or true and false"
+            raise TsaeError(what, where=rollouts.origin, fix='Take it out of info["behaviours"], or make it numbers.')
+    return list(named)
 
 
 def format_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
@@ -232,16 +256,28 @@ def _entropy_change(before: pd.DataFrame, after: pd.DataFrame, confidence: float
     return found | {"change_low": low, "change_high": high}
 
 
-def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None) -> np.ndarray:
+def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None, where: str) -> np.ndarray:
     """(n,) share of the required operations that are not written out; NaN where their number is not known."""
+    columns = [name for name in ("required_steps", "extra/required_steps") if name in frame.columns]
     if required_steps is not None:
         count = cache(required_steps)
-        pairs = frame[["prompt", "answer"]].fillna("").itertuples(index=False)
-        required = np.array([count(*pair) for pair in pairs], dtype=float)
-    elif named := [name for name in ("required_steps", "extra/required_steps") if name in frame.columns]:
-        required = pd.to_numeric(frame[named[0]], errors="coerce").to_numpy(dtype=float)
-    else:
+        counts = [count(*pair) for pair in frame[["prompt", "answer"]].fillna("").itertuples(index=False)]
+    elif not columns:
         return np.full(len(frame), np.nan)
+    try:
+        if required_steps is not None:
+            known = pd.Series(counts, dtype=float)
+        else:
+            known = pd.to_numeric(frame[columns[0]], errors="coerce")
+        required = known.to_numpy(dtype=float)
+    except (TypeError, ValueError, OverflowError):
+        required = np.array([-1.0])
+    if ((required < 0) | np.isinf(required)).any():
+        raise TsaeError(
+            "required steps are no finite numbers of 0 or more",
+            where=where,
+            fix="Give the number of operations that a solution needs, None where it is not known.",
+        )
     written = np.array([operations(text) for text in frame.response])
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(required > 0, np.clip(1 - written / required, 0, 1), np.nan)

@@ -76,6 +76,7 @@ class EndpointConfig:
         for name, least in (("concurrency", 1), ("retries", 0)):
             if getattr(self, name) < least:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than {least}", where=where)
+        need_at_most(self, retries=1000)
         for name in ("first_wait", "timeout"):
             if not getattr(self, name) > 0:
                 raise TsaeError(f"{name}={getattr(self, name)} is not positive", where=where)

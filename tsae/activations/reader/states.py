@@ -91,6 +91,7 @@ class StatesReader:
                 fix="Start it with that id among its eagle_aux_hidden_state_layer_ids, or choose other sites.",
             )
         self.columns = {site: self.layers.index(id) for site, id in self.ids.items()}
+        self.d_model = model.config.get_text_config().hidden_size
         depth = len(decoder_blocks(model))
         around = {id + step for id in self.ids.values() for step in (-1, 0, 1)}
         self.own = HuggingFaceReader(model, [_site_of(id) for id in sorted(around) if 0 <= id <= depth])
@@ -111,6 +112,9 @@ class StatesReader:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        for number, states in enumerate(found):
+            if states.dtype != found[0].dtype:
+                self.refuse(number, f"are {_precision(states)}, and another trajectory's {_precision(found[0])}")
         values = {}
         for site, column in self.columns.items():
             padded = torch.zeros((*attention_mask.shape, found[0].shape[-1]), dtype=found[0].dtype)
@@ -144,13 +148,12 @@ class StatesReader:
         """Where the states are. The server's word is not enough to read, and delete, a file somewhere else."""
         try:
             named = answer["kv_transfer_params"]["hidden_states_path"]
-        except (KeyError, TypeError):
-            named = None
-        if not isinstance(named, str):
+            path = Path(named).resolve()
+        # No file, no path, or a link that leads to itself.
+        except (KeyError, TypeError, OSError, ValueError, RuntimeError) as error:
             raise TsaeError(
                 "names no file of hidden states", where=self.endpoint.url, fix=f"Start it as: {START}."
-            )  # fmt: skip
-        path = Path(named).resolve()
+            ) from error  # fmt: skip
         if not path.is_relative_to(self.folder):
             raise TsaeError(
                 f"writes hidden states to {named!r}, outside of {self.folder}",
@@ -162,7 +165,7 @@ class StatesReader:
     def _when_written(self, text: int, path: Path) -> dict[str, torch.Tensor]:
         """What the file holds, once the server has let go of its lock, or, without one, once it is whole."""
         # As long as a request would be tried again.
-        patience = time.monotonic() + self.server.first_wait * 2**self.server.retries
+        patience = time.monotonic() + self.server.first_wait * 2 ** min(self.server.retries, 30)
         wait = 0.002
         while True:
             try:
@@ -200,7 +203,9 @@ class StatesReader:
                 f"are of {states.shape[1]} layers, expected {len(self.layers)} ({', '.join(map(str, self.layers))})",
                 "Give the server's eagle_aux_hidden_state_layer_ids as --server.layers.",
             )
-        precision = str(states.dtype).removeprefix("torch.")
+        if states.shape[2] != self.d_model:
+            self.refuse(text, f"have d_model {states.shape[2]} at {', '.join(self.ids)}, expected {self.d_model}")
+        precision = _precision(states)
         if not states.is_floating_point() or torch.finfo(states.dtype).eps > torch.finfo(self.dtype).eps:
             self.refuse(
                 text,
@@ -261,8 +266,6 @@ class Sample:
     def _compare(self, text: int, site: str, theirs: torch.Tensor, own: Mapping[str, torch.Tensor]) -> None:
         id, refuse = self.reader.ids[site], self.reader.refuse
         ours = own[_site_of(id)]
-        if ours.shape != theirs.shape:
-            refuse(text, f"have d_model {theirs.shape[-1]} at {site}, expected {ours.shape[-1]}")
         far = _far(theirs, ours)
         unit = max(torch.finfo(theirs.dtype).eps, torch.finfo(ours.dtype).eps, _FINEST)
         median, largest = float(far.median()), float(far.max())
@@ -299,6 +302,10 @@ def _far(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
     """(n_tokens,) distance of each token's state from ours, as a share of the norm of ours."""
     ours = ours.cpu().float()
     return (theirs.float() - ours).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-30)
+
+
+def _precision(states: torch.Tensor) -> str:
+    return str(states.dtype).removeprefix("torch.")
 
 
 def _lock_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ A stage works on the local copy, whose paths are like any other. Three calls kee
 
 Copies lie under $TSAE_CACHE (by default ~/.cache/tsae). Shards that were fetched or uploaded are removed again, the
 least recently used first, where they exceed $TSAE_CACHE_GB (by default 100). The one in use is kept.
-Whether a copy is still that of the URL is told by what the file system says of the file: its ETag, or size and time.
+Whether a copy is still that of the URL is told by what the file system says of the file (`places.state`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from typing import Any
 from uuid import uuid4
 
 from tsae.base.files import write_json
+from tsae.base.remote import places, room
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, without_secrets
 
-CACHE, CACHE_GB = "TSAE_CACHE", "TSAE_CACHE_GB"
+CACHE = "TSAE_CACHE"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
 _INDEX = ".remote.json"
 _LAZY = re.compile(r"(.*/)?[^/]+/\d{5}\.h5|(.*/)?pieces/\d{6}\.npz")
@@ -45,8 +46,9 @@ _used: dict[Path, int] = {}
 
 
 def _name(url: str) -> str:
-    """The last part of a URL, without a query, which may hold a key."""
-    return url.partition("?")[0].rstrip("/").rpartition("/")[2]
+    """The last part of a URL, without a query or a user before the host, which may hold a key."""
+    name = without_secrets(url).partition("?")[0].rstrip("/").rpartition("/")[2].rpartition("***@")[2]
+    return "data" if name in ("", ".", "..") else name
 
 
 def is_url(path: str | Path) -> bool:
@@ -65,17 +67,18 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
     """The path on this machine.
 
     Args:
-        path: a path, or the URL of a file or folder.
+        path: a path, or the URL of a file or folder; file:///a is /a, also where `Path` has made one slash of three.
         fetch: look what lies at the URL and fetch it, but for shards. Not for an output that is written anew.
 
     Raises:
         TsaeError: where the URL cannot be reached.
     """
-    if str(path).startswith("file://"):
-        return Path(str(path).removeprefix("file://"))
+    if str(path).startswith("file:/"):
+        return Path(str(path).removeprefix("file://").removeprefix("file:"))
     if not is_url(path):
         return Path(path)
     url = url_of(path)
+    room.limit()
     with _lock:
         root = _cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
         mirror = _mirrors.setdefault(root, Mirror(url, root))
@@ -201,9 +204,11 @@ class Mirror:
         """Look again what lies at the URL, and fetch what is not fetched one by one."""
         self._known = self._listed()
         wanted = [name for name in self._known if not _LAZY.fullmatch(name)]
-        for name in self._fetched():
-            if name not in self._known and not _LAZY.fullmatch(name):
-                (self.root / name if name else self.root).unlink(missing_ok=True)
+        for name, noted in self._fetched().items():
+            file = self.root / name if name else self.root
+            # What is not as it was noted was written here since, and is not uploaded yet.
+            if name not in self._known and not _LAZY.fullmatch(name) and self._state_here(file) == noted["here"]:
+                file.unlink(missing_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(self._fetch, wanted))
 
@@ -228,7 +233,7 @@ class Mirror:
             info = fs.info(path)
             if info["size"] != file.stat().st_size:
                 raise OSError(f"{info['size']} bytes of {file.stat().st_size} have arrived")
-            self._note(name, file, _state(info))
+            self._note(name, file, places.state(fs, path, info))
         if _LAZY.fullmatch(name):
             self._make_room()
 
@@ -238,9 +243,14 @@ class Mirror:
             fs, place = self._opened(name)
             fs.invalidate_cache()
             if fs.exists(place):
-                fs.rm(place, recursive=True)
-        if self._known is not None:
-            self._known = {n: s for n, s in self._known.items() if n != name and not n.startswith(f"{name}/")}
+                places.delete(fs, place)
+        with _lock:
+            if self._known is not None:
+                self._known = _without(self._known, name)
+            kept = _without(self._fetched(), name)
+            if len(kept) < len(self._fetched()):
+                self._noted = kept
+                write_json(self._index, kept)
 
     def _fetch(self, name: str) -> None:
         file = self.root / name if name else self.root
@@ -272,9 +282,12 @@ class Mirror:
             fs.invalidate_cache()
             found = fs.find(path, detail=True)
             inside = [place for place in found if place == path or place.startswith(f"{path}/")]
-            names = {place[len(path) :].lstrip("/"): _state(found[place]) for place in inside}
+            names = {place[len(path) :].lstrip("/"): place for place in inside}
             # Names must not lead out of the folder.
-            return {name: state for name, state in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
+            names = {name: at for name, at in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
+            with ThreadPoolExecutor(_THREADS) as pool:
+                states = pool.map(lambda place: places.state(fs, place, found[place]), names.values())
+                return dict(zip(names, states, strict=True))
 
     def _opened(self, name: str) -> tuple[Any, str]:
         try:
@@ -299,7 +312,7 @@ class Mirror:
                 raise TsaeError(
                     f"is full ({error.strerror})",
                     where=_cache(),
-                    fix=f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there.",
+                    fix=f"Make room, or set {CACHE} to a larger disk; {room.CACHE_GB} limits what is kept there.",
                 ) from error
             found = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise TsaeError(
@@ -341,7 +354,7 @@ class Mirror:
 
     def _make_room(self, keep: Path | None = None) -> None:
         """Remove the least recently used files that can be fetched again, of all mirrors."""
-        limit = float(os.environ.get(CACHE_GB, "100")) * 1e9
+        limit = room.limit() * 1e9
         with _lock:
             files = []
             for index in _cache().glob(f"*/*{_INDEX}"):
@@ -364,13 +377,14 @@ def _cache() -> Path:
     return Path(os.environ.get(CACHE, "") or Path.home() / ".cache" / "tsae").expanduser().absolute()
 
 
+def _without(names: dict[str, Any], gone: str) -> dict[str, Any]:
+    """Names but for that of a file or folder that is gone, and all in it."""
+    inside = f"{gone}/" if gone else ""
+    return {name: state for name, state in names.items() if name != gone and not name.startswith(inside)}
+
+
 def _of(path: Path) -> Mirror | None:
     if not _mirrors:
         return None
     path = Path(path)
     return next((_mirrors[parent] for parent in (path, *path.parents) if parent in _mirrors), None)
-
-
-def _state(info: dict[str, Any]) -> str:
-    told = info.get("ETag") or info.get("etag") or info.get("blob_id")
-    return str(told) if told else f"{info['size']} {info.get('mtime') or info.get('created')}"

@@ -19,7 +19,7 @@ from tsae.base.views import views
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_table
-from tsae.rollouts.bands import find_bands, pass_rates
+from tsae.rollouts.bands import bands_info, find_bands, pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty.migration import band_migration, paths
 from tsae.rollouts.difficulty.pass_at_k import pass_at_k
@@ -145,7 +145,7 @@ def difficulty(
             "reference": reference,
             "cutoffs": asdict(used),
             "quantiles": asdict(cutoffs) if isinstance(cutoffs, BandQuantiles) else None,
-            "bands": rollouts.info.get("bands"),
+            "bands": bands_info(rollouts.info, where),
             "rollouts": rollouts.fingerprint,
             "versions": versions(),
         },
@@ -157,7 +157,7 @@ def _halves(rollouts: Rollouts) -> pd.Series:
 
     The halves are those of `tsae.rollouts.bands.find_bands`.
     """
-    frame, bands = rollouts.frame, rollouts.info.get("bands") or {}
+    frame, bands = rollouts.frame, bands_info(rollouts.info, rollouts.origin) or {}
     if not bands.get("cross_fitted"):
         return pd.Series(0, index=frame.index, name="half")
     measured = bands["reference"]

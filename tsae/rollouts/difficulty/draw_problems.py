@@ -119,6 +119,9 @@ def _by_cutoffs(
 def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
     """Read separate rollouts of the base on problems of a log: problem_id (the log's), policy and outcome.
 
+    Problems are the same if their prompts are. Where several share a prompt, here or in the log, their ids must be the
+    same, too; others are left out.
+
     Args:
         path: Parquet file of rollouts.
         log: Parquet file of the imported log.
@@ -135,14 +138,30 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
             what = f"holds nothing that {base} sampled; policies are {', '.join(rollouts.policies)}"
             raise TsaeError(what, where=path, fix="Sample rollouts of the base (tsae rollouts sample --checkpoints).")
     # Match by prompts: an import makes problem ids of its own if the log has none.
-    asked: dict[bytes, str] = {}
+    asked: dict[bytes, set[str]] = {}
     for table in read_pieces(log, ["problem_id", "prompt_ids"]):
         for id, prompt in zip(table["problem_id"].to_pylist(), table["prompt_ids"].to_pylist(), strict=True):
-            asked[np.asarray(prompt, np.int32).tobytes()] = id
-    frame["problem_id"] = [asked.get(rollouts.tokens(int(row))[0].tobytes()) for row in frame.index]
+            asked.setdefault(np.asarray(prompt, np.int32).tobytes(), set()).add(id)
+    prompts = [rollouts.tokens(int(row))[0].tobytes() for row in frame.index]
+    own: dict[bytes, set[str]] = {}
+    for prompt, id in zip(prompts, frame.problem_id, strict=True):
+        own.setdefault(prompt, set()).add(id)
+    matched, unclear = [], set[str]()
+    for prompt, id in zip(prompts, frame.problem_id, strict=True):
+        ids = asked.get(prompt, set())
+        alone = len(ids) == 1 and not ids & own[prompt]
+        matched.append(id if id in ids else next(iter(ids)) if alone else None)
+        if ids and matched[-1] is None:
+            unclear.add(id)
+    frame["problem_id"] = matched
     frame = frame[frame.problem_id.notna()].reset_index(drop=True)
     if frame.empty:
         what = f"asks none of the problems of {log.name}: no prompt has the same tokens"
+        if unclear:
+            what = (
+                f"of {len(unclear)} of its problems nothing says which they are: several problems of {log.name} share "
+                "their prompt, and have other ids"
+            )
         raise TsaeError(what, where=path, fix="Sample the log's own problems, with the prompt format of the training.")
     return frame
 

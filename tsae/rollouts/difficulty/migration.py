@@ -22,6 +22,9 @@ _COLUMNS = [
     "start", "end", "from_band", "to_band", "n", "n_problems", "share", "expected", "null_low", "null_high", "p",
 ]  # fmt: skip
 
+_DEALT = 2**20
+"""Problems of all draws that are dealt at once: 270 MB at four times as many."""
+
 
 def paths(rollouts: Rollouts, series: CheckpointSeries | None = None) -> dict[str, list[str]]:
     """Policies in the order of training, by run; every run starts with the policy that training started from.
@@ -70,8 +73,12 @@ def band_migration(
         n_a, n_b = a.n.to_numpy(), b.n.to_numpy()
         solved = (a.successes + b.successes).to_numpy()
         n = _counts(a.pass_rate.to_numpy()[None], b.pass_rate.to_numpy()[None], cutoffs)[0]
-        dealt = rng.hypergeometric(solved, n_a + n_b - solved, n_a, size=(n_draws, len(common)))
-        null = _counts(dealt / n_a, (solved - dealt) / n_b, cutoffs)  # (n_draws, 3, 3)
+        blocks, step = [], max(1, _DEALT // len(common))
+        for done in range(0, n_draws, step):  # the numbers come in the same order as all at once
+            size = (min(step, n_draws - done), len(common))
+            dealt = rng.hypergeometric(solved, n_a + n_b - solved, n_a, size=size)
+            blocks.append(_counts(dealt / n_a, (solved - dealt) / n_b, cutoffs))
+        null = np.concatenate(blocks)  # (n_draws, 3, 3)
         stays = np.eye(len(BANDS), dtype=bool)
         extreme = np.where(stays, null <= n, null >= n).sum(0)
         low, high = np.quantile(null, [0.025, 0.975], axis=0)
