@@ -9,7 +9,7 @@ A stage works on the local copy, whose paths are like any other. Three calls kee
 
 Copies lie under $TSAE_CACHE (by default ~/.cache/tsae). Shards that were fetched or uploaded are removed again, the
 least recently used first, where they exceed $TSAE_CACHE_GB (by default 100). The one in use is kept.
-Whether a copy is still that of the URL is told by what the file system says of the file (`places.state`).
+Whether a copy is still that of the URL is told by what the file system says of the file (`remote_files.state`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from uuid import uuid4
 
 from tsae.base.files import write_json
-from tsae.base.remote import places, room
+from tsae.base.remote import remote_files, room
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, without_secrets
 
@@ -233,7 +233,7 @@ class Mirror:
             info = fs.info(path)
             if info["size"] != file.stat().st_size:
                 raise OSError(f"{info['size']} bytes of {file.stat().st_size} have arrived")
-            self._note(name, file, places.state(fs, path, info))
+            self._note(name, file, remote_files.state(fs, path, info))
         if _LAZY.fullmatch(name):
             self._make_room()
 
@@ -243,7 +243,7 @@ class Mirror:
             fs, place = self._opened(name)
             fs.invalidate_cache()
             if fs.exists(place):
-                places.delete(fs, place)
+                remote_files.delete(fs, place)
         with _lock:
             if self._known is not None:
                 self._known = _without(self._known, name)
@@ -286,7 +286,7 @@ class Mirror:
             # Names must not lead out of the folder.
             names = {name: at for name, at in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
             with ThreadPoolExecutor(_THREADS) as pool:
-                states = pool.map(lambda place: places.state(fs, place, found[place]), names.values())
+                states = pool.map(lambda place: remote_files.state(fs, place, found[place]), names.values())
                 return dict(zip(names, states, strict=True))
 
     def _opened(self, name: str) -> tuple[Any, str]:
