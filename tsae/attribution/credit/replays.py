@@ -141,7 +141,7 @@ def _replayed(
     for mask in progress_bar("replayed trainings", "training", over=list(kept), shown=progress):
         file = to / f"{subsets_name(mark, mask[None], 'really replayed')}.npz"
         if file.is_file():
-            found.append(kept_changes(file, (1, len(targets.names)))[0])
+            found.append(kept_changes(file, (len(targets.names),)))
             continue
         logged = logged_probabilities(path, logs) if logged is None else logged
         path.trained.put(replay(path, logs, mask, logged).to(path.trained.device))

@@ -74,8 +74,8 @@ def simulate_kept(
     return every
 
 
-def kept_changes(file: Path, shape: tuple[int, int]) -> np.ndarray:
-    """(K, n_targets) changes of targets that an earlier call has written.
+def kept_changes(file: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Changes of targets that an earlier call has written, one row a run where it wrote several.
 
     Raises:
         TsaeError: where the file is damaged, or of another shape.
