@@ -83,7 +83,6 @@ CAUSAL = Stage(
     (*_CAUSAL, "--to", "out/causal"),
     ("series", "sae", "features", "problems.jsonl"),
     bound=("features", "sae"),
-    open=True,
 )
 ATTRIBUTE = Stage("attribute", (*_ATTRIBUTE, "--to", "out/attribution"), ("mixed", "mixed.parquet", "sae"), open=True)
 CREDIT = Stage("credit", ("credit", "fit", "--features", "features", "--to", "out/credit", "--min-problems", "2",

@@ -106,9 +106,11 @@ def test_bands_by_shares_of_the_problems() -> None:
     assert cutoffs.band(rates).tolist() == ["hard"] * 4 + ["medium"] * 2 + ["easy"] * 4
     with pytest.raises(TsaeError, match="90% of the problems have the pass rate 0, which would be easy and hard"):
         BandQuantiles().cutoffs(np.array([0.0] * 9 + [1.0]))
-    for shares in ((0.5, 0.5), (0.0, 0.3), (0.3, -0.1), (float("nan"), 0.2)):
-        with pytest.raises(TsaeError, match=r"leave nothing|is not finite"):
+    for shares in ((0.5, 0.5), (0.0, 0.3), (0.3, -0.1)):
+        with pytest.raises(TsaeError, match="leave nothing"):
             BandQuantiles(*shares)
+    with pytest.raises(TsaeError, match="easy=nan is not finite"):
+        BandQuantiles(float("nan"), 0.2)
 
 
 def test_shares_of_many_distinct_rates_are_kept() -> None:

@@ -299,7 +299,7 @@ def test_a_published_crosscoder_with_values_of_no_use_is_refused(
     changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     _, folder = _published(tmp_path)
-    weights = torch.load(folder / "model_final.pt")
+    weights = torch.load(folder / "model_final.pt", weights_only=True)
     torch.save({n: v for n, v in {**weights, **changed}.items() if v is not None}, folder / "model_final.pt")
     with pytest.raises(TsaeError, match=message):
         read_published(folder, site=SITE, compared=("base", "run"))

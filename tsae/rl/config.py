@@ -10,7 +10,7 @@ from tsae.errors import TsaeError
 
 Estimator = Literal["action", "value", "effects"]
 _MOST = 10**6
-"""Nothing larger means anything, and its products would not be finite."""
+"""Largest setting: with larger ones, products would be infinite."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class MadeBy:
 
 
 _under_way: ContextVar[tuple[Path, tuple[str, ...]] | None] = ContextVar("_under_way", default=None)
-"""The output of the command that is running, and the words of the command."""
+"""Of the running command: its output, and its words."""
 
 
 @contextmanager

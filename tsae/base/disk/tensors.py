@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 def tensors_replacing(
     path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Path]:
-    """Write a safetensors file under a temporary name, and give that. It becomes `path` when the block ends well.
+    """Write a safetensors file under a temporary name and yield that name. It becomes `path` if the block succeeds.
 
     safetensors itself writes under a random name in the same folder, and a process that is killed leaves that behind.
     Here the folder is a temporary one beside `path`, which is removed before the block begins: so a kill leaves

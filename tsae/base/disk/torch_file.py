@@ -48,7 +48,7 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
 
 
 def _check_tensors(content: Any) -> None:
-    """Refuse tensors that stand for more numbers than the file holds of them. Each container is looked into once."""
+    """Refuse a tensor that is larger than its data in the file. Looks into each container once."""
     import torch
 
     seen, waiting = set(), [content]

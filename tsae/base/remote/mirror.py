@@ -378,7 +378,7 @@ def _cache() -> Path:
 
 
 def _without(names: dict[str, Any], gone: str) -> dict[str, Any]:
-    """Names but for that of a file or folder that is gone, and all in it."""
+    """The names without one file, or without one folder and all files in it."""
     inside = f"{gone}/" if gone else ""
     return {name: state for name, state in names.items() if name != gone and not name.startswith(inside)}
 

@@ -11,7 +11,7 @@ _TIMES = ("mtime", "created", "modify", "modified", "last_modified", "Last-Modif
 
 
 def state(fs: Any, place: str, info: dict[str, Any]) -> str:
-    """What tells one content of a file from another: its version, or its size and time.
+    """A text that changes when the file changes: its version, or its size and time.
 
     Args:
         fs: the file system.

@@ -230,7 +230,7 @@ def read_label(answer: str) -> str | None:
 
 
 def read_verdicts(answer: str, n: int) -> list[bool | None] | None:
-    """The list of n numbers 0 or 1 in an answer; None where there is none, or others beside it say something else."""
+    """The list of n zeros and ones in an answer. None if there is no such list, or if several differ."""
     text = _said(answer)
     lists = [match.group() for match in _LIST.finditer(text)]
     if n == 1 and text.strip() in ("0", "1"):

@@ -140,5 +140,5 @@ class Describer:
 
 
 def _ids_rule(of: np.ndarray, ids: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Whether a token has one of these ids, in the (n_tokens,) ids `of` the tokens or of those before them."""
+    """A rule: the id is one of these. `of` (n_tokens,) has the ids of the tokens, or of the tokens before them."""
     return lambda tokens: np.isin(of[tokens], ids)

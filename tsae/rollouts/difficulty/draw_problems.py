@@ -119,8 +119,8 @@ def _by_cutoffs(
 def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
     """Read separate rollouts of the base on problems of a log: problem_id (the log's), policy and outcome.
 
-    Problems are the same if their prompts are. Where several share a prompt, here or in the log, their ids must be the
-    same, too; others are left out.
+    Two problems are the same if their prompts are equal. If several problems share one prompt, their ids must be equal
+    too. Other problems are left out.
 
     Args:
         path: Parquet file of rollouts.

@@ -114,7 +114,7 @@ def check_shapes(weights: Mapping[str, torch.Tensor], d_model: int, d_sae: int, 
 
 @contextmanager
 def not_fitting(weights: str, config: str, folder: str | Path, fix: str) -> Iterator[None]:
-    """Say that the file of weights does not fit the config, in place of what torch says about it."""
+    """Turn an error of torch into a TsaeError: the weights do not fit the config."""
     try:
         yield
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError, SafetensorError) as error:

@@ -231,7 +231,7 @@ def _check(
     weights: dict[str, torch.Tensor],
     where: str | Path,
 ) -> Normalize:
-    """What is done to every token by itself; configs that ask for what is not computed here are refused."""
+    """How the SAE normalises each token. Refuses a config that needs what tsae cannot compute."""
     if "transcoder" in architecture:
         raise transcoder(where)
     if architecture not in _KNOWN:
