@@ -339,8 +339,8 @@ class _Watch:
         found = weights_fingerprint(base, like=captured)
         if captured != found:
             raise TsaeError(
-                f"is another base than before: its weights have the hash {found}, and those that were compared with "
-                f"have {captured}",
+                f"is another base than before: its weights and config have the hash {found}, and those that were "
+                f"compared with have {captured}",
                 where=base.path,
                 fix="Give the same base (--base), or begin in another folder with --to.",
             )

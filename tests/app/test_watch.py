@@ -208,7 +208,7 @@ def test_what_is_not_the_same_training_is_refused(
     weights = tmp_path / "base" / "model.safetensors"
     held = weights.read_bytes()
     save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    with pytest.raises(TsaeError, match=r"base: is another base than before: its weights have the hash"):
+    with pytest.raises(TsaeError, match=r"base: is another base than before: its weights and config have the hash"):
         look(training.config)
     weights.write_bytes(held)
     shutil.copy(

@@ -580,7 +580,7 @@ def test_what_does_not_fit_together(
     later, model = shutil.copytree(decided.base.path, tmp_path / "later"), decided.base.load_model()
     model.lm_head.weight.data.add_(0.25)
     model.save_pretrained(later)
-    refused("its weights are not those that reader base", checkpoint=replace(decided.base, path=str(later)))
+    refused("its weights or its config are not those that", checkpoint=replace(decided.base, path=str(later)))
     silent = decided_features.codes[:].tolil()
     silent[:, OTHER] = 0
     refused("fires on no response token", table=replace(decided_features, codes=silent.tocsr()))

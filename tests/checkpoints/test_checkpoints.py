@@ -458,6 +458,22 @@ def test_every_byte_of_the_weights_counts_in_their_fingerprint(tmp_path: Path) -
     assert weights_fingerprint(checkpoint(folder), like=before) == weights_fingerprint(checkpoint(folder))
 
 
+def test_what_the_weights_compute_counts_in_their_fingerprint(tmp_path: Path) -> None:
+    model = checkpoint(save_model(tmp_path / "model"))
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    before, weights_alone = weights_fingerprint(model), weights_fingerprint(model, like="sha256:" + "0" * 16)
+    assert (before.split(":")[0], weights_alone.split(":")[0]) == ("sha256+config", "sha256")
+    file.write_text(json.dumps({**config, "_name_or_path": "elsewhere", "transformers_version": "9.9"}))
+    assert weights_fingerprint(model) == before  # saved again by another version, from another folder
+    file.write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert weights_fingerprint(model) != before
+    assert weights_fingerprint(model, like=weights_alone) == weights_alone  # as an earlier version wrote it down
+    file.write_text("{")
+    with pytest.raises(TsaeError, match=r"config\.json"):
+        weights_fingerprint(model)
+
+
 BASE = {"id": "base", "path": "base", "run": None}
 RUN = {"id": "easy-10", "path": "easy-10", "run": "easy", "step": 10}
 

@@ -381,7 +381,7 @@ def test_rewriting_is_what_the_bridge_does(series: Any, site: str) -> None:
 
 def test_other_weights_than_those_captured_are_refused(store: ActivationStore, series: Any, sae: TemporalSAE) -> None:
     swapped = replace(series["easy-10"], id="base")
-    with pytest.raises(TsaeError, match="its weights are not those that reader base had"):
+    with pytest.raises(TsaeError, match="its weights or its config are not those that reader base had"):
         loss_recovered(sae, store, swapped, [0])
 
 

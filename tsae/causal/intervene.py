@@ -229,7 +229,7 @@ def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint
     known = {reader["id"]: reader.get("weights") for reader in features.info["readers"]}.get(checkpoint.id)
     if known is not None and known != weights_fingerprint(checkpoint, like=known):
         raise TsaeError(
-            f"its weights are not those that reader {checkpoint.id} of the features had",
+            f"its weights or its config are not those that reader {checkpoint.id} of the features had",
             where=checkpoint.path,
             fix="Give the series that was captured, or capture and encode again.",
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.base.files import read_object
 from tsae.checkpoints.adapters import base_of, put_on
 from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.record import CheckpointRecord
@@ -32,7 +34,11 @@ if TYPE_CHECKING:
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _WHOLE = "sha256:"
-"""Begins the fingerprint of weights that were read from end to end."""
+"""Begins a fingerprint of weights that were read from end to end, but for their configuration."""
+_MODEL = "sha256+config:"
+"""Begins a fingerprint of the weights, read from end to end, and of the configuration that says what they compute."""
+_UNUSED = ("_name_or_path", "transformers_version")
+"""Entries of config.json that say where a model came from. They change as it is saved again, and its numbers do not."""
 
 
 class ModelLoader:
@@ -194,25 +200,35 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> str:
-    """Hash of a checkpoint's weight files: names, sizes, and every byte; and of its noise.
+    """Hash of a checkpoint's weight files (names, sizes, and every byte), of its config.json, and of its noise.
 
-    For an adapter, its configuration and its base count too.
+    In config.json every value counts but for `_name_or_path` and `transformers_version`; its layout does not. For an
+    adapter, adapter_config.json and its base count.
 
     Args:
         checkpoint: whose weights.
-        like: a fingerprint that the result will be compared with. One of an earlier version, without "sha256:", is of
-            the first and last MiB of each file, and so is the result then.
+        like: a fingerprint that the result will be compared with. One of an earlier version is of less, and so is the
+            result then: "sha256:…" is of the weights alone, one without a prefix of the first and last MiB of each
+            file.
+
+    Raises:
+        TsaeError: where there are no weights, or config.json cannot be read.
     """
-    whole = not isinstance(like, str) or like.startswith(_WHOLE)
+    told = like if isinstance(like, str) else _MODEL
+    kind = next(prefix for prefix in (_MODEL, _WHOLE, "") if told.startswith(prefix))
     folder = folder_of(checkpoint)
     digest = hashlib.sha256(b"" if checkpoint.noise is None else repr(checkpoint.noise).encode())
     files = [folder] if is_gguf(folder) else weight_files(folder)
     if is_adapter(folder):
         files = [*files, folder / ADAPTER_CONFIG]
         digest.update(weights_fingerprint(base_of(checkpoint), like).encode())
-    for name, content in digests_of_files(files) if whole else ends_of_files(files):
+    elif kind == _MODEL and not is_gguf(folder):
+        config = read_object(folder / "config.json", "Give a complete checkpoint.")
+        used = {name: value for name, value in config.items() if name not in _UNUSED}
+        digest.update(json.dumps(used, sort_keys=True).encode())
+    for name, content in digests_of_files(files) if kind else ends_of_files(files):
         digest.update(name.encode() + content)
-    return (_WHOLE if whole else "") + digest.hexdigest()[:16]
+    return kind + digest.hexdigest()[:16]
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -59,7 +59,8 @@ def repair_store(
         found = weights_fingerprint(series[id], like=expected)
         if found != expected:
             raise TsaeError(
-                f"these are not the weights that were captured as {id} (hash {found}, expected {expected})",
+                f"its weights or its config are not those that were captured as {id} (hash {found}, "
+                f"expected {expected})",
                 where=series[id].path,
                 fix="Give the series that the store was captured from.",
             )

@@ -93,7 +93,7 @@ def loss_recovered(
     expected = store.reader_info(checkpoint.id).get("weights")
     if expected is not None and expected != weights_fingerprint(checkpoint, like=expected):
         raise TsaeError(
-            f"its weights are not those that reader {checkpoint.id} had when {store.path} was captured",
+            f"its weights or its config are not those that reader {checkpoint.id} had when {store.path} was captured",
             where=checkpoint.path,
             fix="Give the series that was captured, or capture again.",
         )
