@@ -18,8 +18,7 @@ ARTEFACTS = (
 )  # fmt: skip
 """In the folder of the artefacts, files and folders. A word of a command that begins with one of them is read."""
 GIVEN = ("series", "adapters", "mixed", "problems.jsonl")
-"""Artefacts that a user brings. Nobody knows what they held, so results of changed ones may differ, where no other
-artefact remembers them."""
+"""Artefacts that a user brings: no checksum says what they held."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Stage:
     """Its words; paths are relative to the folder of the artefacts, and results go to "out"."""
     reads: tuple[str, ...] = ()
     """Artefacts that are damaged for it."""
-    open: bool = False
-    """Whether results may differ where an artefact of `GIVEN` is changed."""
+    open: tuple[str, ...] = ()
+    """Artefacts of `GIVEN` that it knows nothing of, so that its results may differ where one is changed."""
     begun: str = ""
     """Artefact that lies where the results go, and is mended or added to."""
     compared: str = "*"
@@ -67,11 +66,11 @@ _RUN = ("run", "mixed", "--tokens", "4000", "--d-sae", "32", "--k", "4", "--trai
         "--attribution.targets", "outcome", "--attribution.n-fixed", "8", "--attribution.groups",
         "outcome")  # fmt: skip
 
-SAMPLE = Stage("sample", (*_SAMPLE, "--to", "out/raw.parquet"), ("series", "problems.jsonl"), open=True)
+SAMPLE = Stage("sample", (*_SAMPLE, "--to", "out/raw.parquet"), ("series", "problems.jsonl"), open=GIVEN)
 BANDS = Stage("bands", ("rollouts", "bands", "--rollouts", "raw.parquet", "--to", "out/banded.parquet"),
               ("raw.parquet",))  # fmt: skip
 CAPTURE = Stage("capture", (*_CAPTURE, "--token-statistics", "--to", "out/acts"), ("series", "rollouts.parquet"),
-                open=True)  # fmt: skip
+                open=GIVEN)  # fmt: skip
 TRAIN = Stage("train", ("train", "--store", "acts", "--to", "out/sae", *_TRAINING, "--tokens", "2000", "--site", SITE),
               ("acts",))  # fmt: skip
 ENCODE = Stage("encode", (*_ENCODE, "--to", "out/features"), ("sae", "acts"))
@@ -82,16 +81,17 @@ CAUSAL = Stage(
     "causal",
     (*_CAUSAL, "--to", "out/causal"),
     ("series", "sae", "features", "problems.jsonl"),
+    open=("problems.jsonl",),
     bound=("features", "sae"),
 )
-ATTRIBUTE = Stage("attribute", (*_ATTRIBUTE, "--to", "out/attribution"), ("mixed", "mixed.parquet", "sae"), open=True)
+ATTRIBUTE = Stage("attribute", (*_ATTRIBUTE, "--to", "out/attribution"), ("mixed", "mixed.parquet", "sae"), open=GIVEN)
 CREDIT = Stage("credit", ("credit", "fit", "--features", "features", "--to", "out/credit", "--min-problems", "2",
                           "--q", "1"), ("features",))  # fmt: skip
 INFLUENCE = Stage("influence", ("influence", *_SERIES, "--rollouts", "rollouts.parquet", "--sae", "sae", "--features",
                                 "3", "--to", "out/influence"), ("series", "rollouts.parquet", "sae"),
-                  open=True)  # fmt: skip
-DRIFT = Stage("drift", ("drift", *_SERIES, "--to", "out/drift"), ("series",), open=True)
-RUN = Stage("run", (*_RUN, "--to", "out/analysis"), ("mixed",), open=True)
+                  open=GIVEN)  # fmt: skip
+DRIFT = Stage("drift", ("drift", *_SERIES, "--to", "out/drift"), ("series",), open=GIVEN)
+RUN = Stage("run", (*_RUN, "--to", "out/analysis"), ("mixed",), open=GIVEN)
 CLAIMS = Stage("claims", ("claims", "out/analysis"), ("out/analysis",), begun="analysis", compared="*claims.json")
 
 READERS = (
@@ -99,10 +99,10 @@ READERS = (
     Stage("difficulty", ("rollouts", "difficulty", "--rollouts", "raw.parquet", "--n-draws", "100",
                          "--json", "out/difficulty.json"), ("raw.parquet",)),
     Stage("difficulty-page", ("rollouts", "difficulty", "--rollouts", "raw.parquet", "--n-draws", "100", *_SERIES,
-                              "--to", "out/difficulty"), ("raw.parquet", "series"), open=True),
+                              "--to", "out/difficulty"), ("raw.parquet", "series"), open=GIVEN),
     Stage("behaviours", ("rollouts", "behaviours", "--rollouts", "raw.parquet", "--to", "out/behaved.parquet",
                          "--json", "out/behaved.json"), ("raw.parquet",)),
-    Stage("import", ("rollouts", "import", "mixed", "--to", "out/mixed.parquet"), ("mixed",), open=True),
+    Stage("import", ("rollouts", "import", "mixed", "--to", "out/mixed.parquet"), ("mixed",), open=GIVEN),
     Stage("show", ("store", "show", "acts", "--json", "out/show.json"), ("acts",)),
     Stage("check", ("store", "check", "acts", "--json", "out/check.json"), ("acts",)),
     Stage("repair", ("store", "check", "out/acts", "--repair", *_SERIES), ("out/acts", "series"), begun="acts",
@@ -115,15 +115,15 @@ READERS = (
     Stage("train-start", ("train", "--store", "acts", "--to", "out/sae", "--start", "sae", "--tokens", "1000",
                           "--batch-tokens", "256", "--site", SITE), ("acts", "sae")),
     Stage("train-live", ("train", *_LIVE, "--to", "out/sae", *_TRAINING, "--tokens", "1000", "--site", SITE),
-          ("series", "rollouts.parquet"), open=True),
+          ("series", "rollouts.parquet"), open=GIVEN),
     Stage("crosscoder", ("crosscoder", "--store", "acts", "--reader", "hard-100", "--to", "out/crosscoder", *_TRAINING,
                          "--tokens", "2000", "--site", SITE), ("acts",)),
     Stage("export", ("export", "--sae", "sae", "--to", "out/exported"), ("sae",)),
     Stage("push-folder", ("push", "org/name", "sae", "--licence", "apache-2.0", "--to-folder", "out/files"), ("sae",)),
     Stage("encode-live", ("encode", "--sae", "sae", *_LIVE, "--to", "out/features"),
-          ("series", "rollouts.parquet", "sae"), open=True),
+          ("series", "rollouts.parquet", "sae"), open=GIVEN),
     Stage("capture-adapters", ("capture", "--series", "adapters", "--rollouts", "rollouts.parquet", "--to", "out/acts"),
-          ("adapters", "rollouts.parquet"), open=True),
+          ("adapters", "rollouts.parquet"), open=GIVEN),
     Stage("diff-more", ("diff", "--features", "features", "--to", "out/diff", *_FEW, "--store", "acts", "--compare",
                         "diff", "--sae", "sae", *_SERIES, "--tokenizer", "series/base", "--insertion", "1",
                         "--noise-draws", "1", "--markdown", "out/diff.md"),
@@ -149,7 +149,8 @@ READERS = (
     CLAIMS,
     Stage("report-run", ("report", "--diff", "analysis/diff", "--features", "analysis/features", "--to",
                          "out/page.html"), ("analysis",)),
-    Stage("reformulate", ("reformulate", "problems.jsonl", "--to", "out/easier.jsonl"), ("problems.jsonl",), open=True),
+    Stage("reformulate", ("reformulate", "problems.jsonl", "--to", "out/easier.jsonl"), ("problems.jsonl",),
+          open=GIVEN),
 )  # fmt: skip
 WRITERS = (
     SAMPLE, BANDS, CAPTURE, TRAIN, ENCODE, DIFF, PUSHED, CAUSAL, ATTRIBUTE, CREDIT, INFLUENCE, DRIFT, RUN, CLAIMS,

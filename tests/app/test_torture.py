@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +47,11 @@ def judged(
         return subprocess.CompletedProcess(words, code, "", said)
 
     monkeypatch.setattr(process, "run", run)
-    monkeypatch.setattr(damage, "GIVEN", ())  # else results of changed checkpoints may differ
     whole = [
-        stage for stage in stages.READERS if stage.compared == "*"
-    ]  # others do not answer for what is written here
+        replace(stage, open=())  # else results of changed checkpoints may differ
+        for stage in stages.READERS
+        if stage.compared == "*"  # others do not answer for what is written here
+    ]
     monkeypatch.setattr(damage, "READERS", whole)
     options = torture.Torture(seed=6, only=kind)  # type: ignore[arg-type]
     return {torture.attempt(number, options, made, made.parent / "room")[2].split(":")[0] for number in range(12)}
