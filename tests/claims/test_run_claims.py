@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,8 @@ def test_sparser_when_hard(tmp_path: Path, order: tuple[int, ...], verdict: str)
         state[1:] = 1.0  # of the response: must not count
         texts.append(state)
     synthetic_store(tmp_path / "activations", texts, special=())
-    records = [answer(f"p{i:04d}", "base", None, band=band) for i, band in enumerate(bands)]
+    same = {"prompt_ids": [0], "response_ids": [1, 2]}  # as the store has them
+    records = [answer(f"p{i:04d}", "base", None, band=band, **same) for i, band in enumerate(bands)]
     found = record(write_run(tmp_path, records, RUN), "o")
     assert found["verdict"] == verdict
     # By hand: m equal entries of 16 have (4 − √m) / 3.
@@ -408,7 +410,8 @@ def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -
 
 @pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "partly"), (1.0, "not reproduced")])
 def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None:
-    folder = write_run(tmp_path, answers("base", LEVEL), RUN)
+    folder = write_run(tmp_path, answers("base", LEVEL), RUN, answers("base", LEVEL, step=1))
+    of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
     ids = [f"p{i}" for i in range(20)]
     bands = ["easy" if i < 12 else "hard" for i in range(20)]
     base = make_attribution()
@@ -420,7 +423,11 @@ def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None
         {"problem_id": ids, "n": 4, "target": "log-likelihood, right − wrong", "share": 0.0, "low": 0.0, "high": 0.0,
          "effect": [sign * (1 + i % 3) if band == "easy" else -sign for i, band in enumerate(bands)]}
     )  # fmt: skip
-    tsae.Attribution(**{**vars(base), "facts": facts, "problems": problems}).save(folder / "attribution")
+    made = tsae.Attribution(**{**vars(base), "facts": facts, "problems": problems})
+    made.save(folder / "attribution")
+    assert "an attribution of this run’s own log" in record(folder, "v")["needs"]
+    made.info["inputs"]["rollouts"] = of
+    made.save(folder / "attribution")
     found = record(folder, "v")
     assert found["verdict"] == verdict
     assert found["parts"][0]["n"] == 12
@@ -460,6 +467,31 @@ def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
     flip(file, file.stat().st_size // 2)
     with pytest.raises(TsaeError):
         Claims.load(folder)
+
+
+def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
+    mine, other = answers("base", LEVEL) + answers("run-10", LEVEL), answers("base", LEVEL) + answers("run-10", raised(
+        dict.fromkeys(BANDS, 1)))  # fmt: skip
+    folder = write_run(tmp_path / "mine", mine, RUN)
+    write_run(tmp_path / "labels", other, RUN)
+    write_run(tmp_path / "rollouts", other[:-1], RUN)
+    synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
+    with pytest.raises(TsaeError, match=r"activations: is of other rollouts \(\w+\) than this run"):
+        claims_of(folder, ["o"])
+    for name in ("labels", "rollouts"):
+        shutil.rmtree(folder / "diff")
+        shutil.copytree(tmp_path / name / "diff", folder / "diff")
+        with pytest.raises(TsaeError, match=rf"diff: is of other {name} \(\w+\) than this run"):
+            claims_of(folder, ["a"])
+
+
+@pytest.mark.parametrize(
+    "bands", ["easy", {"reference": "base"}, {"reference": "base", "separate": False, "refused": 1}]
+)
+def test_damaged_facts_on_bands_are_refused(tmp_path: Path, bands: Any) -> None:
+    records = answers("base", LEVEL) + answers("run-10", LEVEL)
+    with pytest.raises(TsaeError, match="in no known way"):
+        claims_of(write_run(tmp_path, records, RUN, info={"sampled": {}, "bands": bands}), ["a"])
 
 
 def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:

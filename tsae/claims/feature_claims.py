@@ -93,6 +93,8 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
             continue
         if (info.get("sae") or {}).get("weights") != (run.diff.info.get("sae") or {}).get("weights"):
             continue  # Its numbers are those of another SAE's features.
+        if info.get("features_encoded_with") not in (None, run.of_answers["rollouts"]):
+            continue  # Its features were chosen, and their random controls matched, in other rollouts.
         if described.family.reindex(info["features"]).isin(families).mean() > 0.5:
             return test
     ids = described.index[described.family.isin(families)][:8]

@@ -81,6 +81,7 @@ def errors_breed_errors(run: Evidence) -> Judgement:
 def pruning_easy(run: Evidence) -> Judgement:
     """v: simulated effects of leaving out single easy problems on the likelihood of right against wrong responses."""
     found = run.attribution
+    run.need_bands()
     band = problem_bands(found.facts)
     table = found.problems[found.problems.target.str.endswith("right − wrong")]
     again = "`tsae attribute … --subsets 120 --to ANALYSIS/attribution`"

@@ -20,7 +20,7 @@ from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
 from tsae.base.views import views
-from tsae.claims.evidence import Evidence, Missing, StepCheck
+from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
 from tsae.claims.feature_claims import FEATURES
 from tsae.claims.further_trainings import FURTHER
 from tsae.claims.inside_claims import INSIDE
@@ -40,7 +40,6 @@ ONE_RUN = (
     "One training run: problems are the unit, so this says what this run did, not what such training does. Other seeds "
     "may differ."
 )
-_NAMES = {"rollouts": "rollouts", "labels": "labels", "sae": "weights of the SAE"}
 _AGAIN = "Test them again: tsae claims RUN."
 
 
@@ -117,9 +116,9 @@ class Claims(Tables):
             _check(records)
         info = {name: value for name, value in found.items() if name != "note"}
         if diff is not None:
-            for name, value in _inputs(diff).items():
+            for name, value in inputs_of(diff).items():
                 if info.get(name, value) != value:
-                    what = f"is of other {_NAMES[name]} ({info[name]}) than the diff beside it ({value})"
+                    what = f"is of other {NAMES[name]} ({info[name]}) than the diff beside it ({value})"
                     raise TsaeError(what, where=file, fix=_AGAIN)
         return cls(records, info)
 
@@ -141,17 +140,10 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
         )
     evidence = Evidence(Path(run), check)
     records = tuple(_judged(key, evidence).record() for key in TESTS if key in (only or TESTS))
-    inputs = {"rollouts": evidence.answers.fingerprint, "labels": evidence.answers.labels_fingerprint}
+    inputs = evidence.of_answers
     with suppress(Missing):
-        inputs = {**_inputs(evidence.diff), **inputs}
+        inputs = {**inputs_of(evidence.diff), **inputs}
     return Claims(records, {**inputs, "versions": versions()})
-
-
-def _inputs(diff: FeatureDiff) -> dict[str, str]:
-    """Fingerprints of the inputs of a diff, under their names in claims.json."""
-    weights = (diff.info.get("sae") or {}).get("weights")
-    found = {"rollouts": diff.info.get("rollouts"), "labels": diff.info.get("labels"), "sae": weights}
-    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _judged(key: str, run: Evidence) -> Judgement:
