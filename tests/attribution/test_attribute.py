@@ -172,6 +172,18 @@ def test_tokens_carry_a_share(found: Attribution, run: Path) -> None:
         tokens = found.tokens(int(sample.trajectory), target, series)
         assert tokens.share.sum() == pytest.approx(sample.share, rel=0.02)
         assert "".join(tokens.token).startswith(sample.response)
+
+    def refused(given: tsae.CheckpointSeries, told: str, of: Attribution = found) -> None:
+        with pytest.raises(TsaeError, match=told):
+            of.tokens(int(sample.trajectory), target, given)
+
+    step, last = int(sample.step), series.last(series.runs[0])
+    other = tuple(replace(c, path=last.path) if c.step == step - 1 else c for c in series)
+    earlier = replace(found, info={k: v for k, v in found.info.items() if k != "weights"})
+    for of in (found, earlier):
+        refused(replace(series, checkpoints=other), f"the checkpoint after step {step - 1} is not the one that", of)
+    fewer = tuple(c for c in series if c.step != step)
+    refused(replace(series, checkpoints=fewer), f"after step {step} is .* not there, then")
     with pytest.raises(TsaeError, match="the log is not at hand"):
         replace(found, source=None).tokens(int(sample.trajectory), target, series)
 
@@ -272,6 +284,9 @@ def test_what_is_not_of_this_run_is_refused(run: Path, tmp_path: Path) -> None:
     ids = log.table["response_ids"].to_pylist()
     with pytest.raises(TsaeError, match="outside the model's vocabulary"):
         attribute(log.with_column("response_ids", [[10_000] * len(one) for one in ids]))
+    for token in (-1, 10_000, 1.5):
+        with pytest.raises(TsaeError, match="is no token id of this model; there are 0 to"):
+            tsae.attribute(series, log, tmp_path / "to", first_token=token, config=FAST, progress=False)
     steps = log.frame["step"].tolist()
     with pytest.raises(TsaeError, match="1 of 54 rows have no step"):
         attribute(log.with_column("step", [None, *steps[1:]]))

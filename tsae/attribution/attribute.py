@@ -46,7 +46,7 @@ from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import read_object, write_json
-from tsae.checkpoints.loading import tokenizer_fingerprint
+from tsae.checkpoints.loading import tokenizer_fingerprint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
@@ -178,6 +178,7 @@ def attribute(
             "run": stretch.run,
             "checkpoints": [step + stretch.begin for step in stretch.path.steps],
             "inputs": inputs,
+            "weights": _weights(series, stretch),
             "sae": None if sae is None else sae.fingerprint,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
@@ -280,17 +281,21 @@ def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | No
 def _inputs(stretch: _Stretch, rollouts: Rollouts) -> dict[str, Any]:
     """Fingerprints of what the samples' gradients are made from."""
     rows = np.concatenate(list(stretch.batches.values())).astype(np.int64)
-    weights = [stretch.path.knots[step].cpu().numpy() for step in stretch.path.steps]
     return {
         "rollouts": rollouts.fingerprint,
         "labels": rollouts.labels_fingerprint,
         "rows": hashlib.sha256(rows.tobytes()).hexdigest()[:16],
         "steps": [stretch.begin, stretch.begin + stretch.path.last],
-        "checkpoints": {
-            str(step + stretch.begin): hashlib.sha256(found.tobytes()).hexdigest()[:16]
-            for step, found in zip(stretch.path.steps, weights, strict=True)
-        },
+        "checkpoints": {str(step + stretch.begin): stretch.path.fingerprint(step) for step in stretch.path.steps},
     }
+
+
+def _weights(series: CheckpointSeries, stretch: _Stretch) -> dict[str, str]:
+    """Fingerprints of the checkpoints' files by step. They have what the trained weights lack: an adapter's base, and
+    the configuration."""
+    steps = {step + stretch.begin for step in stretch.path.steps}
+    mine = [c for c in series if c.step in steps and (c.is_base or c.run == stretch.run)]
+    return {str(c.step): weights_fingerprint(c) for c in mine}
 
 
 def _begin(to: Path, inputs: dict[str, Any]) -> None:
