@@ -144,6 +144,9 @@ def test_what_is_saved_is_loaded(found: Attribution, run: Path, tmp_path: Path) 
     assert str(run) not in (run / "attribution" / "attribution.json").read_text()
     with pytest.raises(TsaeError, match=r"holds no attribution\.json"):
         Attribution.load(tmp_path)
+    replace(found, facts=found.facts.drop(columns="band")).save(tmp_path / "lacks")
+    with pytest.raises(TsaeError, match=r"facts\.parquet has no column band"):
+        Attribution.load(tmp_path / "lacks")
     log = tsae.Rollouts.read(run / "rollouts.parquet")
     assert "response" in Attribution.load(run / "attribution", log).of_target("feature 3", 1)
     with pytest.raises(TsaeError, match="was made from other rollouts"):

@@ -13,9 +13,10 @@ Memory holds the checkpoints, some vectors of the weights for each target, and t
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -98,6 +99,7 @@ def attribute(
     stretch = _stretch(series, rollouts, recipe, run, config, notes)
     checked = _with_behaviours(check_settings(rollouts, stretch.logged, recipe, notes), config, notes)
     wanted = Wanted(targets, None) if targets is not None else None
+    _check_token(first_token, stretch.path)
     special = _special(series, checked, sae, stretch.path)
     wanted = wanted or find_targets(
         stretch.path,
@@ -110,7 +112,7 @@ def attribute(
         config=config,
         notes=notes,
     )
-    inputs = _inputs(stretch, checked)
+    inputs, weights = _inputs(stretch, checked), _weights(series, stretch)
     _begin(to, inputs)
     budget = int(config.budget_gb * 1e9)
     store = build_gradients(
@@ -178,7 +180,7 @@ def attribute(
             "run": stretch.run,
             "checkpoints": [step + stretch.begin for step in stretch.path.steps],
             "inputs": inputs,
-            "weights": _weights(series, stretch),
+            "weights": weights,
             "sae": None if sae is None else sae.fingerprint,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
@@ -259,6 +261,12 @@ def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[
     return with_behaviours(rollouts)
 
 
+def _check_token(token: int | None, path: TrainingPath) -> None:
+    size = len(path.trained.model.get_input_embeddings().weight)
+    if token is not None and not (isinstance(token, SupportsIndex) and 0 <= token < size):
+        raise TsaeError(f"{token!r} is no token id of this model; there are 0 to {size - 1}", where="first_token")
+
+
 def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, path: TrainingPath) -> list[int]:
     """Token ids that count in no feature; checks that log and SAE belong to the model."""
     vocabulary, width = path.trained.model.get_input_embeddings().weight.shape
@@ -331,6 +339,9 @@ def _shares(
         notes.append(
             f"Between the {len(steps)} checkpoints that are used for {path.last} steps, weights are interpolated."
         )
+    # Directions of other targets, left by an earlier call, would be read as those of these.
+    (to / "attribution.json").unlink(missing_ok=True)
+    shutil.rmtree(to / "directions", ignore_errors=True)
     keep = Directions(to / "directions").keep if fits else None
     return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
 

@@ -22,6 +22,15 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
+_COLUMNS = {
+    "targets": ("target", "before", "after", "realised", "simulated"),
+    "samples": ("trajectory", "step", "target", "share"),
+    "facts": ("trajectory", "problem_id", "step", "band", "outcome"),
+    "groups": ("group", "n", "target", "share", "without", "effect", "alone"),
+    "problems": ("problem_id", "target", "share", "effect", "low", "high"),
+    "segments": ("target",),
+}
+"""That every version wrote."""
 _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
 
 
@@ -210,7 +219,7 @@ class Attribution(Tables):
             rollouts: the log that it was made from, for texts and tokens.
 
         Raises:
-            TsaeError: where the folder holds no attribution, or the log is another.
+            TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
         folder = Path(folder)
         missing = [
@@ -224,9 +233,13 @@ class Attribution(Tables):
             need_seal(folder, (folder / f"{name}.parquet" for name in _TABLES), "Attribute again.")
         with reading(folder, "Attribute again."):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
-        if rollouts is not None and rollouts.fingerprint != info["inputs"]["rollouts"]:
+            for name, columns in _COLUMNS.items():
+                if lacking := set(columns) - set(tables[name]):
+                    raise ValueError(f"{name}.parquet has no column {min(lacking)}")
+            of = str(info["inputs"]["rollouts"])
+        if rollouts is not None and rollouts.fingerprint != of:
             raise TsaeError(
-                f"was made from other rollouts ({info['inputs']['rollouts']}) than these ({rollouts.fingerprint})",
+                f"was made from other rollouts ({of}) than these ({rollouts.fingerprint})",
                 where=folder,
                 fix="Give the log that was attributed.",
             )

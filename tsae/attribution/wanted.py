@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import SupportsIndex
 
 import numpy as np
 
@@ -66,13 +65,8 @@ def find_targets(
         notes: says what was chosen, and what is missing.
 
     Raises:
-        TsaeError: where there is nothing to attribute, or the model has no such token.
+        TsaeError: where there is nothing to attribute.
     """
-    vocabulary = len(path.trained.model.get_input_embeddings().weight)
-    if first_token is not None and not (isinstance(first_token, SupportsIndex) and 0 <= first_token < vocabulary):
-        raise TsaeError(
-            f"{first_token!r} is no token id of this model; there are 0 to {vocabulary - 1}", where="first_token"
-        )
     fixed = _fixed(rollouts, first_batch, config)
     notes.append(
         f"Targets are measured on {len(fixed)} responses to {fixed.n_problems} problems that the run's first policy "

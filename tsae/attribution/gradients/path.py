@@ -52,8 +52,9 @@ class TrainingPath:
             device: torch device.
 
         Raises:
-            TsaeError: where several runs are there and none is named, steps are missing, an adapter has weights
-                beside A and B, or checkpoints have other weights than one another, such as of another vocabulary.
+            TsaeError: where several runs are there and none is named, steps are missing or there twice, an adapter has
+                weights beside A and B, or checkpoints differ in the weights that they have, such as of another
+                vocabulary.
         """
         runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
         if run is None and len(runs) == 1:
@@ -72,6 +73,13 @@ class TrainingPath:
             )
         loader = ModelLoader(device=device, dtype="float32", attention="eager")
         mine = [checkpoint for checkpoint in series if checkpoint.run == run and not checkpoint.is_base]
+        twice = next((c for i, c in enumerate(mine) if c.step in [other.step for other in mine[:i]]), None)
+        if twice is not None:
+            raise TsaeError(
+                f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}",
+                where=series.name,
+                fix="Leave one of them out.",
+            )
         kinds = {is_adapter(folder_of(checkpoint)) for checkpoint in mine}
         if len(kinds) > 1:
             raise TsaeError(
