@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tsae.claims.evidence import Evidence
 from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
 from tsae.errors import TsaeError
+from tsae.rollouts.logs.entries.hashes import hash64
 
 RUN = [checkpoint("run-10", "run")]
 LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}
@@ -144,6 +146,15 @@ def test_hard_harms_by_the_bands_of_the_log(tmp_path: Path) -> None:
     assert "of this one's responses: easy" in record(folder, "a")["needs"]
 
 
+def test_bands_that_were_measured_elsewhere_are_those_of_the_log(tmp_path: Path) -> None:
+    """The log's own outcomes are not known, and could say nothing of bands."""
+    log = [answer(f"{band}{i}", "base", None, step=1) for band in BANDS for i in range(10 if band == "hard" else 1)]
+    records, bands = answers("base", LEVEL) + answers("run-10", LEVEL), {"reference": "base", "separate": True}
+    evidence = Evidence(write_run(tmp_path, records, RUN, log, info={"sampled": {}, "bands": bands}))
+    assert evidence.training_bands.to_dict() == pytest.approx({"easy": 1 / 12, "medium": 1 / 12, "hard": 10 / 12})
+    assert evidence.trained_on("run-10") == "hard"
+
+
 def test_other_trainings_harm_nothing(tmp_path: Path) -> None:
     found = record(write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN), "b")
     assert found["needs"] == (
@@ -257,7 +268,7 @@ def test_lone_successes(tmp_path: Path) -> None:
     ]
     assert "scale_rewards=False" in found["caveat"]
     found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, lone_log(False)), "c")
-    assert found["verdict"] == "not reproduced"
+    assert found["verdict"] == "undecided"
 
 
 def test_no_groups_no_lone_success(tmp_path: Path) -> None:
@@ -339,7 +350,20 @@ def test_only_the_first_epoch_counts(tmp_path: Path) -> None:
     again = [{**row, "step": row["step"] + 8, "response": "1+2=3\n#### 3"} for row in format_log(1.0)]
     found = record(write_run(tmp_path, answers("base", LEVEL), RUN, format_log(1.0) + again), "j")
     assert "“prose, boxed”" in found["parts"][0]["statement"]
-    assert found["caveat"] == ""
+    assert "No problem is asked twice" not in found["caveat"]
+
+
+def test_the_format_is_chosen_on_other_problems_than_it_is_counted_on(tmp_path: Path) -> None:
+    """Formats as common as each other: the top one of the very responses that are counted would have a larger share."""
+    log = format_log(0.5, start=0.5)
+    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "j")
+    last = [row for row in log if row["step"] >= 6]
+    boxed = pd.Series(["boxed" in row["response"] for row in last]).groupby([row["problem_id"] for row in last]).mean()
+    seen = sorted(boxed.index, key=hash64)[::2]
+    share = boxed if boxed[seen].mean() > 0.5 else 1 - boxed
+    assert found["parts"][0]["n"] == 20
+    assert found["parts"][0]["mean"] == pytest.approx(share.drop(seen).mean())
+    assert "The format was chosen on 20 other problems of these steps." in found["caveat"]
 
 
 # --- inside
@@ -388,6 +412,26 @@ def test_coherent_not_valid(tmp_path: Path, after: str, valid: bool, holds: list
             records[-8] = answer(f"p{i}", "base", True, response="rrrr")
     found = record(write_run(tmp_path, records, RUN), "p", check=marked)
     assert held(found) == holds
+
+
+def test_without_a_valid_solution_nothing_is_said_of_validity(tmp_path: Path) -> None:
+    """Of two checkpoints one solves a problem: what is said is said of that one."""
+    records = [
+        answer(f"p{i}", who, right, response="rr" if right or (who != "base" and k) else "rw" if i % 3 else "ww")
+        for i in range(20)
+        for who in ("base", "run-10", "other-10")
+        for k, right in enumerate((False, False, who == "other-10" and i % 2 == 0))
+    ]
+    found = record(write_run(tmp_path / "none", [row for row in records if row["policy"] != "other-10"], RUN), "p",
+                   check=marked)  # fmt: skip
+    assert found["needs"] == "a valid solution, with right steps alone (neither base nor run-10 has one)"
+    for wrong in ("rw", [0.5], None):
+        with pytest.raises(TsaeError, match="expected a list of true and false, one a step"):
+            record(tmp_path / "none", "p", check=lambda _, __, wrong=wrong: wrong)
+    both = [*RUN, checkpoint("other-10", "other")]
+    found = record(write_run(tmp_path / "one", records, both), "p", check=marked)
+    assert len(found["parts"]) == 2
+    assert "neither base nor run-10" in found["caveat"]
 
 
 @pytest.mark.parametrize(("breeds", "holds"), [(True, True), (False, None)])
@@ -464,6 +508,12 @@ def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
     assert str(again) == str(found)
     table = found.table()
     assert len(table) == sum(max(1, len(one["parts"])) for one in found.records)
+    changes: list[dict[str, Any]] = [{"claim": "ä"}, {"title": 1}, {"parts": [{**found["a"]["parts"][0], "low": "0"}]}]
+    for change in [*changes, {"parts": [{**found["a"]["parts"][0], "holds": "yes"}]}]:
+        replace(found, records=({**found["a"], **change},)).save(folder)
+        with pytest.raises(TsaeError, match=r"claims\.json: cannot be read"):
+            Claims.load(folder)
+    found.save(folder)
     flip(file, file.stat().st_size // 2)
     with pytest.raises(TsaeError):
         Claims.load(folder)
@@ -514,6 +564,18 @@ def test_jackknife_of_means_over_other_problems() -> None:
     two = one + rng.normal(0.5, 0.1, 40)
     paired = stats.ttest_1samp(two - one, 0).confidence_interval(0.95)
     assert between("x", two, one, "").interval == pytest.approx(((two - one).mean(), paired.low, paired.high))
+
+
+def test_a_side_whose_problems_are_all_the_same_has_no_certainty() -> None:
+    """0 of 8 problems: of eight with a chance of 1/10, that is so in 43 % of draws."""
+    none, some = pd.Series(0.0, [f"a{i}" for i in range(8)]), pd.Series([0.0] * 90 + [1.0] * 10, map(str, range(100)))
+    mean, low, high = between("x", some, none, "").interval
+    assert mean == pytest.approx(0.1)
+    pooled = some.std(ddof=1) * (1 / 8 + 1 / 100) ** 0.5  # both sides with the spread that one of them shows
+    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.975, 107) * pooled, rel=0.1)
+    assert low < 0
+    back = between("x", none, some, "").interval
+    assert back == pytest.approx((-mean, -high, -low))
 
 
 LOGS: dict[str, dict[str, Any]] = {

@@ -97,8 +97,11 @@ class Evidence:
         if not (self.folder / "features" / "features.json").is_file():
             raise Missing("the codes of the features", "the command that began this run, which goes on")
         features = FeatureTable.load(self.folder / "features")
-        of = {"rollouts": features.rollouts.fingerprint, "labels": features.rollouts.labels_fingerprint}
-        of["sae"] = (features.info.get("sae") or {}).get("weights")
+        of = {
+            "rollouts": features.rollouts.fingerprint,
+            "labels": features.rollouts.labels_fingerprint,
+            "sae": (features.info.get("sae") or {}).get("weights"),
+        }
         self._need_own(self.folder / "features", of, {**inputs_of(self.diff), **self.of_answers})
         return features
 
@@ -165,11 +168,14 @@ class Evidence:
     def log_bands(self) -> pd.Series:
         """The band of every problem of the log, by problem_id."""
         outline = self.outline
+        drawn = problem_bands(self.answers.frame).dropna()
+        told = bands_info(self.answers.info, self.answers.origin) or {}
+        if told.get("separate") and set(outline.problem_id) <= set(self.answers.frame.problem_id):
+            return drawn  # Measured on rollouts that do not lie in this folder, and of every problem.
         known = self.folder / _ROLLOUTS[0]
         found, _ = band_problems(outline.reset_index(drop=True), known, base=self.diff.base)
         if found is None or found.info.get("refused"):
             raise Missing("bands of the log's problems that are not training steps", "`tsae run … --bands-from FILE`")
-        drawn = problem_bands(self.answers.frame).dropna()
         return drawn.combine_first(problem_bands(found.rows).dropna())
 
     @cached_property
@@ -179,8 +185,7 @@ class Evidence:
         if not (folder / "attribution.json").is_file():
             raise Missing("an attribution of this run", "`tsae attribute … --to ANALYSIS/attribution`")
         found = Attribution.load(folder)
-        with reading(folder / "attribution.json", "Attribute again."):
-            of, own = found.info["inputs"]["rollouts"], self._log_fingerprint
+        of, own = found.info["inputs"]["rollouts"], self._log_fingerprint
         if of != own:
             raise Missing(
                 f"an attribution of this run’s own log (the one in its folder is of the log {of}, and this run’s is "
@@ -207,7 +212,11 @@ class Evidence:
                 "causal tests of features, since a correlation is no verdict",
                 "the same `tsae run` with `--causal`, or `tsae causal --to ANALYSIS/causal/NAME`",
             )
-        return [Intervention.load(file.parent) for file in files]
+        found = [Intervention.load(file.parent) for file in files]
+        for file, test in zip(files, found, strict=True):
+            with reading(file, "Run it again."):
+                _ = test.info["checkpoint"], test.info["config"]["mode"], [int(one) for one in test.info["features"]]
+        return found
 
     def trained_on(self, checkpoint: str) -> str | None:
         """The band that a checkpoint was trained on: named by the series, or of four fifths of the log's responses."""

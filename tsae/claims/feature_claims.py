@@ -144,7 +144,8 @@ def _effect(test: Intervention, behaviour: str, statement: str) -> Part:
     means = found[behaviour].groupby([frame.problem_id, frame.policy]).mean().unstack()
     random = means[[name for name in means if str(name).startswith("random_")]].mean(axis=1)
     more = "`tsae causal` on more problems (--problems)"
-    return part(statement, (random - means["features"]).dropna().to_numpy(), more)
+    edited = means.reindex(columns=["features"])["features"]
+    return part(statement, (random - edited).dropna().to_numpy(dtype=float), more)
 
 
 FEATURES: dict[str, Callable[[Evidence], Judgement]] = {"e": easy_direct, "f": hard_rare, "g": medium_both}
