@@ -260,9 +260,13 @@ def test_few_checkpoints_are_enough_and_said(found: Attribution, run: Path, tmp_
 
 def test_of_very_many_samples_whole_groups_are_drawn(run: Path, tmp_path: Path) -> None:
     series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    (tmp_path / "directions").mkdir()
+    (tmp_path / "directions" / "step-000009.safetensors").write_bytes(b"of earlier targets")
     found = tsae.attribute(
         series, log, tmp_path, first_token=TOKEN_IDS["#"], config=replace(FAST, max_samples=40), progress=False
     )
+    kept = sorted(file.stem for file in (tmp_path / "directions").glob("*.safetensors"))
+    assert kept == ["step-000001", "step-000002", "step-000003"]  # and no earlier target's
     assert len(found.facts) == 36
     assert set(found.facts.groupby(["step", "problem_id"]).size()) == {6}
     assert any(note.startswith("Of 54 samples 36 were drawn") for note in found.info["notes"])
