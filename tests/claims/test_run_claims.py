@@ -18,6 +18,7 @@ from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.damage import flip
 from support.runs import BANDS, answer, answers, checkpoint, write_run
+from tsae.base.seal import SEAL
 from tsae.claims.evidence import Evidence
 from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
@@ -548,6 +549,19 @@ def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
     folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
     flip(folder / "diff" / "shifts.parquet", 400)
     with pytest.raises(TsaeError, match="damaged"):
+        claims_of(folder, ["a"])
+
+
+@pytest.mark.parametrize(
+    "changed", [{"readers": None}, {"readers": []}, {"readers": [{"id": 1}]}, {"sae": "mine"}, {"config": {}}]
+)
+def test_a_diff_without_checksums_that_is_none_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
+    file = folder / "diff" / "diff.json"
+    (folder / "diff" / SEAL).unlink()
+    info = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("sealed", "checksum")}
+    file.write_text(json.dumps({**info, **changed}))
+    with pytest.raises(TsaeError, match=r"diff\.json: cannot be read"):
         claims_of(folder, ["a"])
 
 

@@ -88,7 +88,13 @@ class Evidence:
         if not (self.folder / "diff" / "diff.json").is_file():
             raise Missing("a finished diff", "the command that began this run, which goes on")
         diff = FeatureDiff.load(self.folder / "diff")
-        self._need_own(self.folder / "diff", inputs_of(diff), self.of_answers)
+        with reading(self.folder / "diff" / "diff.json", "Draw it again with `tsae diff`."):
+            for one in (*diff.info["readers"], *diff.info.get("steps", ())):
+                if not isinstance(one["id"], str) or not isinstance(one.get("run"), str | None):
+                    raise ValueError(f"a reader is named {one['id']!r}, of the run {one.get('run')!r}")
+                _ = int(one.get("step") or 0)
+            of, _ = inputs_of(diff), (diff.base, diff.info["config"]["span"], diff.info["config"]["min_problems"])
+        self._need_own(self.folder / "diff", of, self.of_answers)
         return diff
 
     @cached_property
