@@ -39,7 +39,7 @@ FAMILIES = {
 """Answering without a step, computing a step's result, and writing the next step."""
 DIRECT, COMPUTATION, DELIBERATION = FAMILIES
 UNTESTED = "Not tested: "
-"""Begins the caveat of a judgement that lacks parts of its claim."""
+"""Begins the caveat of a judgement that lacks parts of its claim; in early records it alone says so."""
 ABLATED = {"easy": (DIRECT, "direct_answer"), "medium": (DELIBERATION, "accuracy"), "hard": (DELIBERATION, "accuracy")}
 """By band of the training: the family that is ablated in its end, and what that should lower."""
 _PART = re.compile(r"(?P<step>\d+[+-]\d+)(?P<result>=\d+)|(?P<answer>Answer.*)", re.DOTALL)
@@ -205,7 +205,10 @@ def judge_features(features: FeatureTable, diff: FeatureDiff, tests: Sequence[In
         untested["f"].append("successes against failures, since too few hard problems have both")
     return {
         key: Judgement(
-            CLAIMS[key], tuple(own), caveat=f"{UNTESTED}{'; '.join(untested[key])}." if untested[key] else ""
+            CLAIMS[key],
+            tuple(own),
+            caveat=f"{UNTESTED}{'; '.join(untested[key])}." if untested[key] else "",
+            whole=not untested[key],
         )
         for key, own in parts.items()
     }

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from real_llm.analysis import UNTESTED
 from real_llm.measuring import by_problem, of_log
 from real_llm.problems import WordProblem
 from real_llm.verdicts import BANDS, Records, contradicted, judge, verdict
@@ -86,7 +87,8 @@ def records_of(found: Mapping[str, Any]) -> Records:
 def _judgement(record: Mapping[str, Any]) -> Judgement:
     """Of `dataclasses.asdict`."""
     parts = tuple(Part(**part) for part in record["parts"])
-    return Judgement(CLAIMS[record["claim"]["key"]], parts, record["needs"], record["add"], record["caveat"])
+    whole = record.get("whole", True) and not record["caveat"].startswith(UNTESTED)
+    return Judgement(CLAIMS[record["claim"]["key"]], parts, record["needs"], record["add"], record["caveat"], whole)
 
 
 def results(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from real_llm.analysis import UNTESTED
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
@@ -160,6 +159,7 @@ def lone_successes(records: Records) -> Judgement:
         tuple(parts),
         caveat="Only what lone successes are is tested: no run left them out, and none did without the deviation. So "
         "the claim is reproduced partly at best.",
+        whole=False,
     )
 
 
@@ -179,6 +179,7 @@ def behaviour_first(records: Records) -> Judgement:
         tuple(parts),
         caveat="Only the end of a run was measured on held-out problems, so that the order (before accuracy falls) is "
         "not tested. So the claim is reproduced partly at best.",
+        whole=False,
     )
 
 
@@ -240,7 +241,10 @@ def choice_points(records: Records) -> Judgement:
             CLAIMS["l"], "runs on the fifth of the tokens with the highest entropy", "Run --only fifth measure results."
         )
     return Judgement(
-        CLAIMS["l"], parts, caveat="The other four fifths were not trained on. So it is reproduced partly at best."
+        CLAIMS["l"],
+        parts,
+        caveat="The other four fifths were not trained on. So it is reproduced partly at best.",
+        whole=False,
     )
 
 
@@ -317,17 +321,14 @@ JUDGES: dict[str, Callable[[Records], Judgement]] = {
     "o": sparser,
     "r": lower_layers,
 }
-AT_BEST = frozenset("cdl")
-"""Claims of which only a part is tested: reproduced is then partly."""
 
 
 def verdict(judgement: Judgement) -> str:
-    """The judgement's verdict, at most "partly" where parts of the claim were not tested; and not even that where all
-    that holds in one seed is refuted in another."""
-    found, lacks = judgement.verdict, judgement.caveat.startswith(UNTESTED)
+    """The judgement's verdict; not even "partly" where all that holds in one seed is refuted in another."""
+    found = judgement.verdict
     if found == "partly" and all(part in contradicted(judgement) for part in judgement.parts if part.holds is True):
         return "not reproduced"
-    return "partly" if found == "reproduced" and (lacks or judgement.claim.key in AT_BEST) else found
+    return found
 
 
 def contradicted(judgement: Judgement) -> list[Part]:

@@ -14,7 +14,9 @@ from support.cli import run
 from support.damage import flip
 from support.runs import BANDS, answers, checkpoint, write_run
 from tsae.base.seal import read_sealed, with_checksum
+from tsae.claims.run_claims import claims_before
 from tsae.upkeep.kinds import CLAIMS, kind_of_file
+from tsae.upkeep.mend import repair
 from tsae.upkeep.verify import verify
 
 LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}
@@ -54,6 +56,25 @@ def test_some_alone_are_not_kept(folder: Path, capsys: pytest.CaptureFixture[str
 def test_steps_are_checked_by_your_own_function(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("claims", folder, "--only", "p", "--check", "support.cli:every_step")
     assert "p  Coherent, not valid: needs problems that differ" in capsys.readouterr().out
+
+
+def test_what_a_function_of_yours_found_is_not_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A repair calls it again, and a page that is written anew keeps what it found."""
+    run("claims", folder, "--check", "support.cli:every_step")
+    found = tsae.Claims.load(folder)
+    assert found is not None
+    assert found.info["check"] == "support.cli:every_step"
+    again = tsae.claims_of(folder).with_steps_of(claims_before(folder, tsae.FeatureDiff.load(folder / "diff")))
+    assert again == found
+    assert "to know which steps" in tsae.claims_of(folder)["p"]["needs"]
+    (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
+    (folder / "stages.json").write_text(json.dumps({"claims": "Of 22 claims …"}))
+    (folder / "claims.json").unlink()
+    capsys.readouterr()
+    repair([folder], dry_run=True)
+    assert f"tsae claims {folder} --check support.cli:every_step" in capsys.readouterr().out
+    with pytest.raises(tsae.TsaeError, match=r"runs code of its own \(support.cli:every_step\)"):
+        repair([folder], progress=False)
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def test_verdicts_find_what_is_planted() -> None:
     )
     assert shown["a"].verdict == "reproduced"
     assert shown["b"].verdict == "reproduced"
-    assert shown["c"].verdict == "reproduced"
-    assert verdict(shown["c"]) == "partly"
+    assert all(part.holds for part in shown["c"].parts)
+    assert verdict(shown["c"]) == "partly"  # Whether it harms was not tested.
     assert shown["d"].verdict == "partly"  # Steps are skipped; lengths and repetition are as before.
     assert [part.holds for part in shown["j"].parts if "nine in ten" in part.statement] == [False, True, True]
     assert shown["n"].parts

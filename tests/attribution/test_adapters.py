@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,18 @@ def test_whole_models_and_adapters_make_no_path(llama: Path, run: Path, tmp_path
     save_perturbed(llama, mixed / "checkpoint-2")
     with pytest.raises(TsaeError, match="has whole models and adapters"):
         TrainingPath.of(tsae.CheckpointSeries.load(llama, mixed))
+    series = tsae.CheckpointSeries.load(llama, run)
+    twice = replace(series, checkpoints=(*series, replace(series.last("run"), id="again")))
+    with pytest.raises(TsaeError, match=r"has two checkpoints after step \d+, one of them again"):
+        TrainingPath.of(twice)
+
+
+def test_checkpoints_of_another_vocabulary_make_no_path(llama: Path, tmp_path: Path) -> None:
+    """Both sizes are named."""
+    model = Checkpoint("base", str(llama)).load_model()
+    size, width = model.get_input_embeddings().weight.shape
+    model.resize_token_embeddings(size + 3, mean_resizing=False)
+    model.save_pretrained(tmp_path / "run" / "checkpoint-1")
+    said = rf"the shape \({size + 3}, {width}\) for the weight \S+, and \S+ has the shape \({size}, {width}\)"
+    with pytest.raises(TsaeError, match=said):
+        TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "run"))

@@ -144,6 +144,9 @@ def test_what_is_saved_is_loaded(found: Attribution, run: Path, tmp_path: Path) 
     assert str(run) not in (run / "attribution" / "attribution.json").read_text()
     with pytest.raises(TsaeError, match=r"holds no attribution\.json"):
         Attribution.load(tmp_path)
+    replace(found, facts=found.facts.drop(columns="band")).save(tmp_path / "lacks")
+    with pytest.raises(TsaeError, match=r"facts\.parquet has no column band"):
+        Attribution.load(tmp_path / "lacks")
     log = tsae.Rollouts.read(run / "rollouts.parquet")
     assert "response" in Attribution.load(run / "attribution", log).of_target("feature 3", 1)
     with pytest.raises(TsaeError, match="was made from other rollouts"):
@@ -172,6 +175,18 @@ def test_tokens_carry_a_share(found: Attribution, run: Path) -> None:
         tokens = found.tokens(int(sample.trajectory), target, series)
         assert tokens.share.sum() == pytest.approx(sample.share, rel=0.02)
         assert "".join(tokens.token).startswith(sample.response)
+
+    def refused(given: tsae.CheckpointSeries, told: str, of: Attribution = found) -> None:
+        with pytest.raises(TsaeError, match=told):
+            of.tokens(int(sample.trajectory), target, given)
+
+    step, last = int(sample.step), series.last(series.runs[0])
+    other = tuple(replace(c, path=last.path) if c.step == step - 1 else c for c in series)
+    earlier = replace(found, info={k: v for k, v in found.info.items() if k != "weights"})
+    for of in (found, earlier):
+        refused(replace(series, checkpoints=other), f"the checkpoint after step {step - 1} is not the one that", of)
+    fewer = tuple(c for c in series if c.step != step)
+    refused(replace(series, checkpoints=fewer), f"after step {step} is .* not there, then")
     with pytest.raises(TsaeError, match="the log is not at hand"):
         replace(found, source=None).tokens(int(sample.trajectory), target, series)
 
@@ -245,9 +260,13 @@ def test_few_checkpoints_are_enough_and_said(found: Attribution, run: Path, tmp_
 
 def test_of_very_many_samples_whole_groups_are_drawn(run: Path, tmp_path: Path) -> None:
     series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    (tmp_path / "directions").mkdir()
+    (tmp_path / "directions" / "step-000009.safetensors").write_bytes(b"of earlier targets")
     found = tsae.attribute(
         series, log, tmp_path, first_token=TOKEN_IDS["#"], config=replace(FAST, max_samples=40), progress=False
     )
+    kept = sorted(file.stem for file in (tmp_path / "directions").glob("*.safetensors"))
+    assert kept == ["step-000001", "step-000002", "step-000003"]  # and no earlier target's
     assert len(found.facts) == 36
     assert set(found.facts.groupby(["step", "problem_id"]).size()) == {6}
     assert any(note.startswith("Of 54 samples 36 were drawn") for note in found.info["notes"])
@@ -272,6 +291,9 @@ def test_what_is_not_of_this_run_is_refused(run: Path, tmp_path: Path) -> None:
     ids = log.table["response_ids"].to_pylist()
     with pytest.raises(TsaeError, match="outside the model's vocabulary"):
         attribute(log.with_column("response_ids", [[10_000] * len(one) for one in ids]))
+    for token in (-1, 10_000, 1.5):
+        with pytest.raises(TsaeError, match="is no token id of this model; there are 0 to"):
+            tsae.attribute(series, log, tmp_path / "to", first_token=token, config=FAST, progress=False)
     steps = log.frame["step"].tolist()
     with pytest.raises(TsaeError, match="1 of 54 rows have no step"):
         attribute(log.with_column("step", [None, *steps[1:]]))

@@ -154,6 +154,9 @@ def test_steps_of_log_and_checkpoints() -> None:
         TsaeError, match="lacks step 6 and 1 others of the steps 1 to 7 between the checkpoints; it has"
     ):
         batches_between(log, batches_of(log), (0, 7), config, notes)
+    halves = log.with_column("step", (log.frame["step"] / 2).tolist())
+    with pytest.raises(TsaeError, match=r"has the step 0\.5, expected whole numbers"):
+        batches_of(halves)
     with pytest.raises(TsaeError, match="the log has no steps"):
         batches_of(Rollouts(log.table.drop(["step"])))
 

@@ -456,3 +456,9 @@ def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path
     folder.keep_weights(TrainedWeights(trained.model, list(trained.parameters)[:2]), 0)
     with pytest.raises(TsaeError, match="is either not there or not among"):
         read_recording(tmp_path / "r", trained)
+    name, weight = next(iter(trained.parameters.items()))
+    narrow = TrainedWeights(trained.model, [])
+    narrow.parameters = {name: torch.nn.Parameter(weight.detach()[:-1])}
+    folder.keep_weights(narrow, 0)
+    with pytest.raises(TsaeError, match=r"has the shape \(\d+.*\), and \(\d+.*\) in the model"):
+        read_recording(tmp_path / "r", TrainedWeights(trained.model, [name]))

@@ -51,6 +51,7 @@ def write(
     table.save(folder / "features")
     described = describe(["a", "b", "c", "d"]).iloc[:3]
     diff = replace(make(), features=described.assign(family=FAMILIES) if families else described)
+    diff.info["rollouts"] = rollouts.fingerprint
     diff.info["readers"] = [reader("base", None), checkpoint("run-10", "run", trained_on=trained_on)]
     diff.save(folder / "diff")
     if test:
@@ -132,11 +133,12 @@ def test_correlation_is_no_verdict(tmp_path: Path) -> None:
     assert "ablates features of direct-answer or basic-computation in run-10" in other["needs"]
     assert "--checkpoint run-10 --choose 0 1" in other["add"]
     foreign = write(tmp_path / "foreign", "easy", (1.0, 1.0, -1.0))
-    test = causal_test(0.4, (0, 1))
-    test.info["sae"] = {"weights": "another SAE"}
-    shutil.rmtree(foreign / "causal")
-    test.save(foreign / "causal" / "ablate-run-10")
-    assert "ablates features of" in claims_of(foreign, ["e"])["e"]["needs"]  # its numbers are other features
+    for of in ({"sae": {"weights": "another SAE"}}, {"features_encoded_with": "other rollouts"}):
+        test = causal_test(0.4, (0, 1))
+        test.info.update(of)
+        shutil.rmtree(foreign / "causal")
+        test.save(foreign / "causal" / "ablate-run-10")
+        assert "ablates features of" in claims_of(foreign, ["e"])["e"]["needs"]  # its numbers are other features
     bare = claims_of(write(tmp_path / "bare", "easy", (1.0, 1.0, -1.0), families=False), ["e"])["e"]
     assert bare["needs"] == "families of features"
     assert "--families" in bare["add"]

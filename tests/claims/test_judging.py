@@ -43,6 +43,10 @@ def test_verdicts() -> None:
     assert Judgement(CLAIM, (yes, yes), whole=False).verdict == "partly"
     assert Judgement(CLAIM, (no, no), whole=False).verdict == "not reproduced"
     assert Judgement(CLAIM, (no, no)).verdict == "not reproduced"
+    unclear = Part("z", (-0.3, 0.4), "training seeds")
+    assert (Judgement(CLAIM, (unclear,)).verdict, Judgement(CLAIM, (unclear,)).finer) == ("not reproduced", "undecided")
+    assert Judgement(CLAIM, (unclear, no)).finer == "not reproduced"
+    assert Judgement(CLAIM, (unclear, yes)).finer == "partly"
     assert untestable(CLAIM, "a second run", "Train one.").verdict == "cannot be tested"
 
 

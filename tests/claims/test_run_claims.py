@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.damage import flip
 from support.runs import BANDS, answer, answers, checkpoint, write_run
+from tsae.base.seal import SEAL
 from tsae.claims.evidence import Evidence
 from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
 from tsae.errors import TsaeError
+from tsae.rollouts.logs.entries.hashes import hash64
 
 RUN = [checkpoint("run-10", "run")]
 LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}
@@ -143,6 +147,15 @@ def test_hard_harms_by_the_bands_of_the_log(tmp_path: Path) -> None:
     assert "of this one's responses: easy" in record(folder, "a")["needs"]
 
 
+def test_bands_that_were_measured_elsewhere_are_those_of_the_log(tmp_path: Path) -> None:
+    """The log's own outcomes are not known, and could say nothing of bands."""
+    log = [answer(f"{band}{i}", "base", None, step=1) for band in BANDS for i in range(10 if band == "hard" else 1)]
+    records, bands = answers("base", LEVEL) + answers("run-10", LEVEL), {"reference": "base", "separate": True}
+    evidence = Evidence(write_run(tmp_path, records, RUN, log, info={"sampled": {}, "bands": bands}))
+    assert evidence.training_bands.to_dict() == pytest.approx({"easy": 1 / 12, "medium": 1 / 12, "hard": 10 / 12})
+    assert evidence.trained_on("run-10") == "hard"
+
+
 def test_other_trainings_harm_nothing(tmp_path: Path) -> None:
     found = record(write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN), "b")
     assert found["needs"] == (
@@ -256,7 +269,7 @@ def test_lone_successes(tmp_path: Path) -> None:
     ]
     assert "scale_rewards=False" in found["caveat"]
     found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, lone_log(False)), "c")
-    assert found["verdict"] == "not reproduced"
+    assert found["verdict"] == "undecided"
 
 
 def test_no_groups_no_lone_success(tmp_path: Path) -> None:
@@ -338,7 +351,20 @@ def test_only_the_first_epoch_counts(tmp_path: Path) -> None:
     again = [{**row, "step": row["step"] + 8, "response": "1+2=3\n#### 3"} for row in format_log(1.0)]
     found = record(write_run(tmp_path, answers("base", LEVEL), RUN, format_log(1.0) + again), "j")
     assert "“prose, boxed”" in found["parts"][0]["statement"]
-    assert found["caveat"] == ""
+    assert "No problem is asked twice" not in found["caveat"]
+
+
+def test_the_format_is_chosen_on_other_problems_than_it_is_counted_on(tmp_path: Path) -> None:
+    """Formats as common as each other: the top one of the very responses that are counted would have a larger share."""
+    log = format_log(0.5, start=0.5)
+    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "j")
+    last = [row for row in log if row["step"] >= 6]
+    boxed = pd.Series(["boxed" in row["response"] for row in last]).groupby([row["problem_id"] for row in last]).mean()
+    seen = sorted(boxed.index, key=hash64)[::2]
+    share = boxed if boxed[seen].mean() > 0.5 else 1 - boxed
+    assert found["parts"][0]["n"] == 20
+    assert found["parts"][0]["mean"] == pytest.approx(share.drop(seen).mean())
+    assert "The format was chosen on 20 other problems of these steps." in found["caveat"]
 
 
 # --- inside
@@ -355,7 +381,8 @@ def test_sparser_when_hard(tmp_path: Path, order: tuple[int, ...], verdict: str)
         state[1:] = 1.0  # of the response: must not count
         texts.append(state)
     synthetic_store(tmp_path / "activations", texts, special=())
-    records = [answer(f"p{i:04d}", "base", None, band=band) for i, band in enumerate(bands)]
+    same = {"prompt_ids": [0], "response_ids": [1, 2]}  # as the store has them
+    records = [answer(f"p{i:04d}", "base", None, band=band, **same) for i, band in enumerate(bands)]
     found = record(write_run(tmp_path, records, RUN), "o")
     assert found["verdict"] == verdict
     # By hand: m equal entries of 16 have (4 − √m) / 3.
@@ -388,6 +415,26 @@ def test_coherent_not_valid(tmp_path: Path, after: str, valid: bool, holds: list
     assert held(found) == holds
 
 
+def test_without_a_valid_solution_nothing_is_said_of_validity(tmp_path: Path) -> None:
+    """Of two checkpoints one solves a problem: what is said is said of that one."""
+    records = [
+        answer(f"p{i}", who, right, response="rr" if right or (who != "base" and k) else "rw" if i % 3 else "ww")
+        for i in range(20)
+        for who in ("base", "run-10", "other-10")
+        for k, right in enumerate((False, False, who == "other-10" and i % 2 == 0))
+    ]
+    found = record(write_run(tmp_path / "none", [row for row in records if row["policy"] != "other-10"], RUN), "p",
+                   check=marked)  # fmt: skip
+    assert found["needs"] == "a valid solution, with right steps alone (neither base nor run-10 has one)"
+    for wrong in ("rw", [0.5], None):
+        with pytest.raises(TsaeError, match="expected a list of true and false, one a step"):
+            record(tmp_path / "none", "p", check=lambda _, __, wrong=wrong: wrong)
+    both = [*RUN, checkpoint("other-10", "other")]
+    found = record(write_run(tmp_path / "one", records, both), "p", check=marked)
+    assert len(found["parts"]) == 2
+    assert "neither base nor run-10" in found["caveat"]
+
+
 @pytest.mark.parametrize(("breeds", "holds"), [(True, True), (False, None)])
 def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -> None:
     """A step is wrong one time in four, or three in four after an error. Later steps are not to count as worse."""
@@ -408,7 +455,8 @@ def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -
 
 @pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "partly"), (1.0, "not reproduced")])
 def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None:
-    folder = write_run(tmp_path, answers("base", LEVEL), RUN)
+    folder = write_run(tmp_path, answers("base", LEVEL), RUN, answers("base", LEVEL, step=1))
+    of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
     ids = [f"p{i}" for i in range(20)]
     bands = ["easy" if i < 12 else "hard" for i in range(20)]
     base = make_attribution()
@@ -420,7 +468,11 @@ def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None
         {"problem_id": ids, "n": 4, "target": "log-likelihood, right − wrong", "share": 0.0, "low": 0.0, "high": 0.0,
          "effect": [sign * (1 + i % 3) if band == "easy" else -sign for i, band in enumerate(bands)]}
     )  # fmt: skip
-    tsae.Attribution(**{**vars(base), "facts": facts, "problems": problems}).save(folder / "attribution")
+    made = tsae.Attribution(**{**vars(base), "facts": facts, "problems": problems})
+    made.save(folder / "attribution")
+    assert "an attribution of this run’s own log" in record(folder, "v")["needs"]
+    made.info["inputs"]["rollouts"] = of
+    made.save(folder / "attribution")
     found = record(folder, "v")
     assert found["verdict"] == verdict
     assert found["parts"][0]["n"] == 12
@@ -457,15 +509,59 @@ def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
     assert str(again) == str(found)
     table = found.table()
     assert len(table) == sum(max(1, len(one["parts"])) for one in found.records)
+    changes: list[dict[str, Any]] = [{"claim": "ä"}, {"title": 1}, {"parts": [{**found["a"]["parts"][0], "low": "0"}]}]
+    for change in [*changes, {"parts": [{**found["a"]["parts"][0], "holds": "yes"}]}]:
+        replace(found, records=({**found["a"], **change},)).save(folder)
+        with pytest.raises(TsaeError, match=r"claims\.json: cannot be read"):
+            Claims.load(folder)
+    found.save(folder)
     flip(file, file.stat().st_size // 2)
     with pytest.raises(TsaeError):
         Claims.load(folder)
+
+
+def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
+    mine, other = answers("base", LEVEL) + answers("run-10", LEVEL), answers("base", LEVEL) + answers("run-10", raised(
+        dict.fromkeys(BANDS, 1)))  # fmt: skip
+    folder = write_run(tmp_path / "mine", mine, RUN)
+    write_run(tmp_path / "labels", other, RUN)
+    write_run(tmp_path / "rollouts", other[:-1], RUN)
+    synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
+    with pytest.raises(TsaeError, match=r"activations: is of other rollouts \(\w+\) than this run"):
+        claims_of(folder, ["o"])
+    for name in ("labels", "rollouts"):
+        shutil.rmtree(folder / "diff")
+        shutil.copytree(tmp_path / name / "diff", folder / "diff")
+        with pytest.raises(TsaeError, match=rf"diff: is of other {name} \(\w+\) than this run"):
+            claims_of(folder, ["a"])
+
+
+@pytest.mark.parametrize(
+    "bands", ["easy", {"reference": "base"}, {"reference": "base", "separate": False, "refused": 1}]
+)
+def test_damaged_facts_on_bands_are_refused(tmp_path: Path, bands: Any) -> None:
+    records = answers("base", LEVEL) + answers("run-10", LEVEL)
+    with pytest.raises(TsaeError, match="in no known way"):
+        claims_of(write_run(tmp_path, records, RUN, info={"sampled": {}, "bands": bands}), ["a"])
 
 
 def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
     folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
     flip(folder / "diff" / "shifts.parquet", 400)
     with pytest.raises(TsaeError, match="damaged"):
+        claims_of(folder, ["a"])
+
+
+@pytest.mark.parametrize(
+    "changed", [{"readers": None}, {"readers": []}, {"readers": [{"id": 1}]}, {"sae": "mine"}, {"config": {}}]
+)
+def test_a_diff_without_checksums_that_is_none_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
+    file = folder / "diff" / "diff.json"
+    (folder / "diff" / SEAL).unlink()
+    info = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("sealed", "checksum")}
+    file.write_text(json.dumps({**info, **changed}))
+    with pytest.raises(TsaeError, match=r"diff\.json: cannot be read"):
         claims_of(folder, ["a"])
 
 
@@ -482,6 +578,18 @@ def test_jackknife_of_means_over_other_problems() -> None:
     two = one + rng.normal(0.5, 0.1, 40)
     paired = stats.ttest_1samp(two - one, 0).confidence_interval(0.95)
     assert between("x", two, one, "").interval == pytest.approx(((two - one).mean(), paired.low, paired.high))
+
+
+def test_a_side_whose_problems_are_all_the_same_has_no_certainty() -> None:
+    """0 of 8 problems: of eight with a chance of 1/10, that is so in 43 % of draws."""
+    none, some = pd.Series(0.0, [f"a{i}" for i in range(8)]), pd.Series([0.0] * 90 + [1.0] * 10, map(str, range(100)))
+    mean, low, high = between("x", some, none, "").interval
+    assert mean == pytest.approx(0.1)
+    pooled = some.std(ddof=1) * (1 / 8 + 1 / 100) ** 0.5  # both sides with the spread that one of them shows
+    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.975, 107) * pooled, rel=0.1)
+    assert low < 0
+    back = between("x", none, some, "").interval
+    assert back == pytest.approx((-mean, -high, -low))
 
 
 LOGS: dict[str, dict[str, Any]] = {

@@ -400,3 +400,14 @@ def test_rows_are_compared_once_and_drawn_from_that() -> None:
         if of.bands is None and not of.note:
             both = np.intersect1d(rows.problem[of.a], rows.problem[of.b])
             assert both.tolist() == of.problems.tolist() == np.unique(rows.problem[of.rows]).tolist()
+
+
+@pytest.mark.parametrize("bands", ["easy", {"refused": "no"}, {"reference": None, "separate": False, "refused": True}])
+def test_damaged_facts_on_bands_are_refused(bands: Any) -> None:
+    """What says whether bands can be compared must be as it was written."""
+    table = log(n_problems=8)
+    table.rollouts.info["bands"] = bands
+    with pytest.raises(TsaeError, match="in no known way"):
+        comparisons(table, Rows.of(table, QUICK), QUICK)
+    with pytest.raises(TsaeError, match="in no known way"):
+        feature_diff(table, QUICK, progress=False)

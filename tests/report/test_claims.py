@@ -36,6 +36,12 @@ def test_the_counts_and_the_order() -> None:
         "be tested on it."
     )
     assert [one.key for one in told_claims(claims())] == ["a", "b", "o", "h"]
+    open_one = Judgement(CLAIMS["n"], (Part("It overtakes.", (0.2, -0.3, 0.05), "problems"),)).record()
+    some = replace(claims(), records=(*claims().records, open_one))
+    assert counted(some).endswith("1 in part (o) and 1 not (b); 1 is undecided (n); 1 cannot be tested on it.")
+    assert counted(replace(some, records=(open_one,))) == (
+        "Of 1 claim about sample difficulty, this run shows none; 1 is undecided (n)."
+    )
     none = replace(claims(), records=claims().records[-1:])
     assert counted(none) == "Of 1 claim about sample difficulty, this run can test none."
 

@@ -13,9 +13,10 @@ Memory holds the checkpoints, some vectors of the weights for each target, and t
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -46,7 +47,7 @@ from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import read_object, write_json
-from tsae.checkpoints.loading import tokenizer_fingerprint
+from tsae.checkpoints.loading import tokenizer_fingerprint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
@@ -98,6 +99,7 @@ def attribute(
     stretch = _stretch(series, rollouts, recipe, run, config, notes)
     checked = _with_behaviours(check_settings(rollouts, stretch.logged, recipe, notes), config, notes)
     wanted = Wanted(targets, None) if targets is not None else None
+    _check_token(first_token, stretch.path)
     special = _special(series, checked, sae, stretch.path)
     wanted = wanted or find_targets(
         stretch.path,
@@ -110,7 +112,7 @@ def attribute(
         config=config,
         notes=notes,
     )
-    inputs = _inputs(stretch, checked)
+    inputs, weights = _inputs(stretch, checked), _weights(series, stretch)
     _begin(to, inputs)
     budget = int(config.budget_gb * 1e9)
     store = build_gradients(
@@ -178,6 +180,7 @@ def attribute(
             "run": stretch.run,
             "checkpoints": [step + stretch.begin for step in stretch.path.steps],
             "inputs": inputs,
+            "weights": weights,
             "sae": None if sae is None else sae.fingerprint,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
@@ -258,6 +261,12 @@ def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[
     return with_behaviours(rollouts)
 
 
+def _check_token(token: int | None, path: TrainingPath) -> None:
+    size = len(path.trained.model.get_input_embeddings().weight)
+    if token is not None and not (isinstance(token, SupportsIndex) and 0 <= token < size):
+        raise TsaeError(f"{token!r} is no token id of this model; there are 0 to {size - 1}", where="first_token")
+
+
 def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, path: TrainingPath) -> list[int]:
     """Token ids that count in no feature; checks that log and SAE belong to the model."""
     vocabulary, width = path.trained.model.get_input_embeddings().weight.shape
@@ -280,17 +289,21 @@ def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | No
 def _inputs(stretch: _Stretch, rollouts: Rollouts) -> dict[str, Any]:
     """Fingerprints of what the samples' gradients are made from."""
     rows = np.concatenate(list(stretch.batches.values())).astype(np.int64)
-    weights = [stretch.path.knots[step].cpu().numpy() for step in stretch.path.steps]
     return {
         "rollouts": rollouts.fingerprint,
         "labels": rollouts.labels_fingerprint,
         "rows": hashlib.sha256(rows.tobytes()).hexdigest()[:16],
         "steps": [stretch.begin, stretch.begin + stretch.path.last],
-        "checkpoints": {
-            str(step + stretch.begin): hashlib.sha256(found.tobytes()).hexdigest()[:16]
-            for step, found in zip(stretch.path.steps, weights, strict=True)
-        },
+        "checkpoints": {str(step + stretch.begin): stretch.path.fingerprint(step) for step in stretch.path.steps},
     }
+
+
+def _weights(series: CheckpointSeries, stretch: _Stretch) -> dict[str, str]:
+    """Fingerprints of the checkpoints' files by step. They have what the trained weights lack: an adapter's base, and
+    the configuration."""
+    steps = {step + stretch.begin for step in stretch.path.steps}
+    mine = [c for c in series if c.step in steps and (c.is_base or c.run == stretch.run)]
+    return {str(c.step): weights_fingerprint(c) for c in mine}
 
 
 def _begin(to: Path, inputs: dict[str, Any]) -> None:
@@ -326,6 +339,9 @@ def _shares(
         notes.append(
             f"Between the {len(steps)} checkpoints that are used for {path.last} steps, weights are interpolated."
         )
+    # Directions of other targets, left by an earlier call, would be read as those of these.
+    (to / "attribution.json").unlink(missing_ok=True)
+    shutil.rmtree(to / "directions", ignore_errors=True)
     keep = Directions(to / "directions").keep if fits else None
     return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
 

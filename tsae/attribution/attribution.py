@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,21 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.table_export import Tables, write_table
-from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
+_COLUMNS = {
+    "targets": ("target", "before", "after", "realised", "simulated"),
+    "samples": ("trajectory", "step", "target", "share"),
+    "facts": ("trajectory", "problem_id", "step", "band", "outcome"),
+    "groups": ("group", "n", "target", "share", "without", "effect", "alone"),
+    "problems": ("problem_id", "target", "share", "effect", "low", "high"),
+    "segments": ("target",),
+}
+"""That every version wrote."""
 _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
 
 
@@ -63,9 +74,9 @@ class Attribution(Tables):
     segments: pd.DataFrame
     """One row a target and stretch between checkpoints, with flagged; see `tsae.attribution.credit.shares.Shares`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """recipe, config, series, run, checkpoints (their steps), inputs (fingerprints of what it was made from),
-    sae (its fingerprint, or None), path_error (largest of the segments), and notes: what was sampled, assumed or left
-    out."""
+    """recipe, config, series, run, checkpoints (their steps), inputs (fingerprints of what it was made from), weights
+    (fingerprints of the checkpoints' files, by step), sae (its fingerprint, or None), path_error (largest of the
+    segments), and notes: what was sampled, assumed or left out."""
     source: Rollouts | None = field(default=None, repr=False, compare=False)
     """The log, for texts and tokens; None after loading without it."""
     folder: Path | None = field(default=None, repr=False, compare=False)
@@ -129,7 +140,8 @@ class Attribution(Tables):
             to the precision of bfloat16.
 
         Raises:
-            TsaeError: for an unknown target or sample, and where the log or the folder of the attribution is missing.
+            TsaeError: for an unknown target or sample, where the log or the folder of the attribution is missing, and
+                for checkpoints that are not those of the attribution.
         """
         self._of(self.samples, target)
         place = self.facts[self.facts.trajectory == trajectory]
@@ -145,8 +157,11 @@ class Attribution(Tables):
         steps = [s for s in self.info["checkpoints"] if s <= step - 1][-1:] + [
             s for s in self.info["checkpoints"] if s > step - 1
         ][:1]
-        near = [c.id for c in series if c.step in steps and (c.is_base or c.run == self.info["run"])]
-        path = TrainingPath.of(series.select(near), self.info["run"])
+        near = [c for c in series if c.step in steps and (c.is_base or c.run == self.info["run"])]
+        self._check_files({c.step: c for c in near}, steps, series.name)
+        path = TrainingPath.of(series.select([c.id for c in near]), self.info["run"])
+        for s in steps:
+            self._need_same(s, path.fingerprint(s), self.info["inputs"]["checkpoints"][str(s)], series.name)
         local = TrainingPath(path.trained, {s - begin: weights for s, weights in path.knots.items() if s >= begin})
         j = list(self.targets.target).index(target)
         store, directions = GradientStore(self.folder / "gradients"), Directions(self.folder / "directions")
@@ -155,6 +170,24 @@ class Attribution(Tables):
         strings = token_strings(series.base.load_tokenizer())
         columns = {"token_id": ids, "token": [strings[i] for i in ids], "share": shares}
         return pd.DataFrame({"position": np.arange(len(ids)), **columns})
+
+    def _check_files(self, given: Mapping[int, Checkpoint], steps: Sequence[int], where: str) -> None:
+        """Compare files with what was written down; earlier versions wrote down the trained weights alone."""
+        for step in steps:
+            told = self.info.get("weights", {}).get(str(step))
+            if step not in given:
+                self._need_same(step, "not there", self.info["inputs"]["checkpoints"][str(step)], where)
+            elif told is not None:
+                self._need_same(step, weights_fingerprint(given[step], like=told), told, where)
+
+    @staticmethod
+    def _need_same(step: int, found: str, told: str, where: str) -> None:
+        if found != told:
+            raise TsaeError(
+                f"the checkpoint after step {step} is not the one that was attributed (weights: {found}, then: {told})",
+                where=where,
+                fix="Give the series that was attributed, with its checkpoints as they were; or attribute again.",
+            )
 
     def _of(self, table: pd.DataFrame, target: str) -> pd.DataFrame:
         if target not in set(self.targets.target):
@@ -186,7 +219,7 @@ class Attribution(Tables):
             rollouts: the log that it was made from, for texts and tokens.
 
         Raises:
-            TsaeError: where the folder holds no attribution, or the log is another.
+            TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
         folder = Path(folder)
         missing = [
@@ -200,9 +233,13 @@ class Attribution(Tables):
             need_seal(folder, (folder / f"{name}.parquet" for name in _TABLES), "Attribute again.")
         with reading(folder, "Attribute again."):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
-        if rollouts is not None and rollouts.fingerprint != info["inputs"]["rollouts"]:
+            for name, columns in _COLUMNS.items():
+                if lacking := set(columns) - set(tables[name]):
+                    raise ValueError(f"{name}.parquet has no column {min(lacking)}")
+            of = str(info["inputs"]["rollouts"])
+        if rollouts is not None and rollouts.fingerprint != of:
             raise TsaeError(
-                f"was made from other rollouts ({info['inputs']['rollouts']}) than these ({rollouts.fingerprint})",
+                f"was made from other rollouts ({of}) than these ({rollouts.fingerprint})",
                 where=folder,
                 fix="Give the log that was attributed.",
             )

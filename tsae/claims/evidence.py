@@ -1,12 +1,14 @@
 """Evidence: what the folder of a run holds for the claims.
 
 Each piece is read when a claim asks for it. A piece that is not there is no error but a fact, `Missing`: the claim then
-cannot be tested on this run, and the reader is told what would have to be added. A piece that is damaged is an error.
+cannot be tested on this run, and the reader is told what would have to be added. A piece that is damaged, or of other
+rollouts or another SAE than the run, is an error. Attributions and causal tests are put there by hand: of another log,
+or of other rollouts, they count as missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +19,16 @@ import pyarrow.parquet as pq
 
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
+from tsae.base.files import reading
 from tsae.base.statistics.intervals import FEWEST
 from tsae.causal.intervention import Intervention
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.rollouts.bands import bands_info
 from tsae.rollouts.difficulty.draw_problems import band_problems
-from tsae.rollouts.parquet import read_outline
-from tsae.rollouts.schema import BANDS, problem_bands
+from tsae.rollouts.parquet import mapped, read_outline, read_pieces
+from tsae.rollouts.schema import BANDS, problem_bands, typed
 from tsae.rollouts.table import Rollouts
 
 StepCheck = Callable[[str, str], Sequence[bool]]
@@ -32,11 +36,20 @@ StepCheck = Callable[[str, str], Sequence[bool]]
 
 SAMPLE = "tsae run … --sample 8 --to OTHER"
 """Lets the base and every checkpoint answer the same problems."""
+NAMES = {"rollouts": "rollouts", "labels": "labels", "sae": "weights of the SAE"}
+"""Of the inputs that claims, diff and features rest on, and what messages call them."""
 _ROLLOUTS = ("rollouts/rollouts.parquet", "rollouts.parquet")
 _MOSTLY = 0.8
 """Share of a log's responses from which on a run counts as trained on a band."""
 _ROWS = 4096
 """Responses whose texts are read, at most, spread over a log. Texts of a whole log take minutes."""
+
+
+def inputs_of(diff: FeatureDiff) -> dict[str, str]:
+    """Fingerprints of the inputs of a diff, by the names in `NAMES`; without those that it does not name."""
+    weights = (diff.info.get("sae") or {}).get("weights")
+    found = {"rollouts": diff.info.get("rollouts"), "labels": diff.info.get("labels"), "sae": weights}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 class Missing(Exception):
@@ -74,26 +87,58 @@ class Evidence:
         """What moved, and who the readers are."""
         if not (self.folder / "diff" / "diff.json").is_file():
             raise Missing("a finished diff", "the command that began this run, which goes on")
-        return FeatureDiff.load(self.folder / "diff")
+        diff = FeatureDiff.load(self.folder / "diff")
+        with reading(self.folder / "diff" / "diff.json", "Draw it again with `tsae diff`."):
+            for one in (*diff.info["readers"], *diff.info.get("steps", ())):
+                if not isinstance(one["id"], str) or not isinstance(one.get("run"), str | None):
+                    raise ValueError(f"a reader is named {one['id']!r}, of the run {one.get('run')!r}")
+                _ = int(one.get("step") or 0)
+            of, _ = inputs_of(diff), (diff.base, diff.info["config"]["span"], diff.info["config"]["min_problems"])
+        self._need_own(self.folder / "diff", of, self.of_answers)
+        return diff
 
     @cached_property
     def features(self) -> FeatureTable:
         """Codes of every token."""
         if not (self.folder / "features" / "features.json").is_file():
             raise Missing("the codes of the features", "the command that began this run, which goes on")
-        return FeatureTable.load(self.folder / "features")
+        features = FeatureTable.load(self.folder / "features")
+        of = {
+            "rollouts": features.rollouts.fingerprint,
+            "labels": features.rollouts.labels_fingerprint,
+            "sae": (features.info.get("sae") or {}).get("weights"),
+        }
+        self._need_own(self.folder / "features", of, {**inputs_of(self.diff), **self.of_answers})
+        return features
 
     @cached_property
     def store(self) -> ActivationStore:
         """Activations."""
         if not (self.folder / "activations" / "manifest.json").is_file():
             raise Missing("the store of activations, which is not in this folder", "the command that made this run")
-        return ActivationStore(self.folder / "activations")
+        store = ActivationStore(self.folder / "activations")
+        self._need_own(self.folder / "activations", {"rollouts": store.rollouts.fingerprint}, self.of_answers)
+        return store
 
     @cached_property
     def answers(self) -> Rollouts:
         """What readers answered: sampled anew, or of the log."""
         return Rollouts.read(next(self.folder / name for name in _ROLLOUTS if (self.folder / name).is_file()))
+
+    @cached_property
+    def of_answers(self) -> dict[str, str]:
+        """Fingerprints of `answers`: rollouts, labels."""
+        return {"rollouts": self.answers.fingerprint, "labels": self.answers.labels_fingerprint}
+
+    def _need_own(self, where: Path, found: Mapping[str, str | None], expected: Mapping[str, str | None]) -> None:
+        """Raise a TsaeError for a piece of something else. What an earlier version did not write down is not known."""
+        for name, value in found.items():
+            if None not in (value, of := expected.get(name)) and value != of:
+                raise TsaeError(
+                    f"is of other {NAMES[name]} ({value}) than this run ({of})",
+                    where=where,
+                    fix="Put back what this run made, or run its command again in a new folder.",
+                )
 
     @property
     def fresh(self) -> bool:
@@ -129,11 +174,14 @@ class Evidence:
     def log_bands(self) -> pd.Series:
         """The band of every problem of the log, by problem_id."""
         outline = self.outline
+        drawn = problem_bands(self.answers.frame).dropna()
+        told = bands_info(self.answers.info, self.answers.origin) or {}
+        if told.get("separate") and set(outline.problem_id) <= set(self.answers.frame.problem_id):
+            return drawn  # Measured on rollouts that do not lie in this folder, and of every problem.
         known = self.folder / _ROLLOUTS[0]
         found, _ = band_problems(outline.reset_index(drop=True), known, base=self.diff.base)
         if found is None or found.info.get("refused"):
             raise Missing("bands of the log's problems that are not training steps", "`tsae run … --bands-from FILE`")
-        drawn = problem_bands(self.answers.frame).dropna()
         return drawn.combine_first(problem_bands(found.rows).dropna())
 
     @cached_property
@@ -142,7 +190,24 @@ class Evidence:
         folder = self.folder / "attribution"
         if not (folder / "attribution.json").is_file():
             raise Missing("an attribution of this run", "`tsae attribute … --to ANALYSIS/attribution`")
-        return Attribution.load(folder)
+        found = Attribution.load(folder)
+        of, own = found.info["inputs"]["rollouts"], self._log_fingerprint
+        if of != own:
+            raise Missing(
+                f"an attribution of this run’s own log (the one in its folder is of the log {of}, and this run’s is "
+                f"{own or 'not there'})",
+                "`tsae attribute … --rollouts ANALYSIS/rollouts/log.parquet --to ANALYSIS/attribution`",
+            )
+        return found
+
+    @cached_property
+    def _log_fingerprint(self) -> str | None:
+        """That of the log, or of the answers where these are the log; None where it is not there."""
+        file = self.folder / "rollouts" / "log.parquet"
+        if not file.is_file():
+            return None if self.fresh else self.answers.fingerprint
+        pieces = read_pieces(file, ["problem_id", "policy", "outcome", "prompt_ids", "response_ids"])
+        return Rollouts(mapped(typed(piece, str(file)) for piece in pieces), where=str(file)).fingerprint
 
     @cached_property
     def tests(self) -> list[Intervention]:
@@ -153,7 +218,11 @@ class Evidence:
                 "causal tests of features, since a correlation is no verdict",
                 "the same `tsae run` with `--causal`, or `tsae causal --to ANALYSIS/causal/NAME`",
             )
-        return [Intervention.load(file.parent) for file in files]
+        found = [Intervention.load(file.parent) for file in files]
+        for file, test in zip(files, found, strict=True):
+            with reading(file, "Run it again."):
+                _ = test.info["checkpoint"], test.info["config"]["mode"], [int(one) for one in test.info["features"]]
+        return found
 
     def trained_on(self, checkpoint: str) -> str | None:
         """The band that a checkpoint was trained on: named by the series, or of four fifths of the log's responses."""
@@ -200,7 +269,7 @@ class Evidence:
     def need_bands(self, *bands: str) -> None:
         """Refuse, with `Missing`, answers whose bands are training steps, or with too few problems in one of these."""
         rollouts = self.answers
-        if (rollouts.info.get("bands") or {}).get("refused"):
+        if (bands_info(rollouts.info, rollouts.origin) or {}).get("refused"):
             raise Missing("bands that are not training steps", "`tsae run … --bands-from FILE`")
         counts = problem_bands(rollouts.frame).value_counts()
         if few := [f"{counts.get(band, 0)} {band}" for band in bands if counts.get(band, 0) < FEWEST]:

@@ -93,6 +93,8 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
             continue
         if (info.get("sae") or {}).get("weights") != (run.diff.info.get("sae") or {}).get("weights"):
             continue  # Its numbers are those of another SAE's features.
+        if info.get("features_encoded_with") not in (None, run.of_answers["rollouts"]):
+            continue  # Its features were chosen, and their random controls matched, in other rollouts.
         if described.family.reindex(info["features"]).isin(families).mean() > 0.5:
             return test
     ids = described.index[described.family.isin(families)][:8]
@@ -142,7 +144,8 @@ def _effect(test: Intervention, behaviour: str, statement: str) -> Part:
     means = found[behaviour].groupby([frame.problem_id, frame.policy]).mean().unstack()
     random = means[[name for name in means if str(name).startswith("random_")]].mean(axis=1)
     more = "`tsae causal` on more problems (--problems)"
-    return part(statement, (random - means["features"]).dropna().to_numpy(), more)
+    edited = means.reindex(columns=["features"])["features"]
+    return part(statement, (random - edited).dropna().to_numpy(dtype=float), more)
 
 
 FEATURES: dict[str, Callable[[Evidence], Judgement]] = {"e": easy_direct, "f": hard_rare, "g": medium_both}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from tsae.claims.evidence import SAMPLE, Evidence, Missing
 from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import between, part, those_that_can, within
+from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS, problem_bands
 
 _BOTH = f"`{SAMPLE}`"
@@ -46,15 +47,23 @@ def sparser_when_hard(run: Evidence) -> Judgement:
 def coherent_not_valid(run: Evidence) -> Judgement:
     """p: share of right steps, and of solutions with right steps alone and a right answer, base and checkpoint."""
     parts: list[Part] = []
+    reasons: list[Missing] = []
     for c in run.diff.final_checkpoints:
         before, after = (_steps(run, policy) for policy in (run.diff.base, c))
+        if not (before.valid.any() or after.valid.any()):
+            needs = f"a valid solution, with right steps alone (neither {run.diff.base} nor {c} has one)"
+            reasons.append(Missing(needs, f"problems that they solve now and then, or more responses: {_BOTH}"))
+            continue
         parts += [
             within(f"Of {c}’s steps a larger share follows from what precedes them than of the base’s.",
                    _mean(after, "right"), _mean(before, "right"), _BOTH),
             within(f"{c}’s share of valid solutions is not over {100 * _RISES:.0f} points larger than the base’s.",
                    _mean(before, "valid"), _mean(after, "valid"), _BOTH, margin=-_RISES),
         ]  # fmt: skip
-    return Judgement(CLAIMS["p"], tuple(parts))
+    if not parts:
+        raise reasons[0]
+    left = "".join(f"Left out for lack of {reason.needs}. " for reason in reasons).strip()
+    return Judgement(CLAIMS["p"], tuple(parts), caveat=left, whole=not left)
 
 
 def errors_breed_errors(run: Evidence) -> Judgement:
@@ -81,6 +90,7 @@ def errors_breed_errors(run: Evidence) -> Judgement:
 def pruning_easy(run: Evidence) -> Judgement:
     """v: simulated effects of leaving out single easy problems on the likelihood of right against wrong responses."""
     found = run.attribution
+    run.need_bands()
     band = problem_bands(found.facts)
     table = found.problems[found.problems.target.str.endswith("right − wrong")]
     again = "`tsae attribute … --subsets 120 --to ANALYSIS/attribution`"
@@ -130,17 +140,31 @@ def _steps(run: Evidence, policy: str) -> pd.DataFrame:
     if mine.empty or mine.response.isna().any():
         raise Missing(f"responses of {policy} with texts", _BOTH)
     steps = [
-        list(run.check(prompt or "", response)) for prompt, response in zip(mine.prompt, mine.response, strict=True)
+        _checked(run.check(prompt or "", response)) for prompt, response in zip(mine.prompt, mine.response, strict=True)
     ]
     right = np.array([np.mean(some) if some else np.nan for some in steps], dtype=float)
     valid = (right == 1) & (mine.outcome == "success").to_numpy()
     return pd.DataFrame({"problem_id": mine.problem_id, "steps": steps, "right": right, "valid": valid.astype(float)})
 
 
+def _checked(found: object) -> list[bool]:
+    """What a check of steps returned."""
+    steps = list(found) if isinstance(found, Iterable) else [found]
+    if not all(isinstance(one, int | np.bool_ | np.integer) and one in (0, 1) for one in steps):
+        raise TsaeError(
+            f"the check of steps returned {str(found)[:80]}, expected a list of true and false, one a step",
+            where="check",
+            fix="Let the function (prompt, response) say of each step whether it is right.",
+        )
+    return [bool(one) for one in steps]
+
+
 def _mean(table: pd.DataFrame, name: str) -> pd.Series:
     return table[name].groupby(table.problem_id).mean()
 
 
+CHECKED = ("p", "q")
+"""Claims that need to know which steps are right."""
 INSIDE: dict[str, Callable[[Evidence], Judgement]] = {
     "o": sparser_when_hard,
     "p": coherent_not_valid,

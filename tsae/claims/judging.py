@@ -20,7 +20,7 @@ import numpy as np
 from tsae.claims.literature import Claim
 from tsae.errors import TsaeError
 
-Verdict = Literal["reproduced", "partly", "not reproduced", "cannot be tested"]
+Verdict = Literal["reproduced", "partly", "not reproduced", "undecided", "cannot be tested"]
 
 CONFIDENCE = 0.95
 """Of the intervals."""
@@ -90,18 +90,27 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """Reproduced if all parts were tested and hold, partly if only some hold, not reproduced if none does."""
+        """Reproduced if all parts were tested and hold, partly if only some hold, not reproduced if none does.
+
+        This is the rule of the study of docs/claims.md, fixed before its runs; it does not say undecided.
+        """
         if not self.parts:
             return "cannot be tested"
         held = [part.holds is True for part in self.parts]
         return "reproduced" if all(held) and self.whole else "partly" if any(held) else "not reproduced"
+
+    @property
+    def finer(self) -> Verdict:
+        """The verdict; undecided where no part holds, and none is refuted."""
+        undecided = self.verdict == "not reproduced" and all(part.holds is None for part in self.parts)
+        return "undecided" if undecided else self.verdict
 
     def record(self) -> dict[str, Any]:
         """The same, ready for JSON."""
         return {
             "claim": self.claim.key,
             "title": self.claim.title,
-            "verdict": self.verdict,
+            "verdict": self.finer,
             "parts": [
                 {
                     "statement": part.statement,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tsae.base.files import read_object, reading, write_json, writing
@@ -20,10 +21,10 @@ from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
 from tsae.base.views import views
-from tsae.claims.evidence import Evidence, Missing, StepCheck
+from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
 from tsae.claims.feature_claims import FEATURES
 from tsae.claims.further_trainings import FURTHER
-from tsae.claims.inside_claims import INSIDE
+from tsae.claims.inside_claims import CHECKED, INSIDE
 from tsae.claims.judging import Judgement, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.claims.log_claims import LOGGED
@@ -40,7 +41,6 @@ ONE_RUN = (
     "One training run: problems are the unit, so this says what this run did, not what such training does. Other seeds "
     "may differ."
 )
-_NAMES = {"rollouts": "rollouts", "labels": "labels", "sae": "weights of the SAE"}
 _AGAIN = "Test them again: tsae claims RUN."
 
 
@@ -51,7 +51,8 @@ class Claims(Tables):
     records: tuple[dict[str, Any], ...]
     """One a claim, as `Judgement.record` gives it."""
     info: dict[str, Any] = field(default_factory=dict)
-    """rollouts, labels: fingerprints of what the readers answered; sae: that of the weights, where known; versions."""
+    """rollouts, labels: fingerprints of what the readers answered; sae: that of the weights, where known; versions;
+    check: the name of the function that said which steps are right, if one did."""
 
     def table(self) -> pd.DataFrame:
         """One row a claim and part: claim, title, verdict, statement, mean, low, high, n, unit, holds, needs, add and
@@ -77,6 +78,14 @@ class Claims(Tables):
                 f"no claim {key!r}; there are {', '.join(r['claim'] for r in self.records)}", where="Claims"
             )
         return found
+
+    def with_steps_of(self, before: Claims | None) -> Claims:
+        """The same, with the claims on steps of an earlier test of the same run if that one knew which are right."""
+        if before is None or "check" not in before.info or "check" in self.info:
+            return self
+        known = {record["claim"]: record for record in before.records if record["claim"] in CHECKED}
+        records = tuple(known.get(record["claim"], record) for record in self.records)
+        return Claims(records, {**self.info, "check": before.info["check"]})
 
     def __str__(self) -> str:
         return views().claims_text(self)
@@ -117,9 +126,9 @@ class Claims(Tables):
             _check(records)
         info = {name: value for name, value in found.items() if name != "note"}
         if diff is not None:
-            for name, value in _inputs(diff).items():
+            for name, value in inputs_of(diff).items():
                 if info.get(name, value) != value:
-                    what = f"is of other {_NAMES[name]} ({info[name]}) than the diff beside it ({value})"
+                    what = f"is of other {NAMES[name]} ({info[name]}) than the diff beside it ({value})"
                     raise TsaeError(what, where=file, fix=_AGAIN)
         return cls(records, info)
 
@@ -141,17 +150,11 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
         )
     evidence = Evidence(Path(run), check)
     records = tuple(_judged(key, evidence).record() for key in TESTS if key in (only or TESTS))
-    inputs = {"rollouts": evidence.answers.fingerprint, "labels": evidence.answers.labels_fingerprint}
+    inputs = evidence.of_answers
     with suppress(Missing):
-        inputs = {**_inputs(evidence.diff), **inputs}
-    return Claims(records, {**inputs, "versions": versions()})
-
-
-def _inputs(diff: FeatureDiff) -> dict[str, str]:
-    """Fingerprints of the inputs of a diff, under their names in claims.json."""
-    weights = (diff.info.get("sae") or {}).get("weights")
-    found = {"rollouts": diff.info.get("rollouts"), "labels": diff.info.get("labels"), "sae": weights}
-    return {name: str(value) for name, value in found.items() if value is not None}
+        inputs = {**inputs_of(evidence.diff), **inputs}
+    named = {} if check is None else {"check": f"{check.__module__}:{getattr(check, '__qualname__', '')}"}
+    return Claims(records, {**inputs, "versions": versions(), **named})
 
 
 def _judged(key: str, run: Evidence) -> Judgement:
@@ -164,11 +167,24 @@ def _judged(key: str, run: Evidence) -> Judgement:
 
 
 def _check(records: Sequence[Mapping[str, Any]]) -> None:
-    """Raises KeyError or TypeError for what are no records."""
+    """Raises KeyError, TypeError or ValueError for what are no records."""
     for record in records:
-        _ = [record[name] for name in ("claim", "title", "verdict", "needs", "add", "caveat")]
+        told = [record[name] for name in ("claim", "title", "verdict", "needs", "add", "caveat")]
+        told += [one[name] for one in record["parts"] for name in ("statement", "unit")]
+        if not all(isinstance(one, str) for one in told) or record["claim"] not in CLAIMS:
+            raise ValueError(f"{record['claim']!r} is no claim’s record")
         for one in record["parts"]:
-            _ = [one[name] for name in ("statement", "mean", "low", "high", "n", "unit", "holds")]
+            if not np.isfinite([one[name] for name in ("mean", "low", "high", "n")]).all():
+                raise ValueError(f"a part of claim {record['claim']} has no effect")
+            if one["holds"] not in (True, False, None):
+                raise ValueError(f"a part of claim {record['claim']} holds {one['holds']!r}")
+
+
+def claims_before(folder: Path, diff: FeatureDiff) -> Claims | None:
+    """Claims that were tested before, of the same run; None where there are none that can be read."""
+    with suppress(TsaeError):
+        return Claims.load(folder, diff)
+    return None
 
 
 def said_claims(folder: Path) -> bool:

@@ -27,6 +27,7 @@ from tsae.diff.threads import in_threads, one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, annotate_tokens
 from tsae.features.feature_table import FeatureTable
+from tsae.rollouts.bands import bands_info
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.sae.quality.stability import Stability
 
@@ -99,7 +100,7 @@ def feature_diff(
             "sae": features.info["sae"],
             "readers": _flagged(features, config),
             "null_repeats": REPEATS,
-            "bands": features.rollouts.info.get("bands"),
+            "bands": bands_info(features.rollouts.info, features.rollouts.origin),
             "rollouts": features.rollouts.fingerprint,
             "second_look": (features.rollouts.info.get("log") or {}).get("second_look"),
             "labels": features.rollouts.labels_fingerprint,

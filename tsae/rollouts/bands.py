@@ -16,8 +16,20 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
 from tsae.rollouts.schema import BANDS, problem_bands
 
-_KINDS = {"reference": str | None, "separate": bool, "cross_fitted": bool, "halved": int, "unbanded": int}
-"""What `Bands.info` holds."""
+_KINDS = {
+    "reference": str | None,
+    "easy": int | float,
+    "hard": int | float,
+    "separate": bool,
+    "cross_fitted": bool,
+    "halved": int,
+    "unbanded": int,
+    "quantiles": dict,
+    "step": dict,
+    "confounded_with_step": dict,
+    "refused": str,
+}
+"""What `Bands.info` holds, and what `tsae.rollouts.difficulty.draw_problems.band_problems` adds."""
 
 
 def pass_rates(
@@ -202,7 +214,7 @@ def bands_info(info: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         TsaeError: where it is not as `find_bands` writes it.
     """
     bands = info.get("bands")
-    if not bands:
+    if bands is None or bands == {}:
         return None
     whole = isinstance(bands, dict) and {"reference", "separate"} <= bands.keys()
     if not whole or not all(isinstance(bands[name], _KINDS[name]) for name in _KINDS.keys() & bands.keys()):

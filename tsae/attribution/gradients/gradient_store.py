@@ -226,7 +226,7 @@ def batches_of(rollouts: Rollouts, rows: Sequence[int] | np.ndarray | None = Non
     """Rows by the step of the log that trained on them.
 
     Raises:
-        TsaeError: where the log has no steps.
+        TsaeError: where the log has no steps, or some that are no whole numbers.
     """
     rows = np.arange(len(rollouts)) if rows is None else np.asarray(rows)
     if "step" not in rollouts.frame.columns:
@@ -240,4 +240,11 @@ def batches_of(rollouts: Rollouts, rows: Sequence[int] | np.ndarray | None = Non
             where=rollouts.origin,
             fix="Import a log that says the step of every row.",
         )
-    return {int(number): rows[step == number] for number in np.unique(step)}
+    numbers = np.unique(step)
+    if (broken := numbers[~np.isfinite(numbers) | (numbers % 1 != 0)]).size:
+        raise TsaeError(
+            f"has the step {broken[0]:g}, expected whole numbers",
+            where=rollouts.origin,
+            fix="Number the steps of the optimiser 1, 2, 3, …",
+        )
+    return {int(number): rows[step == number] for number in numbers}

@@ -6,6 +6,7 @@ first step B is 0, so the model is the base whatever A is, and the gradient of A
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -51,8 +52,9 @@ class TrainingPath:
             device: torch device.
 
         Raises:
-            TsaeError: where several runs are there and none is named, steps are missing, or an adapter has weights
-                beside A and B.
+            TsaeError: where several runs are there and none is named, steps are missing or there twice, an adapter has
+                weights beside A and B, or checkpoints differ in the weights that they have, such as of another
+                vocabulary.
         """
         runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
         if run is None and len(runs) == 1:
@@ -71,6 +73,13 @@ class TrainingPath:
             )
         loader = ModelLoader(device=device, dtype="float32", attention="eager")
         mine = [checkpoint for checkpoint in series if checkpoint.run == run and not checkpoint.is_base]
+        twice = next((c for i, c in enumerate(mine) if c.step in [other.step for other in mine[:i]]), None)
+        if twice is not None:
+            raise TsaeError(
+                f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}",
+                where=series.name,
+                fix="Leave one of them out.",
+            )
         kinds = {is_adapter(folder_of(checkpoint)) for checkpoint in mine}
         if len(kinds) > 1:
             raise TsaeError(
@@ -80,13 +89,17 @@ class TrainingPath:
             )
         if kinds == {True}:
             return cls._of_adapters(loader, mine)
-        knots = {c.step: TrainedWeights(loader.load(c)).vector() for c in (series.base, *mine)}
+        knots, whole = {}, _Alike()
+        for checkpoint in (series.base, *mine):
+            trained = TrainedWeights(loader.load(checkpoint))
+            whole.check(trained, checkpoint)
+            knots[checkpoint.step] = trained.vector()
         return cls(TrainedWeights(loader.load(series.base)), knots)
 
     @classmethod
     def _of_adapters(cls, loader: ModelLoader, mine: Sequence[Checkpoint]) -> TrainingPath:
         knots: dict[int, torch.Tensor] = {}
-        trained: TrainedWeights | None = None
+        trained, alike = None, _Alike()
         for checkpoint in sorted(mine, key=lambda c: -c.step):  # the first stays loaded
             model = loader.load(checkpoint)
             names = [name for name, _ in model.named_parameters() if ".lora_" in name]
@@ -98,6 +111,7 @@ class TrainingPath:
                     fix="Attribute plain LoRA of linear layers, or merge the adapters of all steps (merge_and_unload).",
                 )
             trained = TrainedWeights(model, names)
+            alike.check(trained, checkpoint)
             knots[checkpoint.step] = trained.vector()
         assert trained is not None
         if min(knots) == 0:
@@ -127,6 +141,10 @@ class TrainingPath:
         knots = {step - first: weights for step, weights in self.knots.items() if first <= step <= last}
         return TrainingPath(self.trained, knots, self.notes if first == 0 else ())
 
+    def fingerprint(self, step: int) -> str:
+        """Hash of the trained weights of the checkpoint after a step."""
+        return hashlib.sha256(self.knots[step].cpu().numpy().tobytes()).hexdigest()[:16]
+
     @property
     def last(self) -> int:
         return self.steps[-1]
@@ -140,3 +158,25 @@ class TrainingPath:
     def put(self, after: float) -> None:
         """Give the model these weights."""
         self.trained.put(self.weights(after))
+
+
+class _Alike:
+    """Refuses checkpoints that do not have the same weights as the first: between them there is no line."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, ...]] = {}
+        self._of = ""
+
+    def check(self, trained: TrainedWeights, checkpoint: Checkpoint) -> None:
+        """Raise a TsaeError where the names or shapes of the weights differ."""
+        found = {name: tuple(parameter.shape) for name, parameter in trained.parameters.items()}
+        if not self._first:
+            self._first, self._of = found, checkpoint.id
+        name = next((n for n in {**self._first, **found} if self._first.get(n) != found.get(n)), None)
+        if name is not None:
+            here, there = (f"the shape {of[name]}" if name in of else "nothing" for of in (found, self._first))
+            raise TsaeError(
+                f"has {here} for the weight {name}, and {self._of} has {there}",
+                where=checkpoint.path,
+                fix="Give checkpoints of one run and its base, all with the same vocabulary and layers.",
+            )

@@ -167,6 +167,10 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
         if found.keys() != trained.parameters.keys():
             odd = sorted(found.keys() ^ trained.parameters.keys())[0]
             raise TsaeError(f"{odd!r} is either not there or not among the trained weights", where=file)
+        for name, parameter in trained.parameters.items():
+            if found[name].shape != parameter.shape:
+                what = f"{name} has the shape {tuple(found[name].shape)}, and {tuple(parameter.shape)} in the model"
+                raise TsaeError(what, where=file, fix="Give the model that was recorded.")
         knots[int(file.stem.removeprefix("weights-"))] = trained.join(found)
     records = []
     told = {"policy": "run", "prompt": "", "response": "", "outcome": "unknown"}

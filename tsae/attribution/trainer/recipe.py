@@ -30,6 +30,12 @@ _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
 }
+_OTHER_STEPS: tuple[tuple[str, Any, str], ...] = (
+    ("top_entropy_quantile", 1.0, "tokens with less entropy were left out of the loss"),
+    ("entropy_coeff", 0, "the loss rewarded entropy"),
+    ("lr_scheduler_kwargs", {}, "the learning rates had a schedule of their own"),
+)
+"""Settings that change the steps in ways that are not simulated: name, its value where it does not, what it does."""
 _AGGREGATES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 """verl's loss_agg_mode, in TRL's words."""
 
@@ -131,6 +137,12 @@ def _of_trl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Recip
             where=file,
             fix="Attribute a run without one.",
         )
+    for name, usual, does in _OTHER_STEPS:
+        value = settings.get(name)
+        if value not in (None, usual, str(usual)):
+            raise TsaeError(
+                f"{name}={value}: {does}, which is not simulated", where=file, fix="Attribute a run without it."
+            )
     if int(settings.get("num_iterations") or 1) > 1:
         raise TsaeError(
             f"num_iterations={settings['num_iterations']}: a batch is used more than once",
@@ -184,6 +196,7 @@ def _of_verl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Reci
         "loss_type": _AGGREGATES[mode],
         "max_completion_length": rollout.get("response_length"),
         "temperature": rollout.get("temperature", 1.0),
+        "entropy_coeff": actor.get("entropy_coeff"),
         "epsilon": actor.get("clip_ratio_low", actor.get("clip_ratio", 0.2)),
         "epsilon_high": actor.get("clip_ratio_high"),
     }

@@ -24,7 +24,7 @@ from tsae.errors import TsaeError, public
 
 _COMMANDS = (
     "run", "watch", "demo", "rollouts", "drift", "capture", "store", "train", "export", "encode", "diff", "attribute",
-    "causal", "reinforcement", "influence", "report", "reformulate", "credit", "explain",
+    "causal", "reinforcement", "influence", "report", "reformulate", "credit", "explain", "claims",
 )  # fmt: skip
 """Those that write artefacts."""
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
@@ -80,6 +80,13 @@ class MadeBy:
         here = self.where.resolve() == Path.cwd()
         return text if here else f"(cd {shlex.quote(os.path.relpath(self.where))} && {text})"
 
+    @property
+    def outputs(self) -> list[Path]:
+        """The paths that it writes. `tsae claims RUN` names the folder that it writes into, as its first word."""
+        if self.words[:1] == ("claims",):
+            return [self.where / word / "claims.json" for word in self.words[1:2]]
+        return self.values("--to")
+
     def values(self, option: str) -> list[Path]:
         """The paths that an option names."""
         found: list[Path] = []
@@ -123,7 +130,7 @@ def record_command(output: Path, words: Sequence[str]) -> None:
     output = Path(os.path.abspath(output))
     file, here = command_file(output), Path.cwd()
     given = list(words)
-    if not MadeBy(tuple(given), here).values("--to"):
+    if not MadeBy(tuple(given), here).outputs:
         given += ["--to", os.path.relpath(output, here)]
     content = {
         "command": public(given),
@@ -152,7 +159,7 @@ def made_by(output: Path) -> MadeBy | None:
         if found["output"] != output.name:
             raise TsaeError(f"is the command of {found['output']}", where=file, fix=fix)
     command = MadeBy(words, where)
-    named = {Path(os.path.abspath(path)) for path in command.values("--to")}
+    named = {Path(os.path.abspath(path)) for path in command.outputs}
     if words[:1] not in [(name,) for name in _COMMANDS] or not named:
         raise TsaeError(f"is no command that writes {output.name} ({shlex.join(words)})", where=file, fix=fix)
     return command if named == {output} else None

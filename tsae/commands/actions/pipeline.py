@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 
+from tsae.base.disk.made_by import record_command
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.plugins import find_function
 from tsae.claims.run_claims import claims_of
@@ -44,5 +45,8 @@ def run_claims(options: Claims) -> None:
         print(found)
         if not options.only:
             with sole_writer(options.run):
-                say_wrote(found.save(options.run))
+                file = found.save(options.run)
+                words = [] if options.check is None else ["--check", options.check]
+                record_command(file, ["claims", str(options.run), *words])
+                say_wrote(file)
         write(found.as_dict())

@@ -13,6 +13,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.rows import Rows
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.rollouts.bands import bands_info
 from tsae.rollouts.schema import BANDS
 
 _SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
@@ -219,5 +220,5 @@ def _too_few(found: Comparison, what: str, config: DiffConfig) -> str:
 
 def _unless_refused(features: FeatureTable, found: Comparison) -> Comparison:
     """Refuse a comparison within a band if the bands' info says that they cannot be told from training steps."""
-    refused = (features.rollouts.info.get("bands") or {}).get("refused")
+    refused = (bands_info(features.rollouts.info, features.rollouts.origin) or {}).get("refused")
     return replace(found, note=refused) if refused and found.band != "all" else found

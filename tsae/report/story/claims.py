@@ -15,9 +15,9 @@ from tsae.report.story.statements import Statement
 from tsae.report.text import count, interval, listed, number
 
 HEADING = "What the literature would expect"
-VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "cannot be tested")
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "undecided", "cannot be tested")
 _SAID = {True: "as claimed", False: "against it", None: "undecided"}
-_CANNOT = VERDICTS[-1]
+_OPEN, _CANNOT = VERDICTS[-2:]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,13 @@ def counted(claims: Claims) -> str:
             keys = [record["claim"] for record in claims.records if record["verdict"] == verdict]
             clauses.append(f"{of[verdict]} {words} ({listed(keys)})")
     shown = f"this run shows {listed(clauses)}" if clauses else "this run can test none"
-    left = f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and clauses else ""
+    left = ""
+    if of[_OPEN]:
+        open_ones = listed([record["claim"] for record in claims.records if record["verdict"] == _OPEN])
+        left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({open_ones})"
+    left += f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and (clauses or left) else ""
+    if left and not clauses:
+        shown = "this run shows none"
     return f"Of {count(len(claims.records), 'claim')} about sample difficulty, {shown}{left}."
 
 
