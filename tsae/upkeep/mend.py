@@ -30,7 +30,7 @@ from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import read_object, replacing, writing
+from tsae.base.files import is_partial, read_object, replacing, writing
 from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digests
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
@@ -338,8 +338,8 @@ def _replaced(path: Path, aside: Path, finding: Finding) -> str:
             shutil.copyfile(aside / name, path / name)
         if added:
             seal(path, added)
-    left = [file.name for file in aside.iterdir() if not (path / file.name).exists()] if aside.is_dir() else []
-    left = [name for name in left if name != SEAL and not name.endswith(".tmp")]
+    inside = [file for file in aside.iterdir() if not (path / file.name).exists()] if aside.is_dir() else []
+    left = [file.name for file in inside if file.name != SEAL and not is_partial(file)]
     if left:
         kept = path.with_name(f"{path.name}.damaged")
         _remove(kept)
