@@ -88,9 +88,13 @@ def test_one_that_takes_it_or_gives_it_back_at_this_moment_is_named_too(tmp_path
 def test_a_killed_writer_is_no_obstacle(tmp_path: Path) -> None:
     to = tmp_path / "features"
     first = holder(to)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    assert (tmp_path / ".features.lock").is_file()
+    part = holder(tmp_path / "other", "2/3")
+    for killed in (first, part):
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+    assert {path.name for path in tmp_path.iterdir()} == {".features.lock", ".other.part-1.lock"}
+    with sole_writer(tmp_path / "other"):
+        pass
     with sole_writer(to):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -163,6 +167,42 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             sole_writer(tmp_path / "sae").__enter__()
         lock._held[(os.getpid(), threading.get_ident(), tmp_path / ".sae.lock")] = 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_the_next_writers_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is the file then. The next writer may make its own as soon as it is gone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
+    file = tmp_path / ".sae.lock"
+    removed, unlink, pathless = [], Path.unlink, os.unlink
+
+    def next_writer(path: object) -> None:
+        if os.fspath(path) == str(file) and not removed and not file.exists():  # type: ignore[call-overload]
+            removed.append(path)
+            file.write_text("the next writer's")
+
+    def gone(path: Path, *args: object, **kwargs: object) -> None:
+        unlink(path, *args, **kwargs)  # type: ignore[arg-type]
+        next_writer(path)
+
+    def gone_too(path: object, *args: object, **kwargs: object) -> None:
+        pathless(path, *args, **kwargs)  # type: ignore[call-overload]
+        next_writer(path)
+
+    with sole_writer(tmp_path / "sae"):
+        monkeypatch.setattr(Path, "unlink", gone)
+        monkeypatch.setattr(os, "unlink", gone_too)
+    assert removed
+    assert file.read_text() == "the next writer's"
+
+
+@pytest.mark.parametrize("text", ['{"process": 1e999, "host": 1, "since": 1}', "[" * 100_000, "[]", "\x00"])
+def test_a_lock_file_that_names_nobody(text: str, tmp_path: Path) -> None:
+    (tmp_path / ".sae.lock").write_text(text)
+    assert lock._owner(tmp_path / ".sae.lock") == ""
 
 
 def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,13 +69,20 @@ def sole_writer(to: str | Path, part: Part | None = None) -> Iterator[None]:
         others = [] if joins else own.parent.glob(f".{_plain(to.name)}.part-*.lock") if own == whole else [whole]
         for other in others:
             if other.exists():
-                _taken(other, to, patient=other == whole).release()
+                _give_back(_taken(other, to, patient=other == whole), other)  # left by a process that was killed
         yield
     finally:
         del _held[key]
+        _give_back(lock, own)
+
+
+def _give_back(lock: BaseFileLock, file: Path) -> None:
+    """Release a lock and remove its file."""
+    # A lock that is the file itself removes it. Done twice, the second time would hit the file of the next writer.
+    if not isinstance(lock, SoftFileLock):
         with suppress(OSError):  # Windows removes no open file
-            own.unlink()
-        lock.release()
+            file.unlink()
+    lock.release()
 
 
 def _file(to: Path, part: Part | None = None) -> Path:
@@ -138,7 +145,7 @@ def _owner(file: Path) -> str:
     try:
         found = parse_json(file.read_text())
         return f"process {int(found['process'])} on {found['host']!s:.80}, since {found['since']!s:.40}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return ""
 
 
