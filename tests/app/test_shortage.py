@@ -83,3 +83,15 @@ def test_the_command_line_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         cli.main(["completion", "bash"])
     assert ended.value.code == 2
     assert "tsae: out: the system refuses" in capsys.readouterr().err
+
+
+def test_a_working_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "the working folder is not there any more. Change into" in capsys.readouterr().err

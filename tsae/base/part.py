@@ -39,7 +39,7 @@ class Part:
         Raises:
             TsaeError: for another text, or i that is not between 1 and n.
         """
-        found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None:
             raise TsaeError(f"{text!r} is no part", where="--part", fix="Give 1/n to n/n, such as 2/7.")
         return cls(int(found[1]) - 1, int(found[2]))
