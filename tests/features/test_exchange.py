@@ -360,12 +360,17 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
     assert export("vectors", "--format", "safetensors", "--choose", "3") == ["feature-3.safetensors"]
     tokens, values = features.column(3)
     typical = values[features.span_mask("response")[tokens]].mean()
+    for to in ("delphi", "np", "gguf"):
+        export(to, "--format", "saelens")
+        assert export(to, "--format", "saelens") == ["cfg.json", "sae_weights.safetensors"]
     found = SteeringVector.load(tmp_path / "vectors" / "feature-3.safetensors")
+    (tmp_path / "np" / "notes.txt").write_text("x")
     assert found.info["scale"] == pytest.approx(typical)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     for to, words, said in (
         ("mine", [], "mine: is not empty. Give another folder"),
+        ("np", [], "np: is an export, and holds notes.txt, which no export wrote. Move that away"),
         ("new", ["--format", "neuronpedia"], "--model, --creator are missing"),
         ("new", ["--format", "gguf"], "no features are named. Name them with --choose"),
         ("new", ["--format", "safetensors", "--choose", "7"], "--choose: no feature 7; there are 0 to 6"),
@@ -378,3 +383,4 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
         assert said in error
         assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+    assert (tmp_path / "np" / "notes.txt").read_text() == "x"
