@@ -333,6 +333,18 @@ def test_names_with_line_breaks_pass_for_no_lines_of_ours(copy: Path, capsys: py
     assert "x‹U+000A›features" in last
 
 
+def test_folders_in_folders_without_end(tmp_path: Path) -> None:
+    folders = [tmp_path / "/".join("a" * depth) for depth in range(1, 1200)]
+    for folder in folders:
+        folder.mkdir()
+    try:
+        with pytest.raises(TsaeError, match="folders are nested too deeply"):
+            verify([tmp_path], progress=False)
+    finally:  # which others could not do
+        for folder in reversed(folders):
+            folder.rmdir()
+
+
 @pytest.mark.parametrize("causal", [5, [3, "", "..", "../..", "a/b", "x" * 5000, "a\0b", "\ud800"], {"a": 1}, None])
 def test_a_stamp_that_names_no_folders_of_tests(causal: Any, tmp_path: Path) -> None:
     claim(tmp_path, "run.json", {"run": {"path": "a"}}, "an analysis")

@@ -184,7 +184,7 @@ class RingOnDisk(Ring):
         for line in text.splitlines(keepends=True):
             try:
                 content = json.loads(line if line.endswith("\n") else "")
-            except ValueError:
+            except (ValueError, RecursionError):
                 break
             found.append(content if isinstance(content, dict) else {})
         return found

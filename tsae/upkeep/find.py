@@ -52,12 +52,17 @@ def find_artefacts(path: Path) -> list[Artefact]:
     """What tsae wrote at an absolute path and below, and stages of a run that are not there; in the order in which they
     rest on each other. Hidden files and folders, and what a repair kept, are left out; links to folders are not
     followed.
+
+    Raises:
+        TsaeError: where folders lie in each other without end.
     """
     run = next((folder for folder in (path, *path.parents) if _stamp(folder) is not None), None)
-    found = {artefact.path: artefact for artefact in _walk(path, run)}
-    if path.is_dir():
-        for missing in _missing(path):
+    try:
+        found = {artefact.path: artefact for artefact in _walk(path, run)}
+        for missing in _missing(path) if path.is_dir() else ():
             found.setdefault(missing.path, missing)
+    except RecursionError as error:
+        raise TsaeError("folders are nested too deeply", where=path, fix="Give the folder of a run.") from error
     return sorted(found.values(), key=lambda artefact: (artefact.kind.rank, artefact.path.as_posix()))
 
 
