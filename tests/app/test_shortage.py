@@ -21,6 +21,7 @@ def test_errors_of_the_system_and_of_libraries() -> None:
         "out/page.html.tmp: the system refuses: No space left on device. Make room, and give the same command again: "
         "what is finished is kept."
     )
+    assert "may read and write" in str(shortage(PermissionError(errno.EACCES, "Permission denied", "out")))
     assert "ulimit -n" in str(shortage(OSError(errno.EMFILE, "Too many open files")))
     assert "Make room" in str(shortage(OSError("Can't write data (file write failed: errno = 28, error message = …)")))
     assert "not enough memory" in str(shortage(MemoryError()))
