@@ -202,6 +202,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _run_or_say(words: Sequence[str]) -> None:
     """Run a command. What the machine lacks is said in words."""
+    try:
+        os.getcwd()
+    except OSError as error:  # else libraries stop in words of their own
+        fix = "Change into a folder that is there, and give the same command again."
+        raise TsaeError("the working folder is not there any more", fix=fix) from error
     options = parse(words)
     try:
         with tame_streams():

@@ -79,7 +79,9 @@ class TsaeError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        parts = [f"{self.where}: {self.what}" if self.where else self.what]
+        # Names of files may hold line breaks, which would pass for lines of ours.
+        where = (self.where or "").replace("\n", "‹U+000A›")
+        parts = [f"{where}: {self.what}" if where else self.what]
         parts[0] = parts[0].rstrip(".") + "."
         if self.fix:
             parts.append(self.fix.rstrip(".") + ".")

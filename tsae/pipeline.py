@@ -17,7 +17,7 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import partial_name, read_object, reading, write_json
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.causal.findings import Tested
 from tsae.checkpoints.loading import token_strings
@@ -327,8 +327,9 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
     """
     wanted = public(json.loads(json.dumps(stamp, default=str)))
     copy = stamp_copy(folder, name)
-    # A kill during the first write leaves only the temporary file, or the copy.
-    beginning = {copy.name, f"{copy.name}.tmp", f"{name}.tmp"}
+    # A kill during the first write leaves only the temporary file (of an earlier version: NAME.tmp), or the copy.
+    files = (copy, folder / name)
+    beginning = {copy.name, *(partial_name(file).name for file in files), *(f"{file.name}.tmp" for file in files)}
     if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
         found = read_stamp(folder, name)
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.

@@ -94,6 +94,7 @@ def test_a_cache_on_disk_changes_no_bit(
         stream.seek(next(iter(held.values()))[0][0] * 64)
         stream.write(b"damaged!")
     with (tmp_path / "cache" / "index.jsonl").open("a") as stream:
+        stream.write("[" * 100_000 + "\n")  # no line of ours
         stream.write('{"portion": 7, "ro')  # killed while it wrote
     with computed(monkeypatch) as portions:
         found = train(tmp_path / "sae")

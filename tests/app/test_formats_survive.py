@@ -16,8 +16,11 @@ from typing import Any
 import hypothesis.extra.numpy as hn
 import hypothesis.strategies as st
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import scipy.sparse as sp
+import torch
 from hypothesis import HealthCheck, given, settings
 
 from support.builders import save_model, synthetic_store
@@ -29,6 +32,7 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
+from tsae.rollouts.logs.known import KNOWN
 from tsae.rollouts.schema import BANDS, OUTCOMES
 from tsae.rollouts.table import Rollouts
 
@@ -132,8 +136,6 @@ def activations(draw: st.DrawFn) -> tuple[list[np.ndarray], str]:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_stores_survive(amount: int) -> None:
-    import torch
-
     def check(drawn: tuple[list[np.ndarray], str]) -> None:
         values, dtype = drawn
         with tempfile.TemporaryDirectory() as folder:
@@ -213,6 +215,7 @@ def in_order(file: Path, vocabulary: int) -> None:
     """What every imported table keeps."""
     found = Rollouts.read(file).table
     found.validate(full=True)  # offsets rise and stay inside, texts are UTF-8
+    numbers = [name for name in found.column_names if pa.types.is_floating(found[name].type)]
     for row in found.to_pylist():
         for name in ("prompt_ids", "response_ids"):
             assert row[name]
@@ -220,10 +223,10 @@ def in_order(file: Path, vocabulary: int) -> None:
         if row.get("parts") is not None:
             assert len(row["parts"]) == len(row["response_ids"])
             assert set(row["parts"]) <= {0, 1, 2}
+            assert set(row["parts"]) != {2}  # the policy sampled something
         assert row["outcome"] in OUTCOMES
         assert row["finish_reason"] in ("stop", "length", "unknown")
-        assert row["reward"] is None or np.isfinite(row["reward"])
-        assert row["advantage"] is None or np.isfinite(row["advantage"])
+        assert all(row[name] is None or np.isfinite(row[name]) for name in numbers)  # rewards, advantage, its own
         assert row["problem_id"] is not None
         assert row["policy"]
         assert row.get("step") is None or row["step"] >= 0
@@ -277,13 +280,87 @@ def test_plain_logs_are_read_in_order_or_refused(amount: int, chat: Checkpoint) 
     assert any(read)
 
 
-FILES = {
+ASKED, USER = "<bos>#1+1?<eos><bos>;", [{"role": "user", "content": "1+1?"}]
+IDS = [18, 16, 1, 10, 1, 13, 19, 18, 15]  # of ASKED
+SAID = {"role": "assistant", "content": "#2"}
+STEP = {"chat_completions": [*USER, SAID], "model_response": "#2", "reward": 0.0}
+SHIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "verl": ("1.jsonl", {}),
     "open-instruct": ("tiny_rollouts_000000.jsonl", {}),
     "nemo-rl": ("train_data_step1.jsonl", {}),
     "open-r1": ("pass_rates.jsonl", {}),
+    "prime-rl": ("rollouts/step_1/train/effective/traces.jsonl", {}),
+    "prime-rl-stream": ("monitors/file/traces/stream.jsonl", {"format": "prime-rl", "skip": ("errored", "empty")}),
+    "prime-rl-tokens": ("token_exports/step_1/rank_0.jsonl", {}),
+    "trl": ("completions/completions_00001.parquet", {"outcome": "digits", "skip": ("unscored",)}),
 }
-"""Logs of lines of JSON, and how they are read."""
+"""Logs that are shipped with the tests, and how they are read."""
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "ms-swift": ("completions.jsonl", {
+        "step": ["1", "1"], "prompt": [ASKED] * 2, "completion": ["#2", "1+1=3;#3"], "Accuracy": [1.0, 0.0],
+        "advantages": [0.7, -0.7],
+    }),
+    "slime": ("rollout_data/0.pt", {
+        "group_index": 0, "index": 0, "rollout_id": None, "prompt": ASKED, "tokens": [*IDS, 16, 2, 5, 19],
+        "response": "", "response_length": 4, "label": "2", "reward": 1.0, "loss_mask": [1, 1, 0, 1],
+        "weight_versions": ["1"], "status": "completed", "multimodal_inputs": None, "metadata": {},
+    }),
+    "areal": ("rollout/0/10.jsonl", {
+        "task_id": 0, "sample_idx": 0, "seqlen": 12, "prompt_len": 9, "head_version": 0, "tail_version": 0,
+        "reward": 1.0, "prompt": ASKED, "completion": "#2<eos>",
+    }),
+    "roll": ("rollout_dump_data.step_0.jsonl", {
+        "id": ["7"], "prompt": ["1+1?"], "messages": [json.dumps(USER)], "ground_truth": ["2"], "domain": ["math"],
+        "tag": ["x"], "difficulty": [3], "responses": ["#2"], "scores": [1.0], "global_step": [0],
+    }),
+    "verifiers": ("rollouts/step_1/train_rollouts.jsonl", {
+        "example_id": 3, "task": "sums", "prompt": USER, "completion": [SAID], "answer": "2", "info": {},
+        "reward": 1.0, "error": None, "is_truncated": False, "metrics": {"correct_answer": 1.0}, "env_name": "sums",
+        "policy_version": 0, "off_policy_steps": 0, "advantage": 0.5,
+    }),
+    "rllm": ("episodes/train_step_1_epoch_0/episode_hashab_id0.json", {
+        "training_step": 1, "epoch": 0, "episode_id": "a", "task": {"ground_truth": "2"}, "task_hash": "ab",
+        "is_correct": True, "termination_reason": "env_done",
+        "trajectories": [{"name": "solver", "uid": "u", "reward": 1.0, "num_steps": 1, "steps": [STEP]}],
+    }),
+    "skyrl": ("dumped_evals/global_step_0_evals/sums.jsonl", {
+        "input_prompt": ASKED, "output_response": "#2<eos>", "score": [0.0, 1.0], "stop_reason": "stop",
+        "env_extras": {"reward_spec": {"ground_truth": "2"}, "extra_info": {"index": 4}}, "data_source": "sums",
+    }),
+    "openrlhf": ("out.jsonl", {"input": "1+1?", "output": "#2<eos>", "reward": 1.0}),
+}  # fmt: skip
+"""A row of other trainers' logs as their functions write it, and the name of its file."""
+_APART = {"inspect", "plain"}
+"""Inspect's logs are read by its own library; plain ones are drawn above."""
+
+
+def test_every_importer_is_drawn() -> None:
+    assert {name for known in KNOWN for name in known.formats} == ({*SHIPPED, *WRITTEN} - {"prime-rl-stream"}) | _APART
+
+
+def rows_of(trainer: str) -> list[dict[str, Any]]:
+    if trainer in WRITTEN:
+        return [WRITTEN[trainer][1]]
+    file = LOGS / trainer / SHIPPED[trainer][0]
+    if file.suffix == ".parquet":
+        return list(pq.read_table(file).to_pylist())
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> bool:
+    """Write a log; whether it can be written: Parquet wants values of one type in a column."""
+    file.parent.mkdir(parents=True)
+    try:
+        if file.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        elif file.suffix == ".pt":
+            torch.save({"rollout_id": 0, "samples": rows}, file)
+        else:
+            ends = "" if file.suffix == ".json" else os.linesep
+            file.write_text("".join(json.dumps(row) + ends for row in rows), encoding="utf-8")
+    except (pa.ArrowException, OverflowError, UnicodeError):
+        return False
+    return True
 
 
 def leaves(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -292,16 +369,17 @@ def leaves(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found or [before]
 
 
-@pytest.mark.parametrize("trainer", FILES)
+@pytest.mark.parametrize("trainer", [*SHIPPED, *WRITTEN])
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_logs_of_trainers_are_read_in_order_or_refused(trainer: str, amount: int, chat: Checkpoint) -> None:
     """Rows of the real log in any number and order, some of whose values are others."""
-    name, config = FILES[trainer]
-    lines = (LOGS / trainer / name).read_text(encoding="utf-8").splitlines()
-    read: list[bool] = []
+    name, config = SHIPPED.get(trainer) or (WRITTEN[trainer][0], {})
+    lines = [json.dumps(row) for row in rows_of(trainer)]
+    most = 1 if name.endswith(".json") else 5
+    told = {"format": trainer, **config}
 
     def check(data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(lines), min_size=1, max_size=5))
+        chosen = data.draw(st.lists(st.sampled_from(lines), min_size=1, max_size=most))
         rows = [json.loads(line) for line in chosen]
         for _ in range(data.draw(st.integers(0, 2))):
             inside: Any = data.draw(st.sampled_from(rows))
@@ -311,9 +389,10 @@ def test_logs_of_trainers_are_read_in_order_or_refused(trainer: str, amount: int
             inside[last] = data.draw(json_values | st.sampled_from([inside[last]]))
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, trainer)
-            log.mkdir()
-            (log / name).write_text("".join(json.dumps(row) + os.linesep for row in rows), encoding="utf-8")
-            read.append(imported(log, chat, Path(folder, "found.parquet"), format=trainer, **config))
+            if write_rows(log / name, rows):
+                imported(log, chat, Path(folder, "found.parquet"), **told)
 
+    with tempfile.TemporaryDirectory() as folder:  # what is whole is read
+        write_rows(Path(folder, trainer, name), rows_of(trainer)[:most])
+        assert imported(Path(folder, trainer), chat, Path(folder, "found.parquet"), **told)
     examples(check, amount, data=st.data())
-    assert any(read)

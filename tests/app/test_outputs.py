@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import re
 from dataclasses import fields, is_dataclass
@@ -35,6 +36,9 @@ def rollouts(tmp_path: Path) -> Path:
     [
         ("report --diff diff --to rollouts.parquet", "no file with a page of tsae"),
         ("report --diff diff --to precious.html", "no file with a page of tsae"),
+        ("report --diff diff --to pipe", "is a device or a pipe, expected a file"),
+        ("reinforcement --features features --json pipe", "is a device or a pipe, expected a file"),
+        ("diff --features features --to pipe", "is a device or a pipe, expected a file"),
         ("reinforcement --features features --json rollouts.parquet", "no file with JSON results"),
         ("rollouts bands --rollouts rollouts.parquet --to other.parquet", "no file with rollouts of tsae"),
         ("rollouts bands --rollouts rollouts.parquet --to rollouts.parquet", r"is an input too \(--rollouts\)"),
@@ -81,6 +85,7 @@ def test_what_others_wrote_is_left_alone(
         (folder / place).mkdir()
         (folder / place / name).write_text("{}")
     (folder / "notes.txt").write_text("precious")
+    os.mkfifo(folder / "pipe")
     (folder / "precious.html").write_text("<!DOCTYPE html><p>mine")
     (folder / "problems.jsonl").write_text('{"id": "1", "prompt": "1+1?", "answer": "2"}\n')
     pd.DataFrame({"a": [1]}).to_parquet(folder / "other.parquet")

@@ -21,6 +21,7 @@ def test_errors_of_the_system_and_of_libraries() -> None:
         "out/page.html.tmp: the system refuses: No space left on device. Make room, and give the same command again: "
         "what is finished is kept."
     )
+    assert "may read and write" in str(shortage(PermissionError(errno.EACCES, "Permission denied", "out")))
     assert "ulimit -n" in str(shortage(OSError(errno.EMFILE, "Too many open files")))
     assert "Make room" in str(shortage(OSError("Can't write data (file write failed: errno = 28, error message = …)")))
     assert "not enough memory" in str(shortage(MemoryError()))
@@ -83,3 +84,15 @@ def test_the_command_line_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         cli.main(["completion", "bash"])
     assert ended.value.code == 2
     assert "tsae: out: the system refuses" in capsys.readouterr().err
+
+
+def test_a_working_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "the working folder is not there any more. Change into" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -45,10 +47,11 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
-from tsae.upkeep.find import aside_name
-from tsae.upkeep.mend import remedy, repair
+from tsae.upkeep.find import Artefact, aside_name
+from tsae.upkeep.kinds import FOLDERS
+from tsae.upkeep.mend import _aside, remedy, repair
 from tsae.upkeep.stamped import stamped_command
-from tsae.upkeep.verify import verify
+from tsae.upkeep.verify import Finding, verify
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=100, threads=1)
 
@@ -269,6 +272,7 @@ DOUBTS = {
     "cluster": (["--executor", "slurm"], "has the option"),
     "address": (["--server.url", "http://evil.example/v1"], "calls an address"),
     "option": (["--trust-remote-code"], "has the option"),
+    "option, underscores": (["--log_to", "tensorboard"], "has the option --log_to"),
     "secret": (["--tokenizer", "hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"], "was not written down, because it is secret"),
 }
 
@@ -289,6 +293,66 @@ def test_what_a_stranger_wrote_down_is_not_run_unseen(doubt: str, copy: Path) ->
 
 def contents(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_nothing_that_was_kept_is_removed(copy: Path) -> None:
+    diff, other = copy / "diff", copy / "other"
+    shutil.copytree(diff, other)
+    outdated = Finding(Artefact(diff, next(kind for kind in FOLDERS if kind.name == "diff")), "outdated")
+    mine = ("diff.before-repair", "diff.damaged", ".diff.damaged")
+    for name in mine:
+        (copy / name).mkdir()
+        (copy / name / "notes.txt").write_text(name)
+    # The hidden one is of a repair that was killed when the replacement was already there.
+    with _aside([outdated]) as told:
+        shutil.copytree(other, diff)
+    assert told == [f"{diff} is made again; the one before is kept as diff.before-repair-2"]
+    assert contents(copy / "diff.before-repair-2") == contents(diff)
+    assert (copy / "diff.damaged-2" / "notes.txt").read_text() == ".diff.damaged"
+    # Where nothing is left to be done, it is brought to light.
+    said: list[str] = []
+    shutil.copytree(other, aside_name(diff))
+    assert all(finding.ok for finding in repair([copy], say=said.append, progress=False))
+    assert said == [f"{diff}: what an earlier repair had moved aside is kept as diff.damaged-3"]
+    assert [(copy / name / "notes.txt").read_text() for name in mine[:2]] == list(mine[:2])
+    # What is kept is no artefact, whatever its state.
+    flip(copy / "diff.before-repair-2" / "shifts.parquet", 99)
+    assert set(states(copy)) == {"rollouts.parquet", "features", "diff", "other"}
+
+
+def test_names_with_line_breaks_pass_for_no_lines_of_ours(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = copy / "x\nfeatures  features  intact\t\x1b[2J"
+    (copy / "diff").rename(odd)
+    (copy / "features").rename(copy / "diff")
+    flip(odd / "shifts.parquet", 99)
+    with pytest.raises(SystemExit):
+        run("verify", copy)
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 3
+    assert "x‹U+000A›features  features  intact‹U+0009›‹U+001B›[2J" in said.out
+    last = said.err.splitlines()[-1]
+    assert last.startswith("tsae: ")
+    assert "x‹U+000A›features" in last
+
+
+def test_folders_in_folders_without_end(tmp_path: Path) -> None:
+    (tmp_path / "/".join("a" * 150)).mkdir(parents=True)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 120)  # as a thousand of them would meet
+    try:
+        with pytest.raises(TsaeError, match="folders are nested too deeply"):
+            verify([tmp_path], progress=False)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("causal", [5, [3, "", "..", "../..", "a/b", "x" * 5000, "a\0b", "\ud800"], {"a": 1}, None])
+def test_a_stamp_that_names_no_folders_of_tests(causal: Any, tmp_path: Path) -> None:
+    claim(tmp_path, "run.json", {"run": {"path": "a"}}, "an analysis")
+    for found in ([], 3, {"causal": causal}):
+        write_json(tmp_path / "run.json", with_checksum({"run": {"path": "a"}, "found": found}))
+        said = {finding.artefact.path for finding in verify([tmp_path], progress=False)}
+        assert {path.parent for path in said} <= {tmp_path, tmp_path / "rollouts", tmp_path / "causal"}
 
 
 @pytest.mark.slow
@@ -383,6 +447,16 @@ def test_only_a_copy_with_a_checksum_mends_the_settings_of_a_run(tmp_path: Path)
     copy.unlink()
     write_json(copy, {"run": {"path": "b"}})
     assert not remedy(finding)
+
+
+def test_a_shard_that_links_to_itself_is_damaged(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32)])
+    file = store.path / store.manifest["readers"][0]["shards"][0]["file"]
+    write_run(store.path, "capture", {}, {"rollouts": store.rollouts.fingerprint})
+    file.unlink()
+    file.symlink_to(file.name)
+    (finding,) = verify([store.path], progress=False)
+    assert (finding.state, "leads nowhere" in finding.what or "cannot be read" in finding.what) == ("damaged", True)
 
 
 def test_a_store_whose_checkpoints_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

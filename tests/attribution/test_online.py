@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from support.builders import make_rollouts
 from tsae.attribution.credit.shares import shares
@@ -19,7 +22,7 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_prob
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.online.guard import Guard, worst
 from tsae.attribution.online.recorder import Recorder
-from tsae.attribution.online.recording import RecordingFolder, read_recording
+from tsae.attribution.online.recording import RecordingFolder, check_samples, read_recording
 from tsae.attribution.targets import NextToken
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
@@ -462,3 +465,43 @@ def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path
     folder.keep_weights(narrow, 0)
     with pytest.raises(TsaeError, match=r"has the shape \(\d+.*\), and \(\d+.*\) in the model"):
         read_recording(tmp_path / "r", TrainedWeights(trained.model, [name]))
+
+
+def test_odd_files_of_weights_are_refused_without_a_seal_too(llama: Path, tmp_path: Path) -> None:
+    trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
+    trained = TrainedWeights(trained.model, list(trained.parameters)[-1:])
+    folder = RecordingFolder(tmp_path, {})
+    for step in (0, 1):
+        folder.keep_weights(trained, step)
+    folder.add(1, [{"problem_id": "a", "advantage": 1.0, "prompt_ids": [1], "response_ids": [2]}], [1.0])
+    first, second = (tmp_path / f"weights-00000{step}.safetensors" for step in (0, 1))
+    assert read_recording(tmp_path, trained)[0].steps == [0, 1]
+    # As one of an earlier version, whose lines have no checksums either.
+    (tmp_path / "checksums.json").unlink()
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(re.sub(', "sum": "[0-9a-f]+"', "", samples.read_text()))
+    assert read_recording(tmp_path, trained)[0].steps == [0, 1]
+    for name in ("-1", "1_0", "10", "", "x", "٠٠٠٠١٠", "0000000010", "9" * 200):
+        odd = tmp_path / f"weights-{name}.safetensors"
+        shutil.copyfile(second, odd)
+        with pytest.raises(TsaeError, match="is no file of weights that a recorder wrote"):
+            read_recording(tmp_path, trained)
+        odd.unlink()
+    link = tmp_path / "weights-000002.safetensors"
+    link.symlink_to(second)
+    with pytest.raises(TsaeError, match="is no file of weights that a recorder wrote"):
+        check_samples(tmp_path)
+    link.unlink()
+    link.mkdir()
+    with pytest.raises(TsaeError, match="is no file of weights that a recorder wrote"):
+        read_recording(tmp_path, trained)
+    link.rmdir()
+    (name,) = trained.parameters
+    for value in (torch.zeros(3), torch.full_like(trained.parameters[name].detach(), torch.nan)):
+        save_file({name: value}, link)
+        with pytest.raises(TsaeError, match=r"has the shape \(3,\), and|are not finite"):
+            read_recording(tmp_path, trained)
+    shutil.copyfile(second, link)
+    first.unlink()
+    with pytest.raises(TsaeError, match=r"holds no weights-000000\.safetensors, the weights that it began with"):
+        read_recording(tmp_path, trained)

@@ -103,3 +103,13 @@ def test_folders_of_earlier_versions_are_read(tmp_path: Path) -> None:
 def test_lone_surrogates_survive_in_json(tmp_path: Path) -> None:
     content = {"a": "\\\ud800\u00fc", "b\udfff": [1]}
     assert read_sealed(write_json(tmp_path / "a.json", with_checksum(content)), "") == content
+
+
+def test_json_of_any_depth_is_read_or_refused(tmp_path: Path) -> None:
+    """What can just be read may be too deep to be written again, which its checksum needs."""
+    file = tmp_path / "deep.json"
+    for depth in range(1000):
+        lists = "[" * depth + "]" * depth
+        file.write_text(f'{{"a": {lists or 0}, "sealed": true, "checksum": "0"}}')
+        with pytest.raises(TsaeError, match=r"is damaged|nested too deeply"):
+            read_sealed(file, "")

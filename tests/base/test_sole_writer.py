@@ -88,9 +88,13 @@ def test_one_that_takes_it_or_gives_it_back_at_this_moment_is_named_too(tmp_path
 def test_a_killed_writer_is_no_obstacle(tmp_path: Path) -> None:
     to = tmp_path / "features"
     first = holder(to)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    assert (tmp_path / ".features.lock").is_file()
+    part = holder(tmp_path / "other", "2/3")
+    for killed in (first, part):
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
+    assert {path.name for path in tmp_path.iterdir()} == {".features.lock", ".other.part-1.lock"}
+    with sole_writer(tmp_path / "other"):
+        pass
     with sole_writer(to):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -163,6 +167,28 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             sole_writer(tmp_path / "sae").__enter__()
         lock._held[(os.getpid(), threading.get_ident(), tmp_path / ".sae.lock")] = 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_the_lock_of_the_next_writer_stays(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has removed the file of a lock that is held, as of a process that has died; the next one has its own."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
+    file = tmp_path / ".sae.lock"
+    with sole_writer(tmp_path / "sae"):
+        file.rename(tmp_path / "removed")
+        file.write_text("the next writer's")
+    assert file.read_text() == "the next writer's"
+
+
+@pytest.mark.parametrize("text", ['{"process": 1e999, "host": 1, "since": 1}', "[" * 100_000, "[]", "\x00"])
+def test_a_lock_file_that_names_nobody(text: str, tmp_path: Path) -> None:
+    (tmp_path / ".sae.lock").write_text(text)
+    assert lock._owner(tmp_path / ".sae.lock") == ""
 
 
 def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tsae.base.disk.tensors import tensors_replacing, write_tensors
+from tsae.base.files import new_folder, write_json
+from tsae.rollouts.parquet import write_table
+
+TABLE = pa.table({"x": [1]})
 
 KILLED = """
 import os, signal, sys, torch
@@ -46,7 +52,7 @@ def test_an_error_leaves_the_file_before(tmp_path: Path) -> None:
     def failing() -> None:
         with tensors_replacing(file, {"a": torch.zeros(2)}) as partial:
             # A kill from here on leaves nothing but this file, and not even that once it has its name.
-            assert sorted(tmp_path.rglob("*")) == [file, partial]
+            assert sorted(tmp_path.rglob("*")) == sorted([file, partial])
             raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
@@ -55,7 +61,27 @@ def test_an_error_leaves_the_file_before(tmp_path: Path) -> None:
     assert load_file(file)["a"].tolist() == [1.0, 1.0]
 
 
-def test_a_temporary_file_of_an_earlier_version_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors.tmp").write_bytes(b"half")
-    file = write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)})
-    assert list(tmp_path.iterdir()) == [file]
+def test_files_of_somebody_else_are_neither_removed_nor_in_the_way(tmp_path: Path) -> None:
+    """Whatever they are called: an earlier version took FILE.tmp for its own."""
+    names = ("a.tmp", "a.json.tmp", "a.parquet.tmp", "a.safetensors.tmp", "a.safetensors.writing.tmp", ".to.partial/x")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("theirs")
+    write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(2)})
+    write_json(tmp_path / "a.json", {})
+    write_table(tmp_path / "a.parquet", TABLE.schema, [TABLE], {})
+    with new_folder(tmp_path / "to") as folder:
+        (folder / "whole").touch()
+    files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*") if path.is_file()}
+    assert files.keys() == {*names, "a.safetensors", "a.json", "a.parquet", "to/whole"}
+    assert {files[name].read_text() for name in names} == {"theirs"}
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    def failing() -> Iterator[pa.Table]:
+        yield TABLE
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        write_table(tmp_path / "a.parquet", TABLE.schema, failing(), {})
+    assert not list(tmp_path.iterdir())

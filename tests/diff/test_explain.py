@@ -295,10 +295,33 @@ def test_answers_are_kept_and_the_budget_holds(diff: FeatureDiff, server: ChatSe
     with (tmp_path / "answers.jsonl").open("a") as torn:
         torn.write('{"key": "torn')
     known = server.n_asked
-    again = explain(diff, CONFIG, server=server.config, to=tmp_path, progress=False)
+    # What is kept is not counted, and needs no budget.
+    poor = replace(CONFIG, budget=1)
+    again = explain(diff, poor, server=server.config, to=tmp_path, say=said.append, progress=False)
     assert server.n_asked == known
+    assert "for 0 labels and tests them in 0 requests, beside 68 answers that are kept: about 0 tokens in" in said[-1]
     pd.testing.assert_frame_equal(first.table, again.table)
     pd.testing.assert_frame_equal(Explanations.load(tmp_path).table, first.table)
+
+
+def test_answers_of_another_server_or_model_are_not_taken_for_its_own(
+    diff: FeatureDiff, server: ChatServer, tmp_path: Path
+) -> None:
+    config, said = replace(CONFIG, choose=(0, 1)), list[str]()
+    explain(diff, config, server=server.config, to=tmp_path, progress=False)
+    with serving(lambda *_: "nothing") as other, pytest.raises(TsaeError, match="gave no label"):
+        explain(diff, config, server=other.config, to=tmp_path, say=said.append, progress=False)
+    assert (said[-1].split(":")[0], other.n_asked) == ("asks scripted for 2 labels and tests them in 32 requests", 2)
+    asked = server.n_asked
+    explain(diff, config, server=replace(server.config, model="else"), to=tmp_path, progress=False)
+    assert server.n_asked == 2 * asked
+    # A password in the address is none of what tells servers apart.
+    secret = replace(server.config, url=server.config.url.replace("//", "//me:secret@"))
+    explain(diff, config, server=secret, to=tmp_path, progress=False)
+    assert server.n_asked == 2 * asked
+    # Where a label is missing, which labels are controls is not known: their tests count.
+    explain(diff, CONFIG, server=server.config, to=tmp_path, say=said.append, progress=False)
+    assert "for 2 labels and tests them in 48 requests, beside 18 answers that are kept" in said[-1]
 
 
 def test_half_a_line_of_a_kill_costs_one_answer(diff: FeatureDiff, server: ChatServer, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.exchange.delphi_cache import write_delphi
 from tsae.features.exchange.neuronpedia import Neuronpedia, write_neuronpedia
+from tsae.sae.exchange.saelens_files import write_folder
+from tsae.sae.model import load_sae
 from tsae.sae.saebench import saebench_sae
 from tsae.sae.steering import SteeringVector
 
@@ -233,6 +235,43 @@ def test_saebench_gets_what_it_reads(sae: TemporalSAE) -> None:
     sae.float()
 
 
+TOLD = {"hook_name": SITE, "context_size": 64, "prepend_bos": False, "dataset_path": "some/texts"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architecture": "topk", "k": 3}, "topk"),
+        ({"architecture": "jumprelu", "threshold": 0.25}, "jumprelu"),
+        ({"architecture": "standard", "apply_b_dec_to_input": False}, "standard"),
+    ],
+)
+def test_saebench_is_told_what_a_published_sae_is(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    lens = published(tmp_path / "lens", **changes)
+    cfg = saebench_sae(lens, "pythia-70m-deduped").cfg
+    assert (cfg.architecture, cfg.apply_b_dec_to_input) == (said, changes.get("apply_b_dec_to_input", True))
+    assert (cfg.context_size, cfg.prepend_bos, cfg.dataset_path) == (64, False, "some/texts")
+    assert (cfg.metadata.context_size, cfg.metadata.prepend_bos, cfg.d_in, cfg.d_sae) == (64, False, 16, 8)
+    assert saebench_sae(lens, "pythia-70m-deduped", context_size=32).cfg.context_size == 32
+    lens.training_info["sae_lens"] |= {"context_size": "64", "prepend_bos": "no", "dataset_path": None}
+    cfg = saebench_sae(lens, "pythia-70m-deduped").cfg
+    assert (cfg.context_size, cfg.prepend_bos, cfg.dataset_path) == (128, True, "")
+
+
+def test_an_sae_that_normalises_tokens_is_not_given_to_saebench(tmp_path: Path) -> None:
+    lens = published(tmp_path, architecture="topk", k=3, normalize_activations="layer_norm")
+    with pytest.raises(TsaeError, match=r"normalises every token \(layer_norm\), and SAEBench decodes codes without"):
+        saebench_sae(lens, "gpt2")
+
+
+def published(folder: Path, *, threshold: float | None = None, **fields: Any) -> TemporalSAE:
+    """An SAE of 8 latents as sae_lens saves it."""
+    weights = {"W_enc": torch.randn(16, 8), "W_dec": torch.randn(8, 16), "b_enc": torch.zeros(8)}
+    weights |= {"b_dec": torch.zeros(16)} | ({} if threshold is None else {"threshold": torch.full((8,), threshold)})
+    metadata = {"sae_lens_version": "6.0.0", **TOLD}
+    return load_sae(write_folder(folder, {"d_in": 16, "d_sae": 8, "metadata": metadata, **fields}, weights))
+
+
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     to = tmp_path / "to"
 
@@ -321,12 +360,17 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
     assert export("vectors", "--format", "safetensors", "--choose", "3") == ["feature-3.safetensors"]
     tokens, values = features.column(3)
     typical = values[features.span_mask("response")[tokens]].mean()
+    for to in ("delphi", "np", "gguf"):
+        export(to, "--format", "saelens")
+        assert export(to, "--format", "saelens") == ["cfg.json", "sae_weights.safetensors"]
     found = SteeringVector.load(tmp_path / "vectors" / "feature-3.safetensors")
+    (tmp_path / "np" / "notes.txt").write_text("x")
     assert found.info["scale"] == pytest.approx(typical)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     for to, words, said in (
         ("mine", [], "mine: is not empty. Give another folder"),
+        ("np", [], "np: is an export, and holds notes.txt, which no export wrote. Move that away"),
         ("new", ["--format", "neuronpedia"], "--model, --creator are missing"),
         ("new", ["--format", "gguf"], "no features are named. Name them with --choose"),
         ("new", ["--format", "safetensors", "--choose", "7"], "--choose: no feature 7; there are 0 to 6"),
@@ -339,3 +383,4 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
         assert said in error
         assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+    assert (tmp_path / "np" / "notes.txt").read_text() == "x"

@@ -195,6 +195,14 @@ def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> Non
     assert again.info["sae"]["weights"] != other.info["sae"]["weights"]
     with pytest.raises(TsaeError, match="block 7 has no router; blocks 0, 1, 2 have one"):
         expert_use(series, rollouts, layers=[7], progress=False)
+    # As numpy counts them.
+    assert experts(expert_use(series.select([RUN]), rollouts, layers=np.array([1]), progress=False).info).layer[0] == 1
+
+
+@pytest.mark.parametrize("layers", [1, [], "1", [1.0], [True], ["1"], [1, 1], np.ones((1, 1)), {1: 2}])
+def test_layers_that_are_no_list_of_blocks_are_refused(layers: Any, changed: Any) -> None:
+    with pytest.raises(TsaeError, match=r"expert_use: layers=.* is no list .* such as layers=\[1, 3\]"):
+        expert_use(*changed, layers=layers, progress=False)
 
 
 def test_a_dense_model_is_refused(series: CheckpointSeries, rollouts: Any) -> None:

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 import tsae
 from support.cli import SITE, run
 from support.hub import TOKEN, Hub
-from tsae.base.files import write_json
+from tsae.base.files import partial_name, write_json
 from tsae.base.seal import sealed_names, with_checksum
 from tsae.errors import TsaeError
 from tsae.report.hub.push import prepare, upload
@@ -166,7 +166,7 @@ def test_what_is_refused_leaves_nothing_behind(
     (whole / "features" / "features.h5").write_bytes(b"damaged")
     refused("features", "org/name", whole, *licence, "--dataset", "--to-folder", to, capsys=capsys)
     assert not to.exists()
-    assert not (tmp_path / ".files.partial").exists()
+    assert not partial_name(to).exists()
     to.mkdir()
     (to / "notes.txt").write_text("mine")
     refused("is not empty, and holds something else", *alone, "--to-folder", to, capsys=capsys)
@@ -180,8 +180,8 @@ def test_what_is_refused_leaves_nothing_behind(
     assert "nothing was pushed" in capsys.readouterr().out
     assert hub.repositories == {}
     # A folder that a kill left half written is written anew; a whole one is left.
-    (tmp_path / ".again.partial" / "model").mkdir(parents=True)
-    (tmp_path / ".again.partial" / "model" / "README.md").write_text("half")
+    (partial_name(tmp_path / "again") / "model").mkdir(parents=True)
+    (partial_name(tmp_path / "again") / "model" / "README.md").write_text("half")
     for _ in range(2):
         run("push", *alone, "--to-folder", tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir() if "again" in path.name) == ["again"]

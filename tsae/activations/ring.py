@@ -31,7 +31,7 @@ import numpy as np
 from tsae.activations.shards.shard import DTYPES, as_float32
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import joined
-from tsae.base.files import replacing, writing
+from tsae.base.files import partial_name, replacing, writing
 from tsae.base.torchrun import local_rank, local_world_size
 from tsae.errors import TsaeError
 
@@ -153,7 +153,8 @@ class RingOnDisk(Ring):
 
     def _claim(self, n_bytes: int) -> None:
         # The lock lies inside where nothing can be written beside the folder.
-        own = (self.index.name, self.file.name, f"{self.index.name}.tmp", f".{self.folder.name}.lock")
+        making = (partial_name(self.index).name, f"{self.index.name}.tmp")  # the second: of an earlier version
+        own = (self.index.name, self.file.name, *making, f".{self.folder.name}.lock")
         others = sorted(p.name for p in self.folder.glob("*") if p.name not in own)
         if others:
             raise TsaeError(
@@ -183,7 +184,7 @@ class RingOnDisk(Ring):
         for line in text.splitlines(keepends=True):
             try:
                 content = json.loads(line if line.endswith("\n") else "")
-            except ValueError:
+            except (ValueError, RecursionError):
                 break
             found.append(content if isinstance(content, dict) else {})
         return found

@@ -22,6 +22,23 @@ from tsae.errors import TsaeError
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError)
 
 
+_PARTIAL = ".tsae.tmp"
+
+
+def partial_name(path: str | Path) -> Path:
+    """The name beside a file under which it is written: hidden, and one that nobody gives to a file of their own.
+
+    It is always the same, so that the next writer of the file finds what a killed process left.
+    """
+    path = Path(path)
+    return path.with_name(f".{path.name}{_PARTIAL}")
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a file or folder has a name of `partial_name`."""
+    return path.name.startswith(".") and path.name.endswith(_PARTIAL)
+
+
 @contextmanager
 def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
     """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
@@ -32,7 +49,7 @@ def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
+    partial = partial_name(path)
     partial.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield partial
@@ -60,7 +77,7 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         raise TsaeError("is a link, and a folder is to be written", where=path, fix="Give the folder that it leads to.")
     if path.is_dir() and not replace and any(path.iterdir()):
         raise TsaeError("is not empty", where=path, fix="Give another folder, or empty this one.")
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_name(path)
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
     try:
@@ -109,9 +126,16 @@ def write_first(path: str | Path, content: Any) -> None:
 def clear_first(path: str | Path) -> None:
     """Remove what processes left that were killed in `write_first`, once none can be in it any more."""
     path = Path(path)
-    for left in path.parent.glob(f"{path.name}.*"):
-        if re.fullmatch(r"[0-9a-f]{32}(\.tmp)?", left.name.removeprefix(f"{path.name}.")):
+    name = re.escape(path.name)
+    for left in path.parent.iterdir():
+        # Earlier versions wrote under a name that ends in ".tmp".
+        if re.fullmatch(rf"{name}\.[0-9a-f]{{32}}(\.tmp)?|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}", left.name):
             left.unlink(missing_ok=True)
+
+
+def is_beginning(path: Path, left: str) -> bool:
+    """Whether a name is one that parts write a file under, before it is there."""
+    return left.removeprefix(".").startswith(f"{path.name}.")
 
 
 def need_no_link(file: str | Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import read_object, write_first
+from tsae.base.files import is_beginning, read_object, write_first
 from tsae.errors import TsaeError
 
 
@@ -39,7 +39,7 @@ class Part:
         Raises:
             TsaeError: for another text, or i that is not between 1 and n.
         """
-        found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None:
             raise TsaeError(f"{text!r} is no part", where="--part", fix="Give 1/n to n/n, such as 2/7.")
         return cls(int(found[1]) - 1, int(found[2]))
@@ -71,7 +71,7 @@ def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:
     folder = file.parent
     if not file.is_file():
         # Looked at again: another part may begin in this moment.
-        others = folder.is_dir() and any(not path.name.startswith(f"{file.name}.") for path in folder.iterdir())
+        others = folder.is_dir() and any(not is_beginning(file, path.name) for path in folder.iterdir())
         if others and not file.is_file():
             raise TsaeError(f"holds pieces, but no {file.name} that says of what", where=folder, fix="Remove them.")
         write_first(file, identity)

@@ -124,7 +124,11 @@ def without_checksum(content: Mapping[str, Any], where: str | Path, fix: str) ->
     told = found.pop(_CHECKSUM, None)
     if told is None and "sealed" not in found:
         return found
-    if told != _content_digest(found):
+    try:
+        same = told == _content_digest(found)
+    except RecursionError as error:  # what can just be read may be too deep to be written
+        raise TsaeError("is damaged: it is nested too deeply", where=where, fix=fix) from error
+    if not same:
         raise TsaeError("is damaged: its content has changed since it was written", where=where, fix=fix)
     del found["sealed"]
     return found

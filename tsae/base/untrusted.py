@@ -95,6 +95,11 @@ def visible(text: str) -> str:
     return "".join(f"‹U+{ord(c):04X}›" if _unprintable(c) else c for c in text)
 
 
+def one_line(text: str) -> str:
+    """The same in one line: a name with a line break in it could pass for lines of ours."""
+    return visible(text).replace("\n", "‹U+000A›").replace("\t", "‹U+0009›")
+
+
 def _unprintable(c: str) -> bool:
     point = ord(c)
     if c in _KEPT_CONTROLS:

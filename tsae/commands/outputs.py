@@ -32,6 +32,9 @@ def check_outputs(options: Any) -> None:
     for option, path in (("--to", to), *written.items()):
         if path is None or path == Path("-"):
             continue
+        if os.path.exists(path) and not (path.is_file() or path.is_dir()):
+            what = "is a device or a pipe, expected a file, a folder or a new name"
+            raise TsaeError(what, where=f"{option} {path}", fix="Give another path.")
         for field, other in _inputs(options):
             if os.path.exists(other) and os.path.exists(path) and path.samefile(other):
                 raise TsaeError(f"is an input too ({field})", where=f"{option} {path}", fix="Give another path.")

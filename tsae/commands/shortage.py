@@ -13,7 +13,8 @@ _FIXES = {
     "Make room, and give the same command again: what is finished is kept.": (
         errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
     ),
-    "Give a path that you may write to.": (errno.EROFS, errno.EACCES, errno.EPERM),
+    "Give a path that you may write to.": (errno.EROFS,),
+    "Change its permissions, or give a path that you may read and write.": (errno.EACCES, errno.EPERM),
     "Allow more open files (ulimit -n), and give the same command again.": (errno.EMFILE, errno.ENFILE),
     "Give the command more memory, or smaller batches.": (errno.ENOMEM,),
     "Look at the disk. The same command goes on from what is finished.": (errno.EIO, errno.ESTALE),

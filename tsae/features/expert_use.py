@@ -43,7 +43,8 @@ def expert_use(
     Args:
         series: the readers, mixtures of experts of one architecture.
         rollouts: what they read.
-        layers: blocks whose routers are read; by default all. A token has 8 bytes for every expert that it goes to.
+        layers: blocks whose routers are read, each once; by default all. A token has 8 bytes for every expert that it
+            goes to.
         config: how they read; the backend is Hugging Face's. Defaults of `ReadingConfig`.
         progress: show a bar.
 
@@ -51,8 +52,9 @@ def expert_use(
         a table of len(layers) · n_experts features, layer after layer; `experts` names them.
 
     Raises:
-        TsaeError: where a model is no mixture of experts, or as `tsae.capture`.
+        TsaeError: where a model is no mixture of experts, `layers` is no list of blocks, or as `tsae.capture`.
     """
+    layers = None if layers is None else _blocks(layers)
     config = replace(config or ReadingConfig(), backend="huggingface")
     base = open_base(series, rollouts, [], config, config.device)
     first = RouterReader(base.model, layers)
@@ -117,6 +119,21 @@ def experts(info: dict[str, Any]) -> pd.DataFrame:
     layers, n = sae["layers"], sae["n_experts"]
     index = pd.RangeIndex(len(layers) * n, name="feature")
     return pd.DataFrame({"layer": np.repeat(layers, n), "expert": np.tile(np.arange(n), len(layers))}, index=index)
+
+
+def _blocks(layers: Any) -> list[int]:
+    """The blocks that were asked for, as plain numbers.
+
+    Raises:
+        TsaeError: where that is no list of them.
+    """
+    fix = "Give a list of blocks, such as layers=[1, 3], or leave it out for all."
+    found = list(layers) if isinstance(layers, Sequence | np.ndarray | range) and not isinstance(layers, str) else []
+    known = [isinstance(layer, int | np.integer) and not isinstance(layer, bool) for layer in found]
+    if not found or not all(known) or len(set(found)) < len(found):
+        what = f"layers={layers!r} is no list of different whole numbers, or an empty one"
+        raise TsaeError(what, where="expert_use", fix=fix)
+    return [int(layer) for layer in found]
 
 
 def _read(

@@ -221,10 +221,10 @@ class ImportConfig:
             raise TsaeError(f"success_above={self.success_above} is not finite", where="ImportConfig")
         try:
             arguments = json.loads(self.template_arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            what = f"template_arguments={self.template_arguments!r} is no JSON object"
+            what = f"template_arguments={self.template_arguments[:200]!r} is no JSON object"
             raise TsaeError(what, where="ImportConfig", fix="""Give one, such as '{"enable_thinking": false}'.""")
 
 

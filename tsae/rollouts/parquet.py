@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.base.disk.sealed_parquet import check_parquet, seal_parquet
-from tsae.base.files import reading
+from tsae.base.files import reading, replacing
 from tsae.errors import TsaeError
 
 _PIECE_ROWS, _PIECE_VALUES = 1024, 1 << 18
@@ -131,14 +130,12 @@ def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info:
 
     The file carries its checksum (`tsae.base.disk.sealed_parquet`).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
     schema = schema.with_metadata({b"tsae": json.dumps(info, sort_keys=True).encode()})
-    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for table in tables:
-            writer.write_table(table.replace_schema_metadata(schema.metadata))
-    seal_parquet(partial)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for table in tables:
+                writer.write_table(table.replace_schema_metadata(schema.metadata))
+        seal_parquet(partial)
     return path
 
 

@@ -8,6 +8,7 @@
     core.multiple_evals(selected_saes=[("mine", bench)], …)
 
 SAEBench knows SAEs by what they have, so that nothing of it is imported. It loads models of TransformerLens by name.
+A published SAE is described as its own files do: architecture, whether the bias is taken off the input, context, BOS.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from tsae.checkpoints.forward.hooks import Site
+from tsae.errors import TsaeError
+from tsae.sae.exchange.foreign import ForeignConfig
 from tsae.sae.model import TemporalSAE
 
 
@@ -99,21 +102,51 @@ class BenchSAE(torch.nn.Module):
         return self.decode(self.encode(x))
 
 
-def saebench_sae(sae: TemporalSAE, model_name: str, *, context_size: int = 128) -> BenchSAE:
+def saebench_sae(sae: TemporalSAE, model_name: str, *, context_size: int | None = None) -> BenchSAE:
     """The SAE for SAEBench's ``selected_saes``; weights are shared.
 
     Args:
-        sae: trained at the output of a block.
+        sae: trained at the output of a block, or published.
         model_name: TransformerLens name of the model.
-        context_size: tokens of the texts that SAEBench reads.
+        context_size: tokens of the texts that SAEBench reads; by default what a published SAE's files say, else 128.
 
     Raises:
-        TsaeError: where the SAE's site is not one of the residual stream.
+        TsaeError: where the SAE's site is not one of the residual stream, or it normalises every token: SAEBench
+            decodes codes alone, which do not tell by what.
     """
     site = Site.parse(sae.site)
-    metadata = BenchMetadata(model_name, sae.site, context_size)
+    config, told = sae.config, _told(sae.training_info.get("sae_lens"))
+    if context_size is not None:
+        told["context_size"] = context_size
+    metadata = BenchMetadata(model_name, sae.site, **{"context_size": 128, **told})
+    shared = ("context_size", "prepend_bos", "dataset_path", "neuronpedia_id")
+    computed: dict[str, Any] = {name: getattr(metadata, name) for name in shared}
+    if isinstance(config, ForeignConfig):
+        if config.normalize != "none":
+            raise TsaeError(
+                f"normalises every token ({config.normalize}), and SAEBench decodes codes without the activations",
+                where="saebench_sae",
+                fix="Load it in SAEBench with sae_lens (to_saelens writes that form).",
+            )
+        # Without a threshold a JumpReLU is a ReLU.
+        plain = config.architecture == "jumprelu" and not bool(sae.threshold.any())
+        computed["architecture"] = "standard" if plain else config.architecture
+        computed["apply_b_dec_to_input"] = config.apply_b_dec_to_input
     dtype = str(sae.W_dec.dtype).removeprefix("torch.")
     cfg = BenchConfig(
-        model_name, sae.d_model, sae.config.d_sae, site.layer, sae.site, context_size, metadata, dtype=dtype
+        model_name, sae.d_model, config.d_sae, site.layer, sae.site, metadata=metadata, dtype=dtype, **computed
     )
     return BenchSAE(sae, cfg)
+
+
+def _told(metadata: Any) -> dict[str, Any]:
+    """What a published SAE's files say of how it is to be read, where that is of use."""
+    found = metadata if isinstance(metadata, dict) else {}
+    texts = ("dataset_path", "neuronpedia_id", "sae_lens_version", "sae_lens_training_version")
+    told = {name: found[name] for name in texts if isinstance(found.get(name), str)}
+    if isinstance(found.get("prepend_bos"), bool):
+        told["prepend_bos"] = found["prepend_bos"]
+    size = found.get("context_size")
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        told["context_size"] = size
+    return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ _STAGES: dict[str, Kind] = {
     "report.html": PAGE,
 }
 """Of a whole run."""
+_KEPT = re.compile(r"\.(damaged|before-repair)(-\d+)?$")
+"""What a repair kept beside its place: nothing makes it again."""
 _ROLLOUTS = {"demo.json": ("rollouts.parquet",), "run.json": ("rollouts/log.parquet", "rollouts/rollouts.parquet")}
 
 
@@ -47,13 +50,19 @@ def shown_path(path: Path) -> str:
 
 def find_artefacts(path: Path) -> list[Artefact]:
     """What tsae wrote at an absolute path and below, and stages of a run that are not there; in the order in which they
-    rest on each other. Hidden files and folders are left out, and links to folders are not followed.
+    rest on each other. Hidden files and folders, and what a repair kept, are left out; links to folders are not
+    followed.
+
+    Raises:
+        TsaeError: where folders lie in each other without end.
     """
     run = next((folder for folder in (path, *path.parents) if _stamp(folder) is not None), None)
-    found = {artefact.path: artefact for artefact in _walk(path, run)}
-    if path.is_dir():
-        for missing in _missing(path):
+    try:
+        found = {artefact.path: artefact for artefact in _walk(path, run)}
+        for missing in _missing(path) if path.is_dir() else ():
             found.setdefault(missing.path, missing)
+    except RecursionError as error:
+        raise TsaeError("folders are nested too deeply", where=path, fix="Give the folder of a run.") from error
     return sorted(found.values(), key=lambda artefact: (artefact.kind.rank, artefact.path.as_posix()))
 
 
@@ -76,7 +85,9 @@ def _walk(path: Path, run: Path | None) -> Iterator[Artefact]:
     if kind is not None:
         yield Artefact(path, kind, run)
     for below in sorted(path.iterdir()):
-        if below.name.startswith(".") or below.name.startswith("checkpoint") or (below.is_symlink() and below.is_dir()):
+        if below.name.startswith((".", "checkpoint")) or (below.is_symlink() and below.is_dir()):
+            continue
+        if _KEPT.search(below.name):
             continue
         # Files of an artefact are its own. A store's folders hold its shards.
         if (below.is_dir() and (kind is None or kind.name != "store")) or (below.is_file() and kind is None):
@@ -117,9 +128,15 @@ def _missing(path: Path) -> Iterator[Artefact]:
 
 
 def _tests(stamp: Path) -> list[str]:
-    """Folders of the causal tests that a run has made; none where its stamp is damaged."""
+    """Folders of the causal tests that a run has made; none where its stamp is damaged, or names no such folders."""
     try:
-        found = read_stamp(stamp.parent, stamp.name) or {}
-        return [f"causal/{name}" for name in found.get("found", {}).get("causal", [])]
-    except TsaeError:
+        names = (read_stamp(stamp.parent, stamp.name) or {})["found"]["causal"]
+        return [f"causal/{name}" for name in names if _is_name(name)]
+    except (TsaeError, KeyError, TypeError):
         return []
+
+
+def _is_name(name: object) -> bool:
+    """Whether it may be that of a folder, and leads nowhere else."""
+    known = isinstance(name, str) and len(name.encode("utf-8", "replace")) < 256
+    return known and name not in ("", "..") and Path(str(name)).name == name

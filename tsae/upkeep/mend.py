@@ -30,7 +30,7 @@ from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import read_object, replacing, writing
+from tsae.base.files import is_partial, read_object, replacing, writing
 from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digests
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
@@ -126,6 +126,8 @@ def repair(
             return findings
         step = next_step(findings)
         if step is None:
+            for line in _surfaced(findings):
+                say(line)
             return findings
         state = frozenset((finding.artefact.path, finding.what) for finding in findings if not finding.ok)
         if state in seen:
@@ -282,7 +284,8 @@ def _aside(findings: Sequence[Finding]) -> Iterator[list[str]]:
                         sole_writer(finding.artefact.run or finding.artefact.path),
                         writing(path, "Make its folder one that you may write to, and repair again."),
                     ):
-                        _remove(aside_name(path))
+                        if os.path.lexists(aside_name(path)):  # of a repair that was killed when it was nearly done
+                            _keep(aside_name(path), path.with_name(f"{path.name}.damaged"))
                         path.rename(aside_name(path))
                     moved[path] = finding
         yield told
@@ -319,15 +322,14 @@ def _in_the_way(finding: Finding) -> list[Path]:
 
 def _own_files(attribution: Path) -> list[Path]:
     """The tables of an attribution. What they were computed from stays."""
-    return [file for file in attribution.iterdir() if file.is_file() and file.name != "inputs.json"]
+    there = attribution.iterdir() if attribution.is_dir() else ()
+    return [file for file in there if file.is_file() and file.name != "inputs.json"]
 
 
 def _replaced(path: Path, aside: Path, finding: Finding) -> str:
     """Remove what was moved aside, now that there is another; gives a line on it."""
     if finding.state == "outdated":
-        kept = path.with_name(f"{path.name}.before-repair")
-        _remove(kept)
-        aside.rename(kept)
+        kept = _keep(aside, path.with_name(f"{path.name}.before-repair"))
         return f"{shown_path(path)} is made again; the one before is kept as {kept.name}"
     old, new = sealed_digests(aside), sealed_digests(path)
     same = bool(old) and all(new.get(name) == told for name, told in old.items() if name in new)
@@ -338,15 +340,33 @@ def _replaced(path: Path, aside: Path, finding: Finding) -> str:
             shutil.copyfile(aside / name, path / name)
         if added:
             seal(path, added)
-    left = [file.name for file in aside.iterdir() if not (path / file.name).exists()] if aside.is_dir() else []
-    left = [name for name in left if name != SEAL and not name.endswith(".tmp")]
+    inside = [file for file in aside.iterdir() if not (path / file.name).exists()] if aside.is_dir() else []
+    left = [file.name for file in inside if file.name != SEAL and not is_partial(file)]
     if left:
-        kept = path.with_name(f"{path.name}.damaged")
-        _remove(kept)
-        aside.rename(kept)
+        kept = _keep(aside, path.with_name(f"{path.name}.damaged"))
         return f"{shown_path(path)} is made again; {', '.join(left)} of the damaged one is kept in {kept.name}"
     _remove(aside)
     return f"{shown_path(path)} is made again{', with the same bytes' if same else ''}"
+
+
+def _surfaced(findings: Sequence[Finding]) -> Iterator[str]:
+    """Give back what lies aside although its place is taken: its repair was killed when it was nearly done."""
+    for finding in findings:
+        path, aside = finding.artefact.path, aside_name(finding.artefact.path)
+        if finding.ok and os.path.lexists(aside):
+            with sole_writer(finding.artefact.run or path), writing(path.parent, "Rename it yourself."):
+                kept = _keep(aside, path.with_name(f"{path.name}.damaged"))
+            yield f"{shown_path(path)}: what an earlier repair had moved aside is kept as {kept.name}"
+
+
+def _keep(aside: Path, name: Path) -> Path:
+    """Give what lies aside a name that is free: what an earlier repair kept under it, or the user has, stays."""
+    free, number = name, 1
+    while os.path.lexists(free):
+        number += 1
+        free = name.with_name(f"{name.name}-{number}")
+    aside.rename(free)
+    return free
 
 
 def _remove(path: Path) -> None:

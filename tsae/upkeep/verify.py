@@ -110,7 +110,10 @@ def verify(paths: Sequence[str | Path], *, progress: bool = True) -> list[Findin
 def _read_once(paths: Sequence[Path], progress: bool) -> None:
     """Keep the checksums of all files, so that the checks that follow read none of them again."""
     files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
-    sizes = {file: file.stat().st_size for file in files}
+    sizes = {}
+    for file in files:
+        with suppress(OSError):  # one that is being written may be gone by now
+            sizes[file] = file.stat().st_size
 
     def read(file: Path) -> None:
         with suppress(OSError, TsaeError):  # said by the check

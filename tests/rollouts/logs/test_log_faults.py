@@ -109,7 +109,7 @@ def test_a_thinking_switch_that_the_log_does_not_show_is_asked_for(tokenizers: A
     found, summary = imported(log, tokenizers("qwen3"), tmp_path / "to", template_arguments=arguments)
     assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
     assert not any("enable_thinking" in note for note in summary.notes)
-    for wrong in ("enable_thinking", "[1]"):
+    for wrong in ("enable_thinking", "[1]", "[" * 100_000):
         with pytest.raises(TsaeError, match="is no JSON object"):
             ImportConfig(template_arguments=wrong)
 

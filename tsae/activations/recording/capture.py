@@ -48,7 +48,7 @@ from tsae.activations.shards.shard import open_shard
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import join
-from tsae.base.files import clear_first, reading, write_first, write_json
+from tsae.base.files import clear_first, is_beginning, reading, write_first, write_json
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import run_content
@@ -321,7 +321,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
     """Write the manifest of a new capture, or check that the folder holds the same one."""
     manifest = to / "manifest.json"
     if not manifest.is_file():
-        others = to.exists() and any(not path.name.startswith("manifest.json.") for path in to.iterdir())
+        others = to.exists() and any(not is_beginning(manifest, path.name) for path in to.iterdir())
         if others and not manifest.is_file():  # looked at again: another part may begin in this moment
             raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
         write_first(manifest, with_checksum(wanted))  # where another part was first, its manifest is compared

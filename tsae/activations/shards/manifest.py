@@ -67,9 +67,13 @@ def inside(folder: Path, file: str) -> Path:
     """The path of a file of a store.
 
     Raises:
-        TsaeError: where it leads out of the store, by ".." or by a link.
+        TsaeError: where it leads out of the store, by ".." or by a link, or nowhere.
     """
-    path = (folder / file).resolve()
+    try:
+        path = (folder / file).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle; NUL in a name
+        what = f"the shard path {file!r} leads nowhere"
+        raise TsaeError(what, where=folder / file.replace("\0", ""), fix="Capture again.") from error
     if not path.is_relative_to(folder.resolve()):
         raise TsaeError(
             f"the shard path {file!r} leaves the store", where=folder / "manifest.json", fix="Capture again."

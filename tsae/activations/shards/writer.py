@@ -13,7 +13,7 @@ import numpy as np
 
 from tsae.activations.shards.shard import DTYPES, as_stored, mapped, opened
 from tsae.base.disk.hdf5 import HDF5Writer
-from tsae.base.files import sha256
+from tsae.base.files import partial_name, sha256
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class ShardWriter:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
-        self._partial = path.with_suffix(".tmp")
+        self._partial = partial_name(path)
         self._writer = HDF5Writer(self._partial)
         self._file = self._writer.file
         # Allocated now, so that the order of writing does not show in the file.

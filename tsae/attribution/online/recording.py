@@ -60,7 +60,7 @@ class RecordingFolder:
 
     def keep_weights(self, trained: TrainedWeights, step: int) -> None:
         """Write the present weights."""
-        name = f"weights-{step:06d}.safetensors"
+        name = _weights_name(step)
         with tensors_replacing(self.path / name, trained.parameters) as partial:
             # The seal is written first, so that a kill leaves no weights without a checksum.
             seal(self.path, coming={name: partial})
@@ -118,17 +118,35 @@ def _plain(value: Any) -> Any:
 
 
 def check_recording(path: Path, weights: Sequence[Path]) -> None:
-    """Compare weights and settings with their checksums.
+    """Compare weights and settings with their checksums, where there are any.
 
     Raises:
         TsaeError: where one is damaged, or missing before the last. A training that was stopped may lack its last.
+            Where a name is none that a recorder gives, is a link or a folder, or the first weights are missing.
     """
+    odd = [file for file in weights if not _is_weights(file)]
+    if odd:
+        what = f"is no file of weights that a recorder wrote, expected a name such as {_weights_name(10)}, and no link"
+        raise TsaeError(what, where=odd[0], fix="Remove it from the recording.")
+    if weights and path / _weights_name(0) not in weights:
+        raise TsaeError(f"holds no {_weights_name(0)}, the weights that it began with", where=path, fix=_FIX)
     if not (path / SEAL).is_file():
         return
     need_seal(path, weights, _FIX)
     names = sealed_names(path)
     last = max((name for name in names if name.startswith("weights-")), default="")
     check_seal(path, _FIX, [name for name in names if name != last or (path / last).is_file()])
+
+
+def _weights_name(step: int) -> str:
+    return f"weights-{step:06d}.safetensors"
+
+
+def _is_weights(file: Path) -> bool:
+    """Whether it has the one name that weights of its step have, and is a file of this folder."""
+    step = file.stem.removeprefix("weights-")
+    named = step.isascii() and step.isdecimal() and len(step) < 19 and file.name == _weights_name(int(step))
+    return named and file.is_file() and not file.is_symlink()
 
 
 def check_samples(path: Path) -> bool:
@@ -171,6 +189,8 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
             if found[name].shape != parameter.shape:
                 what = f"{name} has the shape {tuple(found[name].shape)}, and {tuple(parameter.shape)} in the model"
                 raise TsaeError(what, where=file, fix="Give the model that was recorded.")
+            if not found[name].isfinite().all():
+                raise TsaeError(f"the weights {name!r} are not finite", where=file, fix=_FIX)
         knots[int(file.stem.removeprefix("weights-"))] = trained.join(found)
     records = []
     told = {"policy": "run", "prompt": "", "response": "", "outcome": "unknown"}

@@ -52,7 +52,7 @@ class MadeBy:
             # Whatever a colon stands in may name a module.
             if ":" in value and not value.startswith("tsae.") and not _DEVICE.fullmatch(value):
                 return f"runs code of its own ({value})"
-            if word.startswith(_DOUBTFUL):
+            if word.replace("_", "-").startswith(_DOUBTFUL):  # either is understood
                 return f"has the option {word}"
         if sum(word.partition("=")[0] == "--to" for word in self.words) > 1:
             return "names more than one output"

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
@@ -69,13 +70,28 @@ def sole_writer(to: str | Path, part: Part | None = None) -> Iterator[None]:
         others = [] if joins else own.parent.glob(f".{_plain(to.name)}.part-*.lock") if own == whole else [whole]
         for other in others:
             if other.exists():
-                _taken(other, to, patient=other == whole).release()
+                _taken(other, to, patient=other == whole).give_back()  # left by a process that was killed
         yield
     finally:
         del _held[key]
-        with suppress(OSError):  # Windows removes no open file
-            own.unlink()
-        lock.release()
+        lock.give_back()
+
+
+class _Taken(NamedTuple):
+    """A lock that this process holds."""
+
+    lock: BaseFileLock
+    file: Path
+    state: os.stat_result
+
+    def give_back(self) -> None:
+        """Release it and remove its file, if that is still the same: somebody may have removed it by hand, and another
+        process may hold the next one."""
+        if not isinstance(self.lock, SoftFileLock):  # which removes it, and looks at that itself
+            with suppress(OSError):  # Windows removes no open file
+                if os.path.samestat(os.stat(self.file), self.state):
+                    self.file.unlink()
+        self.lock.release()
 
 
 def _file(to: Path, part: Part | None = None) -> Path:
@@ -90,7 +106,7 @@ def _plain(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
-def _taken(file: Path, to: Path, patient: bool = False) -> BaseFileLock:
+def _taken(file: Path, to: Path, patient: bool = False) -> _Taken:
     """The lock, which says whose it is.
 
     Args:
@@ -130,7 +146,7 @@ def _taken(file: Path, to: Path, patient: bool = False) -> BaseFileLock:
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         ours = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "command": sys.argv[:2]}
         file.write_text(json.dumps(ours))
-    return lock
+    return _Taken(lock, file, os.stat(file))
 
 
 def _owner(file: Path) -> str:
@@ -138,7 +154,7 @@ def _owner(file: Path) -> str:
     try:
         found = parse_json(file.read_text())
         return f"process {int(found['process'])} on {found['host']!s:.80}, since {found['since']!s:.40}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return ""
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tsae.base.files import partial_name
+
 
 @contextmanager
 def tensors_replacing(
@@ -28,13 +30,13 @@ def tensors_replacing(
         metadata: of the file.
     """
     path = Path(path)
-    partial, room = path.with_name(f"{path.name}.tmp"), path.with_name(f"{path.name}.writing.tmp")
+    partial, room = partial_name(path), partial_name(path.with_name(f"{path.name}.writing"))
     _clear(partial, room)
     room.mkdir(parents=True)
     try:
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(kept, room / partial.name, metadata=None if metadata is None else dict(metadata))
-        os.replace(room / partial.name, partial)
+        save_file(kept, room / path.name, metadata=None if metadata is None else dict(metadata))
+        os.replace(room / path.name, partial)
         _clear(room)
         yield partial
         os.replace(partial, path)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tsae.base.files import write_json
+from tsae.base.files import partial_name, write_json
 from tsae.base.remote import remote_files, room
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, without_secrets
@@ -258,7 +258,7 @@ class Mirror:
         if known is not None and known["there"] == state and self._state_here(file) == known["here"]:
             _used[file] = time.time_ns()
             return
-        partial = file.with_name(f"{file.name}.{uuid4().hex}.tmp")
+        partial = partial_name(file.with_name(f"{file.name}.{uuid4().hex}"))
         try:
             with self._reached("read"):
                 fs, path = self._opened(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,13 @@ from tsae.report.hub.push import prepare, upload
 from tsae.sae.model import TemporalSAE
 from tsae.sae.steering import SteeringVector
 
+_OURS = re.compile(
+    r"cfg\.json|sae_weights\.safetensors|feature-\d+\.(safetensors|gguf)|"  # sae_lens, steering vectors
+    r".+/(config\.json|\d+_\d+\.safetensors)|"  # delphi
+    r".+/(features|activations|explanations)/batch-\d+\.jsonl\.gz"  # Neuronpedia
+)
+"""What exports write, in any of their forms."""
+
 
 def run_export(options: Export) -> None:
     sae = TemporalSAE.load(options.sae, site=options.site)
@@ -30,11 +38,27 @@ def run_export(options: Export) -> None:
     if features is not None:
         features.need_sae(sae.fingerprint, sae.config.d_sae)
     options = replace(options, choose=tuple(dict.fromkeys(options.choose)))
-    before = made_by(options.to)
-    with new_folder(options.to, replace=before is not None and before.words[:1] == ("export",)) as folder:
+    with new_folder(options.to, replace=_exported(options.to)) as folder:
         told = _written(options, sae, features, folder)
         record_early(options.to)
     say_wrote(options.to, told)
+
+
+def _exported(to: Path) -> bool:
+    """Whether a folder is an export, which may be replaced.
+
+    Raises:
+        TsaeError: where somebody has put something else into it.
+    """
+    before = made_by(to)
+    if before is None or before.words[:1] != ("export",):
+        return False
+    inside = {path.relative_to(to).as_posix(): path for path in sorted(to.rglob("*"))}
+    own = {name for name, path in inside.items() if not path.is_symlink() and (path.is_dir() or _OURS.fullmatch(name))}
+    if strange := [name for name in inside if name not in own]:
+        what = f"is an export, and holds {strange[0]}, which no export wrote"
+        raise TsaeError(what, where=to, fix="Move that away, or give another folder.")
+    return True
 
 
 def _written(options: Export, sae: TemporalSAE, features: FeatureTable | None, folder: Path) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tsae.base.untrusted import one_line
 from tsae.commands.common import as_json
 from tsae.commands.options.upkeep import Repair, Verify
 from tsae.errors import TsaeError
-from tsae.report.text import visible
 from tsae.upkeep.mend import next_step, remedy, repair
 from tsae.upkeep.verify import Finding, verify
 
@@ -38,13 +38,13 @@ def _all_intact(findings: Sequence[Finding], fix: str) -> None:
 
 def _table(findings: Sequence[Finding]) -> str:
     """One line an artefact; below one that is not intact what makes it again."""
-    width = max(len(visible(finding.artefact.shown)) for finding in findings)
+    width = max(len(one_line(finding.artefact.shown)) for finding in findings)
     kinds = max(len(finding.artefact.kind.name) for finding in findings)
     lines = []
     for finding in findings:
-        path, kind = visible(finding.artefact.shown), finding.artefact.kind.name
-        what = f": {visible(finding.what)}" if finding.what else ""
+        path, kind = one_line(finding.artefact.shown), finding.artefact.kind.name
+        what = f": {one_line(finding.what)}" if finding.what else ""
         lines.append(f"{path:<{width}}  {kind:<{kinds}}  {finding.state}{what}")
         if remedy(finding):
-            lines.append(f"{'':<{width}}  {'':<{kinds}}  -> {visible(remedy(finding))}")
+            lines.append(f"{'':<{width}}  {'':<{kinds}}  -> {one_line(remedy(finding))}")
     return "\n".join(lines)

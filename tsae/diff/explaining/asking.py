@@ -4,7 +4,9 @@ Texts of rollouts go out as JSON strings, beside instructions that call them dat
 alone: a label is the text of one JSON object, a verdict a list of as many 0 and 1 as were asked for. All else counts as
 no answer, whatever a rollout told the model to say.
 
-Every answer is kept under the hash of its request in answers.jsonl. The same command asks for the others only.
+Every answer is kept in answers.jsonl, under the hash of its request, its server's address and its model. The same
+command asks for the others only; another server is asked for everything. Answers that earlier versions kept do not say
+which server gave them, and are not used.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm.auto import tqdm
 
@@ -101,34 +104,6 @@ class Asked:
         """The first answer that had not the form it was asked for."""
         self._lock = Lock()
 
-    def estimate(self, cases: Sequence[Case]) -> str:
-        """What labels and tests of these features will cost, in a sentence.
-
-        Raises:
-            TsaeError: where that is beyond the budget.
-        """
-        config, dummy = self.config, "x" * LONGEST
-        labels = [_label_prompt(case) for case in cases]
-        tests = [
-            self._verdict_prompt(test, dummy, part)
-            for case in cases
-            for test, items in case.tests.items()
-            for part in _parts([window for window, _ in items], config.per_request)
-        ]
-        # Every test is made again with the label of another feature.
-        into = sum(_size(prompt) for prompt in labels) + 2 * sum(_size(prompt) for prompt in tests)
-        # A list of verdicts is a few tokens long; a model that thinks first takes all it may.
-        out = len(labels) * min(config.label_tokens, 60) + 2 * len(tests) * min(config.verdict_tokens, 30)
-        cost = (into * config.prices[0] + out * config.prices[1]) / 1e6
-        priced = f", {cost:.2f} at these prices" if cost else ""
-        told = (
-            f"asks {self.name} for {len(labels)} labels and tests them in {2 * len(tests)} requests: about {into:,} "
-            f"tokens in and {out:,} out{priced}; the budget is {config.budget:,} tokens"
-        )
-        if into + out > config.budget:
-            raise TsaeError(told, where="explain", fix="Raise budget, or ask for fewer features (n) or contexts.")
-        return told
-
     def labels(self, cases: Sequence[Case]) -> list[str | None]:
         """The label of each; None where the answer has none.
 
@@ -149,26 +124,21 @@ class Asked:
 
     def judge(self, tasks: Sequence[Task]) -> list[list[bool | None]]:
         """See `Labeller`; None where an answer does not say."""
-        cut = [
-            (place, test, label, part)
-            for place, (test, label, windows) in enumerate(tasks)
-            for part in _parts(windows, self.config.per_request)
-        ]
-        prompts = [self._verdict_prompt(test, label, part) for _, test, label, part in cut]
+        prompts, sizes = _verdict_prompts(tasks, self.config)
         answers = self._ask(prompts, self.config.verdict_tokens, "tests")
-        read = [read_verdicts(answer, len(part)) for answer, (*_, part) in zip(answers, cut, strict=True)]
+        read = [read_verdicts(answer, n) for answer, (_, n) in zip(answers, sizes, strict=True)]
         self._note(answers, read)
-        found: list[list[bool | None]] = [[] for _ in tasks]
-        for (place, *_, part), verdicts in zip(cut, read, strict=True):
-            found[place] += verdicts or [None] * len(part)
-        return found
+        return _joined(read, sizes, len(tasks))
 
-    def _verdict_prompt(self, test: Test, label: str, windows: Sequence[Window]) -> list[dict[str, str]]:
-        texts = [window.plain if test == "detection" else window.marked for window in windows]
-        example = [_EXAMPLES[test][i % len(_EXAMPLES[test])] for i in range(len(windows))]
-        shown = {"label": _COLOURS, "texts": [text for text, _ in example]}
-        asked = _TASKS[test] + _VERDICTS.format(n=len(windows))
-        return _messages(asked, shown, [verdict for _, verdict in example], {"label": label, "texts": texts})
+    def kept(self, prompt: list[dict[str, str]], max_tokens: int) -> str | None:
+        """The answer to a prompt that is kept; None where there is none."""
+        return self.known.get(self._key(_body(prompt, max_tokens)))
+
+    def _key(self, body: dict[str, Any]) -> str:
+        """The hash of a request to this server and model. A password in the address may change."""
+        parts = urlsplit(self.endpoint.url)
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        return hashlib.sha256(json.dumps([url, self.name, body]).encode()).hexdigest()
 
     def _note(self, answers: Sequence[str], read: Sequence[Any]) -> None:
         for answer, found in zip(answers, read, strict=True):
@@ -176,10 +146,8 @@ class Asked:
                 self.unread = " ".join(self.endpoint.hide(answer).split())[:200]
 
     def _ask(self, prompts: Sequence[list[dict[str, str]]], max_tokens: int, what: str) -> list[str]:
-        bodies = [
-            {"messages": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": False} for prompt in prompts
-        ]
-        keys = [hashlib.sha256(json.dumps([self.name, body]).encode()).hexdigest() for body in bodies]
+        bodies = [_body(prompt, max_tokens) for prompt in prompts]
+        keys = [self._key(body) for body in bodies]
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self.known}
         with (
             ThreadPoolExecutor(self.endpoint.config.concurrency) as pool,
@@ -213,6 +181,70 @@ class Asked:
             self.known[key] = text
             if self.file is not None:
                 append_line(self.file, json.dumps({"key": key, "answer": text}), _GO_ON)
+
+
+class Plan:
+    """What labels and tests will cost: a `Labeller` that asks for nothing, and counts what would be asked for, at most.
+
+    Args:
+        asked: the labeller, with the answers that are kept.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.name, self.config = asked, asked.name, asked.config
+        self.n_labels = self.n_tests = self.n_kept = self.into = 0
+        self._judged = False
+
+    def labels(self, cases: Sequence[Case]) -> list[str | None]:
+        """The labels that are known, and others of the greatest length in place of those that are not."""
+        found: list[str | None] = []
+        for place, case in enumerate(cases):
+            prompt = _label_prompt(case)
+            answer = self.asked.kept(prompt, self.config.label_tokens)
+            self.n_labels += self._counts(prompt, answer)
+            found.append(f"{place:x>{LONGEST}}" if answer is None else read_label(answer))
+        return found
+
+    def judge(self, tasks: Sequence[Task]) -> list[list[bool | None]]:
+        """See `Labeller`; None where no answer is kept."""
+        # The second time it is asked by the labels of other features. Which these are is known once all were tested.
+        known = not (self._judged and (self.n_labels or self.n_tests))
+        self._judged = True
+        prompts, sizes = _verdict_prompts(tasks, self.config)
+        read = []
+        for prompt, (_, n) in zip(prompts, sizes, strict=True):
+            answer = self.asked.kept(prompt, self.config.verdict_tokens)
+            self.n_tests += self._counts(prompt, answer if known else None)
+            read.append(None if answer is None else read_verdicts(answer, n))
+        return _joined(read, sizes, len(tasks))
+
+    def _counts(self, prompt: list[dict[str, str]], answer: str | None) -> int:
+        """Count a request; 1 where it is to be made."""
+        if answer is not None:
+            self.n_kept += 1
+            return 0
+        self.into += _size(prompt)
+        return 1
+
+    def told(self) -> str:
+        """The cost, in a sentence.
+
+        Raises:
+            TsaeError: where it is beyond the budget.
+        """
+        config = self.config
+        # A list of verdicts is a few tokens long; a model that thinks first takes all it may.
+        out = self.n_labels * min(config.label_tokens, 60) + self.n_tests * min(config.verdict_tokens, 30)
+        cost = (self.into * config.prices[0] + out * config.prices[1]) / 1e6
+        priced = f", {cost:.2f} at these prices" if cost else ""
+        kept = f", beside {self.n_kept} answers that are kept" if self.n_kept else ""
+        told = (
+            f"asks {self.name} for {self.n_labels} labels and tests them in {self.n_tests} requests{kept}: about "
+            f"{self.into:,} tokens in and {out:,} out{priced}; the budget is {config.budget:,} tokens"
+        )
+        if self.into + out > config.budget:
+            raise TsaeError(told, where="explain", fix="Raise budget, or ask for fewer features (n) or contexts.")
+        return told
 
 
 def read_label(answer: str) -> str | None:
@@ -264,6 +296,41 @@ def _label_prompt(case: Case) -> list[dict[str, str]]:
     return _messages(_LABEL, _LABEL_EXAMPLE, {"label": _COLOURS}, content)
 
 
+def _verdict_prompts(
+    tasks: Sequence[Task], config: ExplainConfig
+) -> tuple[list[list[dict[str, str]]], list[tuple[int, int]]]:
+    """The requests of some tasks; and for each its task's place, and how many windows it has."""
+    cut = [
+        (place, test, label, windows[i : i + config.per_request])
+        for place, (test, label, windows) in enumerate(tasks)
+        for i in range(0, len(windows), config.per_request)
+    ]
+    prompts = [_verdict_prompt(test, label, part) for _, test, label, part in cut]
+    return prompts, [(place, len(part)) for place, _, _, part in cut]
+
+
+def _joined(
+    read: Sequence[list[bool | None] | None], sizes: Sequence[tuple[int, int]], n_tasks: int
+) -> list[list[bool | None]]:
+    """Verdicts of every task, of those of its requests."""
+    found: list[list[bool | None]] = [[] for _ in range(n_tasks)]
+    for (place, n), verdicts in zip(sizes, read, strict=True):
+        found[place] += verdicts or [None] * n
+    return found
+
+
+def _verdict_prompt(test: Test, label: str, windows: Sequence[Window]) -> list[dict[str, str]]:
+    texts = [window.plain if test == "detection" else window.marked for window in windows]
+    example = [_EXAMPLES[test][i % len(_EXAMPLES[test])] for i in range(len(windows))]
+    shown = {"label": _COLOURS, "texts": [text for text, _ in example]}
+    asked = _TASKS[test] + _VERDICTS.format(n=len(windows))
+    return _messages(asked, shown, [verdict for _, verdict in example], {"label": label, "texts": texts})
+
+
+def _body(prompt: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
+    return {"messages": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": False}
+
+
 def _messages(task: str, example: Any, answer: Any, content: Any) -> list[dict[str, str]]:
     # Lone surrogates would not pass as UTF-8.
     shown, answered, asked = (
@@ -271,10 +338,6 @@ def _messages(task: str, example: Any, answer: Any, content: Any) -> list[dict[s
     )
     said = (("system", task), ("user", shown), ("assistant", answered), ("user", asked))
     return [{"role": role, "content": text} for role, text in said]
-
-
-def _parts(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
-    return [windows[i : i + size] for i in range(0, len(windows), size)]
 
 
 def _size(messages: Sequence[dict[str, str]]) -> int:

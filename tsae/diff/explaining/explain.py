@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.diff.config import ExplainConfig
-from tsae.diff.explaining.asking import Asked
+from tsae.diff.explaining.asking import Asked, Plan
 from tsae.diff.explaining.descriptors import Describer
 from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.explaining.label_contexts import Case, Contexts, Task
@@ -87,7 +87,9 @@ def explain(
         labeller = Describer(contexts)
     else:
         labeller = asked = Asked(server, config, None if to is None else Path(to), progress=progress)
-        say(asked.estimate(cases))
+        plan = Plan(asked)
+        scored(cases, plan, config)
+        say(plan.told())
     table = scored(cases, labeller, config)
     found = Explanations(
         table,

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import read_object, reading, write_json, write_text, writing
+from tsae.base.files import partial_name, read_object, reading, write_json, write_text, writing
 from tsae.base.seal import SEAL, check_seal, read_sealed, seal, sealed_names, with_checksum
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public, without_secrets
@@ -96,7 +96,7 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
         if value is not None and known.fullmatch(value) is None:
             raise TsaeError(f"{name}={value!r} is no name that the Hub knows", where="push", fix="Give another name.")
     run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
-    partial = to.with_name(f".{to.name}.partial")
+    partial = partial_name(to)
     with sole_writer(to), writing(to, "Make room, or give another --to-folder."):
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         try:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tsae.base.distributed import ALONE, Processes
-from tsae.base.files import reading, sha256, write_json
+from tsae.base.files import reading, sha256, write_json, write_text
 from tsae.base.provenance import write_run
 from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
 from tsae.base.untrusted import parse_json
@@ -221,10 +221,8 @@ class RunFolder:
                 if not line.endswith("\n") or parse_json(line)["step"] >= steps:
                     break
             kept.append(line)
-        partial = file.with_suffix(".tmp")
         with self._writing():
-            partial.write_text("".join(kept), encoding="utf-8")
-            os.replace(partial, file)
+            write_text(file, "".join(kept))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
