@@ -139,6 +139,15 @@ def test_only_what_is_new_is_computed(followed: tuple[Training, list[str], list[
     assert second["capture_shard"] == sum(shards) - second["copy_shard"] == second["encode_shard"]
 
 
+def test_a_training_that_was_followed_to_its_end_is_not_waited_for(
+    followed: tuple[Training, list[str], list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, lines = followed[0], []
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for what is there"))
+    assert list(watch(training.config, replace(ONCE, once=False, until=50), say=lines.append)) == []
+    assert lines == ["nothing new"]
+
+
 @pytest.mark.slow
 def test_an_update_equals_one_analysis_of_the_training(
     followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path

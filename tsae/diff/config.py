@@ -64,9 +64,9 @@ class DiffConfig:
                 min(self.n_bootstrap, self.n_permutations) >= 100
                 and max(self.n_bootstrap, self.n_permutations) <= 10_000_000
             ),
-            f"confidence={self.confidence} and q={self.q} must lie between 0 and 1": (
-                0 < self.confidence < 1 and 0 < self.q < 1
-            ),
+            f"confidence={self.confidence} must lie between 0 and 1": 0 < self.confidence < 1,
+            f"q={self.q} must lie between 0.000001 and 1": 1e-6 <= self.q < 1,
+            f"bands={self.bands} name a band twice": len(set(self.bands or ())) == len(self.bands or ()),
             f"minimum_effect={self.minimum_effect} must be at least 0": 0 <= self.minimum_effect < float("inf"),
             f"min_problems={self.min_problems} must be at least 2": self.min_problems >= 2,
             f"max_outliers={self.max_outliers} must be a share, 0 to 1": 0 <= self.max_outliers <= 1,

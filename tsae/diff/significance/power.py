@@ -86,6 +86,8 @@ def detectable_delta(
     top, errors = 1.0, minimum_effect / error if error > 0 else math.inf
     while power(top, n_problems, level, errors) < POWER:
         top *= 2
+    if power(0.0, n_problems, level, errors) >= POWER:  # at a false-discovery rate near 1
+        return minimum_effect
     d = brentq(lambda d: power(d, n_problems, level, errors) - POWER, 0, top, xtol=1e-4)
     return minimum_effect + float(d) * error / math.sqrt(sum(1 / n for n in n_problems))
 
