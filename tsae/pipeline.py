@@ -24,7 +24,7 @@ from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.claims.evidence import StepCheck
 from tsae.claims.run_claims import Claims, claims_of
-from tsae.diff.config import DiffConfig
+from tsae.diff.config import DiffConfig, need_settings
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public
@@ -45,6 +45,7 @@ STAMPS = {"demo.json": "demo", "run.json": "run"}
 """Stamps of whole runs (see `claim`): the file, and the key of the settings in it."""
 _FOUND = "found"
 """Key in a stamp (see `claim`) of what the stages found, which is no setting."""
+CONTENTS = "contents of what was read"  # checksums; stamps of earlier versions and of growing logs have none
 
 
 class Choice(NamedTuple):
@@ -193,6 +194,7 @@ def analyse(
 
     if (to / "diff" / "diff.json").is_file():
         diff = tsae.FeatureDiff.load(to / "diff", features=features)
+        need_settings(diff.info["config"], diffing or DiffConfig(), to / "diff")
     else:
         strings = token_strings(series.base.load_tokenizer())
         diff = tsae.feature_diff(
@@ -280,8 +282,7 @@ def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:
     table = tsae.difficulty(rollouts, series=series).pass_at_k
     # Of some problems only half of the responses are in the band. Without these, those left would be a selection.
     kept = (table.band == "all") | ((table.n_left_out == 0) & rollouts.frame.band.notna().any())
-    table = table[kept]
-    return {"pass_at_k": json.loads(table.to_json(orient="records"))}
+    return {"pass_at_k": json.loads(table[kept].to_json(orient="records"))}
 
 
 def _attributed(
@@ -324,17 +325,19 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
     """
-    wanted = public(json.loads(json.dumps(stamp, default=str)))
+    wanted = compared = public(json.loads(json.dumps(stamp, default=str)))
     copy = stamp_copy(folder, name)
     # A kill during the first write leaves only the temporary file, or the copy.
     beginning = {copy.name, f"{copy.name}.tmp", f"{name}.tmp"}
     if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
         found = read_stamp(folder, name)
+        if found is not None and CONTENTS not in found:
+            compared = {key: value for key, value in wanted.items() if key != CONTENTS}
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
-        if found is not None and adds and _left_out(found, wanted, STAMPS[name], adds):
+        if found is not None and adds and _left_out(found, compared, STAMPS[name], adds):
             (folder / "report.html").unlink(missing_ok=True)
-        elif found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
-            differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
+        elif found is None or {key: value for key, value in found.items() if key != _FOUND} != compared:
+            differing = sorted(key for key in compared if found is not None and found.get(key) != compared[key])
             raise TsaeError(
                 f"holds something else than {what} of these settings and versions"
                 + (f" (differing: {', '.join(differing)})" if differing else ""),

@@ -37,9 +37,9 @@ from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Before, add_found, read_stamp, stamp_copy
 from tsae.report.text import visible
 from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows
+from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows, name_in
 from tsae.rollouts.logs.on_disk.settled import Settling
-from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, name_in, stamp
+from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, stamp
 from tsae.sae.model import TemporalSAE
 
 _NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"

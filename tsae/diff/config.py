@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import inf
+from pathlib import Path
 from typing import Any, Literal
 
 from tsae.base.ranges import need_at_most, need_numbers
@@ -85,6 +88,27 @@ class DiffConfig:
     def within_prompt(self) -> bool:
         """Whether all trajectories of a problem are the same over the span."""
         return self.span in ("prompt", "last_prompt")
+
+
+def need_settings(drawn: Mapping[str, Any], config: DiffConfig, where: Path) -> None:
+    """Refuse a diff that was drawn with other settings. Earlier versions may have had fewer of them.
+
+    Args:
+        drawn: the settings of the diff, as its file has them.
+        config: that are wanted.
+        where: folder of the diff.
+
+    Raises:
+        TsaeError: naming the settings that differ.
+    """
+    wanted = json.loads(json.dumps(config.settings()))
+    differing = [name for name in wanted if name in drawn and drawn[name] != wanted[name]]
+    if differing:
+        raise TsaeError(
+            f"was drawn with other settings than this run's (differing: {', '.join(differing)})",
+            where=where,
+            fix="Move that folder elsewhere; the same command then draws the run's own.",
+        )
 
 
 @dataclass(frozen=True)
