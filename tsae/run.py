@@ -263,6 +263,7 @@ def _rollouts(
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"
     if file.is_file():
+        shutil.rmtree(folder / _SAMPLING, ignore_errors=True)  # after a kill between these two
         return tsae.Rollouts.read(file)
     if not whole.is_file():
         only, kept = (None, None) if grown is None else (grown.log, grown.parts)

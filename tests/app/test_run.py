@@ -245,8 +245,11 @@ def test_what_is_damaged_in_an_analysis_is_not_read(
     out = shutil.copytree(finished[0], tmp_path / "out")
     left = out / ".features.lock"  # of a process that was killed at the end of encoding
     left.write_text("{}")
+    batches = out / "rollouts" / "sampling"  # of one that was killed when its samples had been written
+    batches.mkdir()
     analyze_run(replace(tiny, to=out), progress=False)
     assert not left.exists()
+    assert not batches.exists()
     file = out / "evaluation" / "evaluation.json"
     whole = file.read_text()
     file.write_text(whole.replace('"fve": 0.', '"fve": 1.', 1))
