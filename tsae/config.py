@@ -111,6 +111,11 @@ class RunConfig:
                     where="RunConfig",
                     fix="Leave one of them out.",
                 )
+        # What cannot be trained is refused now, not after the capture.
+        if self.d_sae is not None:
+            SAEConfig(d_sae=self.d_sae, k=self.k or 1)
+        if self.training_tokens is not None:
+            TrainingConfig(tokens=max(self.training_tokens, TrainingConfig().batch_tokens))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from tsae.base.provenance import versions
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
-from tsae.pipeline import Choice, analyse, claim
+from tsae.pipeline import Choice, analyse
 from tsae.report.printed.findings import print_findings
 from tsae.rollouts.table import Rollouts
+from tsae.stamps import claim
 from tsae.testbed import eval_problems, verify
 from tsae.testbed import series as shipped_series
 from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours

@@ -17,17 +17,17 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import partial_name, read_object, reading, write_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.causal.findings import Tested
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.claims.evidence import StepCheck
 from tsae.claims.run_claims import Claims, claims_before, claims_of
-from tsae.diff.config import DiffConfig
+from tsae.diff.config import DiffConfig, need_settings
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError, public
+from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator
 from tsae.features.encode import encoded
 from tsae.features.feature_table import FeatureTable
@@ -40,11 +40,6 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
-
-STAMPS = {"demo.json": "demo", "run.json": "run"}
-"""Stamps of whole runs (see `claim`): the file, and the key of the settings in it."""
-_FOUND = "found"
-"""Key in a stamp (see `claim`) of what the stages found, which is no setting."""
 
 
 class Choice(NamedTuple):
@@ -193,6 +188,7 @@ def analyse(
 
     if (to / "diff" / "diff.json").is_file():
         diff = tsae.FeatureDiff.load(to / "diff", features=features)
+        need_settings(diff.info["config"], diffing or DiffConfig(), to / "diff")
     else:
         strings = token_strings(series.base.load_tokenizer())
         diff = tsae.feature_diff(
@@ -281,8 +277,7 @@ def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:
     table = tsae.difficulty(rollouts, series=series).pass_at_k
     # Of some problems only half of the responses are in the band. Without these, those left would be a selection.
     kept = (table.band == "all") | ((table.n_left_out == 0) & rollouts.frame.band.notna().any())
-    table = table[kept]
-    return {"pass_at_k": json.loads(table.to_json(orient="records"))}
+    return {"pass_at_k": json.loads(table[kept].to_json(orient="records"))}
 
 
 def _attributed(
@@ -309,76 +304,6 @@ def _encode_steps(
     reading = tsae.CaptureConfig(plan="own", token_statistics=True)
     store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)
     return tsae.encode(sae, store, to=to / "features", check=False, progress=progress)
-
-
-def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = ()) -> None:
-    """Write a stamp into a new folder, or check that the folder has the same stamp: settings, inputs and versions.
-
-    Args:
-        folder: of the run.
-        name: of the stamp.
-        stamp: what it is to say.
-        what: names the run in messages.
-        adds: settings of a stage, first the one that asks for it. If it is asked for, and the folder's run left it out,
-            the stage is added: the rest stays, and the page is written anew.
-
-    Raises:
-        TsaeError: where the folder holds something else; the message names what differs.
-    """
-    wanted = public(json.loads(json.dumps(stamp, default=str)))
-    copy = stamp_copy(folder, name)
-    # A kill during the first write leaves only the temporary file (of an earlier version: NAME.tmp), or the copy.
-    files = (copy, folder / name)
-    beginning = {copy.name, *(partial_name(file).name for file in files), *(f"{file.name}.tmp" for file in files)}
-    if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
-        found = read_stamp(folder, name)
-        # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
-        if found is not None and adds and _left_out(found, wanted, STAMPS[name], adds):
-            (folder / "report.html").unlink(missing_ok=True)
-        elif found is None or {key: value for key, value in found.items() if key != _FOUND} != wanted:
-            differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
-            raise TsaeError(
-                f"holds something else than {what} of these settings and versions"
-                + (f" (differing: {', '.join(differing)})" if differing else ""),
-                where=folder,
-                fix="Delete that folder, or give another one with --to."
-                if found is None or "sae" not in found
-                else "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to).",
-            )
-    _write_stamp(folder, name, wanted)
-
-
-def _left_out(found: Mapping[str, Any], wanted: Mapping[str, Any], key: str, adds: Sequence[str]) -> bool:
-    """Whether a stamp is of the run that is wanted, but without the stage of some settings."""
-    before = {**wanted[key], **{name: found.get(key, {}).get(name) for name in adds}}
-    asked = wanted[key][adds[0]] and not before[adds[0]]
-    return bool(asked) and {name: value for name, value in found.items() if name != _FOUND} == {**wanted, key: before}
-
-
-def stamp_copy(folder: Path, name: str) -> Path:
-    """The second copy of a stamp, from which `tsae repair` mends the first: nothing else knows what is in it."""
-    return folder / f".{name}.copy"
-
-
-def read_stamp(folder: Path, name: str) -> dict[str, Any] | None:
-    """A stamp that `claim` wrote; None where there is none.
-
-    Raises:
-        TsaeError: where it is damaged.
-    """
-    file = folder / name
-    return read_sealed(file, f"Mend it: tsae repair {folder}.") if file.is_file() else None
-
-
-def _write_stamp(folder: Path, name: str, stamp: Mapping[str, Any]) -> None:
-    content = with_checksum(stamp)
-    write_json(stamp_copy(folder, name), content)
-    write_json(folder / name, content)
-
-
-def add_found(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """Add what the stages found to a stamp that `claim` wrote."""
-    _write_stamp(folder, name, {**(read_stamp(folder, name) or {}), _FOUND: found})
 
 
 def _drawn(diff: FeatureDiff) -> str:

@@ -25,14 +25,16 @@ from tsae.activations.store import ActivationStore
 from tsae.attribution.attribute import find_recipe
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
+from tsae.base.files import sha256
 from tsae.base.provenance import versions
 from tsae.causal.findings import causal_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig
+from tsae.diff.contrast.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.pipeline import Before, Choice, Stages, add_found, analyse, claim, read_stamp
+from tsae.pipeline import Before, Choice, Stages, analyse
 from tsae.report.story import facts
 from tsae.rollouts.bands import band_counts
 from tsae.rollouts.config import ImportConfig, SamplingConfig
@@ -41,13 +43,14 @@ from tsae.rollouts.growth import check_grown
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.bookkeeping.verdicts import with_outcome
 from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files
+from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, name_in
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.sampling.fresh import answered_anew, drawn_problems, longest_response
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
+from tsae.stamps import CONTENTS, add_found, claim, read_stamp
 
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. A rarer latent is hardly learned, and too few
@@ -117,6 +120,7 @@ def analyze_state(
     others = ", ".join(c.id for c in list(readers)[1:])
     stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
     rollouts = _rollouts(config, series, readers, log, importing, success, progress, grown)
+    contrast_bands(rollouts, config.diff, config.to / "rollouts")  # one that is missing is said before the work
     for stage in ("rollouts", "second look", "sampled", "bands"):
         if stage in rollouts.info["stages"]:  # An older version imported without a second look.
             stages.say(stage, rollouts.info["stages"][stage])
@@ -176,18 +180,16 @@ def stamp(
         if settings[name] is not None and Path(settings[name]).exists():
             settings[name] = Path(settings[name]).resolve()
     kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint
+    # Labels may change and leave the size. A log that grows is compared when it has grown.
+    read = [*sizes, *((config.bands_from,) if config.bands_from is not None else ())] if grown is None else []
     return {
         "run": {**settings, "path": config.path.resolve()},
         "series": [[c.id, c.path] for c in series],
         "log": [[name_in(log, file), size] for file, size in sizes.items()],
         "versions": versions(),
+        **({CONTENTS: [sha256(file) for file in read if file.is_file()]} if read else {}),
         **({} if kept is None else {"sae": kept}),
     }
-
-
-def name_in(log: Path, file: Path) -> str:
-    """The name of a file of a log: its path below the log's folder."""
-    return file.relative_to(log).as_posix() if log.is_dir() else log.name
 
 
 def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
@@ -262,6 +264,7 @@ def _rollouts(
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"
     if file.is_file():
+        shutil.rmtree(folder / _SAMPLING, ignore_errors=True)  # after a kill between these two
         return tsae.Rollouts.read(file)
     if not whole.is_file():
         only, kept = (None, None) if grown is None else (grown.log, grown.parts)
@@ -331,9 +334,7 @@ def _rollouts(
 def _attributed(
     config: RunConfig, series: CheckpointSeries, sae: TemporalSAE, diff: FeatureDiff, progress: bool
 ) -> Attribution:
-    """Which samples moved the features that the diff names, from the whole log.
-
-    What is missing or too large is found before anything is loaded.
+    """Which samples moved the features that the diff names, from the whole log. Says what is missing before it loads.
 
     Raises:
         TsaeError: where checkpoints, log and settings do not suffice.

@@ -34,13 +34,14 @@ from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public
 from tsae.features.feature_table import FeatureTable
-from tsae.pipeline import Before, add_found, read_stamp, stamp_copy
+from tsae.pipeline import Before
 from tsae.report.text import visible
 from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows
+from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows, name_in
 from tsae.rollouts.logs.on_disk.settled import Settling
-from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, name_in, stamp
+from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, stamp
 from tsae.sae.model import TemporalSAE
+from tsae.stamps import add_found, read_stamp, stamp_copy
 
 _NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
 _STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "causal", "report.html")
@@ -125,7 +126,7 @@ class _Watch:
         self.config, self.watching, self.progress, self.say = config, watching, progress, say
         self.to, self.next = config.to, config.to / _NEXT
         self.settling = Settling(watching.quiet)
-        self.told = ""
+        self.told, self.reached = "", -1
         self.sae: TemporalSAE | None = None
         """The one that is kept, once it was loaded."""
 
@@ -149,12 +150,12 @@ class _Watch:
                     self._tell(f"warning: {update.warning}")
                 yield update
                 assert state is not None
-                if self.watching.until is not None and max(c.step for c in state.series) >= self.watching.until:
-                    return
-                if resumed:
-                    continue  # What has come since may be a lot.
-            if self.watching.once:
-                if asked or not self.settling.waits:
+                self.reached = max(c.step for c in state.series)
+            done = self.watching.until is not None and self.reached >= self.watching.until
+            if update is not None and resumed and not done:
+                continue  # What has come since may be a lot.
+            if done or self.watching.once:
+                if done or asked or not self.settling.waits:
                     if update is None and not self.told:
                         self._tell("nothing new")
                     return
@@ -213,6 +214,7 @@ class _Watch:
         same = before is not None and all(sorted(before[n]) == sorted(state.stamp[n]) for n in ("series", "log"))
         same = same and all((self.to / name).exists() for name in _STAGES if name not in _NOT_COMPARED)
         if same and not (self.watching.retrain and "sae" in (before or {})):
+            self.reached = max(c.step for c in series)
             return None
         self.told = ""
         return state
@@ -271,11 +273,10 @@ class _Watch:
         Raises:
             TsaeError: where the folder holds something else.
         """
-        if (before := read_stamp(self.to, "run.json")) is not None:
-            return before
-        if self.to.is_dir() and any(not path.name.startswith(".") for path in self.to.iterdir()):
+        before = read_stamp(self.to, "run.json")
+        if before is None and self.to.is_dir() and any(not path.name.startswith(".") for path in self.to.iterdir()):
             raise TsaeError("holds something else than an analysis", where=self.to, fix="Give another one with --to.")
-        return None
+        return before
 
     def _update(self, state: _State) -> Update | None:
         began, before = time.monotonic(), self._finished()

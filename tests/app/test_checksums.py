@@ -19,10 +19,10 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.recording import SAMPLES, RecordingFolder, check_samples, read_recording
 from tsae.base.seal import SEAL, read_sealed, with_checksum
 from tsae.errors import TsaeError
-from tsae.pipeline import claim, read_stamp
 from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.running.journal import Journal, begin, finish
 from tsae.rollouts.sampling.batches import Batches, Response
+from tsae.stamps import claim, read_stamp
 
 
 def test_content_carries_its_checksum(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
     options = Report(diff=results / "diff", to=tmp_path / "page.html", features=tmp_path / "features")
     with pytest.raises(TsaeError, match="drawn from other features"):
         run_report(options)
+    table = FeatureTable.load(results / "features")
+    judged = table.rollouts.with_column("outcome", ["success"] * len(table.rollouts))
+    with pytest.raises(TsaeError, match=r"drawn from other features \(of other labels\)"):
+        FeatureDiff.load(results / "diff", features=replace(table, rollouts=judged))
     pushed = tmp_path / "pushed"
     for name in ("reinforcement", "predicted"):
         (pushed / f"{name}.parquet").parent.mkdir(exist_ok=True)

@@ -35,6 +35,8 @@ from tsae.activations.shards.manifest import record_file
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
+from tsae.base.files import write_json
+from tsae.base.seal import with_checksum
 from tsae.causal.config import CausalConfig
 from tsae.causal.findings import planned_tests
 from tsae.cli import main
@@ -50,8 +52,9 @@ from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems,
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
-from tsae.run import analyze_run, choose_sae, find_series
+from tsae.run import analyze_run, choose_sae, find_series, stamp
 from tsae.sae.model import TemporalSAE
+from tsae.stamps import CONTENTS, claim, read_stamp, stamp_copy
 from tsae.upkeep.verify import verify
 
 SHIPPED = tsae.testbed.series_path()
@@ -202,14 +205,51 @@ def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any],
         analyze_run(replace(tiny, to=out, seed=1), progress=False)
 
 
+def test_labels_that_changed_since_are_not_shown_with_the_old_numbers(tiny: RunConfig, tmp_path: Path) -> None:
+    """The file has the size that it had."""
+    log, out = tmp_path / "log.jsonl", tmp_path / "out"
+    log.write_text('{"reward": 1.0}\n')
+    config = replace(tiny, log=log, to=out)
+    series, _ = find_series(config)
+
+    def claimed() -> None:
+        claim(out, "run.json", stamp(config, series, log, {log: log.stat().st_size}), "an analysis")
+
+    claimed()
+    claimed()
+    log.write_text('{"reward": 0.0}\n')
+    with pytest.raises(TsaeError, match="differing: contents of what was read"):
+        claimed()
+    found = read_stamp(out, "run.json") or {}
+    del found[CONTENTS]  # an earlier version noted none
+    for file in (out / "run.json", stamp_copy(out, "run.json")):
+        write_json(file, with_checksum(found))
+    claimed()
+
+
+def test_a_diff_of_other_settings_is_not_shown_as_the_runs_own(
+    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+) -> None:
+    """Drawn into the run's folder by `tsae diff`."""
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    diff = tsae.FeatureDiff.load(out / "diff")
+    settings = {**diff.info["config"], "minimum_effect": 0.0}
+    replace(diff, info={**diff.info, "config": settings}).save(out / "diff")
+    with pytest.raises(TsaeError, match=r"other settings than this run's \(differing: minimum_effect\)"):
+        analyze_run(replace(tiny, to=out), progress=False)
+
+
 def test_what_is_damaged_in_an_analysis_is_not_read(
     finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
 ) -> None:
     out = shutil.copytree(finished[0], tmp_path / "out")
     left = out / ".features.lock"  # of a process that was killed at the end of encoding
     left.write_text("{}")
+    batches = out / "rollouts" / "sampling"  # of one that was killed when its samples had been written
+    batches.mkdir()
     analyze_run(replace(tiny, to=out), progress=False)
     assert not left.exists()
+    assert not batches.exists()
     file = out / "evaluation" / "evaluation.json"
     whole = file.read_text()
     file.write_text(whole.replace('"fve": 0.', '"fve": 1.', 1))
@@ -634,6 +674,21 @@ def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, 
     pd.testing.assert_frame_equal(diff.shifts, same.shifts)
     series, origin = find_series(replace(config, base=hub_base))
     assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
+
+
+@pytest.mark.parametrize("choice", [{"d_sae": 3}, {"d_sae": 32, "k": 64}, {"training_tokens": 10**12}])
+def test_an_sae_that_cannot_be_trained_is_refused_before_the_capture(choice: dict[str, int]) -> None:
+    with pytest.raises(TsaeError, match=r"SAEConfig|TrainingConfig"):
+        RunConfig(Path("run"), **choice)
+
+
+def test_a_band_without_problems_is_refused_before_the_capture(tiny: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    shutil.copy(tiny.path / "completions" / "completions_00150.parquet", tmp_path / "log")
+    config = replace(tiny, log=tmp_path / "log", to=tmp_path / "out", diff=replace(tiny.diff, bands=("harder",)))
+    with pytest.raises(TsaeError, match="no problem is in the band 'harder'"):
+        analyze_run(config, progress=False, say=lambda line: None)
+    assert not (tmp_path / "out" / "activations").exists()
 
 
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tsae.base.remote import mirror
 from tsae.base.seal import read_sealed
 from tsae.cli import main
 from tsae.errors import TsaeError, public, without_secrets
-from tsae.pipeline import claim
+from tsae.stamps import claim
 
 SECRET, KEY = "passw0rd", "abcdef0123456789"
 BUCKET = f"memory://user:{SECRET}@bucket"

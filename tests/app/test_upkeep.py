@@ -41,12 +41,12 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.measure_diff import feature_diff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
-from tsae.pipeline import claim, stamp_copy
 from tsae.report.pages.document import check_page, render_page, write_page
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
+from tsae.stamps import claim, stamp_copy
 from tsae.upkeep.find import Artefact, aside_name
 from tsae.upkeep.kinds import FOLDERS
 from tsae.upkeep.mend import _aside, remedy, repair

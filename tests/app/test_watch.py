@@ -28,12 +28,13 @@ from tsae.cli import main
 from tsae.config import RunConfig, WatchConfig
 from tsae.errors import TsaeError
 from tsae.features import encode as encoding
-from tsae.pipeline import Before, read_stamp, stamp_copy
+from tsae.pipeline import Before
 from tsae.rollouts import importing
 from tsae.rollouts.difficulty.draw_problems import draw_problems
 from tsae.rollouts.growth import check_grown
 from tsae.rollouts.logs.on_disk.settled import Settling
 from tsae.run import Grown, analyze_run, analyze_state
+from tsae.stamps import read_stamp, stamp_copy
 from tsae.upkeep.mend import repair
 from tsae.upkeep.verify import verify
 from tsae.watching import watch
@@ -137,6 +138,15 @@ def test_only_what_is_new_is_computed(followed: tuple[Training, list[str], list[
     assert shards[0] == shards[1]
     assert 0 < second["copy_shard"] < shards[0]
     assert second["capture_shard"] == sum(shards) - second["copy_shard"] == second["encode_shard"]
+
+
+def test_a_training_that_was_followed_to_its_end_is_not_waited_for(
+    followed: tuple[Training, list[str], list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, lines = followed[0], []
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for what is there"))
+    assert list(watch(training.config, replace(ONCE, once=False, until=50), say=lines.append)) == []
+    assert lines == ["nothing new"]
 
 
 @pytest.mark.slow

@@ -395,6 +395,25 @@ def test_an_empty_band_is_refused_by_name() -> None:
         feature_diff(world(n_features=3), DiffConfig(bands=("hard",)), progress=False)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_codes_that_are_no_numbers_are_refused(value: float) -> None:
+    """No draw is as extreme as they are: a feature with one would have the smallest p there is."""
+    table = world(n_features=3)
+    token = table.row_offsets[-1] - 2  # the response of the run's last trajectory, as the run reads it
+    codes = table.codes.tolil()
+    codes[token, 1] = value
+    with pytest.raises(TsaeError, match="the codes of feature 1 are not finite"):
+        feature_diff(replace(table, codes=sp.csr_array(codes)), QUICK, progress=False)
+
+
+def test_ids_that_no_tokenizer_knows_are_shown_by_number() -> None:
+    """Vocabularies are padded, and a model may sample what pads them."""
+    table = world(n_features=3)
+    diff = feature_diff(table, QUICK, token_strings=["zero"], progress=False)
+    ids = {str(i) for i in table.token_ids.tolist()}
+    assert diff.info["token_strings"] == {i: "zero" if i == "0" else f"#{i}" for i in ids}
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -402,6 +421,8 @@ def test_an_empty_band_is_refused_by_name() -> None:
         {"n_permutations": 50},
         {"q": 0.0},
         {"q": 1.0},
+        {"q": 1e-9},
+        {"bands": ("easy", "hard", "easy")},
         {"confidence": 1.0},
         {"min_problems": 1},
         {"threads": 0},

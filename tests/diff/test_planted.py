@@ -257,5 +257,11 @@ def test_more_problems_and_more_discoveries_find_smaller_effects() -> None:
     assert least((180,), minimum_effect=0.0) < many < least((180,), minimum_effect=0.3)
     # Five problems have 32 sign patterns.
     assert math.isinf(least((5,)))
+    # At this rate even a feature at the boundary is found more often than that.
+    assert least((400,), 100, q=0.9) == 0.1
     assert power_text(180, 0.251) == "with these 180 problems Δ = 0.25 is found 8 times in 10"
     assert "no p-value is small enough" in power_text(5, math.inf)
+    # Nothing is known of features that are the same on both sides of every problem.
+    nothing = detectable_delta((20,), 0.0, minimum_effect=0.1, q=0.05, n_tested=9, n_discoveries=0)
+    assert math.isnan(nothing)
+    assert "is not known" in power_text(20, nothing)

@@ -49,6 +49,7 @@ from tsae.report.pages.report import linked, write_report
 from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, lead
+from tsae.report.story.gates import statistics_text
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 
@@ -211,6 +212,21 @@ def test_a_run_that_only_read_others_trajectories() -> None:
     assert "tested features moved on the same trajectories" in sentences(made, "up-run")
     assert "Accuracy" not in sentences(made, "up-run")
     assert "decomposition-figure" not in Page(rendered(made)).drawn
+
+
+def test_what_was_not_found_is_not_called_small_and_the_rate_is_named() -> None:
+    """A difference that is large and hardly known did not move either."""
+    made = make()
+    none = made.contrasts.assign(n_discoveries=0)
+    wide = made.shifts.assign(q=0.5)
+    assert sentences(replace(made, shifts=wide, contrasts=none), "up-run").endswith(
+        "; 5 differ detectably, none of them clearly by that much."
+    )
+    nothing = replace(made, shifts=wide, contrasts=none.assign(n_differs=0))
+    assert sentences(nothing, "up-run").endswith("; 0 differ detectably.")
+    assert "Benjamini–Hochberg at q" in statistics_text(made)
+    by = replace(made, info={**made.info, "config": {**made.info["config"], "fdr": "by"}})
+    assert "Benjamini–Yekutieli at q" in statistics_text(by)
 
 
 def test_nothing_was_tested() -> None:

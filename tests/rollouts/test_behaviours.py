@@ -443,6 +443,14 @@ def test_convergence_on_one_format_is_found_and_none_where_there_is_none() -> No
     assert missed <= 9  # 3 expected
 
 
+@pytest.mark.parametrize(("n", "known"), [(1, False), (2, False), (7, False), (8, True)])
+def test_a_few_problems_that_are_all_alike_say_nothing_of_others(n: int, known: bool) -> None:
+    records = [{"problem_id": str(i), "response": "x", "b": 3.0} for i in range(n)]
+    row = behaviour_table(rollouts_of(records, behaviours=["b"])).set_index("behaviour").loc["b"]
+    assert row["mean"] == 3.0
+    assert np.isfinite([row.low, row.high]).tolist() == [known, known]
+
+
 def test_formats_are_read_off_the_texts_of_every_band() -> None:
     rows = [
         {"problem_id": p, "response": text, "band": band}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import inf
+from pathlib import Path
 from typing import Any, Literal
 
 from tsae.base.ranges import need_at_most, need_numbers
@@ -64,9 +67,9 @@ class DiffConfig:
                 min(self.n_bootstrap, self.n_permutations) >= 100
                 and max(self.n_bootstrap, self.n_permutations) <= 10_000_000
             ),
-            f"confidence={self.confidence} and q={self.q} must lie between 0 and 1": (
-                0 < self.confidence < 1 and 0 < self.q < 1
-            ),
+            f"confidence={self.confidence} must lie between 0 and 1": 0 < self.confidence < 1,
+            f"q={self.q} must lie between 0.000001 and 1": 1e-6 <= self.q < 1,
+            f"bands={self.bands} name a band twice": len(set(self.bands or ())) == len(self.bands or ()),
             f"minimum_effect={self.minimum_effect} must be at least 0": 0 <= self.minimum_effect < float("inf"),
             f"min_problems={self.min_problems} must be at least 2": self.min_problems >= 2,
             f"max_outliers={self.max_outliers} must be a share, 0 to 1": 0 <= self.max_outliers <= 1,
@@ -85,6 +88,27 @@ class DiffConfig:
     def within_prompt(self) -> bool:
         """Whether all trajectories of a problem are the same over the span."""
         return self.span in ("prompt", "last_prompt")
+
+
+def need_settings(drawn: Mapping[str, Any], config: DiffConfig, where: Path) -> None:
+    """Refuse a diff that was drawn with other settings. Earlier versions may have had fewer of them.
+
+    Args:
+        drawn: the settings of the diff, as its file has them.
+        config: that are wanted.
+        where: folder of the diff.
+
+    Raises:
+        TsaeError: naming the settings that differ.
+    """
+    wanted = json.loads(json.dumps(config.settings()))
+    differing = [name for name in wanted if name in drawn and drawn[name] != wanted[name]]
+    if differing:
+        raise TsaeError(
+            f"was drawn with other settings than this run's (differing: {', '.join(differing)})",
+            where=where,
+            fix="Move that folder elsewhere; the same command then draws the run's own.",
+        )
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class FeatureDiff(Tables):
     n_null, null_any  discoveries where there is nothing to find (`tsae.diff.controls.null_discoveries`): mean over
                     repeats, and share of repeats with any
     detectable_delta  the |Δ| that is found 8 times in 10; infinite where there are too few problems, NaN where refused
+                    and where a typical feature is the same on both sides of every problem
     note            why it was refused
     """
     features: pd.DataFrame
@@ -382,10 +383,14 @@ class FeatureDiff(Tables):
                 fix="Draw it again with `tsae diff`.",
             )
         if features is not None:
-            made_from = {"rollouts": info.get("rollouts"), "SAE": (info.get("sae") or {}).get("weights")}
-            given = {"rollouts": features.rollouts.fingerprint, "SAE": (features.info.get("sae") or {}).get("weights")}
-            for what, known in made_from.items():
-                if known is not None and given[what] not in (known, None):
+            of, sae, given_sae = features.rollouts, info.get("sae") or {}, features.info.get("sae") or {}
+            made_from = {
+                "rollouts": (info.get("rollouts"), of.fingerprint),
+                "labels": (info.get("labels"), of.labels_fingerprint),
+                "SAE": (sae.get("weights"), given_sae.get("weights")),
+            }
+            for what, (known, given) in made_from.items():
+                if known is not None and given not in (known, None):
                     raise TsaeError(
                         f"was drawn from other features (of other {what}) than these",
                         where=folder,

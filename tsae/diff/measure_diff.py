@@ -74,7 +74,9 @@ def feature_diff(
     rows = Rows.of(features, config)
     compared = comparisons(features, rows, config)
     drawn = _draw(rows, compared, config, progress)
-    strings = token_strings or [f"#{i}" for i in range(int(features.token_ids.max()) + 1)]
+    # A padded vocabulary has ids that no tokenizer knows, and a model may sample them.
+    given = list(token_strings or ())
+    strings = given + [f"#{i}" for i in range(len(given), int(features.token_ids.max()) + 1)]
     classes = None if annotator is None else annotate_tokens(features, annotator, strings)
     described = describe(features, rows, config, classes, strings)
     by_family = pd.DataFrame()
@@ -109,7 +111,7 @@ def feature_diff(
             "steps": [] if along is None else _flagged(of_steps, config),
             "no_dynamics": {} if along is None else along.notes,
             "causally_tested": False,
-            "token_strings": _strings_of(features, token_strings),
+            "token_strings": _strings_of(features, strings if given else None),
         },
         source=features,
     )

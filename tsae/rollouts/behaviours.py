@@ -108,7 +108,7 @@ def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confide
         change, change_low, change_high: the mean over the n_paired problems that both policies answered of the
         difference within the problem, with its interval, NaN for fewer than 8 problems. NaN for the reference itself.
         Means are over problems of the mean over a problem's trajectories; missing values are left out. A single
-        problem has no interval (NaN).
+        problem has no interval (NaN), nor have fewer than 8 that are all alike.
     """
     frame, measured = rollouts.frame, measures(rollouts)
     rows: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tsae.claims.run_claims import said_claims
 from tsae.errors import TsaeError
-from tsae.pipeline import STAMPS, read_stamp
+from tsae.stamps import STAMPS, read_stamp
 from tsae.upkeep.kinds import CLAIMS, FOLDERS, PAGE, ROLLOUTS, STAMP, TABLES, Kind, kind_of_file, kind_of_folder
 
 _STAGES: dict[str, Kind] = {

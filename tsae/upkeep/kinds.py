@@ -31,7 +31,6 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.pipeline import STAMPS
 from tsae.report.pages.document import check_page, is_page
 from tsae.rl.credit import Credit
 from tsae.rollouts.table import Rollouts
@@ -39,6 +38,7 @@ from tsae.sae.exchange.saelens_files import CONFIG_FILE
 from tsae.sae.exchange.saelens_files import FORMAT as SAE_FORMAT
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
+from tsae.stamps import STAMPS
 
 AGAIN = "Make it again."
 

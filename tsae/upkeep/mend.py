@@ -35,8 +35,8 @@ from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digest
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
 from tsae.errors import TsaeError
-from tsae.pipeline import stamp_copy
 from tsae.run import find_series
+from tsae.stamps import stamp_copy
 from tsae.testbed import series as shipped_series
 from tsae.upkeep.find import aside_name, shown_path
 from tsae.upkeep.kinds import AGAIN, STAMP

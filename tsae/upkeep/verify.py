@@ -24,9 +24,9 @@ from tsae.base.files import read_object
 from tsae.base.progress import progress_bar
 from tsae.base.seal import digest
 from tsae.errors import TsaeError
-from tsae.pipeline import read_stamp
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
+from tsae.stamps import read_stamp
 from tsae.upkeep.find import Artefact, find_artefacts, shown_path
 from tsae.upkeep.kinds import AGAIN, STAMP, OtherVersion
 from tsae.upkeep.stamped import stamped_command

@@ -18,11 +18,13 @@ With fewer than eight, a rare behaviour cannot show a change."""
 
 
 def mean_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval of a mean over problems; NaN for a single problem.
+    """Interval of a mean over problems; NaN for a single problem, and for fewer than `FEWEST` that are all alike.
 
-    If no value is negative, neither is an end. If all values are shares, so are the ends.
+    Two problems with the same value say nothing of how far problems lie apart. If no value is negative, neither is an
+    end. If all values are shares, so are the ends.
     """
-    low, high = _interval(float(values.mean()), values, confidence) if len(values) > 1 else (np.nan, np.nan)
+    known = len(values) >= FEWEST or values.min() < values.max()
+    low, high = _interval(float(values.mean()), values, confidence) if known else (np.nan, np.nan)
     floor = 0.0 if values.min() >= 0 else -np.inf
     ceiling = 1.0 if floor == 0 and values.max() <= 1 else np.inf
     return max(low, floor), min(high, ceiling)

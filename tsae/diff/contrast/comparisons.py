@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.bands import bands_info
 from tsae.rollouts.schema import BANDS
+from tsae.rollouts.table import Rollouts
 
 _SAME_PROMPTS = "both sides read the same prompts with the same checkpoint"
 CONTRAST = ("kind", "checkpoint", "part", "band", "outcome")
@@ -83,19 +85,19 @@ def main_part(parts: Mapping[str, str]) -> str | None:
     return next((part for part in present if not parts[part]), present[0] if present else None)
 
 
-def contrast_bands(features: FeatureTable, config: DiffConfig) -> list[str]:
-    """Return "all", then the bands that are asked for or present.
+def contrast_bands(rollouts: Rollouts, config: DiffConfig, where: str | Path) -> list[str]:
+    """Return "all", then the bands that are asked for or present; `where` is named where one is missing.
 
     Raises:
         TsaeError: where a band that is asked for has no problems.
     """
-    band = set(features.rollouts.table["band"].to_pylist()) - {None}
+    band = set(rollouts.table["band"].to_pylist()) - {None}
     wanted = list(config.bands) if config.bands is not None else [b for b in BANDS if b in band]
     for name in wanted:
         if name not in band:
             raise TsaeError(
                 f"no problem is in the band {name!r}; the rollouts have {', '.join(sorted(band)) or 'no bands'}",
-                where=features.origin,
+                where=where,
                 fix="Measure bands first (`tsae rollouts bands`), or leave that band out.",
             )
     return ["all", *wanted]
@@ -133,7 +135,7 @@ def shift_comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) ->
         elif len(rows.by_reader[reader, reader]) == 0:
             sides = {"same_trajectories": sides["same_trajectories"]}
         for part, ((reader_a, policy_a), (reader_b, policy_b)) in sides.items():
-            for band in contrast_bands(features, config):
+            for band in contrast_bands(features.rollouts, config, features.origin):
                 for outcome in ("all", "success", "failure"):
                     a = rows.pick(reader_a, policy_a, band, outcome)
                     b = rows.pick(reader_b, policy_b, band, outcome)
@@ -150,7 +152,7 @@ def outcome_comparisons(features: FeatureTable, rows: Rows, config: DiffConfig) 
     """Success − failure within problem, for every reader and band."""
     for reader in features.readers:
         policy = rows.own(reader)
-        for band in contrast_bands(features, config):
+        for band in contrast_bands(features.rollouts, config, features.origin):
             a, b = (rows.pick(reader, policy, band, outcome) for outcome in ("success", "failure"))
             yield _unless_refused(features, outcome_comparison(rows, a, b, reader, band, config))
 

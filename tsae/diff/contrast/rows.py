@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ import scipy.sparse as sp
 
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import side_means
+from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import Columns, columns_of
+from tsae.features.stored import Columns, columns_of, row_blocks
 from tsae.features.stored import Rows as Matrix
 
 _ROWS = 512  # whose squares are summed at once
@@ -55,6 +57,11 @@ class Rows:
 
     @classmethod
     def of(cls, features: FeatureTable, config: DiffConfig) -> Rows:
+        """The rows of a table, over the config's span.
+
+        Raises:
+            TsaeError: where a mean activation is no finite number.
+        """
         frame = features.rollouts.frame.iloc[features.trajectory]
         n_tokens = features.counts(features.span_mask(config.span))
         by_reader: dict[tuple[str, str | None], np.ndarray] = {}
@@ -65,6 +72,7 @@ class Rows:
                 by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
         problem = pd.factorize(frame.problem_id)[0]
         values = features.row_means(config.span)
+        _need_finite(values, features.origin)
         rows = cls(
             values=values,
             columns=columns_of(values),
@@ -101,6 +109,15 @@ class Rows:
         if outcome != "all":
             rows = rows[self.outcome[rows] == outcome]
         return rows
+
+
+def _need_finite(values: Matrix, where: str | Path) -> None:
+    """Refuse NaN and infinity: no draw is as extreme as these, so that their p would be as small as can be."""
+    for _, block in row_blocks(values):
+        finite = np.isfinite(block.data)
+        if not finite.all():
+            feature = int(block.indices[~finite][0])
+            raise TsaeError(f"the codes of feature {feature} are not finite", where=where, fix="Encode again.")
 
 
 def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: DiffConfig) -> list[Scale]:

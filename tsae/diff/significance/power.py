@@ -75,17 +75,21 @@ def detectable_delta(
         method: of the q-values.
 
     Returns:
-        infinite if the problems cannot give a p-value that small.
+        infinite if the problems cannot give a p-value that small; NaN without an error, for which nothing is known.
     """
+    if not error > 0:
+        return math.nan
     level = q * max(n_discoveries, 1) / n_tested
     if method == "by":
         level /= sum(1 / k for k in range(1, n_tested + 1))
     arrangements = 2 ** min(n_problems[0], 60) if len(n_problems) == 1 else math.comb(sum(n_problems), n_problems[0])
     if level < 2 / arrangements:
         return math.inf
-    top, errors = 1.0, minimum_effect / error if error > 0 else math.inf
+    top, errors = 1.0, minimum_effect / error
     while power(top, n_problems, level, errors) < POWER:
         top *= 2
+    if power(0.0, n_problems, level, errors) >= POWER:  # at a false-discovery rate near 1
+        return minimum_effect
     d = brentq(lambda d: power(d, n_problems, level, errors) - POWER, 0, top, xtol=1e-4)
     return minimum_effect + float(d) * error / math.sqrt(sum(1 / n for n in n_problems))
 
@@ -94,4 +98,6 @@ def power_text(n_problems: int, delta: float) -> str:
     """“with these 180 problems Δ = 0.25 is found 8 times in 10”."""
     if math.isinf(delta):
         return f"with these {n_problems} problems no p-value is small enough for a single feature to be found"
+    if math.isnan(delta):
+        return "which Δ would be found is not known: a typical feature is the same on both sides of every problem"
     return f"with these {n_problems} problems Δ = {delta:.2f} is found 8 times in 10"

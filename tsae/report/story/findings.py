@@ -150,7 +150,7 @@ def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     how = "" if contrast.part == "total" else f" {facts.PART_NAMES[contrast.part]}"
     counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({facts.least_text(diff)})"
     if moved.empty:
-        return [f"{counts}; {detectable}, all by too little."]
+        return [f"{counts}; {detectable}{', none of them clearly by that much' * bool(contrast.n_differs)}."]
     sides = {"raised": moved[moved.delta > 0], "lowered": moved[moved.delta < 0]}
     clearest = [f"{word} {_told(diff, e)}" for word, side in sides.items() for e in effects(side.head(1), diff)]
     controls = contrast.controls

@@ -176,6 +176,7 @@ def bands_by_step(diff: FeatureDiff) -> tuple[list[str], dict[str, list[int]]]:
 def statistics_text(diff: FeatureDiff) -> str:
     """How sizes and certainties were computed."""
     config, left_out = diff.info["config"], gates(diff).without_span
+    method = "Yekutieli" if config.get("fdr") == "by" else "Hochberg"
     without = f" Trajectories without such a token are left out (of those read by {left_out})." if left_out else ""
     table = diff.shifts
     n = int(table.feature[(table.scale == "pooled") & (table.kind == "shift")].nunique())
@@ -185,7 +186,7 @@ def statistics_text(diff: FeatureDiff) -> str:
         f"{without} Δ is a difference in standard deviations of the feature over base trajectories{pooled}. A feature "
         f"moved if |Δ| is larger than {config['minimum_effect']:g}, not if it merely differs. "
         f"{config['confidence']:.0%} bootstrap intervals ({config['n_bootstrap']:,} draws), permutation tests "
-        f"({config['n_permutations']:,}), Benjamini–Hochberg at q = {config['q']:g} over the features of a contrast. "
+        f"({config['n_permutations']:,}), Benjamini–{method} at q = {config['q']:g} over the features of a contrast. "
         f"Features active in fewer than {config['min_problems']} problems of a contrast are not tested."
     )
 

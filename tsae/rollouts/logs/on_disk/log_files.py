@@ -269,3 +269,8 @@ def group_bytes(table: pq.ParquetFile) -> list[int]:
 def _first(error: Exception) -> str:
     """An error's first line."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def name_in(log: Path, file: Path) -> str:
+    """The name of a file of a log: its path below the log's folder."""
+    return file.relative_to(log).as_posix() if log.is_dir() else log.name
