@@ -15,7 +15,7 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.table_export import Tables, write_table
-from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.loading import text_of, token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -153,7 +153,7 @@ class Attribution(Tables):
         shares = token_shares(store, local, directions, self.source, trajectory, step - begin, j)
         ids = self.source.tokens(trajectory)[1]
         strings = token_strings(series.base.load_tokenizer())
-        columns = {"token_id": ids, "token": [strings[i] for i in ids], "share": shares}
+        columns = {"token_id": ids, "token": [text_of(strings, i) for i in ids], "share": shares}
         return pd.DataFrame({"position": np.arange(len(ids)), **columns})
 
     def _of(self, table: pd.DataFrame, target: str) -> pd.DataFrame:
