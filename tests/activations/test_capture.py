@@ -37,6 +37,7 @@ from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
 from tsae.activations.recording.capture import capture
+from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.shards.shard import Shard
 from tsae.activations.shards.writer import ShardWriter
@@ -500,6 +501,7 @@ def test_shards_whose_arrays_do_not_fit_are_refused(fault: str, damaged: Path) -
         del file[name]
         file[name] = change(found)
     edit(damaged, lambda m: m["readers"][0]["shards"][0].update(sha256=sha256(path)))
+    assert [damage.file for damage in check_store(damaged)] == ["base/00000.h5"]
     with pytest.raises(TsaeError, match=message) as error:
         list(ActivationStore(damaged).shards())
     assert str(path) in str(error.value)
