@@ -15,9 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from support.builders import (
     ARCHITECTURES,
@@ -26,17 +28,21 @@ from support.builders import (
     EOS,
     N_LAYERS,
     make_rollouts,
+    model_config,
     save_model,
     save_perturbed,
     save_series,
 )
 from tsae.activations.batches.windows import TokenBatch, Windows
-from tsae.activations.config import CaptureConfig
+from tsae.activations.config import CaptureConfig, LiveConfig
+from tsae.activations.live import LiveSource
 from tsae.activations.recording.capture import capture
+from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.shards.shard import Shard
 from tsae.activations.shards.writer import ShardWriter
 from tsae.activations.store import ActivationStore
+from tsae.base.files import sha256
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -387,6 +393,30 @@ def test_trajectories_longer_than_the_context_are_refused(series: CheckpointSeri
         capture(series, Rollouts.from_records([record]), [SITE], to=tmp_path / "acts", progress=False)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vocab_size": 12}, "holds token id 1[0-9], outside reader odd's vocabulary of 12"),
+        ({"n_positions": 8}, "trajectory [0-9]+ has [0-9]+ tokens, more than reader odd's context of 8"),
+    ],
+)
+def test_readers_of_a_smaller_vocabulary_or_context_are_refused(
+    changed: dict[str, int], message: str, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "s" / "base", "gpt2")
+    with torch.random.fork_rng():
+        odd = AutoModelForCausalLM.from_config(model_config("gpt2", **changed))
+    odd.save_pretrained(shutil.copytree(tmp_path / "s" / "base", tmp_path / "s" / "odd"))
+    records = [{"id": "base", "path": "base"}, {"id": "odd", "path": "odd", "run": "r", "step": 1}]
+    series = CheckpointSeries.load(save_series(tmp_path / "s", records))
+    config = replace(SMALL, plan="all")
+    with pytest.raises(TsaeError, match=message):
+        capture(series, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
+    with pytest.raises(TsaeError, match=message):
+        LiveSource(series, rollouts, SITE, config=LiveConfig(plan="all"))
+    assert not (tmp_path / "acts").exists()
+
+
 def test_trajectories_of_another_tokenizer_are_refused(
     series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
 ) -> None:
@@ -442,6 +472,62 @@ def test_shard_paths_that_leave_the_store_are_refused(damaged: Path, file: str) 
     edit(damaged, lambda m: m["readers"][0]["shards"][0].update(file=file))
     with pytest.raises(TsaeError, match="leaves the store"):
         list(ActivationStore(damaged).shards())
+
+
+FAULTS: dict[str, tuple[str, Callable[[np.ndarray], Any], str]] = {
+    "none": ("offsets", lambda o: o[:0], "do not divide its tokens"),
+    "scalar": ("offsets", lambda o: np.int64(78), r"/offsets has shape \(\) of int64"),
+    "broken": ("offsets", lambda o: o + 0.5, "of float64, expected whole numbers"),
+    "back": ("offsets", lambda o: np.r_[o[0], o[2], o[1], o[3:]], "do not divide its tokens"),
+    "before": ("offsets", lambda o: np.r_[-5, o[1:]], "do not divide its tokens"),
+    "fewer": ("offsets", lambda o: np.r_[o[0], o[2:]], "do not divide its tokens"),
+    "moved": ("offsets", lambda o: np.r_[o[0], o[1] + 1, o[2:]], "not those of the store's rollouts"),
+    "negative": ("trajectory", lambda t: t - 3, "names the trajectory -3"),
+    "beyond": ("trajectory", lambda t: t + 999, r"names the trajectory 1\d+ of \d+"),
+    "twice": ("trajectory", lambda t: t * 0, "not those of the store's rollouts"),
+    "short": ("token_ids", lambda t: t[:-3], r"has \d+ token ids, expected \d+"),
+    "pairs": ("token_ids", lambda t: np.stack([t, t], 1), r"/token_ids has shape \(\d+, 2\)"),
+    "wide": (f"norms/{SITE}", lambda n: np.stack([n, n], 1), r"has norms of shape \(\d+, 2\)"),
+    "words": (f"norms/{SITE}", lambda n: n.astype("S4"), r"norms of shape \(\d+,\) of .S4"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_shards_whose_arrays_do_not_fit_are_refused(fault: str, damaged: Path) -> None:
+    name, change, message = FAULTS[fault]
+    path = damaged / "base" / "00000.h5"
+    with h5py.File(path, "r+") as file:
+        found = file[name][()]
+        del file[name]
+        file[name] = change(found)
+    edit(damaged, lambda m: m["readers"][0]["shards"][0].update(sha256=sha256(path)))
+    assert [damage.file for damage in check_store(damaged)] == ["base/00000.h5"]
+    with pytest.raises(TsaeError, match=message) as error:
+        list(ActivationStore(damaged).shards())
+    assert str(path) in str(error.value)
+
+
+NONSENSE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no run": lambda m: m["readers"][0].pop("run"),
+    "a list for a run": lambda m: m["readers"][0].update(run=["a"]),
+    "a text for a step": lambda m: m["readers"][0].update(step="x"),
+    "numbers for weights": lambda m: m["readers"][0].update(weights=5),
+    "a reader twice": lambda m: m["readers"].append(m["readers"][0]),
+    "a shard twice": lambda m: m["readers"][0]["shards"].append(m["readers"][0]["shards"][0]),
+    "lists for ids": lambda m: m.update(special_ids=[[1]]),
+    "a number for the config": lambda m: m.update(config=5),
+    "true for a width": lambda m: m["sites"][SITE].update(d_model=True),
+    "a name that cannot be": lambda m: m["readers"][0]["shards"][0].update(file="base/\0"),
+    "a name that is too long": lambda m: m["readers"][0]["shards"][0].update(file="a" * 5000),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_manifests_of_nonsense_are_refused(what: str, damaged: Path) -> None:
+    edit(damaged, NONSENSE[what])
+    with pytest.raises(TsaeError) as error:
+        list(ActivationStore(damaged).shards())
+    assert str(damaged / "manifest.json") in str(error.value)
 
 
 def test_links_out_of_the_store_are_refused(damaged: Path) -> None:

@@ -19,7 +19,7 @@ import tsae
 from support.children import free_port, start
 from support.trainings import interrupted
 from tsae.activations.live import LiveSource, LiveWindows
-from tsae.activations.ring import Ring
+from tsae.activations.ring import Ring, RingOnDisk
 from tsae.base.distributed import join
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -103,6 +103,27 @@ def test_a_cache_on_disk_changes_no_bit(
     with computed(monkeypatch) as without:
         train(tmp_path / "other")
     assert 0 < len(portions) < len(without)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 200_000,
+        '{"portion": 0, "rows": [[0, 100000000000000]], "crc32": 1}',
+        '{"portion": 0, "rows": [[0.5, 3]], "crc32": 1}',
+        '{"portion": 0, "rows": [[5, -3]], "crc32": 1}',
+        '{"portion": 0, "rows": [[98, 3]], "crc32": 1}',
+        '{"portion": 0, "rows": [["a", 3]], "crc32": 1}',
+    ],
+    ids=range(6),
+)
+def test_an_index_of_nonsense_is_begun_anew(line: str, tmp_path: Path) -> None:
+    for text in ("", line + "\n"):
+        with (tmp_path / "index.jsonl").open("a") as stream:
+            stream.write(text)
+        ring = RingOnDisk(tmp_path, "x", 100, 4, "float32")
+        assert {portion: len(rows) for portion, rows in ring.missing({0: 60, 1: 40}).items()} == {0: 60, 1: 40}
+        ring._held.close()
 
 
 def test_a_cache_that_holds_an_epoch_has_every_trajectory_read_once(

@@ -445,6 +445,15 @@ def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
     with pytest.raises(TsaeError, match=r"no token is within 0\.5 times the median norm"):
         Windows(other, SITE, max_norm=0.5)
+    for shard in other.shards():
+        with np.errstate(over="ignore"):
+            overwrite(shard, SITE, 1e30)
+    with pytest.raises(TsaeError, match=r"activations at x\.site are so large that their norms are beyond float32"):
+        Windows(other, SITE)
+    for shard in other.shards():
+        overwrite(shard, SITE, 3)
+    with pytest.raises(TsaeError, match=r"all of \d+ tokens have the same activations at x\.site"):
+        train(other, SAEConfig(d_sae=8, k=2), training=TrainingConfig(tokens=64, batch_tokens=32), progress=False)
 
 
 def test_activations_may_be_small(tmp_path: Path) -> None:

@@ -518,6 +518,11 @@ def test_a_series_is_written_and_read_back(tmp_path: Path) -> None:
         ('{"checkpoints": [{"id": 1, "path": "base"}]}', "not a series"),
         ('{"checkpoints": [{"id": "base", "path": null}]}', "not a series"),
         ('{"checkpoints": [{"id": "base", "path": "base", "step": "ten"}]}', "not a series"),
+        ('{"checkpoints": [{"id": "base", "path": "base", "step": 1' + "0" * 400 + "}]}", "not a series"),
+        ('{"checkpoints": [{"id": "base", "path": "a\\u0000"}]}', "not a series"),
+        ('{"checkpoints": [{"id": "base", "path": "' + "a" * 5000 + '"}]}', "not a series"),
+        ('{"checkpoints": [{"id": "base", "path": "base", "subfolder": 5}]}', "not a series"),
+        ('{"checkpoints": [{"id": "base", "path": "base", "run": ["a"]}]}', "not a series"),
         ('{"checkpoints": []}', "found 0 base checkpoints"),
         ('{"checkpoints": [{"id": "../up", "path": "base"}]}', "cannot name a folder"),
         ('{"checkpoints": [{"id": "base", "path": "../elsewhere"}]}', "leaves the folder"),
@@ -580,6 +585,12 @@ def test_a_single_checkpoint_is_a_series(llama: Path, tmp_path: Path) -> None:
         CheckpointSeries.load(tmp_path)
     with pytest.raises(TsaeError, match="no such folder"):
         CheckpointSeries.load(tmp_path / "missing")
+    for name in ("a" * 5000, "~nobody-of-this-name/x"):
+        with pytest.raises(TsaeError, match="cannot be read"):
+            CheckpointSeries.load(name)
+    shutil.copytree(llama, tmp_path / "runs" / "checkpoint-5")
+    with pytest.raises(TsaeError, match="no checkpoint is complete"):
+        CheckpointSeries.load(tmp_path / "runs", without={(tmp_path / "runs" / "checkpoint-5").resolve()})
 
 
 def test_tokens_are_found_by_their_text(llama: Path, tmp_path: Path) -> None:

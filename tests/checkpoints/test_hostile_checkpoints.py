@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from support.checkpoints import save_adapter
+from support.checkpoints import edit, save_adapter
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.complete import unfinished
 from tsae.checkpoints.limits import text_limits
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer
 from tsae.errors import TsaeError
@@ -64,3 +65,38 @@ def test_an_adapter_imports_no_module_that_its_configuration_names(
     with pytest.raises(TsaeError, match="uses megatron_config, which cannot be read"):
         ModelLoader().load(Checkpoint("a", str(folder), run="r", step=1))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"eos_token_id": "abc"}, "its configuration cannot be read"),
+        ("config.json", {"num_attention_heads": 0}, "its configuration cannot be read"),
+        ("config.json", {"dtype": "nonsense"}, "its configuration cannot be read"),
+        ("config.json", {"model_type": ["x"]}, "its configuration cannot be read"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, r"eos_token_id holds '\[1\]', which is no token id"),
+        ("generation_config.json", {"eos_token_id": {"a": 2}}, "which is no token id"),
+        ("generation_config.json", {"eos_token_id": [1, 2.5]}, "eos_token_id holds '2.5'"),
+        ("generation_config.json", "[" * 100_000, "generation_config.json: cannot be read"),
+        ("generation_config.json", "{", "generation_config.json: cannot be read"),
+    ],
+)
+def test_limits_of_an_odd_configuration_are_refused(
+    file: str, content: Any, message: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "model")
+    if isinstance(content, str):
+        (folder / file).write_text(content)
+    else:
+        edit(folder / file, **content)
+    with pytest.raises(TsaeError, match=message) as said:
+        text_limits(Checkpoint("a", str(folder)))
+    assert str(folder) in str(said.value)
+
+
+@pytest.mark.parametrize("ends", [["x"], ["x", 3], [None], [[1]], [1e400]])
+def test_weights_whose_head_names_no_places_are_not_complete(ends: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    head = json.dumps({str(i): {"data_offsets": [0, end]} for i, end in enumerate(ends)}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    assert unfinished([tmp_path]) == {tmp_path: "model.safetensors is not all there"}

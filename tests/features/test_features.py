@@ -89,6 +89,15 @@ def test_reconstruction_by_hand() -> None:
     quality.add(x, codes, np.array([True, True, True, False]))
     quality.add(torch.tensor([[2.0, 3.0]]), coded([[2.0, 1.0]], [[0, 0, 3]], [False]), np.array([True]))
     assert quality.summary() == pytest.approx({"n_tokens": 3, "fve": 3 / 8, "l0": 4 / 3, "outlier_share": 1 / 4})
+    # The same, a trillion times smaller.
+    small = Reconstruction(2)
+    small.add_sums(quality.sums() * np.array([1, 1, 1, 1e-24, 1e-24, 1e-12, 1e-12]))
+    assert small.summary()["fve"] == pytest.approx(3 / 8)
+    # One token, and tokens that are all alike, have no variance to explain.
+    for n in (1, 3):
+        alike = Reconstruction(2)
+        alike.add(torch.full((n, 2), 0.1), coded([[0.0, 0.0]] * n, [[0, 0, 0]] * n, [False] * n), np.full(n, True))
+        assert alike.summary() == {"n_tokens": n, "fve": None, "l0": 0.0, "outlier_share": 0.0}
     nothing = Reconstruction(2)
     nothing.add(torch.zeros(2, 2), coded([[0.0, 0.0]] * 2, [[0, 0, 0]] * 2, [True, True]), np.array([True, True]))
     assert nothing.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 1.0}
@@ -297,6 +306,12 @@ def test_top_tokens_against_a_loop(annotated: FeatureTable) -> None:
         assert found.top_tokens[feature] == [STRINGS[token] for token in order[:3]]
         share = carried[order[0]] / sum(carried.values()) if order else 0.0
         assert found.top_token_share[feature] == pytest.approx(share, rel=1e-5)
+    # A model may have ids beyond its tokenizer's.
+    short = top_tokens(annotated, STRINGS[:3], n=3)
+    assert [STRINGS[int(t[1:])] if t[0] == "#" else t for t in short.top_tokens[2]] == found.top_tokens[2]
+    seen: set[str] = set()
+    annotate_tokens(annotated, lambda _, tokens: [seen.add(t) or "any" for t in tokens], STRINGS[:3])
+    assert {"0", "2", "#3", "#9"} <= seen
 
 
 def test_top_contexts_are_the_strongest_of_different_problems(annotated: FeatureTable) -> None:

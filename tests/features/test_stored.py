@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -38,8 +40,9 @@ def random_matrix(shape: tuple[int, int], density: float, seed: int) -> sp.csr_a
 
 def on_disk(folder: Path, matrix: sp.csr_array, at_once: int) -> StoredRows:
     folder.mkdir()
-    tokens = np.zeros(matrix.shape[0], dtype=np.int32)
-    arrays = dict.fromkeys(("token_ids", "row_offsets", "reader", "trajectory", "outlier"), tokens)
+    n, one = matrix.shape[0], np.zeros(1, dtype=np.int32)
+    arrays = {"token_ids": np.zeros(n, np.int32), "outlier": np.zeros(n, bool), "row_offsets": np.array([0, n])}
+    arrays |= {"reader": one, "trajectory": one}
     blocks = (block for _, block in row_blocks(matrix, at_once))
     write_codes(folder, arrays, blocks, matrix.shape, matrix.nnz)
     return read_codes(folder, matrix.shape[1])[0]
@@ -227,6 +230,66 @@ def test_damaged_files_are_refused_without_a_seal_too(
         (folder / name).write_bytes(content)
         with pytest.raises(TsaeError, match=f"{name} cannot be read"):
             FeatureTable.load(folder)
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[np.ndarray], Any], str]] = {
+    "no rows": ("features.h5", "row_offsets", lambda o: np.int64(3), r"/row_offsets has shape \(\)"),
+    "rows back": ("features.h5", "row_offsets", lambda o: np.r_[o[0], o[2], o[1], o[3:]], "do not divide its"),
+    "rows beyond": ("features.h5", "row_offsets", lambda o: np.r_[o[:-1], 10**9], "do not divide its"),
+    "rows moved": ("features.h5", "row_offsets", lambda o: np.r_[o[0], o[1] + 1, o[2:]], "not of the trajectories of"),
+    "rows in parts": ("features.h5", "row_offsets", lambda o: o.astype(float), "of float64"),
+    "readers beyond": ("features.h5", "reader", lambda r: r + 99, "names the reader"),
+    "readers short": ("features.h5", "reader", lambda r: r[:-1], "readers and"),
+    "trajectories before": ("features.h5", "trajectory", lambda t: t - 9, "names the trajectory -9 of"),
+    "ids in pairs": ("features.h5", "token_ids", lambda t: np.stack([t, t], 1), "/token_ids has shape"),
+    "marks short": ("features.h5", "outlier", lambda o: o[:-1], "marks of outliers"),
+    "marks of numbers": ("features.h5", "outlier", lambda o: o.astype(float), "/outlier has shape"),
+    "no offsets": ("features.h5", "offsets", lambda o: o[:0], "no offsets"),
+    "offsets back": ("features.h5", "offsets", lambda o: np.r_[o[0], o[1:-1][::-1], o[-1]], "offsets go back"),
+    "indices beyond": ("features.h5", "indices", lambda i: i + 10**6, "indices go from"),
+    "indices before": ("features.h5", "indices", lambda i: i - 10**6, "indices go from -"),
+    "columns beyond": ("columns.h5", "columns/indices", lambda i: i + 10**6, "columns/indices go from"),
+    "means short": ("means.h5", "response/rows/offsets", lambda o: o[:-1], "/response has means of"),
+    "means before": ("means.h5", "response/rows/indices", lambda i: i - 10**6, "response/rows/indices go from"),
+}
+
+
+def read_all(folder: Path) -> None:
+    table = FeatureTable.load(folder)
+    for matrix in (table.codes[:], table.codes[np.arange(0, table.codes.shape[0], 2)], table.row_means()[:]):
+        matrix.toarray()
+    table.columns[:, np.arange(table.n_features)].toarray()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_arrays_that_do_not_fit_are_refused(
+    fault: str, tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
+) -> None:
+    """An index beyond the matrix would be written to memory that is not the matrix's."""
+    name, dataset, change, message = FAULTS[fault]
+    folder = tables[0].save(tmp_path / "features")
+    unsealed(folder)
+    with h5py.File(folder / name, "r+") as file:
+        found = file[dataset][()]
+        del file[dataset]
+        file[dataset] = change(found)
+    with pytest.raises(TsaeError, match=message) as said:
+        read_all(folder)
+    assert str(folder) in str(said.value)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"readers": 5}, {"readers": ["a"]}, {"sae": [1]}, {"special_ids": 5}, {"special_ids": [[1]]}]
+)
+def test_facts_that_are_none_are_refused(
+    changed: dict[str, Any], tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
+) -> None:
+    folder = tables[0].save(tmp_path / "features")
+    unsealed(folder)
+    file = folder / "features.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    with pytest.raises(TsaeError, match=r"features\.json: cannot be read"):
+        FeatureTable.load(folder)
 
 
 def test_columns_of_another_table_are_refused(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:

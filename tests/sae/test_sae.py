@@ -505,6 +505,8 @@ def test_weights_that_are_no_finite_numbers_are_refused(
         ("training.json", b'{"norms": [1]}', r"norms is \[1\], expected an object"),
         ("training.json", b'{"norms": {"limit": "abc"}}', r"norms\.limit is 'abc', expected a finite number"),
         ("training.json", b'{"norms": {"limit": NaN}}', r"norms\.limit is nan, expected a finite number"),
+        ("training.json", b'{"norms": {"limit": -3}}', r"norms\.limit is -3, expected a finite number above 0"),
+        ("training.json", b'{"last": {"alive": "x"}}', r"last\.alive is 'x', expected a finite number"),
     ],
 )
 def test_files_with_values_of_no_use_are_refused(

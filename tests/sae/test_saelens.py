@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -220,7 +221,11 @@ def test_what_a_training_of_sae_lens_leaves_is_read(architecture: str, rescale: 
 @pytest.mark.parametrize("architecture", ["jumprelu", "tsae_temporal"])
 def test_a_tsae_comes_back_as_what_it_was(sae: TemporalSAE, x: torch.Tensor, architecture: Any, tmp_path: Path) -> None:
     found = TemporalSAE.load(sae.to_saelens(tmp_path / "exported", architecture=architecture))
+    unlimited = copy.deepcopy(sae)
+    unlimited.training_info = {}
+    assert TemporalSAE.load(unlimited.to_saelens(tmp_path / "unlimited")).norm_limit is None
     assert type(found) is TemporalSAE
+    assert found.norm_limit == sae.norm_limit == 700  # else outliers would have codes
     assert (found.config, found.site) == (sae.config, sae.site)
     assert torch.equal(found.encode(x), sae.encode(x))
     assert found.threshold.shape == ()

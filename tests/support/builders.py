@@ -22,15 +22,14 @@ MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "llama4", 
 """Mixtures of experts, and layers of several kinds."""
 
 
-def model_config(architecture: str, d_model: int = D_MODEL) -> Any:
-    """A configuration of three layers over the testbed's 20 tokens."""
+def model_config(architecture: str, d_model: int = D_MODEL, **changed: Any) -> Any:
+    """A configuration of three layers over the testbed's 20 tokens; gpt2's may have other values."""
     import transformers as hf
 
     ids = {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
     if architecture == "gpt2":
-        return hf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=d_model, n_layer=N_LAYERS, n_head=2, n_positions=128, n_inner=32, **ids
-        )
+        sizes = {"vocab_size": VOCABULARY, "n_positions": 128}
+        return hf.GPT2Config(n_embd=d_model, n_layer=N_LAYERS, n_head=2, n_inner=32, **ids, **{**sizes, **changed})
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": d_model,

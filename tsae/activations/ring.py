@@ -33,6 +33,7 @@ from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import joined
 from tsae.base.files import partial_name, replacing, writing
 from tsae.base.torchrun import local_rank, local_world_size
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
 _AT_ONCE = 8192  # rows that are widened to float32 at once
@@ -183,8 +184,8 @@ class RingOnDisk(Ring):
         found = []
         for line in text.splitlines(keepends=True):
             try:
-                content = json.loads(line if line.endswith("\n") else "")
-            except (ValueError, RecursionError):
+                content = parse_json(line if line.endswith("\n") else "")
+            except ValueError:
                 break
             found.append(content if isinstance(content, dict) else {})
         return found
@@ -263,7 +264,10 @@ def _portions(lines: Sequence[Mapping[str, Any]], n_rows: int) -> dict[int, tupl
             for portion in line.get("given up", ()):
                 found.pop(portion, None)
             if "portion" in line:
-                runs = [np.arange(low, low + n) for low, n in line["rows"]]
+                whole = all(isinstance(number, int) for run in line["rows"] for number in run)
+                if not whole or not all(0 <= low < low + n <= n_rows for low, n in line["rows"]):
+                    return None
+                runs = [np.arange(low, low + n, dtype=np.int64) for low, n in line["rows"]]
                 found[line["portion"]] = np.concatenate(runs), line["crc32"]
     except (TypeError, ValueError, LookupError, AttributeError):
         return None

@@ -25,10 +25,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tsae.activations.batches.windows import Windows
 from tsae.activations.shards.checksums import stored_rollouts
 from tsae.activations.shards.manifest import inside, read_manifest
-from tsae.activations.shards.shard import Shard, open_shard
+from tsae.activations.shards.shard import Shard, check_trajectories, open_shard
 from tsae.activations.source import Source
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
@@ -88,7 +90,14 @@ class ActivationStore(Source):
             if reader is None or record["id"] == reader:
                 for shard in record["shards"]:
                     file = inside(self.path, shard["file"])
-                    yield open_shard(file, self.manifest, record["id"], shard, outline=True)
+                    found = open_shard(file, self.manifest, record["id"], shard, outline=True)
+                    check_trajectories(found, self._lengths)
+                    yield found
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """(n_trajectories,) tokens of every trajectory of the rollouts."""
+        return self.rollouts.lengths("prompt_ids") + self.rollouts.lengths("response_ids")
 
     def windows(self, site: str, **options: Any) -> Windows:
         return Windows(self, site, **options)

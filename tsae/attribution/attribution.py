@@ -17,7 +17,7 @@ from tsae.base.files import read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings, weights_fingerprint
+from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -168,7 +168,7 @@ class Attribution(Tables):
         shares = token_shares(store, local, directions, self.source, trajectory, step - begin, j)
         ids = self.source.tokens(trajectory)[1]
         strings = token_strings(series.base.load_tokenizer())
-        columns = {"token_id": ids, "token": [strings[i] for i in ids], "share": shares}
+        columns = {"token_id": ids, "token": [text_of(strings, i) for i in ids], "share": shares}
         return pd.DataFrame({"position": np.arange(len(ids)), **columns})
 
     def _check_files(self, given: Mapping[int, Checkpoint], steps: Sequence[int], where: str) -> None:

@@ -11,6 +11,8 @@ from tsae.errors import TsaeError
 
 _LAST = "trainer_state.json"
 """The Hugging Face Trainer writes it after weights and optimizer."""
+_LARGEST_HEAD = 100_000_000
+"""Bytes; safetensors itself reads no larger one."""
 
 
 def unfinished(folders: Sequence[Path]) -> dict[Path, str]:
@@ -44,11 +46,11 @@ def _whole(file: Path) -> bool:
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         total = file.stat().st_size
-        if not 2 <= size <= total - 8:
+        if not 2 <= size <= min(total - 8, _LARGEST_HEAD):
             return False
         try:
             head = parse_json(stream.read(size))
             ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
+            return bool(total == 8 + size + max(ends, default=0))
         except (ValueError, LookupError, TypeError, AttributeError):
             return False
-    return bool(total == 8 + size + max(ends, default=0))

@@ -20,8 +20,8 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.weight_files import is_adapter, is_gguf, is_hub_id
 from tsae.errors import TsaeError
 
-_TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
-_STEP = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d+)")
+_TRAINER_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+_STEP = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d{1,18})")
 # A revision holds no slash, except for the pull requests of a repository.
 _HUB = re.compile(r"(?P<path>[^/@]+/[^/@]+)(@(?P<revision>refs/pr/\d+|[^/]+))?(/(?P<subfolder>.+))?")
 
@@ -50,6 +50,8 @@ def find(sources: Sequence[str], without: Collection[Path] = ()) -> Found:
     notes: list[str] = []
     parts = [_expand(source, notes, without) for source in sources]
     found = [checkpoint for part in parts for checkpoint in part]
+    if not found:
+        raise TsaeError("no checkpoint is complete", where=", ".join(sources), fix="Wait until one has been written.")
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
     if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1):

@@ -1,43 +1,83 @@
-"""How long a model's texts may be and what ends them, without loading the model."""
+"""How long a model's texts may be, which token ids it knows and what ends a text, without loading the model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tsae.checkpoints.adapters import base_of
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, refuse_own_code
+from tsae.checkpoints.record import CheckpointRecord
+from tsae.checkpoints.weight_files import first_line, folder_of, is_adapter, is_gguf, refuse_own_code
 from tsae.errors import TsaeError
 
 
-def text_limits(checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
+def text_limits(checkpoint: CheckpointRecord) -> tuple[int | None, set[int]]:
     """(context length, end tokens) of a checkpoint, or of an adapter's base; unknown without a config.json.
+
+    Raises:
+        TsaeError: where the configuration cannot be read, or names something else than token ids.
+    """
+    from transformers import GenerationConfig
+
+    config, owner = _config_of(checkpoint)
+    if config is None:
+        return None, set()
+    folder, told = folder_of(owner, needs="tokenizer"), [getattr(config, "eos_token_id", None)]
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            told.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers raises no narrower class
+            fix = "Save the model again, or remove this file."
+            raise TsaeError(f"cannot be read ({first_line(error)})", where=file, fix=fix) from error
+    ends: set[int] = set()
+    for found in told:
+        ids = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+        odd = next((id for id in ids if isinstance(id, bool) or not isinstance(id, int)), None)
+        if odd is not None:
+            fix = "Name token ids as whole numbers."
+            raise TsaeError(f"its eos_token_id holds {str(odd)[:60]!r}, which is no token id", where=folder, fix=fix)
+        ends |= set(ids)
+    return _context(config), ends
+
+
+def reading_limits(checkpoint: CheckpointRecord) -> tuple[int | None, int | None]:
+    """(context length, size of the vocabulary) of a checkpoint, or of an adapter's base; None where that is not known.
 
     Raises:
         TsaeError: where the configuration cannot be read.
     """
-    from transformers import AutoConfig, GenerationConfig
+    config, _ = _config_of(checkpoint)
+    found = getattr(config, "vocab_size", None)
+    return _context(config), found if isinstance(found, int) else None
+
+
+def _context(config: Any) -> int | None:
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _config_of(checkpoint: CheckpointRecord) -> tuple[Any, CheckpointRecord]:
+    """The configuration of a checkpoint's text model, None where there is none; and the model that it is of."""
+    from transformers import AutoConfig
 
     folder = folder_of(checkpoint, needs="tokenizer")
     if is_gguf(folder):
-        return None, set()
+        return None, checkpoint
     if is_adapter(folder):
-        return text_limits(base_of(checkpoint))
+        return _config_of(base_of(checkpoint))
     if not (folder / "config.json").is_file():
-        return None, set()
+        return None, checkpoint
     try:
         loaded = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        config = loaded.get_text_config()
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+        return loaded.get_text_config(), checkpoint
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers and what it uses raise no narrower class
         refuse_own_code(error, folder)
         raise TsaeError(
-            f"its configuration cannot be read ({(str(error).splitlines() or ['?'])[0]})",
+            f"its configuration cannot be read ({first_line(error)})",
             where=checkpoint.path,
             fix="Give a Hugging Face model directory with config.json.",
         ) from error
-    try:
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:
-        generation = None
-    ends: set[int] = set()
-    for found in (getattr(config, "eos_token_id", None), getattr(generation, "eos_token_id", None)):
-        ends |= set(found) if isinstance(found, (list, tuple)) else {found} if found is not None else set()
-    return getattr(config, "max_position_embeddings", None), ends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +238,11 @@ def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
         for id in range(max(tokenizer.get_vocab().values()) + 1)
     ]
+
+
+def text_of(strings: Sequence[str], id: int) -> str:
+    """Text of a token id; its number where the tokenizer has none, as for ids that pad a model's vocabulary."""
+    return strings[id] if id < len(strings) else f"#{id}"
 
 
 def _source(folder: Path) -> dict[str, Any]:

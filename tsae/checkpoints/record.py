@@ -41,8 +41,11 @@ class CheckpointRecord:
                 where=self.path,
                 fix="Use letters, digits and . _ @ + -, starting with a letter or digit.",
             )
-        if not isinstance(self.step, int):
-            raise TypeError(f"step {self.step!r} is not a whole number")
+        if not isinstance(self.step, int) or abs(self.step) >= 1 << 63:
+            raise TypeError(f"step {str(self.step)[:60]!r} is not a whole number of 64 bits")
+        for name in ("run", "trained_on", "revision", "subfolder"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(f"{name} {str(getattr(self, name))[:60]!r} is no text")
 
     @property
     def is_base(self) -> bool:

@@ -12,14 +12,13 @@ or is put together from trainers' folders, paths and Hugging Face ids (`tsae.che
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import write_json
+from tsae.base.files import reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
@@ -145,11 +144,14 @@ class CheckpointSeries:
         if not sources:
             raise TsaeError("no checkpoints given", where="CheckpointSeries.load", fix="Give a folder of checkpoints.")
         for source in sources:
-            if (Path(source) / "series.json").is_file():
+            with reading(str(source)[:200], "Check the path."):  # no user of that name, or too long for a path
+                file = Path(source).expanduser() / "series.json"
+                there = file.is_file()
+            if there:
                 if len(sources) > 1:
                     what = "holds a series.json, which names its own base and checkpoints"
                     raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
-                return cls._from_json(Path(source) / "series.json", without)
+                return cls._from_json(file, without)
         found = find([str(source) for source in sources], without)
         name = Path(sources[-1]).expanduser().resolve().name
         return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
@@ -176,6 +178,7 @@ class CheckpointSeries:
             for record in content["checkpoints"]:
                 checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in _FIELDS})
                 local = (file.parent / checkpoint.path).resolve()
+                local.is_dir()  # raises where no folder can have that name
                 if not Path(checkpoint.path).is_absolute():
                     if not local.is_relative_to(file.parent.resolve()):
                         raise TsaeError(
@@ -188,9 +191,9 @@ class CheckpointSeries:
                         checkpoint = replace(checkpoint, path=str(local))
                 if Path(checkpoint.path) not in without:
                     checkpoints.append(checkpoint)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TsaeError(
-                f"not a series ({type(error).__name__}: {error})",
+                f"not a series ({type(error).__name__}: {str(error)[:200]})",
                 where=file,
                 fix='Expected {"checkpoints": [{"id", "path", "run", "step", "trained_on"}, …]}.',
             ) from error

@@ -12,6 +12,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from tsae.base.provenance import versions
+from tsae.checkpoints.loading import text_of
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison, comparisons
 from tsae.diff.contrast.draw_contrast import Contrast, draw
@@ -160,4 +161,5 @@ def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[s
     if strings is None:
         return {}
     # UTF-8 cannot hold lone surrogates.
-    return {str(i): strings[i].encode("utf-8", "replace").decode() for i in np.unique(features.token_ids).tolist()}
+    ids = np.unique(features.token_ids).tolist()
+    return {str(i): text_of(strings, i).encode("utf-8", "replace").decode() for i in ids}

@@ -13,6 +13,7 @@ import pandas as pd
 from einops import reduce
 
 from tsae.base.plugins import find_function
+from tsae.checkpoints.loading import text_of
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sums import active_counts, no_code, sums_by_code
@@ -56,7 +57,7 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
     for row, trajectory in enumerate(features.trajectory.tolist()):
         start, stop = features.row_offsets[row] + prompt_lengths[trajectory], features.row_offsets[row + 1]
         if trajectory not in by_trajectory:
-            tokens = [token_strings[i] for i in features.token_ids[start:stop]]
+            tokens = [text_of(token_strings, i) for i in features.token_ids[start:stop]]
             classes = annotator(prompts[trajectory] or "", tokens)
             if len(classes) != len(tokens):
                 raise TsaeError(
@@ -124,7 +125,7 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     for first, last in features.row_blocks():
         tokens = slice(int(features.row_offsets[first]), int(features.row_offsets[last]))
         code[tokens][mask[tokens]] = number[features.token_ids[tokens][mask[tokens]]]
-    strings = [token_strings[i] for i in ids]
+    strings = [text_of(token_strings, i) for i in ids]
     names, share = [], []
     for _, sums in sums_by_code(features.columns, code, max(len(ids), 1)):
         sums = np.ascontiguousarray(sums.T)  # (features, ids)

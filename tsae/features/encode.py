@@ -168,7 +168,8 @@ def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, A
         shards += [[record["weights"] for record in store.manifest["readers"]], store.manifest["config"]]
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     device = sae.W_dec.device.type
-    return _inputs(sae, store) | {"shards": digest, "batch_tokens": batch_tokens, "device": device}
+    unlimited = {"norm_limit": None} if sae.norm_limit is None else {}  # the same SAE may have one elsewhere
+    return _inputs(sae, store) | {"shards": digest, "batch_tokens": batch_tokens, "device": device} | unlimited
 
 
 def _n_tokens(store: Source, shard: Shard) -> int:
@@ -218,7 +219,8 @@ def _encode_missing(
 def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -> str:
     """Hash of what the codes of a whole shard depend on, and what is summed up with them."""
     weights = store.reader_info(shard.reader)["weights"]
-    settings = [sae.fingerprint, sae.site, batch_tokens, sae.W_dec.device.type, weights, store.manifest["dtype"]]
+    device, dtype = sae.W_dec.device.type, store.manifest["dtype"]
+    settings = [sae.fingerprint, sae.norm_limit, sae.site, batch_tokens, device, weights, dtype]
     digest = hashlib.sha256(json.dumps(settings).encode())
     counted = shard.token_span(store.rollouts, "all", store.special_ids)
     for array in (shard.token_ids, shard.offsets, counted, store.rows[shard.trajectory]):

@@ -305,14 +305,41 @@ class FeatureTable:
             written = (folder / name for name in (*_FILES, COLUMNS, MEANS))
             need_seal(folder, written, "Encode again.")
         codes, arrays = read_codes(folder, n_features)
+        rollouts = Rollouts.read(folder / "rollouts.parquet")
+        with reading(folder / "features.json", "Encode again."):
+            _check_info(info)
+        lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+        for name, n in (("reader", len(info["readers"])), ("trajectory", len(lengths))):
+            found = arrays[name]
+            if len(found) and not 0 <= found.min() <= found.max() < n:
+                what = f"{CODES} names the {name} {found.max() if found.max() >= n else found.min()} of {n}"
+                raise TsaeError(what, where=folder, fix="Encode again.")
+        if not np.array_equal(np.diff(arrays["row_offsets"]), lengths[arrays["trajectory"]]):
+            what = f"{CODES} is not of the trajectories of rollouts.parquet"
+            raise TsaeError(what, where=folder, fix="Encode again.")
         return cls(
             codes=codes,
-            rollouts=Rollouts.read(folder / "rollouts.parquet"),
+            rollouts=rollouts,
             info=info,
             origin=str(folder),
             stability=Stability.beside(folder, (info.get("sae") or {}).get("weights")),
             **arrays,
         )
+
+
+def _check_info(info: Mapping[str, Any]) -> None:
+    """Check what all that reads a table takes for granted of features.json.
+
+    Raises:
+        KeyError, TypeError, ValueError: where it is missing, or something else.
+    """
+    if not isinstance(info.get("sae"), dict | None):
+        raise TypeError("sae is no object")
+    if not all(isinstance(reader["id"], str) for reader in info["readers"]):
+        raise TypeError("a reader's id is no text")
+    odd = [id for id in info["special_ids"] if isinstance(id, bool) or not isinstance(id, int)]
+    if odd:
+        raise TypeError(f"special_ids hold {str(odd[0])[:60]!r}, which is no token id")
 
 
 def _digest(mask: np.ndarray) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from tsae.activations.shards.shard import Shard
 from tsae.activations.source import Source
 from tsae.features.pieces import Piece
 from tsae.sae.model import TemporalSAE
+from tsae.sae.quality.reconstruction import explained
 
 
 class Codes(NamedTuple):
@@ -174,6 +176,6 @@ class Reconstruction:
         share = self.n_beyond / max(self.n + self.n_beyond, 1)
         if self.n == 0:
             return {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": share}
-        variance = self.square - self.total.pow(2).sum().item() / self.n
-        fve = 1 - self.error / max(variance, 1e-12)
-        return {"n_tokens": self.n, "fve": fve, "l0": self.active / self.n, "outlier_share": share}
+        fve = explained(self.error, self.square, self.total, self.n)
+        known = None if math.isnan(fve) else fve
+        return {"n_tokens": self.n, "fve": known, "l0": self.active / self.n, "outlier_share": share}

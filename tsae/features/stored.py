@@ -26,9 +26,7 @@ from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
 _READ = 1_000_000  # non-zeros of columns that are read at once
-_SPREAD = (
-    64  # lines from the first to the last wanted one, for each of these, up to which their offsets are read at once
-)
+_SPREAD = 64  # lines from the first to the last wanted one, for each, up to which offsets are read at once
 _GAP = 20_000  # non-zeros between two wanted lines that are read too, because another call would take longer
 
 Key = slice | np.ndarray
@@ -53,6 +51,17 @@ class StoredFile:
 
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
         self.attributes |= {f"{name}/{key}": value for key, value in words(found)}
+
+    def need(self, name: str, kind: str) -> None:
+        """Check that a dataset is one row of numbers of a kind, as `numpy.dtype.kind` names it.
+
+        Raises:
+            KeyError: there is none of this name.
+            ValueError: where it is something else.
+        """
+        _, shape, dtype = self._places[name]
+        if len(shape) != 1 or dtype.kind != kind:
+            raise ValueError(f"/{name} has shape {shape} of {dtype}")
 
     def length(self, name: str) -> int:
         """Entries of a dataset.
@@ -87,20 +96,36 @@ class StoredFile:
 
 
 class _Lines:
-    """Rows or columns of a stored matrix."""
+    """Rows or columns of a stored matrix.
 
-    def __init__(self, file: StoredFile, group: str) -> None:
+    Each has `width` entries, and what is read is compared with that: scipy trusts indices, and would write anywhere.
+    """
+
+    def __init__(self, file: StoredFile, group: str, width: int) -> None:
         prefix = f"{group}/" if group else ""
-        self._file = file
+        self._file, self._width = file, width
         self._indices, self._values, self._offsets = f"{prefix}indices", f"{prefix}values", f"{prefix}offsets"
+        for name, kind in ((self._indices, "i"), (self._values, "f"), (self._offsets, "i")):
+            file.need(name, kind)
         self.n, self.nnz = file.length(self._offsets) - 1, file.length(self._values)
-        if file.length(self._indices) != self.nnz:
-            raise ValueError("indices and values are not equally many")
+        if file.length(self._indices) != self.nnz or self.n < 0:
+            raise ValueError("indices and values are not equally many, or there are no offsets")
 
     @cached_property
     def offsets(self) -> np.ndarray:
         """(n + 1,) int64, all in memory."""
-        return self._file.read(self._offsets)
+        return self._ascending(self._file.read(self._offsets))
+
+    def _ascending(self, ends: np.ndarray) -> np.ndarray:
+        if (np.diff(ends) < 0).any():
+            raise TsaeError(f"is damaged: {self._offsets} go back", where=self._file.path, fix="Make it anew.")
+        return ends
+
+    def _inside(self, indices: np.ndarray) -> np.ndarray:
+        if len(indices) and (indices.min() < 0 or indices.max() >= self._width):
+            found = f"{self._indices} go from {indices.min()} to {indices.max()}, expected 0 to {self._width - 1}"
+            raise TsaeError(f"is damaged: {found}", where=self._file.path, fix="Make it anew.")
+        return indices
 
     def take(self, key: Key) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(values, indices, offsets) of some lines."""
@@ -128,13 +153,13 @@ class _Lines:
     def _near(self, key: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Lines in any order that lie close together: what lies between them is read too, and left out then."""
         first = int(key.min())
-        ends = self._file.read(self._offsets, first, int(key.max()) + 2)
+        ends = self._ascending(self._file.read(self._offsets, first, int(key.max()) + 2))
         wanted = np.unique(key - first)
         cut = np.flatnonzero(ends[wanted[1:]] - ends[wanted[:-1] + 1] > _GAP)
         spans = list(zip(wanted[np.r_[0, cut + 1]].tolist(), (wanted[np.r_[cut, -1]] + 1).tolist(), strict=True))
         places = [(int(ends[start]), int(ends[stop])) for start, stop in spans]
         values = _joined([self._file.read(self._values, *place) for place in places])
-        indices = _joined([self._file.read(self._indices, *place) for place in places])
+        indices = self._inside(_joined([self._file.read(self._indices, *place) for place in places]))
         lengths = _joined([np.diff(ends[start : stop + 1]) for start, stop in spans])
         read = _joined([np.arange(start, stop) for start, stop in spans])
         offsets = _narrow(np.r_[0, lengths.cumsum()])
@@ -145,10 +170,10 @@ class _Lines:
         return found.data, found.indices, found.indptr
 
     def _run(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ends = self._file.read(self._offsets, start, stop + 1)
+        ends = self._ascending(self._file.read(self._offsets, start, stop + 1))
         low, high = int(ends[0]), int(ends[-1])
         values, indices = self._file.read(self._values, low, high), self._file.read(self._indices, low, high)
-        return values, indices, _narrow(ends - low)
+        return values, self._inside(indices), _narrow(ends - low)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -164,7 +189,7 @@ class StoredColumns:
     """A matrix on disk by columns; of `scipy.sparse.csc_array` it has what is read here: ``columns[:, some]``."""
 
     def __init__(self, file: StoredFile, group: str, n_rows: int) -> None:
-        self._lines = _Lines(file, group)
+        self._lines = _Lines(file, group, n_rows)
         self.shape = (n_rows, self._lines.n)
 
     @property
@@ -196,7 +221,7 @@ class StoredRows:
     dtype = np.dtype(np.float32)
 
     def __init__(self, file: StoredFile, group: str, n_columns: int, columns: StoredColumns | None) -> None:
-        self._lines = _Lines(file, group)
+        self._lines = _Lines(file, group, n_columns)
         self.shape = (self._lines.n, n_columns)
         self.columns = columns
         self.means: dict[str, tuple[str, StoredRows]] = {}

@@ -95,8 +95,11 @@ def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.
     """
     try:
         file = StoredFile(folder / CODES)
+        for name in ARRAYS:
+            file.need(name, "b" if name == "outlier" else "i")
         arrays = {name: file.read(name) for name in ARRAYS}
         codes = StoredRows(file, "", n_features, None)
+        _check_sizes(arrays, codes.shape[0])
     except (OSError, KeyError, ValueError) as error:
         raise _unreadable(folder, CODES, error) from error
     if (folder / COLUMNS).is_file():
@@ -113,10 +116,28 @@ def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.
             for name, mask in found.attributes.items():
                 span = name.removesuffix("/mask")
                 columns = StoredColumns(found, f"{span}/columns", n_rows)
-                codes.means[span] = str(mask), StoredRows(found, f"{span}/rows", n_features, columns)
+                rows = StoredRows(found, f"{span}/rows", n_features, columns)
+                if not rows.shape == columns.shape == (n_rows, n_features):
+                    raise ValueError(f"/{span} has means of {rows.shape} and {columns.shape}, expected {n_rows} rows")
+                codes.means[span] = str(mask), rows
         except (OSError, KeyError, ValueError) as error:
             raise _unreadable(folder, MEANS, error) from error
     return codes, arrays
+
+
+def _check_sizes(arrays: Mapping[str, np.ndarray], n_tokens: int) -> None:
+    """Check that the arrays are of so many tokens, and of equally many rows.
+
+    Raises:
+        ValueError: where they are not.
+    """
+    sizes, ends = {name: len(found) for name, found in arrays.items()}, arrays["row_offsets"]
+    if not sizes["token_ids"] == sizes["outlier"] == n_tokens:
+        raise ValueError(f"it has {n_tokens} tokens, {sizes['token_ids']} ids and {sizes['outlier']} marks of outliers")
+    if not sizes["reader"] == sizes["trajectory"] == sizes["row_offsets"] - 1:
+        raise ValueError(f"it has {sizes['reader']} readers and {sizes['trajectory']} trajectories of rows")
+    if ends[0] != 0 or ends[-1] != n_tokens or (np.diff(ends) < 0).any():
+        raise ValueError(f"/row_offsets do not divide its {n_tokens} tokens")
 
 
 def _unreadable(folder: Path, name: str, error: Exception) -> TsaeError:

@@ -165,7 +165,7 @@ class TemporalSAE(torch.nn.Module):
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
         """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.exchange.saelens_files`."""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
-        config = lens_config(self.config, self.d_model, self.site, architecture, dtype)
+        config = lens_config(self.config, self.d_model, self.site, architecture, dtype, self.norm_limit)
         return write_folder(Path(folder), config, lens_weights(self.state_dict()))
 
     @classmethod
@@ -310,14 +310,21 @@ def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
     for name in ("norms", "sae_lens", "last"):
         if not isinstance(info.get(name, {}), dict):
             raise TsaeError(f"{name} is {shown(info[name])}, expected an object", where=file, fix=_AGAIN)
-    limit = info.get("norms", {}).get("limit")
+    limit, alive = info.get("norms", {}).get("limit"), info.get("last", {}).get("alive")
     if limit not in (None, math.inf):
-        number(limit, "norms.limit", file, fix=_AGAIN)
+        number(limit, "norms.limit", file, positive=True, fix=_AGAIN)
+    if alive is not None:
+        number(alive, "last.alive", file, fix=_AGAIN)
     return d_model, config, site, info
 
 
 def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
-    kept: dict[str, Any] = {"site": found.site, "training": {"sae_lens": found.metadata}}
+    info: dict[str, Any] = {"sae_lens": found.metadata}
+    # What `to_saelens` wrote of ours. Files of earlier versions, and of others, do not say it.
+    limit = (found.metadata.get("tsae") or {}).get("norm_limit")
+    if limit is not None:
+        info["norms"] = {"limit": number(limit, "metadata.tsae.norm_limit", where, positive=True)}
+    kept: dict[str, Any] = {"site": found.site, "training": info}
     sae: TemporalSAE
     with not_fitting("the file of weights", "the config", where, "Save it again."):
         check_shapes(found.weights, found.d_model, found.config.d_sae)

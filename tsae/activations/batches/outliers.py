@@ -30,14 +30,18 @@ def norm_stats(norm: np.ndarray, max_norm: float, store: Catalogue, site: str) -
     """Statistics of (n,) L2 norms; the limit is max_norm times the median.
 
     Raises:
-        TsaeError: where nothing but zeros is within the limit.
+        TsaeError: where nothing but zeros is within the limit, or norms are beyond float32.
     """
     median = float(np.median(norm))
     inside = norm[norm <= max_norm * median]
-    if not inside.sum() > 0:
+    mean = float(inside.mean()) if len(inside) else 0.0
+    if np.isinf([median, mean]).any():
+        what = f"activations at {site} are so large that their norms are beyond float32"
+        raise TsaeError(what, where=store.path, fix="Check the checkpoints, and max_norm (--max-norm).")
+    if not mean > 0:
         found = f"no token is within {max_norm:g} times the median norm" if median else "most activations are 0"
         raise TsaeError(f"{found} at {site}", where=store.path, fix="Check max_norm and the site.")
-    return NormStats(median, float(inside.mean()), max_norm * median, float((norm > max_norm * median).mean()))
+    return NormStats(median, mean, max_norm * median, float((norm > max_norm * median).mean()))
 
 
 class OutlierMask:

@@ -127,16 +127,33 @@ def check_text_alone(rollouts: Rollouts, config: Any) -> None:
                 )
 
 
-def check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> None:
-    """Refuse trajectories longer than the context, and token ids outside the vocabulary."""
+def check_context(
+    rollouts: Rollouts,
+    context: int | None,
+    vocabulary: int | None,
+    *,
+    rows: np.ndarray | None = None,
+    of: str = "the model",
+) -> None:
+    """Refuse trajectories longer than the context, and token ids outside the vocabulary.
+
+    Args:
+        rollouts: the trajectories.
+        context: tokens that the model can read; None if that is not known.
+        vocabulary: token ids that it has; None if that is not known.
+        rows: ids of the trajectories that it reads; by default all.
+        of: whose context and vocabulary these are, for messages.
+    """
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    longest = int(lengths.argmax())
+    longest = int(lengths.argmax() if rows is None else rows[lengths[rows].argmax()])
     if context is not None and lengths[longest] > context:
         raise TsaeError(
-            f"trajectory {longest} has {lengths[longest]} tokens, more than the model's context of {context}",
+            f"trajectory {longest} has {lengths[longest]} tokens, more than {of}'s context of {context}",
             where=rollouts.origin,
             fix="Leave out trajectories longer than the context.",
         )
+    if vocabulary is None:
+        return
     for name in ("prompt_ids", "response_ids"):
         # Chunk by chunk: joined, they would be copied into memory.
         found = [chunk.flatten().to_numpy() for chunk in rollouts.table[name].chunks if len(chunk)]
@@ -144,7 +161,7 @@ def check_context(rollouts: Rollouts, context: int | None, vocabulary: int) -> N
         if low < 0 or high >= vocabulary:
             raise TsaeError(
                 f"{name} holds token id {high if high >= vocabulary else low}, "
-                f"outside the model's vocabulary of {vocabulary}",
+                f"outside {of}'s vocabulary of {vocabulary}",
                 where=rollouts.origin,
                 fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
             )

@@ -20,6 +20,7 @@ from tsae.checkpoints.forward.bridge import TransformerLensReader
 from tsae.checkpoints.forward.hooks import HuggingFaceReader, check_sites
 from tsae.checkpoints.forward.placement import spread
 from tsae.checkpoints.forward.predictions import PredictingReader
+from tsae.checkpoints.limits import reading_limits
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -70,7 +71,8 @@ def open_base(
     model = _load(series.base, config, loader)
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
-    check_context(rollouts, getattr(text_config, "max_position_embeddings", None), text_config.vocab_size)
+    limits = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
+    check_context(rollouts, *limits)
     check_text_alone(rollouts, model.config)
     sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
     check_sites(sites, depth, series.base.path)
@@ -89,10 +91,14 @@ def open_base(
     with ThreadPoolExecutor(_THREADS) as pool:
         weights = list(pool.map(weights_fingerprint, series))
     readers = [
-        {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": found}
-        for checkpoint, found in zip(series, weights, strict=True)
+        {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": hashed}
+        for checkpoint, hashed in zip(series, weights, strict=True)
     ]
-    return Base(model, loader, sites, plan_readers([c.id for c in series], rollouts, config), facts, readers)
+    plan = plan_readers([c.id for c in series], rollouts, config)
+    for checkpoint in list(series)[1:]:
+        if (found := reading_limits(checkpoint)) != limits:  # else the base's have been checked
+            check_context(rollouts, *found, rows=plan[checkpoint.id], of=f"reader {checkpoint.id}")
+    return Base(model, loader, sites, plan, facts, readers)
 
 
 def as_reader(

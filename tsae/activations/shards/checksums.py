@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tsae.activations.shards.manifest import inside, read_manifest
-from tsae.activations.shards.shard import CHANGED, open_shard
+from tsae.activations.shards.shard import CHANGED, check_trajectories, open_shard
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -34,20 +36,23 @@ def check_store(path: str | Path) -> list[Damage]:
     """
     path = local(path)
     manifest = read_manifest(path)
-    stored_rollouts(path, manifest)
+    rollouts = stored_rollouts(path, manifest)
+    lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     found = [
-        Damage(reader["id"], number, record["file"], _damage(path, manifest, reader["id"], record))
+        Damage(reader["id"], number, record["file"], _damage(path, manifest, reader["id"], record, lengths))
         for reader in manifest["readers"]
         for number, record in enumerate(reader["shards"])
     ]
     return [damage for damage in found if damage.what]
 
 
-def _damage(path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any]) -> str:
+def _damage(
+    path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any], lengths: np.ndarray
+) -> str:
     """What is wrong with a shard; empty where nothing is."""
     try:
         file = inside(path, record["file"])
-        open_shard(file, manifest, reader, record)
+        check_trajectories(open_shard(file, manifest, reader, record), lengths)
     except TsaeError as error:
         return error.what
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from tsae.activations.shards.shard import DTYPES
@@ -24,7 +25,14 @@ FORMAT = "tsae-activations"
 VERSION = 3
 
 _FIX = "Capture again."
-_SHARD: dict[str, type] = {"file": str, "n_tokens": int, "n_trajectories": int}
+_SHARD: dict[str, Any] = {"file": str, "n_tokens": int, "n_trajectories": int}
+_READER: dict[str, Any] = {
+    "id": str,
+    "run": (str, NoneType),
+    "step": int,
+    "trained_on": (str, NoneType),
+    "shards": list,
+}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -71,9 +79,10 @@ def inside(folder: Path, file: str) -> Path:
     """
     try:
         path = (folder / file).resolve()
+        path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle; NUL in a name
         what = f"the shard path {file!r} leads nowhere"
-        raise TsaeError(what, where=folder / file.replace("\0", ""), fix="Capture again.") from error
+        raise TsaeError(what, where=folder / "manifest.json", fix="Capture again.") from error
     if not path.is_relative_to(folder.resolve()):
         raise TsaeError(
             f"the shard path {file!r} leaves the store", where=folder / "manifest.json", fix="Capture again."
@@ -123,15 +132,26 @@ def _check_structure(manifest: dict[str, Any]) -> None:
     )
     if manifest["dtype"] not in DTYPES:
         raise ValueError(f"dtype {manifest['dtype']}")
+    _check_types({"config": manifest.get("config", {})}, {"config": dict})
+    for id in manifest["special_ids"]:
+        _check_types({"special_ids": id}, {"special_ids": int})
     for info in manifest["sites"].values():
         _check_types(info, {"d_model": int})
     for reader in manifest["readers"]:
-        _check_types(reader, {"id": str, "shards": list})
+        _check_types(reader, _READER)
+        _check_types({"weights": reader.get("weights")}, {"weights": (str, NoneType)})
         for shard in reader["shards"]:
             _check_types(shard, _SHARD)
+    for name, every in {
+        "the reader": [reader["id"] for reader in manifest["readers"]],
+        "the shard": [shard["file"] for reader in manifest["readers"] for shard in reader["shards"]],
+    }.items():
+        twice = next((one for one in every if every.count(one) > 1), None) if len(set(every)) < len(every) else None
+        if twice is not None:
+            raise ValueError(f"{name} {twice} comes twice")
 
 
-def _check_types(record: dict[str, Any], types: dict[str, type]) -> None:
+def _check_types(record: dict[str, Any], types: Mapping[str, Any]) -> None:
     for name, wanted in types.items():
-        if not isinstance(record[name], wanted):
-            raise TypeError(f"{name} is {record[name]!r}")
+        if not isinstance(record[name], wanted) or isinstance(record[name], bool) is not (wanted is bool):
+            raise TypeError(f"{name} is {str(record[name])[:60]!r}")

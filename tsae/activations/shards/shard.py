@@ -156,17 +156,46 @@ def open_shard(
     return shard if outline else shard.checked()
 
 
+def check_trajectories(shard: Shard, lengths: np.ndarray) -> None:
+    """Refuse a shard whose trajectories are not some of the rollouts, each once.
+
+    Args:
+        shard: of a store.
+        lengths: (n_trajectories,) tokens of every trajectory of the store's rollouts.
+
+    Raises:
+        TsaeError: where one is not there, comes twice, or has another number of tokens.
+    """
+    rows = shard.trajectory
+    if len(rows) and rows.max() >= len(lengths):
+        raise TsaeError(f"names the trajectory {rows.max()} of {len(lengths)}", where=shard.path, fix=REPAIR)
+    if len(np.unique(rows)) < len(rows) or not np.array_equal(np.diff(shard.offsets), lengths[rows]):
+        raise TsaeError("its trajectories are not those of the store's rollouts", where=shard.path, fix=REPAIR)
+
+
 def _faults(shard: Shard, sites: Mapping[str, Any], n_tokens: int) -> Iterator[str]:
+    for name in ("token_ids", "offsets", "trajectory"):
+        found = getattr(shard, name)
+        if found.ndim != 1 or found.dtype.kind != "i":
+            yield f"/{name} has shape {found.shape} of {found.dtype}, expected whole numbers in one row"
+    offsets, trajectory = shard.offsets, shard.trajectory
+    if len(offsets) != len(trajectory) + 1 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+        yield f"/offsets do not divide its tokens among its {len(trajectory)} trajectories"
+    if len(trajectory) and trajectory.min() < 0:
+        yield f"names the trajectory {trajectory.min()}"
     if shard.n_tokens != n_tokens:
         yield f"has {shard.n_tokens} tokens, expected {n_tokens}"
+    if len(shard.token_ids) != n_tokens:
+        yield f"has {len(shard.token_ids)} token ids, expected {n_tokens}"
     for site, info in sites.items():
         raw, shape = shard.raw(site), (n_tokens, info["d_model"])
         if raw.shape != shape:
             yield f"{site} has shape {raw.shape}, expected {shape}"
         if raw.dtype != DTYPES[shard.dtype]:
             yield f"{site} is stored as {raw.dtype}, expected {shard.dtype}"
-        if len(norms := shard.norms(site)) != n_tokens:
-            yield f"{site} has {len(norms)} norms, expected {n_tokens}"
+        norms = shard.norms(site)
+        if norms.shape != (n_tokens,) or norms.dtype != np.float32:
+            yield f"{site} has norms of shape {norms.shape} of {norms.dtype}, expected {n_tokens} of float32"
 
 
 def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,12 +36,17 @@ CONFIG_FILE, WEIGHTS_FILE = "cfg.json", "sae_weights.safetensors"
 
 
 def lens_config(
-    config: SAEConfig, d_model: int, site: str, architecture: LensArchitecture = "jumprelu", dtype: str = "float32"
+    config: SAEConfig,
+    d_model: int,
+    site: str,
+    architecture: LensArchitecture = "jumprelu",
+    dtype: str = "float32",
+    norm_limit: float | None = None,
 ) -> dict[str, Any]:
     """The content of sae_lens's cfg.json.
 
     Metadata holds hook_name (the site), d_high, temporal_weight, and under ``tsae`` all that is needed to load the
-    folder as a TemporalSAE again.
+    folder as a TemporalSAE again, the norm beyond which its training left tokens out among it.
     """
     if architecture not in get_args(LensArchitecture):
         raise TsaeError(
@@ -48,6 +54,7 @@ def lens_config(
             where="to_saelens",
             fix=f"Choose one of {', '.join(get_args(LensArchitecture))}.",
         )
+    known = norm_limit if norm_limit is None or isfinite(norm_limit) else None  # JSON knows no infinity
     metadata = {
         # sae_lens rewrites configs of unknown or older versions while it loads them.
         "sae_lens_version": version("sae_lens"),
@@ -55,7 +62,7 @@ def lens_config(
         "hook_name": site,
         "d_high": config.d_high,
         "temporal_weight": config.temporal_weight,
-        "tsae": {"format": FORMAT, "version": version("tsae"), "sae": asdict(config)},
+        "tsae": {"format": FORMAT, "version": version("tsae"), "sae": asdict(config), "norm_limit": known},
     }
     content = plain_config(architecture, d_model, config.d_sae, metadata)
     content["dtype"] = dtype

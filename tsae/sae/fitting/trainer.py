@@ -49,6 +49,9 @@ class Trainer:
         self.scale = windows.d_model**0.5 / windows.norms.mean
         # Computed now: a live source holds these tokens only at the start. `finish` may need them.
         sample = windows.first_tokens
+        if (sample == sample[:1]).all():
+            what = f"all of {len(sample)} tokens have the same activations at {windows.site}: there is nothing to learn"
+            raise TsaeError(what, where=windows.store.path, fix="Check the checkpoints and the site.")
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:

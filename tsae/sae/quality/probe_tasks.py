@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tsae.checkpoints.loading import text_of
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
@@ -114,7 +115,7 @@ def _classes(rollouts: Rollouts, places: Places, annotator: Annotator, token_str
     for i, row in enumerate(places.row.tolist()):
         if not i or row != places.row[i - 1]:
             _, response = rollouts.tokens(row)
-            classes = annotator(prompts[row] or "", [token_strings[id] for id in response])
+            classes = annotator(prompts[row] or "", [text_of(token_strings, id) for id in response])
         found.append(classes[places.place[i]])
     return np.array(found)
 

@@ -34,6 +34,9 @@ _SPANS = {
 """Spans, and of which cells each is made up."""
 
 
+_ROUNDING = 1e-12
+"""Share of Σ‖x‖² below which a variance is rounding: x has 24 bits at most."""
+
 _MEANS = ("cosine", "cosine_high", "l0", "l0_high", "silent_high")
 
 
@@ -94,14 +97,25 @@ class TokenSums:
 
     def slice(self, by: str, value: str) -> Slice:
         """The reconstruction of these tokens."""
-        variance = self.sums["square"] - self.x.pow(2).sum().item() / self.n
-        # A slice of tokens that are all alike has no variance to explain.
         fve, fve_high = (
-            1 - self.sums[name] / variance if variance > 0 else float("nan") for name in ("error", "error_high")
+            explained(self.sums[name], self.sums["square"], self.x, self.n) for name in ("error", "error_high")
         )
         means = {name: self.sums[name] / self.n for name in _MEANS}
         alive = self.fired.float().mean().item()
         return Slice(by, value, n_tokens=self.n, fve=fve, fve_high=fve_high, **means, alive=alive)
+
+
+def explained(error: float, square: float, total: torch.Tensor, n: int) -> float:
+    """FVE from sums over n tokens; NaN where the tokens are all alike, but for rounding: there is nothing to explain.
+
+    Args:
+        error: Σ‖x − x̂‖².
+        square: Σ‖x‖².
+        total: (d_model,) float64 Σx.
+        n: tokens, one at least.
+    """
+    variance = square - total.pow(2).sum().item() / n
+    return 1 - error / variance if variance > _ROUNDING * square else float("nan")
 
 
 def slices_of(cells: Mapping[Cell, TokenSums], readers: Sequence[str]) -> Iterator[Slice]:
