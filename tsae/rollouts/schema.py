@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
 """Every table has these columns; it keeps further columns as they are. One of them, ``parts``, says what each response
 token is (`tsae.rollouts.responses.token_parts`)."""
 
-_LARGEST_REWARD = 1e100
+LARGEST_REWARD = 1e100
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
 
 
@@ -123,9 +123,9 @@ def checked(table: pa.Table, where: str) -> pa.Table:
     bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
     if len(bad):
         raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
-    huge = np.flatnonzero(np.abs(reward) > _LARGEST_REWARD)
+    huge = np.flatnonzero(np.abs(reward) > LARGEST_REWARD)
     if len(huge):
-        what = f"{len(huge)} rewards are larger than {_LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
+        what = f"{len(huge)} rewards are larger than {LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
         raise TsaeError(what, where=where, fix="Scale rewards down: the squares of such numbers are not finite.")
     check_parts(table, where)
     return table

@@ -173,6 +173,8 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
         ({"step": "1"}, "different lengths .*step a single value"),
         ({"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
         ({"step": ["x", "x"]}, "step is 'x', expected a whole number"),
+        ({"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),
+        ({"step": ["9" * 30] * 2}, "step is '9{30}', expected a whole number"),
     ],
 )
 def test_bad_ms_swift_lines(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -459,6 +461,10 @@ def test_skyrl_evaluations(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "reward") == [1.0, 0.0, 1.0]
     assert column(found, "problem_id") == ["gsm8k/4"] * 3
     assert column(found, "answer") == ["2"] * 3
+    # Scores of which none is known are none, and not 0.
+    write(evals / "global_step_5_evals" / "gsm8k.jsonl", evaluated("#2", [float("nan"), None]), evaluated("#2", 1.0))
+    with pytest.raises(TsaeError, match=r"gsm8k\.jsonl:1: has no reward"):
+        read(tmp_path / "run", chat)
 
 
 def test_openrlhf_batch_inference(chat: Checkpoint, tmp_path: Path) -> None:
