@@ -259,6 +259,15 @@ def test_rows_are_selected_and_put_together() -> None:
         whole.select([])
     with pytest.raises(TsaeError, match="different tokenizers"):
         Rollouts.concat([make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
+    with pytest.raises(TsaeError, match="gets no rollouts"):
+        Rollouts.concat([])
+    n = len(whole)
+    with pytest.raises(TsaeError, match="extra/m has incompatible types"):
+        Rollouts.concat([whole.with_column("extra/m", [1] * n), whole.with_column("extra/m", ["1"] * n)])
+    on_base, on_easy = (Rollouts(whole.table, {"bands": {"reference": name}}) for name in ("base", "easy"))
+    assert Rollouts.concat([on_base, on_base]).info == on_base.info
+    for others in ([on_easy], [on_base, Rollouts(whole.table)]):
+        assert "bands" not in Rollouts.concat([on_base, *others]).info
 
 
 def test_lengths_count_tokens() -> None:

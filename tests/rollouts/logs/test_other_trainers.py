@@ -150,6 +150,9 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="trajectory 2: has no reward"):
         read(write(log, unscored), chat)
     assert column(read(log, chat, skip=("unscored",)), "response") == ["#2"]
+    # Where another program has sorted the columns, none of them can be told for a reward.
+    with pytest.raises(TsaeError, match=r"completions\.jsonl:1.*no column lies between completion and advantages"):
+        read(write(log, dict(sorted(swift(1).items(), reverse=True))), chat)
     two = swift(1)
     advantages = two.pop("advantages")
     two |= {"Format": [0.0, 0.5], "advantages": advantages}
@@ -241,6 +244,7 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
         (sample(RIGHT, response_length=99), "99 response tokens of 11"),
         (sample(RIGHT, loss_mask=[1]), "1 values of loss_mask but 2 response tokens"),
         (sample(RIGHT, multimodal_inputs={"images": [1]}), "images or sound"),
+        (sample(RIGHT, reward={"score": "1.0", "acc": False}), "score is '1.0', expected a finite number"),
     ):
         with pytest.raises(TsaeError, match=rf"0\.pt: row 1: .*{message}"):
             read(save(tmp_path / "0.pt", sample(RIGHT), bad), chat)

@@ -65,6 +65,11 @@ def _entry(row: Fields) -> Entry:
         raise row.error(
             f"its prompt has an image in it ({image[0]}), which the log does not hold", "Give a log of text alone."
         )
+    if not names:
+        raise row.error(
+            f"no column lies between completion and advantages, where the rewards are; there are {', '.join(row.row)}",
+            "Give the log as its trainer wrote it, or name the rewards (--rewards).",
+        )
     scores = {name: row.score(name) for name in names}
     step = _step(row)
     return Entry(

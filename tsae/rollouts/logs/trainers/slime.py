@@ -75,7 +75,8 @@ def _rewards(row: Fields) -> dict[str, float | None]:
     found = row.row["reward"]
     if not isinstance(found, Mapping):
         return {"reward": row.score("reward")}
-    numbers = {str(name): value for name, value in found.items() if isinstance(value, (bool, int, float))}
+    # Beside the total, which must be a number, the reward function may have returned anything.
+    numbers = {str(n): v for n, v in found.items() if n == "score" or isinstance(v, (bool, int, float))}
     return row.inside({n: float(value) if isinstance(value, bool) else value for n, value in numbers.items()}).scores()
 
 
