@@ -458,6 +458,9 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
         ('{"id": 1, "prompt": "x", "answer": 1e400}', "not a problem .ValueError: the answer is inf"),
         ('{"id": 0, "prompt": "x", "answer": 2}', "'0' comes twice"),
         ('{"id": 1, "prompt": "\udcfb", "answer": 2}', "not a problem .UnicodeDecodeError"),
+        (r'{"id": 1, "prompt": "x", "answer": "\ud800"}', "not a problem .UnicodeEncodeError"),
+        (r'{"id": 1, "prompt": "\ud800", "answer": 1}', "not a problem .UnicodeEncodeError"),
+        ('{"id": 1, "prompt": "x", "answer": 2, "answer": 3}', "'answer' comes twice, with different values"),
         ("[" * 100_000, "not a problem .JSONDecodeError: nested too deeply"),
     ],
 )
