@@ -222,6 +222,14 @@ def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
         Rollouts(table_of(**changes))
 
 
+@pytest.mark.parametrize("column", ["outcome", "step"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, column: str) -> None:
+    table = table_of().append_column("step", [[1, 2, 3]])
+    pq.write_table(table.append_column(column, table[column]), tmp_path / "twice.parquet")
+    with pytest.raises(TsaeError, match=rf"twice\.parquet: has several columns '{column}'"):
+        Rollouts.read(tmp_path / "twice.parquet")
+
+
 def test_files_that_are_no_rollouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="no such rollouts file"):
         Rollouts.read(tmp_path / "none.parquet")

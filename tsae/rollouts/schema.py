@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -61,7 +63,7 @@ def typed(table: pa.Table, where: str) -> pa.Table:
     """A table with the columns of `SCHEMA` first, in their types.
 
     Raises:
-        TsaeError: for missing columns, and for values that do not fit the type.
+        TsaeError: for missing columns, several of one name, and values that do not fit the type.
     """
     missing = [name for name in _REQUIRED if name not in table.column_names]
     if missing:
@@ -70,6 +72,9 @@ def typed(table: pa.Table, where: str) -> pa.Table:
             where=where,
             fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
         )
+    twice = [name for name, n in Counter(table.column_names).items() if n > 1]
+    if twice:
+        raise TsaeError(f"has several columns {twice[0]!r}", where=where, fix="Rename or drop all but one of them.")
     columns = {}
     for field in (*SCHEMA, PARTS_FIELD):
         if field.name in table.column_names:
