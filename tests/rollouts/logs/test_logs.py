@@ -31,6 +31,7 @@ from tsae.rollouts.table import Rollouts
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
 ROW = {"prompt": "1+1?", "response": "#2", "correct": True, "policy": "m1", "problem_id": "a", "answer": "2"}
 BARE = {"prompt": "1+1?", "response": "#2", "answer": "2"}
+IDS = {"prompt_ids": [BOS, 1, 10, 1, 13], "response_ids": [16, 2]}
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +314,8 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ("[1, 2]", "a JSON list, expected an object"),
         ({"prompt": "1?"}, "has no text in response; its columns are prompt"),
         ({"response": 3, "prompt": None}, "has no text in prompt and response"),
+        ({**IDS, "prompt": 3}, "has no text in prompt"),
+        ({**IDS, "response": [3]}, "has no text in response"),
         ({**ROW, "response": ""}, "the response is empty.*--skip empty"),
         ({**ROW, "response": "hello"}, "cannot be tokenised"),
         ({**ROW, "prompt": "hello"}, "cannot be tokenised"),
@@ -352,6 +355,14 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(policy: Checkpoi
     pq.write_table(table, tmp_path / "log.parquet")
     with pytest.raises(TsaeError, match=r"log\.parquet: has several columns 'reward'"):
         read(tmp_path / "log.parquet", policy)
+
+
+def test_texts_may_be_missing_where_the_ids_are_there(policy: Checkpoint, tmp_path: Path) -> None:
+    """None, or NaN, as pandas writes it."""
+    rows = [{**IDS, "reward": i, "prompt": none, "response": none} for i, none in enumerate((None, math.nan))]
+    found = read(log(tmp_path / "log.jsonl", rows), policy, noisy_rewards=True)
+    assert column(found, "prompt") == ["1+1?"] * 2
+    assert column(found, "round_trip") == [None, None]
 
 
 def test_whole_numbers_stay_what_they_are(policy: Checkpoint, tmp_path: Path) -> None:
