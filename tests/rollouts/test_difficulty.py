@@ -101,6 +101,9 @@ def test_bands_by_shares_of_the_problems() -> None:
         "unbanded": 0, "quantiles": {"easy": 1 / 3, "hard": 1 / 3},
     }  # fmt: skip
     rates = np.array([0, 0, 0, 0, 0.5, 0.5, 1, 1, 1, 1])
+    many = np.arange(100) / 100
+    found = BandQuantiles(easy=0.07, hard=0.07).cutoffs(many).band(many)
+    assert [(found == name).sum() for name in ("easy", "hard")] == [7, 7]
     cutoffs = BandQuantiles(easy=0.2, hard=0.2).cutoffs(rates)
     assert cutoffs == BandCutoffs(easy=1.0, hard=0.0)
     assert cutoffs.band(rates).tolist() == ["hard"] * 4 + ["medium"] * 2 + ["easy"] * 4

@@ -222,6 +222,14 @@ def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
         Rollouts(table_of(**changes))
 
 
+@pytest.mark.parametrize("column", ["outcome", "step"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, column: str) -> None:
+    table = table_of().append_column("step", [[1, 2, 3]])
+    pq.write_table(table.append_column(column, table[column]), tmp_path / "twice.parquet")
+    with pytest.raises(TsaeError, match=rf"twice\.parquet: has several columns '{column}'"):
+        Rollouts.read(tmp_path / "twice.parquet")
+
+
 def test_files_that_are_no_rollouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="no such rollouts file"):
         Rollouts.read(tmp_path / "none.parquet")
@@ -259,6 +267,15 @@ def test_rows_are_selected_and_put_together() -> None:
         whole.select([])
     with pytest.raises(TsaeError, match="different tokenizers"):
         Rollouts.concat([make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
+    with pytest.raises(TsaeError, match="gets no rollouts"):
+        Rollouts.concat([])
+    n = len(whole)
+    with pytest.raises(TsaeError, match="extra/m has incompatible types"):
+        Rollouts.concat([whole.with_column("extra/m", [1] * n), whole.with_column("extra/m", ["1"] * n)])
+    on_base, on_easy = (Rollouts(whole.table, {"bands": {"reference": name}}) for name in ("base", "easy"))
+    assert Rollouts.concat([on_base, on_base]).info == on_base.info
+    for others in ([on_easy], [on_base, Rollouts(whole.table)]):
+        assert "bands" not in Rollouts.concat([on_base, *others]).info
 
 
 def test_lengths_count_tokens() -> None:
@@ -449,6 +466,9 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
         ('{"id": 1, "prompt": "x", "answer": 1e400}', "not a problem .ValueError: the answer is inf"),
         ('{"id": 0, "prompt": "x", "answer": 2}', "'0' comes twice"),
         ('{"id": 1, "prompt": "\udcfb", "answer": 2}', "not a problem .UnicodeDecodeError"),
+        (r'{"id": 1, "prompt": "x", "answer": "\ud800"}', "not a problem .UnicodeEncodeError"),
+        (r'{"id": 1, "prompt": "\ud800", "answer": 1}', "not a problem .UnicodeEncodeError"),
+        ('{"id": 1, "prompt": "x", "answer": 2, "answer": 3}', "'answer' comes twice, with different values"),
         ("[" * 100_000, "not a problem .JSONDecodeError: nested too deeply"),
     ],
 )

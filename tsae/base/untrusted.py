@@ -21,14 +21,18 @@ _INVISIBLE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x200E, 0x
 _KEPT_CONTROLS = {"\n", "\t"}
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, names_once: bool = False) -> Any:
     """What a JSON text says.
+
+    Args:
+        text: to parse.
+        names_once: refuse an object that has two values of one name. By default the last of them counts.
 
     Raises:
         json.JSONDecodeError: also where it is nested too deeply, or a number has thousands of digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_named_once if names_once else None)
     except json.JSONDecodeError:
         raise
     except RecursionError as error:
@@ -37,6 +41,16 @@ def parse_json(text: str | bytes) -> Any:
         raise
     except ValueError as error:
         raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        # As texts, since NaN is not equal to itself.
+        twice = next((name for name, value in pairs if repr(found[name]) != repr(value)), None)
+        if twice is not None:
+            raise ValueError(f"{twice[:40]!r} comes twice, with different values")
+    return found
 
 
 def parse_yaml(text: str) -> Any:

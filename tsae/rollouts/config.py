@@ -280,7 +280,8 @@ class BandQuantiles:
         import numpy as np
 
         ordered = np.sort(pass_rate)
-        hard = float(ordered[max(0, int(np.ceil(self.hard * len(ordered))) - 1)])
+        # 0.07 · 100 is 7.000000000000001.
+        hard = float(ordered[max(0, int(np.ceil(self.hard * len(ordered) - 1e-9)) - 1)])
         easy = float(ordered[min(len(ordered) - 1, int(np.floor((1 - self.easy) * len(ordered) + 1e-9)))])
         if not hard < easy:
             raise TsaeError(

@@ -40,8 +40,8 @@ def read_frame(
     """
     config = replace(config or ImportConfig(), format="plain")
     with tempfile.TemporaryDirectory() as folder:
-        # The run is named after the folder of a log.
-        file = Path(folder) / (config.run or "frame") / "frame.parquet"
+        # The run is named after the folder of a log, where it has no other name.
+        file = Path(folder) / "frame" / "frame.parquet"
         file.parent.mkdir()
         try:
             pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), file)
@@ -50,6 +50,10 @@ def read_frame(
                 f"a column of the table has values of several types ({error})",
                 where="read_frame",
                 fix="Make texts, numbers, flags or lists of them of every column, or leave that column out.",
+            ) from error
+        except (ValueError, OverflowError) as error:  # columns of one name, lone surrogates, integers beyond 64 bits
+            raise TsaeError(
+                f"cannot become a table of Arrow ({error})", where="read_frame", fix="Correct or drop that column."
             ) from error
         try:
             return Rollouts.read(file, checkpoint, config)

@@ -55,6 +55,8 @@ def read_problems(path: str | Path) -> list[Problem]:
             problem = Problem(_text(record, "id"), record["prompt"], _text(record, "answer"), level)
             if not isinstance(problem.prompt, str):
                 raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
+            for text in (problem.id, problem.prompt, problem.answer, level or ""):
+                text.encode()  # A lone surrogate, which no table can hold, is said before anything is sampled.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TsaeError(
                 f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer, "
@@ -83,7 +85,7 @@ def parse_line(line: bytes) -> Any:
     Raises:
         ValueError: where it is not JSON in UTF-8.
     """
-    return parse_json(line.decode("utf-8-sig"))
+    return parse_json(line.decode("utf-8-sig"), names_once=True)
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -34,7 +36,7 @@ SCHEMA = pa.schema(
 """Every table has these columns; it keeps further columns as they are. One of them, ``parts``, says what each response
 token is (`tsae.rollouts.responses.token_parts`)."""
 
-_LARGEST_REWARD = 1e100
+LARGEST_REWARD = 1e100
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
 
 
@@ -61,7 +63,7 @@ def typed(table: pa.Table, where: str) -> pa.Table:
     """A table with the columns of `SCHEMA` first, in their types.
 
     Raises:
-        TsaeError: for missing columns, and for values that do not fit the type.
+        TsaeError: for missing columns, several of one name, and values that do not fit the type.
     """
     missing = [name for name in _REQUIRED if name not in table.column_names]
     if missing:
@@ -70,6 +72,9 @@ def typed(table: pa.Table, where: str) -> pa.Table:
             where=where,
             fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
         )
+    twice = [name for name, n in Counter(table.column_names).items() if n > 1]
+    if twice:
+        raise TsaeError(f"has several columns {twice[0]!r}", where=where, fix="Rename or drop all but one of them.")
     columns = {}
     for field in (*SCHEMA, PARTS_FIELD):
         if field.name in table.column_names:
@@ -123,9 +128,9 @@ def checked(table: pa.Table, where: str) -> pa.Table:
     bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
     if len(bad):
         raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
-    huge = np.flatnonzero(np.abs(reward) > _LARGEST_REWARD)
+    huge = np.flatnonzero(np.abs(reward) > LARGEST_REWARD)
     if len(huge):
-        what = f"{len(huge)} rewards are larger than {_LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
+        what = f"{len(huge)} rewards are larger than {LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
         raise TsaeError(what, where=where, fix="Scale rewards down: the squares of such numbers are not finite.")
     check_parts(table, where)
     return table

@@ -262,7 +262,15 @@ class Rollouts(TokenParts, Tables):
 
     @staticmethod
     def concat(tables: Sequence[Rollouts]) -> Rollouts:
-        """All tables after one another. Raises TsaeError where they were tokenised with different tokenizers."""
+        """All tables after one another.
+
+        The info is the first one's. What bands were measured on is not known where the tables do not agree on it.
+
+        Raises:
+            TsaeError: for no tables, tables tokenised with different tokenizers, and columns of different types.
+        """
+        if not tables:
+            raise TsaeError("gets no rollouts", where="Rollouts.concat", fix="Give at least one table.")
         prints = {rollouts.info.get("tokenizer") for rollouts in tables}
         if len(prints) > 1:
             raise TsaeError(
@@ -270,8 +278,15 @@ class Rollouts(TokenParts, Tables):
                 where="Rollouts.concat",
                 fix="Put together rollouts of models that share a tokenizer.",
             )
-        together = pa.concat_tables([rollouts.table for rollouts in tables], promote_options="default")
-        return Rollouts(together, tables[0].info, tables[0].origin)
+        try:
+            together = pa.concat_tables([rollouts.table for rollouts in tables], promote_options="default")
+        except pa.ArrowTypeError as error:
+            what = f"a column has several types ({error})"
+            raise TsaeError(what, where="Rollouts.concat", fix="Make it of one type (with_column).") from error
+        info, bands = dict(tables[0].info), [rollouts.info.get("bands") for rollouts in tables]
+        if any(found != bands[0] for found in bands):
+            info.pop("bands", None)
+        return Rollouts(together, info, tables[0].origin)
 
     def with_bands(
         self,

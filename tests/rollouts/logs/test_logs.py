@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tsae
@@ -29,6 +31,7 @@ from tsae.rollouts.table import Rollouts
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
 ROW = {"prompt": "1+1?", "response": "#2", "correct": True, "policy": "m1", "problem_id": "a", "answer": "2"}
 BARE = {"prompt": "1+1?", "response": "#2", "answer": "2"}
+IDS = {"prompt_ids": [BOS, 1, 10, 1, 13], "response_ids": [16, 2]}
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +314,8 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ("[1, 2]", "a JSON list, expected an object"),
         ({"prompt": "1?"}, "has no text in response; its columns are prompt"),
         ({"response": 3, "prompt": None}, "has no text in prompt and response"),
+        ({**IDS, "prompt": 3}, "has no text in prompt"),
+        ({**IDS, "response": [3]}, "has no text in response"),
         ({**ROW, "response": ""}, "the response is empty.*--skip empty"),
         ({**ROW, "response": "hello"}, "cannot be tokenised"),
         ({**ROW, "prompt": "hello"}, "cannot be tokenised"),
@@ -318,6 +323,11 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ({**ROW, "reward": math.inf}, "reward is inf"),
         ({**ROW, "advantage": math.nan}, "advantage is nan"),
         ({**ROW, "step": 1.5}, "step is 1.5, expected a whole number"),
+        ({**ROW, "step": 1e20}, r"step is 1e\+20, expected a whole number of at most 63 bits"),
+        ({**ROW, "step": 1e300}, r"step is 1e\+300, expected a whole number"),
+        ({**ROW, "reward": 1e101}, r"its rewards add up to 1e\+101, expected 1e\+100 at most"),
+        ('{"prompt": "1?", "response": "2", "reward": 1, "reward": 0}', "'reward' comes twice, with different values"),
+        ('{"prompt": "1?", "response": "2", "info": {"a": NaN, "a": 0}}', "'a' comes twice, with different values"),
         ({**ROW, "response_ids": [16, 20]}, "the response has the token id 20; the tokenizer of .* has 0 to 19"),
         ({**ROW, "response_ids": [16, -1]}, "the response has the token id -1"),
         ({**ROW, "response_ids": [[16]]}, "response_ids is no list of token ids"),
@@ -337,6 +347,46 @@ def test_bad_lines_of_a_log_are_named(policy: Checkpoint, tmp_path: Path, row: A
     with pytest.raises(TsaeError, match=message) as error:
         read(path, policy)
     assert f"{path}:2" in str(error.value)
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused(policy: Checkpoint, tmp_path: Path) -> None:
+    names = ["prompt", "response", "reward", "reward"]
+    table = pa.table([pa.array([value]) for value in ("1+1?", "#2", 1.0, 0.0)], names=names)
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(TsaeError, match=r"log\.parquet: has several columns 'reward'"):
+        read(tmp_path / "log.parquet", policy)
+
+
+def test_texts_may_be_missing_where_the_ids_are_there(policy: Checkpoint, tmp_path: Path) -> None:
+    """None, or NaN, as pandas writes it."""
+    rows = [{**IDS, "reward": i, "prompt": none, "response": none} for i, none in enumerate((None, math.nan))]
+    found = read(log(tmp_path / "log.jsonl", rows), policy, noisy_rewards=True)
+    assert column(found, "prompt") == ["1+1?"] * 2
+    assert column(found, "round_trip") == [None, None]
+
+
+def test_whole_numbers_stay_what_they_are(policy: Checkpoint, tmp_path: Path) -> None:
+    steps = [2**53 + 1, 2**63 - 1, 7.0]
+    found = read(log(tmp_path / "log.jsonl", [{**BARE, "step": step} for step in steps]), policy, run="r")
+    assert column(found, "step") == steps
+    assert found.policies == [f"r-{2**53 + 1}", f"r-{2**63 - 1}", "r-00007"]
+    # The step may be in the file's name.
+    row = {"input": "1+1?", "output": "#2", "score": 1.0}
+    with pytest.raises(TsaeError, match=r"9\.jsonl:1: step is 9{24}, expected 0 to 2⁶³ − 1"):
+        read(log(tmp_path / "run" / f"{'9' * 30}.jsonl", [row]), policy)
+
+
+def test_lone_surrogates_become_their_code_points_wherever_they_are(policy: Checkpoint, tmp_path: Path) -> None:
+    row = {**ROW, "policy": "m\ud800", "problem_id": "\udfff", "info": {"\ud801": ["\ud802", {"a": "é"}]}}
+    found = read(log(tmp_path / "log.jsonl", [row]), policy, keep_columns=("info",))
+    assert found.policies == ["m\\ud800"]
+    assert column(found, "problem_id") == ["\\udfff"]
+    assert json.loads(column(found, "extra/info")[0]) == {"\\ud801": ["\\ud802", {"a": "é"}]}
+    named = log(tmp_path / "run\udcff" / "log.jsonl", [{**BARE, "step": 3}])
+    assert read(named.parent, policy).policies == ["run\\udcff-00003"]
+    row = {"input": "1+1?", "output": "#2", "score": 1.0, "acc": 1.0, "\ud800": 0.5}
+    found = read(log(tmp_path / "run" / "1.jsonl", [row]), policy, prompt_format="plain")
+    assert column(found, "reward/\\ud800") == [0.5]
 
 
 def test_a_line_that_was_cut_off_is_told_from_a_wrong_one(policy: Checkpoint, tmp_path: Path) -> None:

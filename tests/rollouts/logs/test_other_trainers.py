@@ -150,6 +150,9 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="trajectory 2: has no reward"):
         read(write(log, unscored), chat)
     assert column(read(log, chat, skip=("unscored",)), "response") == ["#2"]
+    # Where another program has sorted the columns, none of them can be told for a reward.
+    with pytest.raises(TsaeError, match=r"completions\.jsonl:1.*no column lies between completion and advantages"):
+        read(write(log, dict(sorted(swift(1).items(), reverse=True))), chat)
     two = swift(1)
     advantages = two.pop("advantages")
     two |= {"Format": [0.0, 0.5], "advantages": advantages}
@@ -173,6 +176,8 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
         ({"step": "1"}, "different lengths .*step a single value"),
         ({"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
         ({"step": ["x", "x"]}, "step is 'x', expected a whole number"),
+        ({"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),
+        ({"step": ["9" * 30] * 2}, "step is '9{30}', expected a whole number"),
     ],
 )
 def test_bad_ms_swift_lines(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -233,12 +238,20 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(inside, "parts") == [[0, 2, 2, 0]]
     assert column(inside, "response") == ["#\n2"]
     assert "1 responses have several turns" in notes(inside)
+    odd = [{"role": "user", "content": torch.ones(2), 1: "x"}]
+    kwargs = {"enable_thinking": torch.ones(1), 1: 2}
+    odd_one = save(tmp_path / "0.pt", sample(RIGHT, prompt=odd, apply_chat_template_kwargs=kwargs))
+    assert column(read(odd_one, chat), "response_ids") == [RIGHT]
     for bad, message in (
         (sample(RIGHT, status="aborted"), "its status is aborted"),
         (sample([]), "the response is empty"),
         (sample(RIGHT, response_length=99), "99 response tokens of 11"),
         (sample(RIGHT, loss_mask=[1]), "1 values of loss_mask but 2 response tokens"),
         (sample(RIGHT, multimodal_inputs={"images": [1]}), "images or sound"),
+        (sample(RIGHT, label=torch.ones(2)), "is not built as its trainer writes it"),
+        (sample(RIGHT, weight_versions=torch.ones(2)), "is not built as its trainer writes it"),
+        (sample(RIGHT, prompt=[{"role": "user", (1, 2): 3}]), "is not built as its trainer writes it"),
+        (sample(RIGHT, reward={"score": "1.0", "acc": False}), "score is '1.0', expected a finite number"),
     ):
         with pytest.raises(TsaeError, match=rf"0\.pt: row 1: .*{message}"):
             read(save(tmp_path / "0.pt", sample(RIGHT), bad), chat)
@@ -459,6 +472,10 @@ def test_skyrl_evaluations(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "reward") == [1.0, 0.0, 1.0]
     assert column(found, "problem_id") == ["gsm8k/4"] * 3
     assert column(found, "answer") == ["2"] * 3
+    # Scores of which none is known are none, and not 0.
+    write(evals / "global_step_5_evals" / "gsm8k.jsonl", evaluated("#2", [float("nan"), None]), evaluated("#2", 1.0))
+    with pytest.raises(TsaeError, match=r"gsm8k\.jsonl:1: has no reward"):
+        read(tmp_path / "run", chat)
 
 
 def test_openrlhf_batch_inference(chat: Checkpoint, tmp_path: Path) -> None:
@@ -593,6 +610,12 @@ def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
     with pytest.raises(TsaeError, match=r"read_frame: a column of the table has values of several types"):
         read_frame(frame, chat, ImportConfig(columns=names))
     frame["q"] = [USER, USER]
+    twice = pd.concat([frame[["q"]], frame[["q"]]], axis=1)
+    for bad in (twice, pd.DataFrame({"prompt": ["\ud800"]}, dtype=object), pd.DataFrame({"prompt": [2**70]})):
+        with pytest.raises(TsaeError, match=r"read_frame: (cannot become a table of Arrow|a column of the table)"):
+            read_frame(bad, chat)
+    # A name is no path.
+    assert read_frame(frame, chat, ImportConfig(columns=names, run="../a/b")).policies[0] == ("../a/b-00003")
     found = read_frame(frame, chat, ImportConfig(columns=names, run="mine"))
     reads_as(found, [RIGHT, WRONG])
     assert column(found, "policy") == ["mine-00003", "mine-00004"]

@@ -13,7 +13,7 @@ from shlex import quote
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entries.fields import Row
+from tsae.rollouts.logs.entries.fields import Row, writable
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
 from tsae.rollouts.logs.on_disk.leftovers import leftovers, refuse_copies
 from tsae.rollouts.logs.on_disk.log_files import LogFile, find_files, first_row, grows, kind_of, run_folder
@@ -221,7 +221,7 @@ def _ordered(
             if parts["subset"] != config.subset and not path.is_file():
                 continue
         step = parts.get("step")
-        run = config.run or parts.get("run") or run_folder(file.parent).name or "run"
+        run = writable(config.run or parts.get("run") or run_folder(file.parent).name or "run")
         found.append(LogFile(file, run, None if step is None else int(step)))
     if not found:
         raise TsaeError(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
+from tsae.rollouts.logs.entries.fields import is_finite
 from tsae.rollouts.prompts import tokenize
 from tsae.rollouts.sampling.batches import Request, Response
 from tsae.rollouts.sampling.endpoint import Endpoint
@@ -136,7 +137,7 @@ class Server:
     def _response(self, prompt: list[int], body: Any) -> Response:
         try:
             choice = body["choices"][0]
-            text, reason = str(choice["text"]), str(choice.get("finish_reason") or "unknown")
+            text, reason = choice["text"], str(choice.get("finish_reason") or "unknown")
             usage = body.get("usage") or {}
             ids, read = choice.get("token_ids"), choice.get("prompt_token_ids")
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -146,14 +147,20 @@ class Server:
             raise TsaeError(
                 f"gives no completion ({type(error).__name__}: {error})", where=self.url, fix="Check its log."
             ) from error
-        if (read is not None and list(read) != prompt) or n_read not in (None, len(prompt)):
+        if not isinstance(text, str):
+            raise TsaeError(f"gives a text that is a {type(text).__name__}", where=self.url, fix="Check its log.")
+        for name, given_ids in (("token_ids", ids), ("prompt_token_ids", read)):
+            if given_ids is not None and not _are_ids(given_ids):
+                raise TsaeError(f"gives {name} that are no list of token ids", where=self.url, fix="Check its log.")
+        if (read is not None and read != prompt) or n_read not in (None, len(prompt)):
             raise TsaeError(
-                f"read another prompt than was sent: {n_read or len(read)} tokens, expected {len(prompt)}",
+                f"read another prompt than was sent: {len(read) if n_read is None else n_read} tokens, expected "
+                f"{len(prompt)}",
                 where=self.url,
                 fix="Give the checkpoint that it serves; its tokenizer is another one, or adds tokens of its own.",
             )
         exact = ids is not None
-        found = [int(token) for token in ids] if exact else tokenize(self.tokenizer, text, add_special_tokens=False)
+        found = list(ids) if exact else tokenize(self.tokenizer, text, add_special_tokens=False)
         if found and not 0 <= min(found) <= max(found) < len(self.tokenizer):
             raise TsaeError(
                 f"gives token id {max(found)}, and the checkpoint's tokenizer has {len(self.tokenizer)}",
@@ -171,8 +178,12 @@ class Server:
         if not found:
             raise TsaeError("gave a response without any token", where=self.url, fix="Raise max_new_tokens.")
         given = None
-        if exact and isinstance(logprobs, list) and len(logprobs) == len(found):
-            given = None if any(value is None for value in logprobs) else tuple(map(float, logprobs))
+        if exact and isinstance(logprobs, list) and len(logprobs) == len(found) and None not in logprobs:
+            # With NaN among them, they would differ from the checkpoint's by no number.
+            if not all(map(is_finite, logprobs)):
+                what = "gives log-probabilities that are no finite numbers"
+                raise TsaeError(what, where=self.url, fix="Check its log.")
+            given = tuple(map(float, logprobs))
         # Without ids, a text whose tokens are as many as were sampled; a server may count the end or not.
         fits = exact or n_sampled in (None, len(found), len(found) - (found[-1] in self.ends))
         return Response(tuple(found), "stop" if reason == "stop" else "length", given, exact, fits)
@@ -183,6 +194,11 @@ class Server:
     def _seed(self, name: str, number: int) -> int:
         digest = hashlib.sha256(f"{self.config.seed}/{name}/{number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+
+
+def _are_ids(value: Any) -> bool:
+    """Whether it is a list of whole numbers."""
+    return isinstance(value, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in value)
 
 
 def _same_text(theirs: str, ours: str) -> bool:

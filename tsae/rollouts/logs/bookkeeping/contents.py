@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.tokenising.tokens import Prompt, Tokens
 from tsae.rollouts.responses.thinking import told
 from tsae.rollouts.responses.token_parts import COLUMN
-from tsae.rollouts.schema import outcome_name
+from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
 
 _STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
 _LEDGER, _LOOK = "ledger", "look.npy"
@@ -187,8 +186,9 @@ class Contents:
         reward = self.verdicts.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
-        if reward is not None and not isfinite(reward):
-            raise TsaeError(f"its rewards add up to {reward}", where=entry.where, fix="Correct or drop that row.")
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
+            what = f"its rewards add up to {reward:g}, expected {LARGEST_REWARD:g} at most"
+            raise TsaeError(what, where=entry.where, fix="Correct or drop that row, or scale rewards down.")
         problem, policy = entry.problem_id or _problem(entry, prompt), self.policies.policy(entry, file)
         assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]
         assumed += [*prompt.assumed, *told(found, entry.sampled)]
@@ -254,8 +254,9 @@ def _check_steps(entry: Entry, file: LogFile) -> None:
         )
     entry.step = file.step if entry.step is None else entry.step
     for name, counted in (("step", entry.step), ("the number of the policy's updates", entry.updates)):
-        if counted is not None and counted < 0:
-            raise TsaeError(f"{name} is {counted}", where=where, fix="Correct or drop that row.")
+        if counted is not None and not 0 <= counted < 1 << 63:
+            shown = str(counted)[:24]
+            raise TsaeError(f"{name} is {shown}, expected 0 to 2⁶³ − 1", where=where, fix="Correct or drop that row.")
     if entry.unscored:
         raise Unusable("unscored", "has no reward", where=where)
 

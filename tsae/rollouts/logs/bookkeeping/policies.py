@@ -17,6 +17,7 @@ from typing import Any
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.rollouts.logs.bookkeeping.counts import Counts
 from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.entries.fields import writable
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 
 _EXACT, _UNNAMED = "checkpoints that sampled", "policies"
@@ -36,7 +37,7 @@ class Policies:
     def __init__(
         self, series: CheckpointSeries, files: Sequence[LogFile], run: str | None, counts: Counts, *, synchronous: bool
     ) -> None:
-        self.run, self.counts, self.synchronous = run, counts, synchronous
+        self.run, self.counts, self.synchronous = writable(run), counts, synchronous
         self.notes: list[str] = []
         self.files = list(files)
         """Under the run's name in the series, if both hold a single run."""
@@ -54,8 +55,9 @@ class Policies:
     def policy(self, entry: Entry, file: LogFile) -> str:
         """Name of the policy that sampled a trajectory; see `renamed`."""
         if entry.policy is not None:
-            self._checkpoint(entry.policy, -1)
-            return entry.policy
+            name = str(writable(entry.policy))
+            self._checkpoint(name, -1)
+            return name
         if entry.step is None:
             self.counts[_UNNAMED]["unnamed"] += self.run is None
             return self.run or "unknown"

@@ -109,9 +109,14 @@ class Fields:
         if needed:
             self.need(name)
         found = self.number(name)
-        if found is not None and found != int(found):
-            raise self.error(f"{name} is {self.row[name]!r}, expected a whole number", "Correct that row.")
-        return None if found is None else int(found)
+        if found is None:
+            return None
+        value = self.row[name]
+        # As a float, an integer above 2⁵³ would be its neighbour.
+        exact = int(value if isinstance(value, int) else found)
+        if exact != value or exact.bit_length() > 63:
+            raise self.error(f"{name} is {value!r}, expected a whole number of at most 63 bits", "Correct that row.")
+        return exact
 
     def truth(self, name: str) -> bool | None:
         """True or false: a flag, 0 or 1, or spelled out."""
@@ -189,6 +194,15 @@ class Fields:
         """A finish reason, if it is one of ours."""
         value = self.row.get(name)
         return "stop" if value == "stop" else "length" if value == "length" else None
+
+
+def writable(value: Any) -> Any:
+    """JSON content whose texts have the code points (``\\ud800``) of lone surrogates, which no file can hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {writable(name): writable(inside) for name, inside in value.items()}
+    return [writable(inside) for inside in value] if isinstance(value, list) else value
 
 
 def is_finite(value: Any) -> bool:

@@ -85,7 +85,8 @@ def each_row(
                     yield from _entry_of(part, entry)
             except Unusable as unusable:
                 yield unusable
-            except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            # RuntimeError: PyTorch's, where a tensor of a .pt file stands for a number or a list.
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
                 raise TsaeError(
                     f"is not built as its trainer writes it ({type(error).__name__}: {error})",
                     where=where,

@@ -67,7 +67,7 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
             raise TsaeError(
                 f"has more than {most >> 20} MiB", where=path, fix="Give JSON lines, one trajectory a line."
             )
-        found = parse_json(whole.decode("utf-8-sig"))
+        found = parse_json(whole.decode("utf-8-sig"), names_once=True)
     except (OSError, ValueError, RecursionError) as error:
         raise TsaeError(
             f"not a file of JSON in UTF-8 ({error})", where=path, fix="Correct or delete that file."

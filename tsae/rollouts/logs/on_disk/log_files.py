@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,7 +215,7 @@ def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        row = parse_json(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"), names_once=True)
     except (ValueError, RecursionError) as error:
         kind, cut = TsaeError, ""
         if not line.endswith(b"\n"):
@@ -232,6 +233,10 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
         # Buffered: otherwise whole columns of a row group are read at once.
         with pq.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as table:
             sizes, size = group_bytes(table), file.path.stat().st_size
+            twice = [name for name, n in Counter(table.schema_arrow.names).items() if n > 1]
+            if twice:
+                what = f"has several columns {twice[0]!r}, and nothing says which of them counts"
+                raise TsaeError(what, where=file.path, fix="Rename or drop all but one of them.")
             for group in range(file.start, len(sizes) if file.stop is None else file.stop):
                 for batch in table.iter_batches(rows_at_once(table, group, 256), [group], use_threads=False):
                     if batch.nbytes > LONGEST_LINE:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.rollouts.logs.entries.fields import writable
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.responses.token_parts import COLUMN, FIELD, check_parts
 from tsae.rollouts.schema import SCHEMA
@@ -18,6 +19,7 @@ from tsae.rollouts.schema import SCHEMA
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _OTHERS = "others"
 """Rewards and extra columns of a row as one JSON object: their names are known at the end."""
+_LISTS = ("prompt_ids", "response_ids", COLUMN)
 _STEP, _ROUND_TRIP = pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_())
 _SPOOLED = pa.schema([*SCHEMA, FIELD, _STEP, _ROUND_TRIP, pa.field(_OTHERS, pa.string())])
 _KINDS = {bool: "flag", int: "whole", float: "number"}
@@ -44,7 +46,8 @@ class Spool:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take one row. Lone surrogates, which no file can hold, become their code points (``\\ud800``)."""
-        record = {name: _whole(value) if isinstance(value, str) else value for name, value in record.items()}
+        # Names of rewards and of what is inside of extra columns come from the log, too.
+        record = {writable(name): value if name in _LISTS else writable(value) for name, value in record.items()}
         others = {name: value for name, value in record.items() if name.startswith(("reward/", "extra/"))}
         has_parts = record[COLUMN] is not None
         if others.keys() - self._rewards.keys() - self._extras.keys() or (has_parts and not self._parts_known):
@@ -76,10 +79,6 @@ class Spool:
             check_parts(table, "rollouts")
             self._writer.write_table(table)
         self._pending, self._tokens = [], 0
-
-
-def _whole(text: str) -> str:
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class Spools:

@@ -65,6 +65,11 @@ def _entry(row: Fields) -> Entry:
         raise row.error(
             f"its prompt has an image in it ({image[0]}), which the log does not hold", "Give a log of text alone."
         )
+    if not names:
+        raise row.error(
+            f"no column lies between completion and advantages, where the rewards are; there are {', '.join(row.row)}",
+            "Give the log as its trainer wrote it, or name the rewards (--rewards).",
+        )
     scores = {name: row.score(name) for name in names}
     step = _step(row)
     return Entry(
@@ -93,10 +98,12 @@ def _prompt(row: Fields) -> Any:
 
 def _step(row: Fields) -> int:
     value = row.need("gen_step" if "gen_step" in row else "step")
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise row.error(f"step is {value!r}, expected a whole number", "Correct that line.") from None
+    # Megatron and Ray write a number.
+    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
+        value = int(value)
+    if isinstance(value, str):
+        raise row.error(f"step is {value[:40]!r}, expected a whole number", "Correct that line.")
+    return row.inside({"step": value}).whole("step", needed=True) or 0
 
 
 def _reward_columns(row: Row) -> tuple[str, ...]:

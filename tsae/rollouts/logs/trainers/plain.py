@@ -26,11 +26,14 @@ def _entry(row: Fields) -> Entry:
             "is a table of rollouts already, not a log",
             "Give the file to the next stage as it is (Rollouts.read without a config).",
         )
-    prompt, response = row.get(names.prompt), row.get(names.response)
+    # NaN is how pandas leaves a text empty.
+    prompt, response = (None if value != value else value for value in map(row.get, (names.prompt, names.response)))
     has_ids = {name: row.get(name) is not None for name in (names.prompt_ids, names.response_ids)}
     there = {
-        names.prompt: isinstance(prompt, str) or is_conversation(prompt) or has_ids[names.prompt_ids],
-        names.response: isinstance(response, str) or has_ids[names.response_ids],
+        names.prompt: isinstance(prompt, str)
+        or is_conversation(prompt)
+        or (prompt is None and has_ids[names.prompt_ids]),
+        names.response: isinstance(response, str) or (response is None and has_ids[names.response_ids]),
     }
     missing = [name for name, found in there.items() if not found]
     if missing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.logs.entries.entry import Entry, total
 from tsae.rollouts.logs.entries.fields import Fields
 from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
@@ -37,7 +37,7 @@ def _score(row: Fields) -> float | None:
     if not isinstance(found, list):
         return row.score("score")
     values = [row.inside({"score": value}).score("score") for value in found]
-    return sum(value for value in values if value is not None) if values else None
+    return total({str(turn): value for turn, value in enumerate(values)})
 
 
 FORMAT = Format(

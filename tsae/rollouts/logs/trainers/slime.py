@@ -8,9 +8,10 @@ containers are refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def _entry(row: Fields) -> Entry:
     kwargs = row.get("apply_chat_template_kwargs")
     return Entry(
         row.where,
-        prompt=asked if isinstance(asked, str) or is_conversation(asked) else None,
+        prompt=_as_json(asked) if isinstance(asked, str) or is_conversation(asked) else None,
         prompt_ids=prompt,
         response_ids=response,
         sampled=sampled,
@@ -53,10 +54,15 @@ def _entry(row: Fields) -> Entry:
         updates=updates,
         group=None if row.get("group_index") is None else str(row.row["group_index"]),
         logprobs=logprobs_of(row.get("rollout_log_probs"), response, n=length),
-        template=kwargs if isinstance(kwargs, dict) else {},
+        template=_as_json(kwargs) if isinstance(kwargs, dict) else {},
         finish_reason=_ENDS[status],
         assumed=mixed,
     )
+
+
+def _as_json(value: Any) -> Any:
+    """The same as JSON has it: a .pt file may hold tensors, and names that are no texts."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _tokens(row: Fields) -> Split:
@@ -75,7 +81,8 @@ def _rewards(row: Fields) -> dict[str, float | None]:
     found = row.row["reward"]
     if not isinstance(found, Mapping):
         return {"reward": row.score("reward")}
-    numbers = {str(name): value for name, value in found.items() if isinstance(value, (bool, int, float))}
+    # Beside the total, which must be a number, the reward function may have returned anything.
+    numbers = {str(n): v for n, v in found.items() if n == "score" or isinstance(v, (bool, int, float))}
     return row.inside({n: float(value) if isinstance(value, bool) else value for n, value in numbers.items()}).scores()
 
 
