@@ -53,8 +53,7 @@ from tsae.sae.model import TemporalSAE
 from tsae.stamps import CONTENTS, add_found, claim, read_stamp
 
 _FIRINGS = 1000
-"""Times that a latent fires in one pass over the store, on average. A rarer latent is hardly learned, and too few
-problems have it to be compared."""
+"""Times that a latent fires in one pass over the store, on average. Rarer ones are hardly learned or compared."""
 _DIFFERENTIATED = 10
 """Checkpoints at which targets of an attribution are differentiated, about. More gain little."""
 _SAMPLING = "sampling"

@@ -1,7 +1,6 @@
 """`tsae watch`: follow a training that goes on. New checkpoints and log steps are added to the folder of `tsae run`.
 
-1. Look: which checkpoints are complete, and how much of every file of the log (`tsae.checkpoints.complete`,
-   `tsae.rollouts.logs.on_disk.settled`). What is being written waits for a later look.
+1. Look: which checkpoints are complete, and how much of every file of the log. What is being written waits.
 2. If that is something new, the stages of `tsae run` analyse exactly this state, in the hidden folder .next. Shards and
    codes that were computed before are copied from the analysis before; the SAE is kept.
 3. When all of it is there, its parts take the places of the old ones. Until then the old analysis stays whole.
