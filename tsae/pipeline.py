@@ -140,6 +140,10 @@ def analyse(
         The diff, with the features as its source, and the evaluation on held-out problems.
     """
     say = say or _silent
+    if published is not None:
+        _need_same(published, to / "sae")
+        if before is not None:  # else features would have other numbers from here on
+            _need_same(published, before.activations.parent / "sae")
     sae = published if published is not None or before is None else before.sae
     earlier, kept = (None, None) if before is None else (before.activations, before.codes)
     folder, sites = to / "activations", sites if sae is None else (sae.site,)
@@ -158,7 +162,8 @@ def analyse(
         passes = training.tokens / max(tokens, 1)
         told = f"trained on {training.tokens:,} tokens, {passes:.1f} times the store{f' ({why})' if why else ''}"
     elif published is not None:
-        _keep(sae, to / "sae")
+        if not _holds_sae(to / "sae"):
+            sae.save(to / "sae")
         told = "published, not trained here"
     else:
         told = "kept from an earlier, shorter part of the training"
@@ -252,13 +257,17 @@ def analyse(
     return diff, evaluation
 
 
-def _keep(published: TemporalSAE, folder: Path) -> None:
-    """Copy a published SAE into a run's folder.
+def _holds_sae(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("cfg.json", "config.json"))
+
+
+def _need_same(published: TemporalSAE, folder: Path) -> None:
+    """Refuse a published SAE if a run's folder holds another: what is published under a name may change.
 
     Raises:
-        TsaeError: where another one lies there: what is published under a name may change.
+        TsaeError: where it does.
     """
-    if any((folder / name).is_file() for name in ("cfg.json", "config.json")):
+    if _holds_sae(folder):
         found = TemporalSAE.load(folder).fingerprint
         if found != published.fingerprint:
             raise TsaeError(
@@ -266,8 +275,6 @@ def _keep(published: TemporalSAE, folder: Path) -> None:
                 where=folder,
                 fix="Give another folder with --to.",
             )
-    else:
-        published.save(folder)
 
 
 def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soak_watch
+import torch
 from safetensors.numpy import load_file, save_file
 
 import tsae
@@ -190,6 +192,17 @@ def test_a_published_sae_reads_every_update(
         assert tsae.load_sae(config.to / "sae").fingerprint == sae.fingerprint
     page = (config.to / "report.html").read_text()
     assert "trained earlier in this training" not in page
+    other = copy.deepcopy(sae)
+    with torch.no_grad():
+        other.W_dec += 1
+    shutil.rmtree(tmp_path / "sae")
+    other.save(tmp_path / "sae")
+    training.save(100)
+    training.log(100)
+    before = contents(config.to)
+    with pytest.raises(TsaeError, match=r"out/sae: is another SAE than the published one"):
+        list(watch(config, ONCE, say=lambda line: None))
+    assert contents(config.to) == before
     assert json.loads((config.to / "stages.json").read_text())["sae"] == "32 latents, k 4, published, not trained here"
 
 
@@ -212,7 +225,7 @@ def test_what_is_not_the_same_training_is_refused(
     look(training.config)  # Nothing is new.
     with pytest.raises(TsaeError, match=r"`tsae watch` wrote it, and goes on with it"):
         analyze_run(training.config, progress=False, say=lambda line: None)
-    training.log(75)
+    training.log(100)
     with pytest.raises(TsaeError, match=r"analysis of other settings or versions \(differing: k\)"):
         look(replace(training.config, k=5))
     weights = tmp_path / "base" / "model.safetensors"
