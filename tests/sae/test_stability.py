@@ -115,6 +115,23 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         Stability.load(tmp_path)
 
 
+def test_nothing_is_added_to_an_sae_that_is_not_whole(tmp_path: Path) -> None:
+    rows = random_rows(8, 4, 0)
+    folder = dictionary(rows).save(tmp_path / "sae")
+    (folder / "metrics.jsonl").write_text("{}\n")
+    seal(folder, ["metrics.jsonl"])
+    found = stability(dictionary(rows), [dictionary(random_rows(8, 4, 1))])
+    (folder / "metrics.jsonl").write_text("{ }\n")
+    with pytest.raises(TsaeError, match=r"metrics\.jsonl is damaged.*tsae repair"):
+        found.save(folder)
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(TsaeError, match=r"metrics\.jsonl is missing"):
+        found.save(folder)  # else the seal would forget it
+    assert not (folder / "stability.json").exists()
+    dictionary(rows).save(folder)
+    assert Stability.load(found.save(folder).parent).others == found.others
+
+
 # --- from the SAE's folder to the diff
 
 

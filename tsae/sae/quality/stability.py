@@ -23,7 +23,7 @@ import torch
 from einops import reduce
 
 from tsae.base.files import write_json
-from tsae.base.seal import SEAL, check_seal, need_seal, seal
+from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
@@ -108,7 +108,13 @@ class Stability:
         )
 
     def save(self, folder: str | Path) -> Path:
-        """Write stability.json into the SAE's folder."""
+        """Write stability.json into the SAE's folder.
+
+        Raises:
+            TsaeError: where another file of the folder is damaged or missing: nothing is added to what is not whole.
+        """
+        if (Path(folder) / SEAL).is_file():
+            check_seal(folder, f"Mend it: tsae repair {folder}.", [n for n in sealed_names(folder) if n != FILE])
         content = {
             "sae": self.sae,
             "others": list(self.others),
