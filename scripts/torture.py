@@ -28,7 +28,7 @@ may stay as it is if the commands that read it refuse it. It is bad if results d
 traceback or another exit code, if it takes longer than two minutes (six where it runs every stage, or starts
 processes), or if somebody else's file is touched. Of a changed log it is good, too, if what it gives can be read and
 holds only ids of the vocabulary. After a fault the same command must end with the same bytes as if there had been none,
-and leave nothing behind.
+and leave nothing behind. Where memory runs out, native code such as OpenBLAS may end the process itself.
 
     python scripts/torture.py --cases 200 --seed 1
     python scripts/torture.py --seed 1 --case 37          # one of them again

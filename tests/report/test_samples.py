@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
 from tsae.report.figures.attribution import attribution_figure
+from tsae.report.pages.attribution import attributed as section_of
 from tsae.report.printed.attribution import attribution_text
 from tsae.report.story import facts
 from tsae.report.story.attribution import amount, belief, grid, lead, most_moved, moved, statement
@@ -135,6 +137,16 @@ def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> N
     assert 'data-figure="samples-figure"' in page
     assert "20 % (flagged)" in page
     assert "A note." in page
+
+
+def test_features_of_another_sae_are_said_to_be_others() -> None:
+    found, diff = make_attribution(), make()
+    diff.info["sae"] = {**(diff.info.get("sae") or {}), "weights": "own"}
+    told = [
+        [one.warns for one in section_of(replace(found, info={**found.info, "sae": sae}), diff).belief]
+        for sae in ("own", "another")
+    ]
+    assert told[1] == [True, *told[0]]
 
 
 def test_hostile_responses_stay_text() -> None:

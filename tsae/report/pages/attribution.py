@@ -16,6 +16,7 @@ from tsae.report.text import shortened, visible
 _MAX_TARGETS, _MAX_GROUPS, _SAMPLES = 40, 20, 10
 _TEXT, _BEGINNING, _NAME = 2000, 40, 40
 """Characters of a response, of its beginning, and of a name."""
+_STRANGE = "Features here are of another SAE than those of the diff: their numbers do not mean the features above."
 
 
 class Attributed(NamedTuple):
@@ -32,7 +33,10 @@ class Attributed(NamedTuple):
 
 def attributed(found: Attribution, diff: FeatureDiff) -> Attributed:
     """All that the section tells but its figure; targets in the order of the attribution."""
-    same_sae = found.info.get("sae") is not None and found.info["sae"] == (diff.info.get("sae") or {}).get("weights")
+    sae, own = found.info.get("sae"), (diff.info.get("sae") or {}).get("weights")
+    same_sae = sae is not None and sae == own
+    named = any(name.startswith("feature ") for name in found.targets.target)
+    strange = [Said(_STRANGE, warns=True)] if named and None not in (sae, own) and not same_sae else []
     described = {f"feature {i}": (int(i), str(diff.features.responds_to[i])) for i in diff.features.index if same_sae}
     every = [moved(found, name, _SAMPLES) for name in found.targets.target[:_MAX_TARGETS]]
     return Attributed(
@@ -40,7 +44,7 @@ def attributed(found: Attribution, diff: FeatureDiff) -> Attributed:
         MEANING,
         _changes(every, described),
         [(one, list(_tables(one))) for one in every],
-        belief(found),
+        strange + belief(found),
         str(found.info["recipe"]),
         list(found.info["notes"]),
     )
