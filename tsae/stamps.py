@@ -19,7 +19,7 @@ CONTENTS = "contents of what was read"  # checksums; stamps of earlier versions 
 
 
 def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = ()) -> None:
-    """Write a stamp into a new folder, or check that the folder has the same stamp: settings, inputs and versions.
+    """Write a stamp into a new folder. Where one lies, check that settings, inputs and versions are the same.
 
     Args:
         folder: of the run.
@@ -65,7 +65,7 @@ def _left_out(found: Mapping[str, Any], wanted: Mapping[str, Any], key: str, add
 
 
 def stamp_copy(folder: Path, name: str) -> Path:
-    """The second copy of a stamp, from which `tsae repair` mends the first: nothing else knows what is in it."""
+    """The second copy of a stamp. No other file says the same, so `tsae repair` mends the first copy from this one."""
     return folder / f".{name}.copy"
 
 

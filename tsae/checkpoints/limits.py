@@ -43,7 +43,7 @@ def text_limits(checkpoint: CheckpointRecord) -> tuple[int | None, set[int]]:
 
 
 def reading_limits(checkpoint: CheckpointRecord) -> tuple[int | None, int | None]:
-    """(context length, size of the vocabulary) of a checkpoint, or of an adapter's base; None where that is not known.
+    """(context length, size of the vocabulary) of a checkpoint, or of an adapter's base. What is not known is None.
 
     Raises:
         TsaeError: where the configuration cannot be read.

@@ -241,7 +241,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def text_of(strings: Sequence[str], id: int) -> str:
-    """Text of a token id; its number where the tokenizer has none, as for ids that pad a model's vocabulary."""
+    """The text of a token id. A model may have more ids than its tokenizer; such an id is shown by its number."""
     return strings[id] if id < len(strings) else f"#{id}"
 
 

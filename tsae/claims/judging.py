@@ -101,7 +101,7 @@ class Judgement:
 
     @property
     def finer(self) -> Verdict:
-        """The verdict; undecided where no part holds, and none is refuted."""
+        """The verdict, or "undecided" if no part holds and none is refuted."""
         undecided = self.verdict == "not reproduced" and all(part.holds is None for part in self.parts)
         return "undecided" if undecided else self.verdict
 

@@ -106,7 +106,7 @@ def those_that_can(makers: Sequence[Callable[[], Part]]) -> tuple[tuple[Part, ..
 
 
 def _spread(constant: pd.Series, other: pd.Series) -> pd.Series:
-    """The same mean, with the standard deviation of other values."""
+    """Values with the mean of `constant` and the standard deviation of `other`."""
     sign = np.where(np.arange(len(constant)) % 2, -1.0, 1.0)
     sign -= sign.mean()
     return constant + sign / sign.std(ddof=1) * other.std(ddof=1)

@@ -142,7 +142,7 @@ class TrainingPath:
         return TrainingPath(self.trained, knots, self.notes if first == 0 else ())
 
     def fingerprint(self, step: int) -> str:
-        """Hash of the trained weights of the checkpoint after a step."""
+        """Hash of the weights that the checkpoint after a step has, of those that were trained."""
         return hashlib.sha256(self.knots[step].cpu().numpy().tobytes()).hexdigest()[:16]
 
     @property

@@ -82,7 +82,7 @@ class MadeBy:
 
     @property
     def outputs(self) -> list[Path]:
-        """The paths that it writes. `tsae claims RUN` names the folder that it writes into, as its first word."""
+        """The paths that the command writes. `tsae claims RUN` has no --to: it writes claims.json into RUN."""
         if self.words[:1] == ("claims",):
             return [self.where / word / "claims.json" for word in self.words[1:2]]
         return self.values("--to")

@@ -18,7 +18,7 @@ from tsae.base.files import partial_name
 def tensors_replacing(
     path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[Path]:
-    """Write a safetensors file under a temporary name and yield that name. It becomes `path` if the block succeeds.
+    """Write a safetensors file under a temporary name and yield that name. If the block succeeds, rename it to `path`.
 
     safetensors itself writes under a random name in the same folder, and a process that is killed leaves that behind.
     Here the folder is a temporary one beside `path`, which is removed before the block begins: so a kill leaves

@@ -115,7 +115,7 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _chosen(parts: Sequence[torch.Tensor], top_k: int | None, real: torch.Tensor) -> torch.Tensor:
-    """(n_tokens, n_experts) bool of what a router returns; `real` marks the tokens that are not padding.
+    """(n_tokens, n_experts) bool: which experts a router chose. `real` marks the tokens that are not padding.
 
     Raises:
         ValueError: where these are no choices; it says what they are.

@@ -299,7 +299,7 @@ def _label_prompt(case: Case) -> list[dict[str, str]]:
 def _verdict_prompts(
     tasks: Sequence[Task], config: ExplainConfig
 ) -> tuple[list[list[dict[str, str]]], list[tuple[int, int]]]:
-    """The requests of some tasks; and for each its task's place, and how many windows it has."""
+    """The requests of some tasks. With each comes the place of its task, and how many windows it has."""
     cut = [
         (place, test, label, windows[i : i + config.per_request])
         for place, (test, label, windows) in enumerate(tasks)

@@ -46,7 +46,7 @@ class Spool:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take one row. Lone surrogates, which no file can hold, become their code points (``\\ud800``)."""
-        # Names of rewards and of what is inside of extra columns come from the log, too.
+        # Names of rewards, and names inside of extra columns, come from the log too.
         record = {writable(name): value if name in _LISTS else writable(value) for name, value in record.items()}
         others = {name: value for name, value in record.items() if name.startswith(("reward/", "extra/"))}
         has_parts = record[COLUMN] is not None
