@@ -246,6 +246,48 @@ def test_a_stretch_of_the_run(run: Path, tmp_path: Path) -> None:
         tsae.attribute(series, log, tmp_path / "c", first_token=3, config=replace(FAST, steps=(1, 4)), progress=False)
 
 
+def test_an_attribution_is_there_until_the_next_one_is_whole(
+    found: Attribution, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another target, and the process ends after its directions are on disk."""
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    to = shutil.copytree(run / "attribution", tmp_path / "attribution")
+    trajectory = int(found.of_target("feature 3", 1).iloc[0].trajectory)
+    tokens = found.tokens(trajectory, "feature 3", series)
+
+    def folders() -> list[str]:
+        return sorted(folder.name for folder in to.glob("directions*"))
+
+    def again() -> Attribution:
+        return tsae.attribute(series, log, to, first_token=TOKEN_IDS["#"], config=FAST, progress=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tsae.attribution.attribute.simulate_kept", _stopped)
+        with pytest.raises(KeyboardInterrupt):
+            again()
+    assert len(folders()) == 2
+    before = Attribution.load(to, log)
+    pd.testing.assert_frame_equal(before.tokens(trajectory, "feature 3", series), tokens)
+    after = again()
+    assert folders() == [after.info["directions"]] != [before.info["directions"]]
+    # What an earlier version left is replaced too, and a folder that is not tsae's stays.
+    (to / folders()[0]).rename(to / "directions")
+    (to / "directions-mine").mkdir()
+    assert folders()[0] == "directions"
+    assert again().info["directions"] == after.info["directions"]
+    assert folders() == sorted([after.info["directions"], "directions-mine"])
+
+
+def test_directions_lie_in_the_attribution(found: Attribution, run: Path, tmp_path: Path) -> None:
+    to = replace(found, info={**found.info, "directions": "../directions"}).save(tmp_path / "attribution").folder
+    with pytest.raises(TsaeError, match=r"'\.\./directions' is no folder of directions"):
+        Attribution.load(to or "")
+
+
+def _stopped(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 def test_few_checkpoints_are_enough_and_said(found: Attribution, run: Path, tmp_path: Path) -> None:
     series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
@@ -260,13 +302,9 @@ def test_few_checkpoints_are_enough_and_said(found: Attribution, run: Path, tmp_
 
 def test_of_very_many_samples_whole_groups_are_drawn(run: Path, tmp_path: Path) -> None:
     series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
-    (tmp_path / "directions").mkdir()
-    (tmp_path / "directions" / "step-000009.safetensors").write_bytes(b"of earlier targets")
     found = tsae.attribute(
         series, log, tmp_path, first_token=TOKEN_IDS["#"], config=replace(FAST, max_samples=40), progress=False
     )
-    kept = sorted(file.stem for file in (tmp_path / "directions").glob("*.safetensors"))
-    assert kept == ["step-000001", "step-000002", "step-000003"]  # and no earlier target's
     assert len(found.facts) == 36
     assert set(found.facts.groupby(["step", "problem_id"]).size()) == {6}
     assert any(note.startswith("Of 54 samples 36 were drawn") for note in found.info["notes"])

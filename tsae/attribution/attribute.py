@@ -13,6 +13,7 @@ Memory holds the checkpoints, some vectors of the weights for each target, and t
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from tsae.activations.reader.assignment import check_context, check_tokenizer
-from tsae.attribution.attribution import Attribution
+from tsae.attribution.attribution import DIRECTIONS, Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
 from tsae.attribution.credit.replays import Logs, validate
@@ -119,7 +120,15 @@ def attribute(
         stretch.path, checked, stretch.batches, recipe.loss, to / "gradients", budget=budget,
         batch_tokens=config.batch_tokens, progress=progress,
     )  # fmt: skip
-    split = _shares(store, stretch, wanted.targets, to, budget, config, notes, progress)
+    ends = [_values(stretch.path, wanted.targets, step) for step in (0, stretch.path.last)]
+    mark = {
+        "inputs": inputs,
+        "optimiser": repr(stretch.optimiser),
+        "targets": wanted.targets.names,
+        "values": [end.tolist() for end in ends],
+    }
+    directions = _directions(to, mark, config)
+    split = _shares(store, stretch, wanted.targets, directions, budget, config, notes, progress)
     used = np.zeros(len(checked), dtype=bool)
     used[split.rows] = True
     if not has_bands(checked):
@@ -132,13 +141,6 @@ def attribute(
     of_problem = halves[:, np.searchsorted(names, problem).clip(max=len(names) - 1)] & used
     alone = [mask for _, mask in kinds.values()]
     without_one = [used & (np.arange(len(used)) != row) for row in singles]
-    ends = [_values(stretch.path, wanted.targets, step) for step in (0, stretch.path.last)]
-    mark = {
-        "inputs": inputs,
-        "optimiser": repr(stretch.optimiser),
-        "targets": split.targets,
-        "values": [end.tolist() for end in ends],
-    }
     whole, *changes = simulate_kept(
         store,
         stretch.path,
@@ -182,12 +184,17 @@ def attribute(
             "inputs": inputs,
             "weights": weights,
             "sae": None if sae is None else sae.fingerprint,
+            "directions": directions.name,
             "path_error": float(split.segments.path_error.max()),
             "notes": notes + _warnings(split),
         },
         source=checked,
     )
-    return found.save(to)
+    saved = found.save(to)
+    for folder in to.iterdir():
+        if DIRECTIONS.fullmatch(folder.name) and folder.name != directions.name:
+            shutil.rmtree(folder)  # of an earlier attribution, which this one replaced
+    return saved
 
 
 def find_recipe(series: CheckpointSeries, run: str | None = None, where: str | Path | None = None) -> Recipe:
@@ -319,11 +326,17 @@ def _begin(to: Path, inputs: dict[str, Any]) -> None:
     write_json(known, inputs)
 
 
+def _directions(to: Path, mark: dict[str, Any], config: AttributionConfig) -> Path:
+    """Where the directions of these targets lie. Those of an earlier attribution stay until this one is whole."""
+    whose = hashlib.sha256(json.dumps([mark, config.every]).encode()).hexdigest()[:16]
+    return to / f"directions-{whose}"
+
+
 def _shares(
     store: GradientStore,
     stretch: _Stretch,
     targets: Targets,
-    to: Path,
+    directions: Path,
     budget: int,
     config: AttributionConfig,
     notes: list[str],
@@ -339,10 +352,7 @@ def _shares(
         notes.append(
             f"Between the {len(steps)} checkpoints that are used for {path.last} steps, weights are interpolated."
         )
-    # Directions of other targets, left by an earlier call, would be read as those of these.
-    (to / "attribution.json").unlink(missing_ok=True)
-    shutil.rmtree(to / "directions", ignore_errors=True)
-    keep = Directions(to / "directions").keep if fits else None
+    keep = Directions(directions).keep if fits else None
     return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ _COLUMNS = {
 }
 """That every version wrote."""
 _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
+DIRECTIONS = re.compile("directions(-[0-9a-f]{16})?")
+"""Folders of the targets' directions. Earlier versions had one, whatever the targets."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,9 @@ class Attribution(Tables):
     """One row a target and stretch between checkpoints, with flagged; see `tsae.attribution.credit.shares.Shares`."""
     info: dict[str, Any] = field(default_factory=dict)
     """recipe, config, series, run, checkpoints (their steps), inputs (fingerprints of what it was made from), weights
-    (fingerprints of the checkpoints' files, by step), sae (its fingerprint, or None), path_error (largest of the
-    segments), and notes: what was sampled, assumed or left out."""
+    (fingerprints of the checkpoints' files, by step), sae (its fingerprint, or None), directions (the folder of those
+    of the targets, which `tokens` reads), path_error (largest of the segments), and notes: what was sampled, assumed or
+    left out."""
     source: Rollouts | None = field(default=None, repr=False, compare=False)
     """The log, for texts and tokens; None after loading without it."""
     folder: Path | None = field(default=None, repr=False, compare=False)
@@ -164,7 +168,8 @@ class Attribution(Tables):
             self._need_same(s, path.fingerprint(s), self.info["inputs"]["checkpoints"][str(s)], series.name)
         local = TrainingPath(path.trained, {s - begin: weights for s, weights in path.knots.items() if s >= begin})
         j = list(self.targets.target).index(target)
-        store, directions = GradientStore(self.folder / "gradients"), Directions(self.folder / "directions")
+        store = GradientStore(self.folder / "gradients")
+        directions = Directions(self.folder / self.info["directions"])
         shares = token_shares(store, local, directions, self.source, trajectory, step - begin, j)
         ids = self.source.tokens(trajectory)[1]
         strings = token_strings(series.base.load_tokenizer())
@@ -237,6 +242,8 @@ class Attribution(Tables):
                 if lacking := set(columns) - set(tables[name]):
                     raise ValueError(f"{name}.parquet has no column {min(lacking)}")
             of = str(info["inputs"]["rollouts"])
+            if not DIRECTIONS.fullmatch(lie := str(info.setdefault("directions", "directions"))):
+                raise ValueError(f"{lie!r} is no folder of directions")
         if rollouts is not None and rollouts.fingerprint != of:
             raise TsaeError(
                 f"was made from other rollouts ({of}) than these ({rollouts.fingerprint})",
