@@ -273,9 +273,10 @@ def test_an_attribution_is_there_until_the_next_one_is_whole(
     # What an earlier version left is replaced too, and a folder that is not tsae's stays.
     (to / folders()[0]).rename(to / "directions")
     (to / "directions-mine").mkdir()
+    (to / "directions-0123456789abcdef").write_text("no folder")
     assert folders()[0] == "directions"
     assert again().info["directions"] == after.info["directions"]
-    assert folders() == sorted([after.info["directions"], "directions-mine"])
+    assert folders() == sorted([after.info["directions"], "directions-mine", "directions-0123456789abcdef"])
 
 
 def test_directions_lie_in_the_attribution(found: Attribution, run: Path, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def attribute(
     saved = found.save(to)
     for folder in to.iterdir():
         if DIRECTIONS.fullmatch(folder.name) and folder.name != directions.name:
-            shutil.rmtree(folder)  # of an earlier attribution, which this one replaced
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier attribution, which this one replaced
     return saved
 
 
