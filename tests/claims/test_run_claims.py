@@ -18,8 +18,8 @@ from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.damage import flip
 from support.runs import BANDS, answer, answers, checkpoint, write_run
-from tsae.base.seal import SEAL
-from tsae.claims.evidence import Evidence
+from tsae.base.seal import SEAL, seal
+from tsae.claims.evidence import Evidence, Missing
 from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
 from tsae.errors import TsaeError
@@ -550,6 +550,37 @@ def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
     flip(folder / "diff" / "shifts.parquet", 400)
     with pytest.raises(TsaeError, match="damaged"):
         claims_of(folder, ["a"])
+
+
+def test_a_piece_that_was_there_is_no_missing_one(tmp_path: Path) -> None:
+    """What is left of it shows that it was finished. Without its folder it is missing."""
+    folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN, log=answers("base", LEVEL, step=1))
+    make_attribution().save(folder / "attribution")
+    synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
+    (folder / "activations" / "run.json").write_text("{}")
+    for name in ("features/features.json", "causal/one/causal.json"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("{}")
+        seal((folder / name).parent, [Path(name).name])
+    (folder / "steps").mkdir()
+    (folder / "run.json").write_text("{}")
+    lost = {
+        "diff/diff.json": "diff", "features/features.json": "features", "activations/manifest.json": "store",
+        "rollouts/log.parquet": "outline", "attribution/attribution.json": "attribution",
+        "causal/one/causal.json": "tests", "steps/rollouts.parquet": "at_steps",
+    }  # fmt: skip
+    for name, piece in lost.items():
+        (folder / name).unlink(missing_ok=True)
+        with pytest.raises(TsaeError, match=rf"{Path(name).parent}: holds no {Path(name).name}, which was there"):
+            getattr(Evidence(folder), piece)
+        if piece != "outline":
+            shutil.rmtree((folder / name).parent)
+        if piece not in ("outline", "at_steps"):
+            with pytest.raises(Missing):
+                getattr(Evidence(folder), piece)
+    (folder / "run.json").unlink()
+    with pytest.raises(Missing):
+        _ = Evidence(folder).outline
 
 
 @pytest.mark.parametrize(

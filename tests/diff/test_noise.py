@@ -277,6 +277,12 @@ def test_other_checkpoints_and_another_sae_are_refused(
     renamed = tsae.CheckpointSeries((replace(series.base, id="start"), series["easy-10"]))
     with pytest.raises(TsaeError, match="has the base start, but the features were read by the base base"):
         noise_null(renamed, sae, features, QUICK)
+    told = {**features.info, "special_ids": [*features.info["special_ids"], 7]}
+    counted = replace(features, info=told)  # as with a tokenizer_config.json that was there then
+    with pytest.raises(
+        TsaeError, match=r"the special tokens of the base's tokenizer are \[.*\], and were \[7, .*\] when"
+    ):
+        noise_null(series, sae, counted, QUICK)
 
 
 @pytest.mark.slow

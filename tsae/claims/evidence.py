@@ -1,9 +1,9 @@
 """Evidence: what the folder of a run holds for the claims.
 
 Each piece is read when a claim asks for it. A piece that is not there is no error but a fact, `Missing`: the claim then
-cannot be tested on this run, and the reader is told what would have to be added. A piece that is damaged, or of other
-rollouts or another SAE than the run, is an error. Attributions and causal tests are put there by hand: of another log,
-or of other rollouts, they count as missing.
+cannot be tested on this run, and the reader is told what would have to be added. A piece that is damaged, that was
+there and lost a file, or that is of other rollouts or another SAE than the run, is an error. Attributions and causal
+tests are put there by hand: of another log, or of other rollouts, they count as missing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import reading
+from tsae.base.seal import sealed_names
 from tsae.base.statistics.intervals import FEWEST
 from tsae.causal.intervention import Intervention
 from tsae.diff.feature_diff import FeatureDiff
@@ -85,7 +86,7 @@ class Evidence:
     @cached_property
     def diff(self) -> FeatureDiff:
         """What moved, and who the readers are."""
-        if not (self.folder / "diff" / "diff.json").is_file():
+        if not self._is_there("diff/diff.json"):
             raise Missing("a finished diff", "the command that began this run, which goes on")
         diff = FeatureDiff.load(self.folder / "diff")
         with reading(self.folder / "diff" / "diff.json", "Draw it again with `tsae diff`."):
@@ -100,7 +101,7 @@ class Evidence:
     @cached_property
     def features(self) -> FeatureTable:
         """Codes of every token."""
-        if not (self.folder / "features" / "features.json").is_file():
+        if not self._is_there("features/features.json"):
             raise Missing("the codes of the features", "the command that began this run, which goes on")
         features = FeatureTable.load(self.folder / "features")
         of = {
@@ -114,7 +115,8 @@ class Evidence:
     @cached_property
     def store(self) -> ActivationStore:
         """Activations."""
-        if not (self.folder / "activations" / "manifest.json").is_file():
+        # A capture begins with the manifest and ends with its record.
+        if not self._is_there("activations/manifest.json", known=(self.folder / "activations" / "run.json").is_file()):
             raise Missing("the store of activations, which is not in this folder", "the command that made this run")
         store = ActivationStore(self.folder / "activations")
         self._need_own(self.folder / "activations", {"rollouts": store.rollouts.fingerprint}, self.of_answers)
@@ -129,6 +131,25 @@ class Evidence:
     def of_answers(self) -> dict[str, str]:
         """Fingerprints of `answers`: rollouts, labels."""
         return {"rollouts": self.answers.fingerprint, "labels": self.answers.labels_fingerprint}
+
+    @property
+    def _log_is_there(self) -> bool:
+        # `tsae run` draws its rollouts from it.
+        drawn = (self.folder / "run.json").is_file() and (self.folder / _ROLLOUTS[0]).is_file()
+        return self._is_there("rollouts/log.parquet", known=drawn)
+
+    def _is_there(self, name: str, *, known: bool = False) -> bool:
+        """Whether a file is there. Raise a TsaeError if it is not, and was: its folder's seal names it, or `known`."""
+        file = self.folder / name
+        if file.is_file():
+            return True
+        if known or file.name in sealed_names(file.parent):
+            raise TsaeError(
+                f"holds no {file.name}, which was there, or whose writing was interrupted",
+                where=file.parent,
+                fix=f"Put it back, or make it again: tsae repair {self.folder}.",
+            )
+        return False
 
     def _need_own(self, where: Path, found: Mapping[str, str | None], expected: Mapping[str, str | None]) -> None:
         """Raise a TsaeError for a piece of something else. What an earlier version did not write down is not known."""
@@ -148,14 +169,14 @@ class Evidence:
     @cached_property
     def at_steps(self) -> Rollouts:
         """What every checkpoint answered at several steps; else `answers`, which may have some."""
-        file = self.folder / "steps" / "rollouts.parquet"
-        return Rollouts.read(file) if file.is_file() else self.answers
+        there = self._is_there("steps/rollouts.parquet", known=(self.folder / "steps").is_dir())
+        return Rollouts.read(self.folder / "steps" / "rollouts.parquet") if there else self.answers
 
     @cached_property
     def outline(self) -> pd.DataFrame:
         """The training's log, one row a response, without texts; see `tsae.rollouts.parquet.read_outline`."""
         file = self.folder / "rollouts" / "log.parquet"
-        if not file.is_file():
+        if not self._log_is_there:
             raise Missing("the log of the training's own responses", "`tsae run` on the trainer's folder")
         outline = read_outline(file)
         if "step" not in outline or outline.step.isna().all():
@@ -188,7 +209,7 @@ class Evidence:
     def attribution(self) -> Attribution:
         """Which samples did that."""
         folder = self.folder / "attribution"
-        if not (folder / "attribution.json").is_file():
+        if not self._is_there("attribution/attribution.json"):
             raise Missing("an attribution of this run", "`tsae attribute … --to ANALYSIS/attribution`")
         found = Attribution.load(folder)
         of, own = found.info["inputs"]["rollouts"], self._log_fingerprint
@@ -204,7 +225,7 @@ class Evidence:
     def _log_fingerprint(self) -> str | None:
         """That of the log, or of the answers where these are the log; None where it is not there."""
         file = self.folder / "rollouts" / "log.parquet"
-        if not file.is_file():
+        if not self._log_is_there:
             return None if self.fresh else self.answers.fingerprint
         pieces = read_pieces(file, ["problem_id", "policy", "outcome", "prompt_ids", "response_ids"])
         return Rollouts(mapped(typed(piece, str(file)) for piece in pieces), where=str(file)).fingerprint
@@ -212,7 +233,8 @@ class Evidence:
     @cached_property
     def tests(self) -> list[Intervention]:
         """Causal tests of features, each a folder below causal."""
-        files = sorted((self.folder / "causal").glob("*/causal.json"))
+        names = sorted(f"causal/{folder.name}/causal.json" for folder in (self.folder / "causal").glob("*"))
+        files = [self.folder / name for name in names if self._is_there(name)]
         if not files:
             raise Missing(
                 "causal tests of features, since a correlation is no verdict",

@@ -79,7 +79,8 @@ def noise_null(
         a note for a checkpoint without an update, or whose weights cannot be set against the base's.
 
     Raises:
-        TsaeError: where the SAE is not that of the table, the series lacks a checkpoint of it, or one cannot be loaded.
+        TsaeError: where the SAE is not that of the table, the series lacks a checkpoint of it, or one cannot be loaded,
+            and where the tokenizer has other special tokens, which do not count in the table.
     """
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
@@ -93,6 +94,14 @@ def noise_null(
             f"has the base {series.base.id}, but the features were read by the base {features.readers[0]}",
             where=series.name,
             fix="Give the checkpoints that read the features.",
+        )
+    special, of_features = sorted(set(series.base.load_tokenizer().all_special_ids)), features.info["special_ids"]
+    if special != sorted(of_features):
+        raise TsaeError(
+            f"the special tokens of the base's tokenizer are {special}, and were {sorted(of_features)} when the "
+            "features were read",
+            where=series.base.path,
+            fix="Put back its tokenizer_config.json and special_tokens_map.json.",
         )
     # Bands are split elsewhere; here there is one count for each checkpoint.
     config = replace(config, bands=())
