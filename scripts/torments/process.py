@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,16 +57,18 @@ class _Forked:
         self.pid = self._process.pid or 0
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        connection.wait([self._process.sentinel], timeout)
+        with _starting:  # A start in another thread reads the exit codes of all processes, and each can be read once.
+            self.returncode = self._process.exitcode
+        if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        self.returncode = self._process.exitcode
         out, err = ((self._said / name).read_text(errors="replace") if (self._said / name).is_file() else ""
                     for name in ("out", "err"))  # fmt: skip
         for file in self._said.iterdir():
             file.unlink()
         self._said.rmdir()
-        self._process.close()
+        with _starting:
+            self._process.close()
         return out, err
 
 
