@@ -724,6 +724,21 @@ def test_a_damaged_copy_of_the_rollouts_is_put_right_by_the_same_capture(
     assert check_store(folder) == []
 
 
+def test_the_record_of_another_capture_does_not_stay(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+) -> None:
+    folder, fewer = Path(shutil.copytree(whole, tmp_path / "acts")), rollouts.select(np.arange(len(rollouts)) < 4)
+    other = capture(series, fewer, SITES, to=tmp_path / "other", config=CONFIG, progress=False)
+    shutil.copy(other.path / "run.json", folder / "run.json")
+    with pytest.raises(
+        TsaeError, match=r"run\.json: is the record of another capture \(rollouts \w+, this store’s are"
+    ):
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    (folder / "run.json").unlink()
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
+
+
 def test_shards_of_another_model_do_not_pass_for_ones_own(damaged: Path) -> None:
     edit(damaged, lambda m: m["readers"][0].update(shards=m["readers"][0]["shards"][5:]))
     with pytest.raises(TsaeError, match=r"base/00005\.h5: is the shard of another model"):

@@ -342,6 +342,12 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
         run = read_sealed(written, "Remove it, and capture again; no model is read again.")
         with reading(written, "Remove it, and capture again; no model is read again."):
             inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
+        if (of := inputs.get("rollouts")) != rollouts.fingerprint:
+            raise TsaeError(
+                f"is the record of another capture (rollouts {of}, this store’s are {rollouts.fingerprint})",
+                where=written,
+                fix="Remove it, and capture again; no model is read again.",
+            )
         _put(part, written, with_checksum({**run, "inputs": inputs}))
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
