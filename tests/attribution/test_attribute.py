@@ -306,6 +306,8 @@ def test_of_very_many_samples_whole_groups_are_drawn(run: Path, tmp_path: Path) 
     found = tsae.attribute(
         series, log, tmp_path, first_token=TOKEN_IDS["#"], config=replace(FAST, max_samples=40), progress=False
     )
+    kept = sorted(file.stem for file in (tmp_path / found.info["directions"]).glob("*.safetensors"))
+    assert kept == ["step-000001", "step-000002", "step-000003"]
     assert len(found.facts) == 36
     assert set(found.facts.groupby(["step", "problem_id"]).size()) == {6}
     assert any(note.startswith("Of 54 samples 36 were drawn") for note in found.info["notes"])

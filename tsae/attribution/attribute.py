@@ -327,7 +327,7 @@ def _begin(to: Path, inputs: dict[str, Any]) -> None:
 
 
 def _directions(to: Path, mark: dict[str, Any], config: AttributionConfig) -> Path:
-    """Where the directions of these targets lie. Those of an earlier attribution stay until this one is whole."""
+    """The folder for the directions of these targets. An earlier attribution keeps its own until this one is whole."""
     whose = hashlib.sha256(json.dumps([mark, config.every]).encode()).hexdigest()[:16]
     return to / f"directions-{whose}"
 

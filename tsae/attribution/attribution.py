@@ -34,7 +34,7 @@ _COLUMNS = {
 """That every version wrote."""
 _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
 DIRECTIONS = re.compile("directions(-[0-9a-f]{16})?")
-"""Folders of the targets' directions. Earlier versions had one, whatever the targets."""
+"""Names of folders that hold directions. Earlier versions called it "directions" for all targets."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Evidence:
     @cached_property
     def store(self) -> ActivationStore:
         """Activations."""
-        # A capture begins with the manifest and ends with its record.
+        # A capture writes its manifest first and run.json last.
         if not self._is_there("activations/manifest.json", known=(self.folder / "activations" / "run.json").is_file()):
             raise Missing("the store of activations, which is not in this folder", "the command that made this run")
         store = ActivationStore(self.folder / "activations")
@@ -139,7 +139,7 @@ class Evidence:
         return self._is_there("rollouts/log.parquet", known=drawn)
 
     def _is_there(self, name: str, *, known: bool = False) -> bool:
-        """Whether a file is there. Raise a TsaeError if it is not, and was: its folder's seal names it, or `known`."""
+        """Whether a file is there. A TsaeError says that it was lost: its folder's seal names it, or it is `known`."""
         file = self.folder / name
         if file.is_file():
             return True
