@@ -33,6 +33,12 @@ and leave nothing behind. Where memory runs out, native code such as OpenBLAS ma
     python scripts/torture.py --cases 200 --seed 1
     python scripts/torture.py --seed 1 --case 37          # one of them again
 
+What is drawn misses rare pairs of a file and a command. `--each remove` leaves nothing to chance: every file of every
+artefact is damaged in this one way, once for each command that reads it and once for the one that wrote it.
+
+    python scripts/torture.py --each remove
+    python scripts/torture.py --each remove --case 37
+
 Ends with one line of JSON.
 """
 
@@ -63,6 +69,8 @@ KINDS: dict[str, tuple[Callable[[np.random.Generator, Path, Path], tuple[str, st
     "text": (text.attempt, 0.04),
 }
 """Of each kind what attempts it, and its share of the cases."""
+Damage = Literal["flip", "zeros", "cut", "empty", "remove", "exchange", "folder", "link", "outside", "rename", "double",
+                 "of another run", "version", "value"]  # fmt: skip
 _AFRESH = 0.1
 """Share of the cases whose commands start in fresh processes."""
 
@@ -72,9 +80,12 @@ class Torture:
     """How many cases, and which."""
 
     cases: int = 200
+    """How many are drawn."""
     seed: int = 1
     only: Kind | None = None
     """Cases of one kind."""
+    each: Damage | None = None
+    """Instead of cases that are drawn: this damage, to each file of each artefact."""
     case: int | None = None
     """Only the case of this number."""
     all: bool = False
@@ -94,11 +105,13 @@ def attempt(number: int, torture: Torture, made: Path, room: Path) -> tuple[str,
     """(kind, what was done, what is bad: empty where the case is good)."""
     rng = np.random.default_rng([torture.seed, number])
     drawn = str(rng.choice(list(KINDS), p=[share for _, share in KINDS.values()]))
-    kind = torture.only or drawn
+    kind = torture.each or torture.only or drawn
     here = room / str(number)
     here.mkdir()
     process.afresh(torture.afresh or rng.random() < _AFRESH)
     try:
+        if torture.each:
+            return kind, *damage.attempt_at(damage.places(made)[number], torture.each, rng, made, here)
         return kind, *KINDS[kind][0](rng, made, here)
     finally:
         if torture.keep is None:
@@ -113,7 +126,8 @@ def main() -> None:
         process.warm(artefacts.modules())
         artefacts.make(made)
         room.mkdir(exist_ok=True)
-        numbers = range(torture.cases) if torture.case is None else [torture.case]
+        cases = len(damage.places(made)) if torture.each else torture.cases
+        numbers = range(cases) if torture.case is None else [torture.case]
         kinds: Counter[str] = Counter()
         bad = []
         with ThreadPoolExecutor(torture.workers) as pool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torments import artefacts
-from torments.stages import READERS, WRITERS
+from torments.stages import READERS, WRITERS, Stage
 
 _AGAIN = 0.2
 """Share of the cases in which a command finds its own results damaged."""
@@ -101,6 +102,45 @@ def _places(content: Any, names: tuple[str, ...]) -> list[tuple[Any, Any]]:
     return found + [place for key in keys for place in _places(content[key], names)]
 
 
+@dataclass(frozen=True)
+class Place:
+    """A file of an artefact, and the command that follows once it is damaged."""
+
+    stage: Stage
+    file: str
+    """Its path, relative to the folder of the case."""
+    again: bool = False
+    """Whether it is of the results of the command, which finds them."""
+
+
+def places(made: Path) -> list[Place]:
+    """Every file of every artefact, with each command that reads it and the one that wrote it."""
+    read = [
+        Place(stage, name if (made / whole).is_file() else f"{name}/{file}")
+        for stage in READERS
+        for name in stage.reads
+        for whole in [stage.begun if name.startswith("out/") else name]
+        for file in _files(made / whole)
+    ]
+    found = [
+        Place(stage, f"out/{file}", again=True) for stage in WRITERS for file in _files(made / f"expected-{stage.name}")
+    ]
+    return [*read, *found]
+
+
+def attempt_at(place: Place, how: str, rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
+    """(what was done, what is bad of what follows), after this damage to one file."""
+    lay_out = _lay_out_again if place.again else artefacts.lay_out
+    lay_out(place.stage, made, here)
+    file = here / place.file
+    artefact = here.joinpath(*Path(place.file).parts[: 2 if place.file.startswith("out/") else 1])
+    readers = _reading_all(here) if place.again else []
+    what = _damage(artefact, made / "other" / artefact.name, here, rng, file=file, how=how)
+    if place.again:
+        return f"{place.stage.name} again: {what}", _found_again(place.stage, made, here, readers)
+    return f"{place.stage.name}: {what}", _followed(place.stage, artefact.name, made, here)
+
+
 def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
     """(what was done, what is bad of what follows: nothing where the case is good)."""
     if rng.random() < _AGAIN:
@@ -120,25 +160,37 @@ def attempt(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]
         _read_only(here)
     else:
         what = _damage(whole, made / "other" / name, here, rng)
+    return f"{stage.name}: {what}", _followed(stage, name, made, here, humble=humble)
+
+
+def _followed(stage: Stage, name: str, made: Path, here: Path, *, humble: bool = False) -> str:
+    """What is bad of a command that reads a damaged artefact of this name."""
     ended, wrong = artefacts.watched(stage.command, here, humble=humble)
-    may_differ = name in stage.open
-    if not wrong and ended is not None and ended.returncode == 0 and not may_differ:
+    if not wrong and ended is not None and ended.returncode == 0 and name not in stage.open:
         wrong = artefacts.difference(
             here / "out", made / f"expected-{stage.name}", extra=bool(stage.begun), pattern=stage.compared
         )
     if humble and not wrong and ended is not None and ended.returncode:
         wrong = f"read-only inputs are refused: {ended.stderr.strip()[-300:]}"
-    return f"{stage.name}: {what}", wrong
+    return wrong
 
 
-def _damage(whole: Path, strange: Path, here: Path, rng: np.random.Generator) -> str:
-    """Damage a file of an artefact, and say how."""
-    files = sorted(p for p in whole.rglob("*") if p.is_file() and p.name != _KEPT) if whole.is_dir() else [whole]
-    file = files[int(rng.integers(len(files)))]
+def _files(whole: Path) -> list[str]:
+    """Files of an artefact that can be damaged, relative to it: "." for an artefact that is a file."""
+    files = [path for path in whole.rglob("*") if path.is_file() and path.name != _KEPT]
+    return sorted(path.relative_to(whole).as_posix() for path in files) if whole.is_dir() else ["."]
+
+
+def _damage(
+    whole: Path, strange: Path, here: Path, rng: np.random.Generator, *, file: Path | None = None, how: str = ""
+) -> str:
+    """Damage a file of an artefact, and say how. Which file, and how, is drawn where it is not given."""
+    files = [whole / name for name in _files(whole)]
+    file = file or files[int(rng.integers(len(files)))]
     alike = [p for p in files if p != file and p.suffix == file.suffix] or files
     same = strange / file.relative_to(whole) if whole.is_dir() else file
     possible = damages(file, alike[int(rng.integers(len(alike)))], same, here / "elsewhere", rng)
-    how = str(rng.choice(list(possible)))
+    how = how or str(rng.choice(list(possible)))
     possible[how]()
     return f"{how} {file.relative_to(here)}"
 
@@ -146,13 +198,22 @@ def _damage(whole: Path, strange: Path, here: Path, rng: np.random.Generator) ->
 def _again(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
     """A command finds its own results, one of whose files is damaged."""
     stage = WRITERS[int(rng.integers(len(WRITERS)))]
-    artefacts.lay_out(stage, made, here)
-    artefacts.copy(made / f"expected-{stage.name}", here / "out")
+    _lay_out_again(stage, made, here)
     results = sorted(path for path in (here / "out").iterdir() if path.name[0] != ".")
     whole = results[int(rng.integers(len(results)))]
-    of_other = made / "other" / whole.name
-    readers = [words for folder in (here / "out").rglob("*") for words in _reading(folder)]
-    what = _damage(whole, of_other, here, rng)
+    readers = _reading_all(here)
+    what = _damage(whole, made / "other" / whole.name, here, rng)
+    return f"{stage.name} again: {what}", _found_again(stage, made, here, readers)
+
+
+def _lay_out_again(stage: Stage, made: Path, here: Path) -> None:
+    """Copy what a command reads, and the results that it makes of it."""
+    artefacts.lay_out(stage, made, here)
+    artefacts.copy(made / f"expected-{stage.name}", here / "out")
+
+
+def _found_again(stage: Stage, made: Path, here: Path, readers: list[tuple[str, ...]]) -> str:
+    """What is bad of a command that finds its results damaged, and of those that read them."""
     ended, wrong = artefacts.watched(stage.command, here)
     if not wrong and ended is not None and ended.returncode == 0:
         wrong = artefacts.difference(here / "out", made / f"expected-{stage.name}", extra=True)
@@ -161,7 +222,12 @@ def _again(rng: np.random.Generator, made: Path, here: Path) -> tuple[str, str]:
         bad = [bad for _, bad in ends if bad]
         if bad or any(ended is not None and ended.returncode == 2 for ended, _ in ends):
             wrong = ", ".join(bad)
-    return f"{stage.name} again: {what}", wrong
+    return wrong
+
+
+def _reading_all(here: Path) -> list[tuple[str, ...]]:
+    """Commands that read the results of a command."""
+    return [words for folder in (here / "out").rglob("*") for words in _reading(folder)]
 
 
 def _reading(folder: Path) -> list[tuple[str, ...]]:

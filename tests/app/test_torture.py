@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torture
-from torments import damage, process, stages, text, words
+from torments import artefacts, damage, process, stages, text, words
 
 from tsae.base.files import sha256
 
@@ -68,6 +68,29 @@ def test_what_is_good_and_what_is_bad(made: Path, monkeypatch: pytest.MonkeyPatc
     assert judged(made, monkeypatch, late=True) <= {f"takes longer than {limit} s" for limit in limits}
     assert judged(made, monkeypatch, kind="command", spoils="precious.json") == {"changed precious.json"}
     assert judged(made, monkeypatch, kind="command", wrote="other") == {""}
+
+
+def test_each_file_is_damaged_once_for_each_command(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watched(words: tuple[str, ...], here: Path, **_: object) -> tuple[None, str]:
+        if words == place.stage.command:
+            seen.append((here / place.file).exists())
+        return None, "bad" if place.again else ""
+
+    monkeypatch.setattr(artefacts, "watched", watched)
+    found = damage.places(made)
+    options = torture.Torture(each="remove")
+    for number in range(0, len(found), 5):
+        place = found[number]
+        kind, what, wrong = torture.attempt(number, options, made, made.parent / "room")
+        assert (kind, wrong) == ("remove", "bad" if place.again else "")
+        assert what == f"{place.stage.name}{' again' if place.again else ''}: remove {place.file}"
+    assert seen == [False] * len(range(0, len(found), 5))
+    assert len(set(found)) == len(found)
+    of_diff = {place.file for place in found if place.stage is stages.DIFF}
+    assert of_diff == {"features/a.json", "features/b.json", "out/found"}
+    assert {place.stage for place in found} == set(stages.STAGES)
 
 
 def test_every_damage_changes_the_file(tmp_path: Path) -> None:
