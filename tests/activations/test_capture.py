@@ -273,7 +273,7 @@ def test_a_killed_capture_goes_on_to_the_same_bytes(
 ) -> None:
     source = rollouts.write(tmp_path / "rollouts.parquet")
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(series_folder), str(source), str(tmp_path / "acts")]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(list((tmp_path / "acts").rglob("*.h5"))) == 3
     capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)

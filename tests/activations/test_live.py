@@ -460,7 +460,7 @@ def test_torchrun_trains_without_a_store(series_folder: Path, rollouts: Any, tmp
     for launch, to in ((torchrun, "two"), ([sys.executable], "one")):
         with subprocess.Popen([*launch, *command, *options, "--to", str(tmp_path / to)], **pipes) as child:
             try:
-                out, err = child.communicate(timeout=120)
+                out, err = child.communicate(timeout=900)
             finally:
                 child.terminate()  # torchrun then ends its processes, which a kill would leave behind
         assert child.returncode == 0, err

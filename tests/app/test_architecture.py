@@ -34,7 +34,7 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     linter = Path(sys.executable).with_name("lint-imports")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return subprocess.run(
-        [linter, "--no-cache"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        [linter, "--no-cache"], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
     )
 
 

@@ -433,7 +433,7 @@ def test_the_console_script_says_one_paragraph(tmp_path: Path) -> None:
         [script, "store", "show", tmp_path / "no"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 2
     assert done.stdout == ""

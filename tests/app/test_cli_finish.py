@@ -131,7 +131,7 @@ def test_none_can_still_be_said() -> None:
 
 
 def tsae_process(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tsae", *args], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([sys.executable, "-m", "tsae", *args], capture_output=True, text=True, timeout=900, **options)
 
 
 def on_a_terminal(*args: str) -> str:
@@ -150,7 +150,7 @@ def on_a_terminal(*args: str) -> str:
         if not part:
             break
         text += part
-    process.wait(timeout=60)
+    process.wait(timeout=900)
     os.close(master)
     return text.decode()
 
@@ -171,7 +171,7 @@ def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> N
     ] in script
     assert "token-statistics" in script
     if shutil.which(shell) is not None:
-        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=30)
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def bash_completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `tsae completion bash` writes."""
     to = tmp_path_factory.mktemp("completion") / "tsae.bash"
     with to.open("w") as file:
-        subprocess.run([sys.executable, "-m", "tsae", "completion", "bash"], stdout=file, check=True, timeout=60)
+        subprocess.run([sys.executable, "-m", "tsae", "completion", "bash"], stdout=file, check=True, timeout=900)
     return to
 
 
@@ -205,7 +205,7 @@ def test_bash_completes(typed: list[str], offered: set[str], bash_completion: Pa
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = subprocess.run(
-        ["bash", "-c", asked], capture_output=True, text=True, timeout=60, env={**os.environ, "PATH": path}
+        ["bash", "-c", asked], capture_output=True, text=True, timeout=900, env={**os.environ, "PATH": path}
     )
     assert offered <= {word.strip() for word in said.stdout.split()}, said.stderr
 
@@ -248,7 +248,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(
     os.close(reads)  # as head does
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "tsae", *command], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60,
+            [sys.executable, "-m", "tsae", *command], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=900,
             cwd=tmp_path, env=environment,
         )  # fmt: skip
     finally:
@@ -269,7 +269,7 @@ def test_the_demo_opens_its_report(tmp_path: Path) -> None:
     sizes = {"problems": 14, "samples": 4, "band-samples": 12, "sae.d-sae": 64, "sae.k": 4, "training.tokens": 20_000}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     subprocess.run(
-        [sys.executable, "-m", "tsae", "demo", "--open", "--to", tmp_path / "demo", *options], check=True, timeout=300,
+        [sys.executable, "-m", "tsae", "demo", "--open", "--to", tmp_path / "demo", *options], check=True, timeout=900,
         capture_output=True, env={**os.environ, "BROWSER": f"{browser} %s"},
     )  # fmt: skip
     assert (tmp_path / "opened").read_text().strip() == (tmp_path / "demo" / "report.html").resolve().as_uri()

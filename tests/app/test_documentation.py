@@ -212,7 +212,7 @@ def run_redirected(words: list[str], folder: Path) -> None:
     """As a shell runs it: standard output into the file, in a process of its own."""
     place = words.index(">")
     with (folder / words[place + 1]).open("w") as out:
-        subprocess.run([sys.executable, "-m", *words[:place]], stdout=out, check=True, env=None, timeout=120)
+        subprocess.run([sys.executable, "-m", *words[:place]], stdout=out, check=True, env=None, timeout=900)
 
 
 def small(args: list[str]) -> list[str]:
@@ -278,7 +278,7 @@ def test_the_site_builds_and_asks_for_nothing_from_elsewhere(tmp_path: Path) -> 
     site = tmp_path / "site"
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site],
-        cwd=ROOT, check=True, timeout=300, env={"PYTHONPATH": str(ROOT), "PATH": "", "NO_MKDOCS_2_WARNING": "1"},
+        cwd=ROOT, check=True, timeout=900, env={"PYTHONPATH": str(ROOT), "PATH": "", "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     pages = list(site.rglob("*.html"))
     assert {"index.html", "concepts.html", "how-to.html", "measured.html"} <= {page.name for page in pages}

@@ -69,7 +69,7 @@ def test_runs_from_a_clean_kernel(
         pytest.skip("SmolLM2 is missing")
     notebook = nbformat.read(path, as_version=4)
     set_parameters(notebook, TINY)
-    execute(notebook, tmp_path_factory.mktemp("notebooks"), timeout=280)
+    execute(notebook, tmp_path_factory.mktemp("notebooks"), timeout=900)
     # What a reader takes home was computed, whatever it is.
     told = {
         "1_quickstart": "hard training lowers accuracy on medium problems",
@@ -92,5 +92,5 @@ def test_without_data_the_third_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TSAE_GSM8K", str(tmp_path / "missing.jsonl"))
     notebook = nbformat.read(NOTEBOOKS[2], as_version=4)
     set_parameters(notebook, {**TINY, "problems": 48})
-    execute(notebook, tmp_path, timeout=280)
+    execute(notebook, tmp_path, timeout=900)
     assert "What follows is the testbed, not a real LLM." in outputs(notebook)

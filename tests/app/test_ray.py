@@ -81,7 +81,7 @@ def test_a_node_dies_in_mid_capture(llama: Path, fingerprint: str, tmp_path: Pat
         spread = ["--parts", str(n), "--executor", "ray"]
         done = subprocess.run(
             [*command, "--to", acts, *spread],
-            env={**environment, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=300,
+            env={**environment, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         number, before, dead = cluster.stdout.readline().split()
@@ -106,7 +106,7 @@ def test_what_ray_cannot_do_is_said(llama: Path, tmp_path: Path) -> None:
 
     def says(*more: str, **variables: str) -> str:
         done = subprocess.run(
-            [*command, *more], env={**environment, **variables}, capture_output=True, text=True, timeout=300
+            [*command, *more], env={**environment, **variables}, capture_output=True, text=True, timeout=900
         )
         assert done.returncode == 2, done.stderr
         return done.stderr.strip().splitlines()[-1]
@@ -118,4 +118,4 @@ def test_what_ray_cannot_do_is_said(llama: Path, tmp_path: Path) -> None:
     assert (tmp_path / "acts.parts" / "1-of-2.log").read_text().count("Ray node") == 1  # not started again
     began = time.monotonic()
     assert "the cluster at 127.0.0.1:1 cannot be used" in says(RAY_ADDRESS="127.0.0.1:1")
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 600

@@ -193,7 +193,7 @@ def test_the_commands_on_s3(here: dict[str, Any], s3: dict[str, str], tmp_path: 
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tsae", *map(str, words)]
-        return subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=900)
 
     def python(code: str) -> str:
         command = [sys.executable, "-W", "ignore", "-c", code]

@@ -530,7 +530,7 @@ def test_killed_while_it_trains(finished: tuple[Path, list[str], Any], tiny: Run
     options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
     command = [sys.executable, "-m", "tsae", "run", str(tiny.path), "--base", str(tiny.base), "--to", str(out)]
     process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while not (out / "activations" / "base").is_dir() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
@@ -967,7 +967,7 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo"), "anonymous"]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    subprocess.run(command, check=True, capture_output=True, timeout=900)
     run = tmp_path / "grpo"
     assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
 
@@ -1002,7 +1002,7 @@ def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_p
     subprocess.run(
         [sys.executable, str(script), hub_base, str(run), kind],
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
-        check=True, capture_output=True, timeout=600,
+        check=True, capture_output=True, timeout=900,
     )  # fmt: skip
     lines: list[str] = []
     diff = analyze_run(replace(TINY, path=run, to=tmp_path / "out"), progress=False, say=lines.append)

@@ -222,7 +222,7 @@ def test_every_worker_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.M
 def test_what_the_user_stops_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part is done, and the interruption comes while the second runs."""
     script = tmp_path / "part.sh"
-    script.write_text(f'echo "$3" >> {tmp_path}/said; [ "$3" = 1/3 ] || exec sleep 60\n')
+    script.write_text(f'echo "$3" >> {tmp_path}/said; [ "$3" = 1/3 ] || exec sleep 900\n')
     monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
 
     class Interrupted:
@@ -240,7 +240,7 @@ def test_what_the_user_stops_is_not_started_again(tmp_path: Path, monkeypatch: p
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_parts(["capture"], Spread(parts=3, workers=2), tmp_path / "acts", "cpu")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     said = (tmp_path / "said").read_text().split()
     assert len(said) == len(set(said))
 

@@ -37,7 +37,7 @@ def modules() -> dict[str, set[str]]:
     """Top-level modules after each of the lines, one after another in one process; the last one is heavy."""
     lines = json.dumps([*LIGHT, "from tsae import Rollouts"])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, lines], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", SCRIPT, lines], capture_output=True, text=True, timeout=900, check=True
     )
     return {code: set(names) for code, names in json.loads(done.stdout).items()}
 

@@ -438,7 +438,7 @@ def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, off
         [sys.executable, "-c", _OFFLINE, "org/tiny", "org/tiny@later/checkpoint-8", "org/tiny-lora", "org/tiny@half",
          "org/nothing"],
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": offline},
-        capture_output=True, text=True, timeout=200, cwd=tmp_path,
+        capture_output=True, text=True, timeout=900, cwd=tmp_path,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert lines[:3] == ["base 3 20 0", "later-00008 3 20 0", "tiny-lora 3 20 0"], done.stderr[-2000:]

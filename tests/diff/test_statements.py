@@ -10,6 +10,7 @@ import pytest
 
 from tsae.diff.config import DiffConfig
 
+DRAWS = 80  # scripts/check_statements.py makes 200 or more
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
 
 
@@ -25,9 +26,9 @@ def test_every_line_is_drawn() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", check_statements.LINES, ids=lambda line: f"{line.statement}: {line.where}")
 def test_no_statement_is_false_more_often_than_promised(line: check_statements.Line) -> None:
-    false, found = np.array([line.draw(seed, QUICK) for seed in range(200)]).T
+    false, found = np.array([line.draw(seed, QUICK) for seed in range(DRAWS)]).T
     if np.isnan(false).all():  # Nothing false can be said; so that the line does show something:
         assert found.mean() > line.promised
         return
-    error = max(false.std() / math.sqrt(len(false)), math.sqrt(line.promised * (1 - line.promised) / 200 / 4))
+    error = max(false.std() / math.sqrt(len(false)), math.sqrt(line.promised * (1 - line.promised) / DRAWS / 4))
     assert false.mean() <= line.promised + 2.5 * error

@@ -80,9 +80,9 @@ def test_tokens_have_the_class_of_their_first_character() -> None:
 @pytest.mark.parametrize("piece", ["1 + ", "a ", "((((", "<<", "$", "first ", "1 a b c", ". ", "maybe, ", "1,"])
 def test_hostile_texts_take_linear_time(piece: str) -> None:
     text = piece * (40_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     character_classes(text, text)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "gsm8k").is_dir(), reason="needs GSM8K's example solutions")

@@ -67,7 +67,7 @@ def found(both: tuple[Any, Served]) -> Any:
 
 
 def ask(found: Any, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", found.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", found.server_port, timeout=120)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)

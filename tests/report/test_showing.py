@@ -330,7 +330,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
     cells = [nbformat.v4.new_code_cell(c) for c in (code, "diff.plot.volcano()", "diff.plot.bands().show()")]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     return notebook
 
 
@@ -384,7 +384,7 @@ def test_figures_draw_without_a_network(executed: Any, offline: Any, tmp_path: P
     page = tmp_path / "notebook.html"
     page.write_text(f"<!DOCTYPE html><meta charset=utf-8>{''.join(shown)}", encoding="utf-8")
     offline.goto(page.as_uri())
-    offline.wait_for_function("document.querySelectorAll('.main-svg').length >= 4", timeout=20_000)
+    offline.wait_for_function("document.querySelectorAll('.main-svg').length >= 4", timeout=120_000)
     titles = offline.eval_on_selector_all(".gtitle", "found => found.map(title => title.textContent)")
     assert [title.partition("\u200b")[0] for title in titles] == [
         "Shift of every tested feature",

@@ -163,9 +163,9 @@ def test_formats(text: str, expected: str) -> None:
 
 
 def test_spaces_within_a_sentence_take_linear_time() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert final_answers("the answer is a" + " " * 20_000 + "b") == final_answers("the answer is" + "\n" * 20_000) == []
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.slow  # times long texts
@@ -175,9 +175,9 @@ def test_no_text_takes_more_than_linear_time() -> None:
              " - ", "\n ", "final ", "*", " ", "a", "import", "."]  # fmt: skip
     for unit in units:
         for text in (unit * (n // len(unit)), "answer is " + unit * (n // len(unit)) + "x"):
-            start = time.perf_counter()
+            start = time.process_time()
             final_answers(text), operations(text), response_format(text), loop_share(text), repeated_ngrams(text)
-            assert time.perf_counter() - start < 4, unit  # quadratic patterns took from 8 seconds to minutes
+            assert time.process_time() - start < 4, unit  # quadratic patterns took from 8 seconds to minutes
 
 
 # --- ground truth

@@ -420,7 +420,7 @@ def test_torchrun_runs_the_command(store: ActivationStore, tmp_path: Path) -> No
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*torchrun, *command, *options], **pipes) as child:
         try:
-            out, err = child.communicate(timeout=120)
+            out, err = child.communicate(timeout=900)
         finally:
             child.terminate()  # torchrun then ends its processes, which a kill would leave behind
     assert child.returncode == 0, err

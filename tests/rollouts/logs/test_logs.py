@@ -500,7 +500,7 @@ def test_memory_does_not_grow_with_the_number_of_lines(llama: Path, tmp_path: Pa
         [sys.executable, "-c", MEMORY, str(tmp_path), str(llama)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env={**os.environ},
     )
     assert done.returncode == 0, done.stderr
