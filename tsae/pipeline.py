@@ -22,7 +22,7 @@ from tsae.base.seal import read_sealed, with_checksum
 from tsae.causal.findings import Tested
 from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.claims.evidence import StepCheck
+from tsae.claims.evidence import StepCheck, attribution_in
 from tsae.claims.run_claims import Claims, claims_before, claims_of
 from tsae.diff.config import DiffConfig, need_settings
 from tsae.diff.controls.baselines import baselines
@@ -227,7 +227,7 @@ def analyse(
 
     attribution = None
     if attribute is not None:
-        attribution, told = _attributed(attribute, sae, diff, to / "attribution")
+        attribution, told = _attributed(attribute, sae, diff, to)
         if attribution is None:
             diff = replace(diff, info={**diff.info, "no_attribution": told})
         say("attribution", told)
@@ -292,13 +292,16 @@ def _attributed(
 ) -> tuple[Attribution | None, str]:
     """The attribution and what it did; or nothing, and what is missing for it."""
     try:
-        found = Attribution.load(to) if (to / "attribution.json").is_file() else attribute(sae, diff)
+        found, why = attribution_in(to)
+        found = attribute(sae, diff) if found is None and not why else found
     except TsaeError as error:
         # The name alone: the page of a run does not depend on where it lies.
         where = f"{Path(error.where).name}: " if error.where else ""
         fix = (error.fix or "See docs/attribution.md").rstrip(".")
         missing = f"{where}{error.what.rstrip('.')}"
         return None, f"Not known. {missing}. `tsae attribute` adds it: {fix[:1].lower()}{fix[1:]}."
+    if found is None:
+        return None, f"Not known. It needs {why}. `tsae attribute` adds it."
     return found, " ".join(statement(found).sentences)
 
 

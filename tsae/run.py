@@ -28,6 +28,7 @@ from tsae.attribution.gradients.gradient_store import check_budget
 from tsae.base.files import sha256
 from tsae.base.provenance import versions
 from tsae.causal.findings import causal_tests
+from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.config import RunConfig
@@ -50,7 +51,7 @@ from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import CONTENTS, add_found, claim, read_stamp
+from tsae.stamps import CONTENTS, add_found, claim
 
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. Rarer ones are hardly learned or compared."""
@@ -161,8 +162,7 @@ def analyze_state(
         progress=progress,
     )
     if config.causal:
-        made = sorted(folder.name for folder in (config.to / "causal").glob("*") if folder.is_dir())
-        add_found(config.to, "run.json", {**((read_stamp(config.to, "run.json") or {})["found"]), "causal": made})
+        add_found(config.to, "run.json", {"causal": [test.name for test in folders_of_tests(config.to)]})
     return analysed
 
 

@@ -27,7 +27,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         stamp: what it is to say.
         what: names the run in messages.
         adds: settings of a stage, first the one that asks for it. If it is asked for, and the folder's run left it out,
-            the stage is added: the rest stays, and the page is written anew.
+            the stage is added: the rest stays.
 
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
@@ -42,26 +42,30 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         if found is not None and CONTENTS not in found:
             compared = {key: value for key, value in wanted.items() if key != CONTENTS}
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
-        if found is not None and adds and _left_out(found, compared, STAMPS[name], adds):
-            (folder / "report.html").unlink(missing_ok=True)
-        elif found is None or {key: value for key, value in found.items() if key != _FOUND} != compared:
+        before = {key: value for key, value in (found or {}).items() if key != _FOUND}
+        if before != compared and not (adds and _left_out(before, compared, STAMPS[name], adds)):
             differing = sorted(key for key in compared if found is not None and found.get(key) != compared[key])
+            fix = "Delete that folder, or give another one with --to."
+            if adds and _left_out(compared, before, STAMPS[name], adds):
+                fix = f"Its run was asked for --{adds[0]}: give that, too, or another folder with --to."
+            elif "sae" in before:
+                fix = "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to)."
             raise TsaeError(
                 f"holds something else than {what} of these settings and versions"
                 + (f" (differing: {', '.join(differing)})" if differing else ""),
                 where=folder,
-                fix="Delete that folder, or give another one with --to."
-                if found is None or "sae" not in found
-                else "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to).",
+                fix=fix,
             )
+        if found is not None and _FOUND in found:
+            wanted = {**wanted, _FOUND: found[_FOUND]}
     _write_stamp(folder, name, wanted)
 
 
-def _left_out(found: Mapping[str, Any], wanted: Mapping[str, Any], key: str, adds: Sequence[str]) -> bool:
-    """Whether a stamp is of the run that is wanted, but without the stage of some settings."""
-    before = {**wanted[key], **{name: found.get(key, {}).get(name) for name in adds}}
-    asked = wanted[key][adds[0]] and not before[adds[0]]
-    return bool(asked) and {name: value for name, value in found.items() if name != _FOUND} == {**wanted, key: before}
+def _left_out(less: Mapping[str, Any], more: Mapping[str, Any], key: str, adds: Sequence[str]) -> bool:
+    """Whether two stamps are of the same run, the first without the stage of some settings that the second has."""
+    without = {**more.get(key, {}), **{name: less.get(key, {}).get(name) for name in adds}}
+    asked = more.get(key, {}).get(adds[0]) and not without.get(adds[0])
+    return bool(asked) and less == {**more, key: without}
 
 
 def stamp_copy(folder: Path, name: str) -> Path:
@@ -86,5 +90,6 @@ def _write_stamp(folder: Path, name: str, stamp: Mapping[str, Any]) -> None:
 
 
 def add_found(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """Add what the stages found to a stamp that `claim` wrote."""
-    _write_stamp(folder, name, {**(read_stamp(folder, name) or {}), _FOUND: found})
+    """Add what a stage found to a stamp that `claim` wrote. What other stages found stays."""
+    stamp = read_stamp(folder, name) or {}
+    _write_stamp(folder, name, {**stamp, _FOUND: {**stamp.get(_FOUND, {}), **found}})

@@ -22,7 +22,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.running.journal import Journal, begin, finish
 from tsae.rollouts.sampling.batches import Batches, Response
-from tsae.stamps import claim, read_stamp
+from tsae.stamps import add_found, claim, read_stamp
 
 
 def test_content_carries_its_checksum(tmp_path: Path) -> None:
@@ -167,11 +167,18 @@ def test_a_stage_is_added_to_a_run_that_left_it_out(tmp_path: Path) -> None:
     assert page.is_file()
     with pytest.raises(TsaeError, match="holds something else"):
         claim(tmp_path, "run.json", asked(True, seed=1), "an analysis", adds)
+    add_found(tmp_path, "run.json", {"second_look": 3})
     claim(tmp_path, "run.json", asked(True, tests={"problems": 9}), "an analysis", adds)
-    assert not page.is_file()
-    assert read_stamp(tmp_path, "run.json") == asked(True, tests={"problems": 9})
-    for other in (asked(False), asked(True, tests={"problems": 7})):
-        with pytest.raises(TsaeError, match="holds something else"):
+    assert page.is_file()  # until there is a test that it does not show
+    add_found(tmp_path, "run.json", {"causal": ["one"]})
+    claim(tmp_path, "run.json", asked(True, tests={"problems": 9}), "an analysis", adds)
+    told = {"found": {"second_look": 3, "causal": ["one"]}}
+    assert read_stamp(tmp_path, "run.json") == {**asked(True, tests={"problems": 9}), **told}
+    for other, fix in (
+        (asked(False), "asked for --causal"),
+        (asked(True, tests={"problems": 7}), "Delete that folder"),
+    ):
+        with pytest.raises(TsaeError, match=f"holds something else.*{fix}"):
             claim(tmp_path, "run.json", other, "an analysis", adds)
 
 

@@ -266,7 +266,7 @@ def test_the_demo_opens_its_report(tmp_path: Path) -> None:
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
     browser.chmod(0o755)
-    sizes = {"problems": 14, "samples": 4, "band-samples": 12, "sae.d-sae": 64, "sae.k": 4, "training.tokens": 20_000}
+    sizes = {"problems": 4, "samples": 4, "band-samples": 8, "sae.d-sae": 32, "sae.k": 4, "training.tokens": 6_000}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     subprocess.run(
         [sys.executable, "-m", "tsae", "demo", "--open", "--to", tmp_path / "demo", *options], check=True, timeout=900,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -48,8 +49,8 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.stamps import claim, stamp_copy
 from tsae.upkeep.find import Artefact, aside_name
-from tsae.upkeep.kinds import FOLDERS
-from tsae.upkeep.mend import _aside, remedy, repair
+from tsae.upkeep.kinds import FOLDERS, TABLES
+from tsae.upkeep.mend import _aside, _own_files, remedy, repair
 from tsae.upkeep.stamped import stamped_command
 from tsae.upkeep.verify import Finding, verify
 
@@ -318,6 +319,37 @@ def test_nothing_that_was_kept_is_removed(copy: Path) -> None:
     # What is kept is no artefact, whatever its state.
     flip(copy / "diff.before-repair-2" / "shifts.parquet", 99)
     assert set(states(copy)) == {"rollouts.parquet", "features", "diff", "other"}
+
+
+def test_directions_of_an_attribution_that_was_not_finished_are_nothing_to_repair(tmp_path: Path) -> None:
+    folder = tmp_path / "attribution"
+    named, other = "directions-0123456789abcdef", "directions-fedcba9876543210"
+    make_attribution(directions=named).save(folder)
+    Directions(folder / named).keep(1, torch.ones(2, 3))
+    Directions(folder / other).keep(1, torch.ones(2, 3))
+    (folder / other / "step-000001.safetensors").unlink()
+    assert states(folder) == {"attribution": "intact", named: "intact"}
+    # An attribution that was made again, with other directions, replaces damaged ones.
+    with _aside([Finding(Artefact(folder / named, TABLES), "damaged")]) as told:
+        (folder / other / SEAL).unlink()
+        Directions(folder / other).keep(1, torch.ones(2, 3))
+        make_attribution(directions=other).save(folder)
+    assert f"{folder / named} is replaced by other directions" in told
+    assert states(folder) == {"attribution": "intact", other: "intact"}
+    assert not [path for path in folder.iterdir() if path.name[0] == "."]
+
+
+def test_tables_that_a_killed_repair_moved_aside_are_brought_to_light(tmp_path: Path) -> None:
+    folder = tmp_path / "attribution"
+    make_attribution().save(folder)
+    before = contents(folder)
+    for name in before:
+        shutil.copy(folder / name, aside_name(folder / name))
+    said: list[str] = []
+    assert all(finding.ok for finding in repair([folder], say=said.append, progress=False))
+    assert len(said) == len(before)
+    assert contents(folder) == before | {f"{name}.damaged": digest for name, digest in before.items()}
+    assert _own_files(folder) == [folder / name for name in os.listdir(folder) if name in before]
 
 
 def test_names_with_line_breaks_pass_for_no_lines_of_ours(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,10 +25,13 @@ from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import NextToken, Together
 from tsae.attribution.trainer.recipe import read_recipe
+from tsae.base.files import is_partial
+from tsae.base.seal import SEAL
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.testbed.tokenizer import TOKEN_IDS
+from tsae.upkeep.verify import verify
 
 QUICK = AttributionConfig(
     targets=("features", "outcome"),
@@ -277,6 +280,32 @@ def test_an_attribution_is_there_until_the_next_one_is_whole(
     assert folders()[0] == "directions"
     assert again().info["directions"] == after.info["directions"]
     assert folders() == sorted([after.info["directions"], "directions-mine", "directions-0123456789abcdef"])
+
+
+def test_directions_that_lost_their_checksums_are_refused(found: Attribution, run: Path, tmp_path: Path) -> None:
+    series, log = tsae.CheckpointSeries.load(run), tsae.Rollouts.read(run / "rollouts.parquet")
+    to = shutil.copytree(run / "attribution", tmp_path / "attribution")
+    trajectory = int(found.of_target("feature 3", 1).iloc[0].trajectory)
+    (to / found.info["directions"] / SEAL).unlink()
+    with pytest.raises(TsaeError, match=r"its checksums\.json is missing.*Attribute again"):
+        Attribution.load(to, log).tokens(trajectory, "feature 3", series)
+    states = {finding.artefact.path.name: finding.state for finding in verify([to], progress=False)}
+    assert states["attribution"] == "damaged"
+
+
+def test_saving_anew_keeps_what_was_there_until_all_is_written(
+    found: Attribution, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = shutil.copytree(run / "attribution", tmp_path / "attribution")
+    other = replace(found, targets=found.targets.assign(realised=7.0))
+    with monkeypatch.context() as patch:
+        patch.setattr("tsae.attribution.attribution.seal", _stopped)
+        with pytest.raises(KeyboardInterrupt):
+            other.save(to)
+    pd.testing.assert_frame_equal(Attribution.load(to).targets, found.targets)
+    assert not [file for file in to.iterdir() if is_partial(file)]
+    other.save(to)
+    pd.testing.assert_frame_equal(Attribution.load(to).targets, other.targets)
 
 
 def test_directions_lie_in_the_attribution(found: Attribution, run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from scipy import stats
 import tsae
 from support.attributions import make_attribution
 from support.builders import synthetic_store
+from support.cli import run as cli
 from support.damage import flip
 from support.runs import BANDS, answer, answers, checkpoint, write_run
 from tsae.base.seal import SEAL, seal
-from tsae.claims.evidence import Evidence, Missing
+from tsae.causal.intervention import folders_of_tests
+from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
+from tsae.commands.actions.diff import files_of_page
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.entries.hashes import hash64
 
@@ -550,6 +554,36 @@ def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
     flip(folder / "diff" / "shifts.parquet", 400)
     with pytest.raises(TsaeError, match="damaged"):
         claims_of(folder, ["a"])
+
+
+def test_what_a_repair_keeps_is_no_causal_test(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN)
+    for name in ("one", "one.before-repair", "one.damaged-2", ".two.damaged", "two"):
+        (folder / "causal" / name).mkdir(parents=True)
+    (folder / "causal" / "notes.txt").write_text("mine")
+    assert [test.name for test in folders_of_tests(folder)] == ["one", "two"]
+    assert [file.parent.name for file in files_of_page(folder) if file.name == "causal.json"] == ["one", "two"]
+
+
+def test_an_attribution_of_another_log_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN, log=answers("base", LEVEL, step=1))
+    assert attribution_in(folder) == (None, "")
+    own = Evidence(folder)._log_fingerprint
+    section = "Which samples did that"
+    for of, shown in ((own, True), ("0123456789abcdef", False)):
+        make_attribution(inputs={"rollouts": of}).save(folder / "attribution")
+        found, why = attribution_in(folder)
+        assert (found is not None) == shown
+        assert shown or re.match("an attribution of this run’s own log .*is of the log 0123456789abcdef", why)
+        cli("report", "--diff", folder / "diff", "--to", tmp_path / "page.html")
+        assert (section in (tmp_path / "page.html").read_text(encoding="utf-8")) == shown
+        assert ("attribution is not shown: the page needs" in capsys.readouterr().err) == (not shown)
+    # Who names it has it shown.
+    cli("report", "--diff", folder / "diff", "--attribution", folder / "attribution", "--to", tmp_path / "page.html")
+    assert section in (tmp_path / "page.html").read_text(encoding="utf-8")
+    (folder / "rollouts" / "rollouts.parquet").rename(tmp_path / "elsewhere.parquet")  # no run any more
+    found, _ = attribution_in(folder)
+    assert found is not None
 
 
 def test_a_piece_that_was_there_is_no_missing_one(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from tsae.activations.reader.assignment import check_context, check_tokenizer
-from tsae.attribution.attribution import DIRECTIONS, Attribution
+from tsae.attribution.attribution import Attribution, is_left_over
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
 from tsae.attribution.credit.replays import Logs, validate
@@ -192,7 +192,7 @@ def attribute(
     )
     saved = found.save(to)
     for folder in to.iterdir():
-        if DIRECTIONS.fullmatch(folder.name) and folder.name != directions.name:
+        if is_left_over(folder):
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier attribution, which this one replaced
     return saved
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pandas as pd
 from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.base.files import read_object, reading
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.files import read_object, reading, replacing, write_json
+from tsae.base.seal import check_seal, need_seal, seal
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
@@ -35,6 +36,17 @@ _COLUMNS = {
 _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
 DIRECTIONS = re.compile("directions(-[0-9a-f]{16})?")
 """Names of folders that hold directions. Earlier versions called it "directions" for all targets."""
+
+
+def is_left_over(directions: Path) -> bool:
+    """Whether a folder of directions belongs to no attribution: the one beside it names another folder."""
+    if not DIRECTIONS.fullmatch(directions.name):
+        return False
+    try:
+        named = read_object(directions.parent / "attribution.json", "Attribute again.").get("directions", "directions")
+    except TsaeError:
+        return False
+    return bool(named != directions.name)
 
 
 @dataclass(frozen=True)
@@ -206,13 +218,19 @@ class Attribution(Tables):
         return found.assign(response=self.source.frame.response.to_numpy()[found.trajectory.to_numpy()])
 
     def save(self, folder: str | Path) -> Attribution:
-        """Write the tables as Parquet, and info as attribution.json, which comes last; gives itself with the folder."""
+        """Write the tables as Parquet, and info as attribution.json; gives itself with the folder.
+
+        What was there before stays until all is written under temporary names, which then take its place.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "attribution.json").unlink(missing_ok=True)
-        for name in _TABLES:
-            write_table(folder / f"{name}.parquet", getattr(self, name))
-        write_sealed(folder, "attribution.json", self.info, [f"{name}.parquet" for name in _TABLES])
+        with ExitStack() as stack:  # names that are entered first are given last
+            files = {"attribution.json": stack.enter_context(replacing(folder / "attribution.json"))}
+            for name in _TABLES:
+                files[f"{name}.parquet"] = stack.enter_context(replacing(folder / f"{name}.parquet"))
+                write_table(files[f"{name}.parquet"], getattr(self, name))
+            write_json(files["attribution.json"], {**self.info, "sealed": True})
+            seal(folder, coming=files)
         return replace(self, folder=folder)
 
     @classmethod

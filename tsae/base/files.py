@@ -23,6 +23,7 @@ _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFErro
 
 
 _PARTIAL = ".tsae.tmp"
+_KEPT = re.compile(r"\.(damaged|before-repair)(-\d+)?$")
 
 
 def partial_name(path: str | Path) -> Path:
@@ -37,6 +38,11 @@ def partial_name(path: str | Path) -> Path:
 def is_partial(path: Path) -> bool:
     """Whether a file or folder has a name of `partial_name`."""
     return path.name.startswith(".") and path.name.endswith(_PARTIAL)
+
+
+def is_kept(path: Path) -> bool:
+    """Whether `tsae repair` keeps something under this name beside its place: nothing makes it again."""
+    return _KEPT.search(path.name) is not None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import read_object, reading
+from tsae.base.files import is_kept, read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.statistics.bootstrap import counts, percentile_interval
@@ -35,6 +35,12 @@ _NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
 _SHOWN = [*_NEEDED[1:], "mean_difference", "all_features", "whole", "donor"]
 _DRAWS = 2000
 _FILES = ("causal.json", "outcomes.parquet", "rollouts.parquet")
+
+
+def folders_of_tests(folder: Path) -> list[Path]:
+    """Folders of causal tests in the folder of a run, by name; not what `tsae repair` moved aside or keeps there."""
+    found = (folder / "causal").glob("*")
+    return sorted(test for test in found if test.is_dir() and test.name[0] != "." and not is_kept(test))
 
 
 def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.base.files import reading
 from tsae.base.seal import sealed_names
 from tsae.base.statistics.intervals import FEWEST
-from tsae.causal.intervention import Intervention
+from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
@@ -44,6 +44,23 @@ _MOSTLY = 0.8
 """Share of a log's responses from which on a run counts as trained on a band."""
 _ROWS = 4096
 """Responses whose texts are read, at most, spread over a log. Texts of a whole log take minutes."""
+
+
+def attribution_in(folder: Path) -> tuple[Attribution | None, str]:
+    """The attribution in the folder of a run, or of a diff alone; or nothing, and what is
+    needed in place of one that is there.
+
+    Raises:
+        TsaeError: where it, or the log that it is compared with, is damaged.
+    """
+    if not (folder / "attribution" / "attribution.json").is_file():
+        return None, ""
+    if not any((folder / name).is_file() for name in _ROLLOUTS):
+        return Attribution.load(folder / "attribution"), ""
+    try:
+        return Evidence(folder).attribution, ""
+    except Missing as missing:
+        return None, missing.needs
 
 
 def inputs_of(diff: FeatureDiff) -> dict[str, str]:
@@ -233,7 +250,7 @@ class Evidence:
     @cached_property
     def tests(self) -> list[Intervention]:
         """Causal tests of features, each a folder below causal."""
-        names = sorted(f"causal/{folder.name}/causal.json" for folder in (self.folder / "causal").glob("*"))
+        names = [f"causal/{test.name}/causal.json" for test in folders_of_tests(self.folder)]
         files = [self.folder / name for name in names if self._is_there(name)]
         if not files:
             raise Missing(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tsae.attribution.attribution import is_left_over
+from tsae.base.files import is_kept
 from tsae.claims.run_claims import said_claims
 from tsae.errors import TsaeError
 from tsae.stamps import STAMPS, read_stamp
@@ -22,8 +23,6 @@ _STAGES: dict[str, Kind] = {
     "report.html": PAGE,
 }
 """Of a whole run."""
-_KEPT = re.compile(r"\.(damaged|before-repair)(-\d+)?$")
-"""What a repair kept beside its place: nothing makes it again."""
 _ROLLOUTS = {"demo.json": ("rollouts.parquet",), "run.json": ("rollouts/log.parquet", "rollouts/rollouts.parquet")}
 
 
@@ -87,7 +86,7 @@ def _walk(path: Path, run: Path | None) -> Iterator[Artefact]:
     for below in sorted(path.iterdir()):
         if below.name.startswith((".", "checkpoint")) or (below.is_symlink() and below.is_dir()):
             continue
-        if _KEPT.search(below.name):
+        if is_kept(below) or (below.is_dir() and is_left_over(below)):
             continue
         # Files of an artefact are its own. A store's folders hold its shards.
         if (below.is_dir() and (kind is None or kind.name != "store")) or (below.is_file() and kind is None):

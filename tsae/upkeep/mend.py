@@ -28,9 +28,10 @@ from huggingface_hub import constants
 
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
+from tsae.attribution.attribution import is_left_over
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import is_partial, read_object, replacing, writing
+from tsae.base.files import is_kept, is_partial, read_object, replacing, writing
 from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digests
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
@@ -293,6 +294,9 @@ def _aside(findings: Sequence[Finding]) -> Iterator[list[str]]:
             if path.exists():
                 with writing(aside_name(path), "Its replacement is there: remove it yourself."):
                     told.append(_replaced(path, aside_name(path), finding))
+            elif is_left_over(path):  # directions of an attribution that was made again, and has others
+                _remove(aside_name(path))
+                told.append(f"{shown_path(path)} is replaced by other directions")
     finally:
         for path in moved:
             if aside_name(path).exists() and not path.exists():
@@ -323,7 +327,11 @@ def _in_the_way(finding: Finding) -> list[Path]:
 def _own_files(attribution: Path) -> list[Path]:
     """The tables of an attribution. What they were computed from stays."""
     there = attribution.iterdir() if attribution.is_dir() else ()
-    return [file for file in there if file.is_file() and file.name != "inputs.json"]
+    return [
+        file
+        for file in there
+        if file.is_file() and file.name != "inputs.json" and file.name[0] != "." and not is_kept(file)
+    ]
 
 
 def _replaced(path: Path, aside: Path, finding: Finding) -> str:
@@ -351,12 +359,13 @@ def _replaced(path: Path, aside: Path, finding: Finding) -> str:
 
 def _surfaced(findings: Sequence[Finding]) -> Iterator[str]:
     """Give back what lies aside although its place is taken: its repair was killed when it was nearly done."""
-    for finding in findings:
-        path, aside = finding.artefact.path, aside_name(finding.artefact.path)
-        if finding.ok and os.path.lexists(aside):
-            with sole_writer(finding.artefact.run or path), writing(path.parent, "Rename it yourself."):
-                kept = _keep(aside, path.with_name(f"{path.name}.damaged"))
-            yield f"{shown_path(path)}: what an earlier repair had moved aside is kept as {kept.name}"
+    for finding in (finding for finding in findings if finding.ok):
+        whole = finding.artefact.path
+        for path in (whole, *(_own_files(whole) if finding.artefact.kind.name == "attribution" else ())):
+            if os.path.lexists(aside := aside_name(path)):
+                with sole_writer(finding.artefact.run or whole), writing(path.parent, "Rename it yourself."):
+                    kept = _keep(aside, path.with_name(f"{path.name}.damaged"))
+                yield f"{shown_path(path)}: what an earlier repair had moved aside is kept as {kept.name}"
 
 
 def _keep(aside: Path, name: Path) -> Path:

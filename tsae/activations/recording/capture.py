@@ -335,9 +335,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
                     where=to,
                     fix="Recapture it with `tsae store check --repair`, or delete this folder.",
                 )
-    # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
-    os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
-    written = to / "run.json"
+    written, record = to / "run.json", None
     if found["complete"] and written.is_file():
         run = read_sealed(written, "Remove it, and capture again; no model is read again.")
         with reading(written, "Remove it, and capture again; no model is read again."):
@@ -348,7 +346,11 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
                 where=written,
                 fix="Remove it, and capture again; no model is read again.",
             )
-        _put(part, written, with_checksum({**run, "inputs": inputs}))
+        record = with_checksum({**run, "inputs": inputs})
+    # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
+    os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
+    if record is not None:
+        _put(part, written, record)
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
             published(file)

@@ -9,6 +9,7 @@ tokens of a sample.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import reading
-from tsae.base.seal import check_seal, seal
+from tsae.base.seal import check_seal, need_seal, seal
 from tsae.checkpoints.forward.hooks import positions
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -53,10 +54,21 @@ class Directions:
                 where=self.folder,
                 fix="Attribute again, with a larger budget for the disk (budget_gb).",
             )
-        check_seal(self.folder, "Attribute again.", [self._file(step).name])
+        self.check([self._file(step)])
         with reading(self._file(step), "Attribute again."), safe_open(self._file(step), "pt") as file:
             found: torch.Tensor = file.get_slice("vectors")[target].float()
         return found
+
+    def check(self, files: Sequence[Path] | None = None) -> None:
+        """Compare files, by default all, with their checksums. Folders of earlier versions may have none.
+
+        Raises:
+            TsaeError: where they are damaged, or the checksums are lost.
+        """
+        there = sorted(self.folder.glob("step-*.safetensors")) if files is None else files
+        if there and self.folder.name != "directions":  # the name of earlier versions
+            need_seal(self.folder, there, "Attribute again.")
+        check_seal(self.folder, "Attribute again.", None if files is None else [file.name for file in files])
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.safetensors"

@@ -15,7 +15,9 @@ from tsae.base.files import read_object, reading, write_text
 from tsae.base.seal import check_seal, write_sealed
 from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
+from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.loading import token_strings
+from tsae.claims.evidence import attribution_in
 from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_in
 from tsae.commands.common import as_json, load_series, say_wrote
@@ -165,8 +167,8 @@ def run_report(options: Report) -> None:
         diff = Explanations.load(options.explanations).mark(diff)
     else:
         diff = _labelled(diff, options.diff.parent / "explanations")
-    folder = options.attribution or options.diff.parent / "attribution"
-    attribution = Attribution.load(folder) if options.attribution is not None else _attribution_in(folder)
+    folder = options.diff.parent
+    attribution = _attribution_in(folder) if options.attribution is None else Attribution.load(options.attribution)
     claims = claims_in(options.diff.parent, diff)
     say_wrote(diff.to_html(options.to, title=options.title, attribution=attribution, claims=claims))
 
@@ -177,7 +179,11 @@ def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
 
 
 def _attribution_in(folder: Path) -> Attribution | None:
-    return Attribution.load(folder) if (folder / "attribution.json").is_file() else None
+    """The attribution in the folder of a run. Says so where one is left out."""
+    found, why = attribution_in(folder)
+    if why:
+        print(f"{folder / 'attribution'} is not shown: the page needs {why}.", file=sys.stderr)
+    return found
 
 
 def files_of_page(folder: Path) -> list[Path]:
@@ -189,7 +195,7 @@ def files_of_page(folder: Path) -> list[Path]:
         "attribution/attribution.json",
         CLAIMS,
     )
-    return [*(folder / name for name in names), *(folder / "causal").glob("*/causal.json")]
+    return [*(folder / name for name in names), *(test / "causal.json" for test in folders_of_tests(folder))]
 
 
 def run_serve(options: Serve) -> None:
@@ -201,10 +207,11 @@ def run_serve(options: Serve) -> None:
 
     def read() -> tuple[tsae.FeatureDiff, Attribution | None, Claims | None]:
         diff = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
-        for test in sorted(file.parent for file in (folder / "causal").glob("*/causal.json")):
-            diff = tsae.Intervention.load(test).mark(diff)
+        for test in folders_of_tests(folder):
+            if (test / "causal.json").is_file():
+                diff = tsae.Intervention.load(test).mark(diff)
         labelled = _labelled(diff, folder / "explanations")
-        return labelled, _attribution_in(folder / "attribution"), claims_in(folder, diff)
+        return labelled, _attribution_in(folder), claims_in(folder, diff)
 
     with server(ServedRun(read, lambda: files_of_page(folder), options.title), options.port) as found:
         print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
