@@ -725,11 +725,14 @@ def test_a_damaged_copy_of_the_rollouts_is_put_right_by_the_same_capture(
 
 
 def test_the_record_of_another_capture_does_not_stay(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, fewer = Path(shutil.copytree(whole, tmp_path / "acts")), rollouts.select(np.arange(len(rollouts)) < 4)
     other = capture(series, fewer, SITES, to=tmp_path / "other", config=CONFIG, progress=False)
     shutil.copy(other.path / "run.json", folder / "run.json")
+    with pytest.raises(SystemExit):
+        main(["store", "show", str(folder)])
+    assert "manifest.json: is of another capture" in capsys.readouterr().err
     before = contents(folder)
     banded = rollouts.with_column("band", ["easy"] * len(rollouts))
     with pytest.raises(
