@@ -187,6 +187,7 @@ def analyse(
     if encoded(to / "features"):
         with sole_writer(to / "features"):  # which clears away the lock of one that was killed at its end
             features = tsae.FeatureTable.load(to / "features")
+        features.need_sae(sae.fingerprint, sae.config.d_sae)
     else:
         features = tsae.encode(sae, store, to=to / "features", kept=kept, progress=progress)
     say("features", f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens")

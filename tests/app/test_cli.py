@@ -186,6 +186,10 @@ def test_samples_that_push_features_are_named(
     run("reinforcement", "--features", pipeline / "features", "--diff", pipeline / "diff", "--to", tmp_path / "found",
         "--n-permutations", 100, "--n-bootstrap", 100)  # fmt: skip
     said = capsys.readouterr().out
+    assert (tmp_path / "found" / "predicted.parquet").is_file()
+    run("reinforcement", "--features", pipeline / "features", "--to", tmp_path / "found", "--n-permutations", 100,
+        "--n-bootstrap", 100)  # fmt: skip
+    assert not (tmp_path / "found" / "predicted.parquet").exists()
     expected = tsae.reinforcement(pipeline / "features", tsae.DiffConfig(n_permutations=100, n_bootstrap=100))
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "found" / "reinforcement.parquet"), expected.table)
     compared = expected.compare(tsae.FeatureDiff.load(pipeline / "diff"))

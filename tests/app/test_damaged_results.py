@@ -170,6 +170,13 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
     for name in ("reinforcement", "predicted"):
         (pushed / f"{name}.parquet").parent.mkdir(exist_ok=True)
         pd.DataFrame({"a": [1]}).to_parquet(pushed / f"{name}.parquet")
+    write_sealed(pushed, "reinforcement.json", {"labels": "others"}, ["reinforcement.parquet", "predicted.parquet"])
+    with pytest.raises(TsaeError, match="is of other labels than the diff"):
+        run_report(replace(options, features=None, reinforcement=pushed))
+    write_sealed(pushed, "reinforcement.json", {}, ["reinforcement.parquet", "predicted.parquet"])
+    (pushed / SEAL).unlink()
+    with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
+        run_report(replace(options, features=None, reinforcement=pushed))
     write_sealed(pushed, "reinforcement.json", {"rollouts": "others"}, ["reinforcement.parquet", "predicted.parquet"])
     with pytest.raises(TsaeError, match="is of other rollouts than the diff"):
         run_report(replace(options, features=None, reinforcement=pushed))

@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -40,12 +41,12 @@ def rollouts(tmp_path: Path) -> Path:
         ("reinforcement --features features --json pipe", "is a device or a pipe, expected a file"),
         ("diff --features features --to pipe", "is a device or a pipe, expected a file"),
         ("reinforcement --features features --json rollouts.parquet", "no file with JSON results"),
-        ("rollouts bands --rollouts rollouts.parquet --to other.parquet", "no file with rollouts of tsae"),
+        ("rollouts bands --rollouts rollouts.parquet --to other.parquet", "no file with rollouts in bands"),
         ("rollouts bands --rollouts rollouts.parquet --to rollouts.parquet", r"is an input too \(--rollouts\)"),
         ("rollouts bands --rollouts rollouts.parquet --to ./folder/../rollouts.parquet", "is an input too"),
         ("rollouts bands --rollouts rollouts.parquet --to folder", "is a folder, and a file is to be written"),
         ("reformulate problems.jsonl --to problems.jsonl", r"is an input too \(--problems\)"),
-        ("reformulate problems.jsonl --to notes.txt", "no file with problems"),
+        ("reformulate problems.jsonl --to notes.txt", "no file with reformulated problems"),
         ("demo --to notes.txt", "is a file, and a folder is to be written"),
         ("export --sae sae --to notes.txt", "is a file, and a folder is to be written"),
         ("encode --sae sae --store folder --to folder", r"is an input too \(--store\)"),
@@ -67,7 +68,14 @@ def rollouts(tmp_path: Path) -> Path:
             "credit weights --credit a --features b --store c --to rollouts.parquet",
             "no file with token weights of tsae",
         ),
-        ("rollouts bands --rollouts other.parquet --to statistics.parquet", "no file with rollouts of tsae"),
+        ("rollouts bands --rollouts other.parquet --to statistics.parquet", "no file with rollouts in bands"),
+        ("reformulate problems.jsonl --to mine.jsonl", "no file with reformulated problems"),
+        (
+            "rollouts behaviours --rollouts rollouts.parquet --to a.out --json a.out",
+            "is the output of --to, too",
+        ),
+        ("diff --features features --to out --json ./f.json --markdown f.json", "is the output of --json, too"),
+        ("diff --features features --to out --json out/diff.json", r"lies in the folder that is written \(--to out\)"),
         ("rollouts import folder --to rollouts.parquet", "no file with imported rollouts of tsae"),
         (
             "rollouts sample --series folder --problems problems.jsonl --verifier a:b --to imported.parquet",
@@ -88,6 +96,7 @@ def test_what_others_wrote_is_left_alone(
     os.mkfifo(folder / "pipe")
     (folder / "precious.html").write_text("<!DOCTYPE html><p>mine")
     (folder / "problems.jsonl").write_text('{"id": "1", "prompt": "1+1?", "answer": "2"}\n')
+    shutil.copy(folder / "problems.jsonl", folder / "mine.jsonl")
     pd.DataFrame({"a": [1]}).to_parquet(folder / "other.parquet")
     table = pa.table({"a": [1]})
     write_table(folder / "statistics.parquet", table.schema, [table], {"kind": "token statistics"})

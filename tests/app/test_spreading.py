@@ -164,7 +164,10 @@ def test_a_sampling_in_parts_is_put_together(llama: Path, tmp_path: Path) -> Non
     write_problems([Problem(f"p{i}", f"{i}+1?", str(i + 1)) for i in range(6)], problems)
     command = ["rollouts", "sample", "--series", llama, "--problems", problems, "--n-samples", 3]
     command += ["--max-new-tokens", 6, "--batch-size", 4]
+    (tmp_path / "one.parquet.pieces").mkdir()
+    (tmp_path / "one.parquet.pieces" / "notes.txt").write_text("mine")
     run(*command, "--to", tmp_path / "one.parquet")
+    assert [file.name for file in (tmp_path / "one.parquet.pieces").iterdir()] == ["notes.txt"]
     run(*command, "--to", tmp_path / "two.parquet", "--parts", 2, "--workers", 2)
     one, two = (tsae.Rollouts.read(tmp_path / f"{name}.parquet") for name in ("one", "two"))
     assert one.table.equals(two.table)

@@ -361,16 +361,21 @@ def test_a_one_epoch_run_speaks_of_what_it_has(one_epoch: Any, capsys: pytest.Ca
 
 
 def test_the_causal_command_finds_opposed_features_of_a_one_epoch_run(one_epoch: Any, tmp_path: Path) -> None:
-    folder = one_epoch.save(tmp_path / "diff")
+    folder, features = one_epoch.save(tmp_path / "diff"), one_epoch.source.save(tmp_path / "features")
 
     def chosen(**more: Any) -> list[int]:
-        unused = {"series": (), "checkpoint": "up", "sae": tmp_path, "features": tmp_path, "to": tmp_path}
+        unused = {"series": (), "checkpoint": "up", "sae": tmp_path, "features": features, "to": tmp_path}
         return opposed_features(Causal(**{**unused, "diff": folder, **more}))
 
     assert chosen(raised="up", lowered="down") == [0]
     assert chosen(raised="down", lowered="up") == [1]
     with pytest.raises(TsaeError, match="no feature was raised by up and lowered by up"):
         chosen(raised="up", lowered="up")
+    of_other = {**one_epoch.source.info, "sae": {**one_epoch.source.info["sae"], "weights": "other"}}
+    replace(one_epoch.source, info=of_other).save(features)
+    replace(one_epoch, info={**one_epoch.info, "sae": {"weights": "mine"}}).save(folder)
+    with pytest.raises(TsaeError, match=r"drawn from other features \(of other SAE\)"):
+        chosen(raised="up", lowered="down")
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from support.diffs import make
 from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig
-from tsae.diff.explaining.asking import ANSWERS, LONGEST, _content, read_label, read_verdicts
+from tsae.diff.explaining.asking import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
 from tsae.diff.explaining.explain import balanced_accuracy, explain
 from tsae.diff.explaining.explanations import Explanations
 from tsae.diff.explaining.label_contexts import Contexts
@@ -295,6 +295,11 @@ def test_answers_are_kept_and_the_budget_holds(diff: FeatureDiff, server: ChatSe
     with (tmp_path / "answers.jsonl").open("a") as torn:
         torn.write('{"key": "torn')
     known = server.n_asked
+    kept = (tmp_path / "answers.jsonl").read_text()
+    n_kept = len(_read(tmp_path / "answers.jsonl"))
+    (tmp_path / "answers.jsonl").write_text(kept.replace("1", "0", 1))  # a flipped bit is no other answer
+    assert len(_read(tmp_path / "answers.jsonl")) < n_kept
+    (tmp_path / "answers.jsonl").write_text(kept)
     # What is kept is not counted, and needs no budget.
     poor = replace(CONFIG, budget=1)
     again = explain(diff, poor, server=server.config, to=tmp_path, say=said.append, progress=False)

@@ -17,7 +17,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -219,6 +219,18 @@ def test_batches_of_an_earlier_version_are_gone_on_with(
     assert told.read_bytes() == before
 
 
+def test_batches_of_other_prompts_are_not_taken(policy: Checkpoint, tmp_path: Path) -> None:
+    """The vocabulary is the same: only the template differs."""
+    copy = replace(policy, path=str(shutil.copytree(policy.path, tmp_path / "model")))
+    tokenizer, config = copy.load_tokenizer(), replace(CONFIG, prompt_format="chat")
+    for template, refused in (("{{ messages[0]['content'] }}", False), ("{{ messages[0]['content'] }}=", True)):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(copy.path)
+        again: Any = {"part": Part(0, 3), "pieces": tmp_path / "pieces", "progress": False}
+        with pytest.raises(TsaeError, match="another sampling: prompts differ") if refused else nullcontext():
+            sample_part(copy, PROBLEMS, config, **again)
+
+
 @pytest.mark.slow
 def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path: Path) -> None:
     for server in (None, served.config):
@@ -235,7 +247,7 @@ def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path:
         assert not served.bodies
         with pytest.raises(TsaeError, match="holds responses of another sampling: config differ"):
             sample(policy, PROBLEMS, replace(CONFIG, seed=5), server=server, pieces=pieces, progress=False)
-        with pytest.raises(TsaeError, match="holds responses of another sampling: problems differ"):
+        with pytest.raises(TsaeError, match="holds responses of another sampling: problems, prompts differ"):
             sample(policy, PROBLEMS[1:], CONFIG, server=server, pieces=pieces, progress=False)
         other: Any = {"pieces": tmp_path / "other", "server": server, "progress": False}
         sample_part(policy, PROBLEMS, replace(CONFIG, seed=5), part=Part(2, 5), **other)

@@ -22,6 +22,7 @@ from tsae.sae.crosscoder.published_crosscoder import read_published
 from tsae.sae.fitting.train import train
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
+from tsae.upkeep.verify import verify
 
 CONFIG = SAEConfig(d_sae=96, k=5, temporal_weight=0.0, groups=(1.0,))
 TRAINING = TrainingConfig(tokens=256 * 500, batch_tokens=256, learning_rate=3e-3)
@@ -321,7 +322,9 @@ def test_a_mixture_of_norms_needs_numbers(alpha: str, tmp_path: Path) -> None:
         read_published(folder, site=SITE, compared=("base", "run"))
 
 
-def test_the_command_judges_a_published_crosscoder(world: PlantedPair, tmp_path: Path) -> None:
+def test_the_command_judges_a_published_crosscoder(
+    world: PlantedPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 20, 32, generator=generator)
     rows[0, 3] = 0  # a latent of the second model alone
@@ -334,6 +337,13 @@ def test_the_command_judges_a_published_crosscoder(world: PlantedPair, tmp_path:
     words = ["crosscoder", "--store", str(world.store.path), "--reader", "run", "--to", str(to), "--all-problems"]
     main([*words, "--published", str(tmp_path), "--json", str(tmp_path / "found.json")])
     assert Crosscoder.load(to).compared == ("base", "run")
+    assert [(one.artefact.kind.name, one.state) for one in verify([to], progress=False)] == [("SAE", "intact")]
+    (trained := tmp_path / "trained").mkdir()
+    (trained / "run.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["crosscoder", *words[1:5], "--to", str(trained), "--published", str(tmp_path)])
+    assert "holds a training" in capsys.readouterr().err
+    assert [file.name for file in trained.iterdir()] == ["run.json"]
     found = {row["latent"]: row for row in json.loads((tmp_path / "found.json").read_text())["latents"]}
     assert len(found) == 20
     assert found[3]["relative_norm"] == 1

@@ -246,6 +246,24 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
     train(moved, CONFIG, to=folder, training=SHORT, progress=False)
 
 
+@pytest.mark.parametrize("what", ["a model", "rows of a trainer", "an SAE that was copied", "another SAE"])
+def test_what_no_training_here_wrote_stays(what: str, store: ActivationStore, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sae"
+    folder.mkdir()
+    if what == "a model":
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    elif what == "rows of a trainer":
+        (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    else:
+        TemporalSAE.load(whole).save(folder)
+    if what == "another SAE":
+        (folder / "metrics.jsonl").write_text('{"reward": 1}\n')
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(TsaeError, match="which no training here wrote"):
+        run(store.path, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_damaged_and_foreign_folders_are_refused(
     store: ActivationStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 import tsae
+from support.builders import feature_table, make_rollouts
 from tsae.base.seal import seal
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
+from tsae.features.feature_table import FeatureTable
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.train_many import run_name
 from tsae.sae.model import TemporalSAE
@@ -178,6 +181,20 @@ def test_the_diff_shows_what_stands_beside_the_sae(trained: list[Path], store: A
     assert "stability" not in diff.features
     assert "stability" not in diff.table()
     assert diff.info["stability"] is None
+
+
+def test_features_with_a_stability_are_encoded_again(tmp_path: Path) -> None:
+    rollouts = make_rollouts(n_problems=2)
+    n = int((rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")).sum())
+    table = feature_table(rollouts, np.ones((n, 3)), [("base", np.arange(len(rollouts)))])
+    cosine, same_group = np.ones((1, 3)), np.ones((1, 3), dtype=bool)
+    told = Stability(sae="a", others=("b",), d_high=1, cosine=cosine, same_group=same_group)
+    info = {**table.info, "sae": {**table.info["sae"], "weights": "a"}}
+    for _ in range(2):
+        replace(table, stability=told, info=info).save(tmp_path)
+    found = FeatureTable.load(tmp_path).stability
+    assert found is not None
+    assert found.others == ("b",)
 
 
 @pytest.mark.slow

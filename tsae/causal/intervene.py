@@ -40,7 +40,7 @@ from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.bridge import TransformerLensReader
 from tsae.checkpoints.forward.hooks import check_sites, decoder_blocks, rewritten
-from tsae.checkpoints.loading import tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
@@ -226,13 +226,7 @@ def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint
             where=checkpoint.path,
             fix="Use an SAE trained on this model.",
         )
-    known = {reader["id"]: reader.get("weights") for reader in features.info["readers"]}.get(checkpoint.id)
-    if known is not None and known != weights_fingerprint(checkpoint, like=known):
-        raise TsaeError(
-            f"its weights or its config are not those that reader {checkpoint.id} of the features had",
-            where=checkpoint.path,
-            fix="Give the series that was captured, or capture and encode again.",
-        )
+    features.need_weights(checkpoint)
     found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), features.rollouts.info.get("tokenizer")
     if expected not in (found, None):
         raise TsaeError(

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def check_outputs(options: Any) -> None:
         for field, other in _inputs(options):
             if os.path.exists(other) and os.path.exists(path) and path.samefile(other):
                 raise TsaeError(f"is an input too ({field})", where=f"{option} {path}", fix="Give another path.")
+    _check_apart({"--to": to, **written}, within=to if name not in FILES else None)
     if to is not None and name in FILES:
         _check_file("--to", to, *FILES[name])
     elif to is not None and os.path.exists(to) and not to.is_dir():
@@ -47,6 +49,18 @@ def check_outputs(options: Any) -> None:
     for option, path in written.items():
         if path is not None and path != Path("-"):
             _check_file(option, path, *_BESIDE[option[2:]])
+
+
+def _check_apart(outputs: dict[str, Path | None], within: Path | None) -> None:
+    """Refuse outputs that would replace one another: two of the same path, and a file in a folder that is written."""
+    named = {option: os.path.realpath(path) for option, path in outputs.items() if path not in (None, Path("-"))}
+    for one, other in combinations(named, 2):
+        if named[one] == named[other]:
+            raise TsaeError(f"is the output of {one}, too", where=f"{other} {outputs[other]}", fix="Give another path.")
+    for option, path in named.items():
+        if within is not None and option != "--to" and Path(path).is_relative_to(os.path.realpath(within)):
+            what = f"lies in the folder that is written (--to {within})"
+            raise TsaeError(what, where=f"{option} {outputs[option]}", fix="Give a path outside of it.")
 
 
 def output(options: Any) -> Path | None:
@@ -112,7 +126,7 @@ def _is_table(begin: bytes, _: Path) -> bool:
 
 def _is_problems(begin: bytes, _: Path) -> bool:
     try:
-        return "prompt" in parse_json(begin.splitlines()[0])
+        return {"prompt", "parent", "kind", "hidden", "accepted"} <= set(parse_json(begin.splitlines()[0]))
     except (ValueError, TypeError):
         return False
 
@@ -139,6 +153,16 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
         return None
 
 
+def _having(name: str) -> Callable[[bytes, Path], bool]:
+    """Whether a Parquet file holds rollouts that say this of themselves."""
+
+    def known(begin: bytes, path: Path) -> bool:
+        found = _facts(begin, path)
+        return found is None or (found.get("kind") == ROLLOUTS and name in found)
+
+    return known
+
+
 def _of_log(imported: bool) -> Callable[[bytes, Path], bool]:
     """Whether a Parquet file holds rollouts from a log (`imported`), or rollouts from elsewhere."""
 
@@ -157,12 +181,13 @@ _BESIDE: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
 ROLLOUTS = "rollouts"
 FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Report": ("a page of tsae", _is_page),
-    "Reformulate": ("problems", _is_problems),
+    "Reformulate": ("reformulated problems", _is_problems),
     "Weights": ("token weights of tsae", _holds("token weights")),
     "Statistics": ("token statistics of tsae", _holds("token statistics")),
     "Sample": ("sampled rollouts of tsae", _of_log(False)),
     "Import": ("imported rollouts of tsae", _of_log(True)),
-    **dict.fromkeys(("Bands", "Behaviours"), ("rollouts of tsae", _holds(ROLLOUTS))),
+    "Bands": ("rollouts in bands", _having("bands")),
+    "Behaviours": ("rollouts with behaviours", _having("behaviours")),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""
 MARKS = {

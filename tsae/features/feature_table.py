@@ -31,6 +31,7 @@ from tsae.base.remote.mirror import local, published
 from tsae.base.seal import SEAL, check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.stored import Columns, Rows, StoredRows, columns_of, row_blocks
 from tsae.features.table_files import ARRAYS, CODES, COLUMNS, MEANS, read_codes, write_codes, write_means
@@ -182,6 +183,20 @@ class FeatureTable:
         if "n_experts" in sae or sae.get("weights") not in (weights, None) or self.n_features != d_sae:
             raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
 
+    def need_weights(self, checkpoint: Checkpoint) -> None:
+        """Check that a checkpoint is what read the table under its id. Earlier versions did not write down what was.
+
+        Raises:
+            TsaeError: where its weights or its config are others.
+        """
+        known = {reader["id"]: reader.get("weights") for reader in self.info["readers"]}.get(checkpoint.id)
+        if known is not None and known != weights_fingerprint(checkpoint, like=known):
+            raise TsaeError(
+                f"its weights or its config are not those that reader {checkpoint.id} of the features had",
+                where=checkpoint.path,
+                fix="Give the series that was captured, or capture and encode again.",
+            )
+
     def column(self, feature: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, activations) where a feature is active, in the order of the tokens.
 
@@ -270,7 +285,7 @@ class FeatureTable:
         if self.stability is None:
             (folder / "stability.json").unlink(missing_ok=True)
         else:
-            self.stability.save(folder)
+            self.stability.write(folder)
         outlier = self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool)
         arrays = {name: getattr(self, name) for name in ARRAYS} | {"outlier": outlier}
         with writing(folder, "Make room, and give the same command again. What is encoded has been kept."):

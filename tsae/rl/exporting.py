@@ -137,6 +137,13 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
             where=store.path,
             fix="Give the store that the features were encoded from.",
         )
+    weights = {record["id"]: record.get("weights") for record in store.manifest["readers"]}.get(reader)
+    if weights != (known := features.reader_info(reader).get("weights")) and None not in (weights, known):
+        raise TsaeError(
+            f"its {reader} has other weights than the one that read {features.origin}",
+            where=store.path,
+            fix="Give the store that the features were encoded from.",
+        )
     mine = features.rows(reader=reader)
     rows = dict(zip(features.trajectory[mine].tolist(), mine.tolist(), strict=True))
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
@@ -175,6 +182,7 @@ def read_logprob(
     rows = features.rows(reader=reference.id)
     spans = [slice(*features.row_offsets[row : row + 2]) for row in rows]
     reading = open_reference(reference, sae["site"], sae["d_model"], device=device)
+    features.need_weights(reference)
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
     try:
         texts = [features.token_ids[span] for span in spans]

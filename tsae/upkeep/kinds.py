@@ -35,6 +35,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.document import check_page, is_page
 from tsae.rl.credit import Credit
 from tsae.rollouts.table import Rollouts
+from tsae.sae.crosscoder.crosscoder import OF_PAIR, Crosscoder
 from tsae.sae.exchange.saelens_files import CONFIG_FILE
 from tsae.sae.exchange.saelens_files import FORMAT as SAE_FORMAT
 from tsae.sae.model import TemporalSAE
@@ -95,7 +96,8 @@ def _check_sae(path: Path) -> bool:
         check_seal(path, AGAIN)
         if found != SAE_FORMAT:
             raise OtherVersion(f"has the format {found}, this tsae reads {SAE_FORMAT}", where=path, fix=AGAIN)
-    return _sealed(TemporalSAE.load)(path)
+    info = read_object(path / "training.json", AGAIN) if (path / "training.json").is_file() else {}
+    return _sealed(Crosscoder.load if OF_PAIR in info else TemporalSAE.load)(path)
 
 
 def _check_diff(path: Path) -> bool:

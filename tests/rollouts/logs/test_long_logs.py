@@ -592,10 +592,8 @@ def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_folder_of_a_hundred_thousand_files(
-    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n = 100_000
+def test_a_folder_of_very_many_files(policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 20_000
     folder = tmp_path / "log"
     folder.mkdir()
     line = json.dumps({"prompt": "1+1=?", "response": "2", "reward": 1.0})

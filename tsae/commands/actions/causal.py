@@ -65,7 +65,8 @@ def opposed_features(options: Causal) -> list[int]:
             where="tsae causal",
             fix="Give --choose with numbers, or --diff with --raised and --lowered.",
         )
-    found = tsae.FeatureDiff.load(options.diff).opposed(options.raised, options.lowered)
+    diff = tsae.FeatureDiff.load(options.diff, features=tsae.FeatureTable.load(options.features))
+    found = diff.opposed(options.raised, options.lowered)
     if found.empty:
         message = f"no feature was raised by {options.raised} and lowered by {options.lowered}"
         raise TsaeError(message, where=options.diff)

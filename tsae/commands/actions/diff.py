@@ -12,12 +12,13 @@ import pandas as pd
 import tsae
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading, write_text
-from tsae.base.seal import check_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
 from tsae.causal.intervention import folders_of_tests
-from tsae.checkpoints.loading import token_strings
-from tsae.claims.evidence import attribution_in
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
+from tsae.claims.evidence import NAMES, attribution_in, inputs_of
 from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_in
 from tsae.commands.common import as_json, load_series, say_wrote
@@ -42,14 +43,17 @@ _PUSHED = "reinforcement.json"
 
 def run_diff(options: Diff) -> None:
     _check(options)
+    features = tsae.FeatureTable.load(options.features)
     base = None if options.tokenizer is None else load_series(options.tokenizer).base
-    strings = None if base is None else token_strings(base.load_tokenizer())
+    strings = None if base is None else _strings(features, base)
     logits = None
     if options.sae is not None and base is not None and strings is not None:
-        logits = logit_effects(tsae.TemporalSAE.load(options.sae), base, strings)
+        sae = tsae.TemporalSAE.load(options.sae)
+        features.need_sae(sae.fingerprint, sae.config.d_sae)
+        features.need_weights(base)
+        logits = logit_effects(sae, base, strings)
     series = load_series(*options.series) if options.series else None
     annotator = None if options.annotator is None else find_annotator(options.annotator)
-    features = tsae.FeatureTable.load(options.features)
     families = find_families(options.annotator) if options.families else None
     other = None if options.compare is None else tsae.FeatureDiff.load(options.compare)
     diff = tsae.feature_diff(
@@ -91,6 +95,23 @@ def run_diff(options: Diff) -> None:
         write(content)
 
 
+def _strings(features: tsae.FeatureTable, base: Checkpoint) -> list[str]:
+    """The texts of the vocabulary.
+
+    Raises:
+        TsaeError: where the tokenizer is not that of the features' tokens.
+    """
+    tokenizer = base.load_tokenizer()
+    found, expected = tokenizer_fingerprint(tokenizer), features.rollouts.info.get("tokenizer")
+    if expected not in (found, None):
+        raise TsaeError(
+            f"its tokenizer ({found}) is not that of the features ({expected})",
+            where=base.path,
+            fix="Give the model whose tokens the rollouts hold.",
+        )
+    return token_strings(tokenizer)
+
+
 def _check(options: Diff) -> None:
     """Which options need which others.
 
@@ -122,10 +143,11 @@ def run_reinforcement(options: Reinforcement) -> None:
             print(f"\n{prediction_text(tables['predicted'])}")
         if options.to is not None:
             options.to.mkdir(parents=True, exist_ok=True)
+            for name in (_PUSHED, "predicted.parquet"):  # which an earlier call may have written, of another diff
+                (options.to / name).unlink(missing_ok=True)
             for name, table in tables.items():
                 write_table(options.to / f"{name}.parquet", table)
-            known = {"rollouts": found.source.rollouts.fingerprint}
-            write_sealed(options.to, _PUSHED, known, [f"{name}.parquet" for name in tables])
+            write_sealed(options.to, _PUSHED, found.made_from, [f"{name}.parquet" for name in tables])
             say_wrote(options.to)
         write(tables)
 
@@ -157,9 +179,12 @@ def run_report(options: Report) -> None:
             raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
         fix = "Make it again with `tsae reinforcement --diff`."
         check_seal(folder, fix)
-        of = read_object(folder / _PUSHED, fix)["rollouts"] if (folder / _PUSHED).is_file() else None
-        if of not in (None, diff.info.get("rollouts")):
-            raise TsaeError("is of other rollouts than the diff", where=folder, fix=fix)
+        known = read_object(folder / _PUSHED, fix) if (folder / _PUSHED).is_file() else {}
+        if known.get("sealed"):
+            need_seal(folder, [folder / f"{name}.parquet" for name in ("reinforcement", "predicted")], fix)
+        for name, of in inputs_of(diff).items():
+            if known.get(name) not in (None, of):
+                raise TsaeError(f"is of other {NAMES[name]} than the diff", where=folder, fix=fix)
         with reading(folder, fix):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
         diff = replace(diff, **tables)

@@ -50,7 +50,10 @@ def run_sample(options: Sample) -> None:
     ]
     rollouts = tsae.Rollouts.concat(of_each).with_advantages()
     say_wrote(rollouts.write(options.to), rollouts)
-    removed(local(pieces, fetch=False))
+    for checkpoint in chosen:
+        removed(local(f"{pieces}/{checkpoint.id}", fetch=False))
+    if (room := local(pieces, fetch=False)).is_dir() and not any(room.iterdir()):
+        removed(room)
     served = rollouts.info.get("served")
     if served and served["ids"] != "sampled":
         print(

@@ -12,6 +12,7 @@ import tyro
 
 import tsae
 from tsae.activations.source import Source
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
 from tsae.base.torchrun import first_process
 from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
@@ -134,7 +135,11 @@ def run_evaluate(options: Evaluate) -> None:
             stable = tsae.stability(sae, others)
             content["stability"] = stable.summary()
             print(f"\n{stable}")
-            say_wrote(stable.save(options.sae))
+            if options.sae.is_dir():
+                with sole_writer(options.sae):
+                    say_wrote(stable.save(options.sae))
+            else:
+                print(f"{options.sae} is no folder, so that stability.json is not kept")
         write(content)
 
 
@@ -159,6 +164,8 @@ def run_crosscoder(options: Crosscoder) -> None:
         else:
             site = options.training.site or pair.sites[0]
             found = read_published(options.published, site=site, compared=pair.compared)
+            if (options.to / "run.json").is_file() or (options.to / "checkpoint").is_dir():
+                raise TsaeError("holds a training", where=f"--to {options.to}", fix="Give another folder.")
             found.save(options.to)
         if not first_process():
             return

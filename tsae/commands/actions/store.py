@@ -8,6 +8,7 @@ import tsae
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.remote.mirror import shown
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.commands.common import as_json, say_wrote
@@ -41,10 +42,12 @@ def run_check(options: Check) -> None:
                 fix=f"Have them captured again: tsae store check {options.store} --repair --series SERIES.",
             )
         if damages and options.series is not None:
-            for repaired in repair_store(options.store, CheckpointSeries.load(options.series), damages):
-                found = "the bytes of" if repaired.same else "other last bits than"
-                print(f"repaired: {repaired.file}: {found} the first capture")
-                content["repaired"].append(vars(repaired))
+            series = CheckpointSeries.load(options.series)
+            with sole_writer(options.store):
+                for repaired in repair_store(options.store, series, check_store(options.store)):
+                    found = "the bytes of" if repaired.same else "other last bits than"
+                    print(f"repaired: {repaired.file}: {found} the first capture")
+                    content["repaired"].append(vars(repaired))
         print(f"{shown(options.store)}: all {n} shards are whole")
         write(content)
 

@@ -74,7 +74,7 @@ class Bands:
     rollouts: Path
     """Parquet file of rollouts."""
     to: Path
-    """Parquet file to write; may be the same."""
+    """Parquet file to write."""
     reference: str | None = None
     """Policy whose pass rate counts; by default all policies together."""
     measured_on: Path | None = None
@@ -113,7 +113,7 @@ class Behaviours:
     rollouts: Path
     """Parquet file with the texts of the responses."""
     to: Path | None = None
-    """Parquet file to write with a column for every behaviour; may be the same."""
+    """Parquet file to write with a column for every behaviour."""
     reference: str | None = None
     """Policy to compare the others with; its successes define a problem's usual length. By default the first."""
     json: Path | None = None

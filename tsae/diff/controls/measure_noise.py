@@ -103,6 +103,8 @@ def noise_null(
             where=series.base.path,
             fix="Put back its tokenizer_config.json and special_tokens_map.json.",
         )
+    for reader in features.readers:
+        features.need_weights(series[reader])
     # Bands are split elsewhere; here there is one count for each checkpoint.
     config = replace(config, bands=())
     reading = _Reading(

@@ -180,7 +180,7 @@ class Asked:
             self.spent += (used or expected) - expected
             self.known[key] = text
             if self.file is not None:
-                append_line(self.file, json.dumps({"key": key, "answer": text}), _GO_ON)
+                append_line(self.file, json.dumps({"key": key, "answer": text, "sum": _sum(key, text)}), _GO_ON)
 
 
 class Plan:
@@ -356,14 +356,20 @@ def _content(answer: Any) -> tuple[str, int | None]:
     return (text if isinstance(text, str) and not cut else ""), (used if type(used) is int and used > 0 else None)
 
 
+def _sum(key: str, answer: str) -> str:
+    return hashlib.sha256(f"{key} {answer}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 def _read(file: Path) -> dict[str, str]:
-    """Answers by key; lines that a kill cut off are left out."""
+    """Answers by key; lines that a kill cut off, or that were changed since, are left out."""
     found: dict[str, str] = {}
     if file.is_file():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = parse_json(line)
-                found[str(entry["key"])] = str(entry["answer"])
+                key, answer = str(entry["key"]), str(entry["answer"])
+                if entry.get("sum") in (None, _sum(key, answer)):  # earlier versions wrote none
+                    found[key] = answer
             except (ValueError, KeyError, TypeError):
                 continue
     return found

@@ -85,6 +85,8 @@ def reinforcement(
     frame = features.rollouts.frame.iloc[trajectories].reset_index(drop=True)
     logprob = logged(features.rollouts, trajectories)
     if logprob is None and series is not None:
+        for checkpoint in series:
+            features.need_weights(checkpoint)
         logprob = response_logprobs(features.rollouts, trajectories, series, device=device)
     samples = Samples.of(frame, logprob, features.origin)
     values = sp.csr_array(rows.values[picked].astype(np.float64))

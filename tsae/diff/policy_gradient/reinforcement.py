@@ -127,6 +127,12 @@ class Reinforcement(Tables):
                 fix="Give series=…, so that the checkpoints read the responses that they sampled.",
             )
 
+    @property
+    def made_from(self) -> dict[str, str | None]:
+        """Fingerprints of the rollouts, of their labels, and of the SAE's weights where they are known."""
+        of, sae = self.source.rollouts, self.source.info.get("sae") or {}
+        return {"rollouts": of.fingerprint, "labels": of.labels_fingerprint, "sae": sae.get("weights")}
+
     @one_blas_thread
     def compare(self, diff: Realised) -> pd.DataFrame:
         """Set the shifts that these rollouts predict against those that every run realised.
@@ -154,8 +160,13 @@ class Reinforcement(Tables):
         Raises:
             TsaeError: where the diff is of other rollouts.
         """
-        if diff.info["rollouts"] != self.source.rollouts.fingerprint:
-            raise TsaeError("is a diff of other rollouts", where="Reinforcement.compare", fix="Give that of the same.")
+        of = {"rollouts": diff.info["rollouts"], "labels": diff.info.get("labels")}
+        of |= {"sae": (diff.info.get("sae") or {}).get("weights")}
+        for name, known in self.made_from.items():
+            if None not in (known, of[name]) and known != of[name]:
+                raise TsaeError(
+                    f"is a diff of other {name}", where="Reinforcement.compare", fix="Give that of the same."
+                )
         tested = self.table.feature.unique()
         records = [
             record

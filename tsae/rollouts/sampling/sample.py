@@ -245,6 +245,8 @@ class _Sampling:
             "problems": hashlib.sha256(asked.encode()).hexdigest(),
             "weights": weights_fingerprint(self.checkpoint, like=before),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            # The fingerprint is of the vocabulary. A chat template, or merges, make other prompts of the same problems.
+            "prompts": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
             "config": asdict(self.config),
             "server": None if self.server is None else self.server.model or "the only model",
         }

@@ -30,12 +30,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tsae.base.distributed import ALONE, Processes
-from tsae.base.files import reading, sha256, write_json, write_text
+from tsae.base.files import read_object, reading, sha256, write_json, write_text
 from tsae.base.provenance import write_run
 from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.exchange.saelens_files import FORMAT
 from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
 
@@ -100,11 +101,30 @@ class RunFolder:
                 raise TsaeError(
                     f"holds another training ({'; '.join(changes[:4])}{more})", where=self.path, fix=_OTHER_FOLDER
                 )
+        elif self.training.resume != "never":
+            self._need_room()
         if self.finished:
             check_seal(self.path, _ANEW, ["metrics.jsonl"])
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         else:
             self._cut_metrics(self.steps)
+
+    def _need_room(self) -> None:
+        """Refuse a folder in which something else lies where this training would write.
+
+        A training that was killed before its first checkpoint leaves rows of metrics, and at its end the SAE, too.
+        """
+        config, metrics = self.path / "config.json", self.path / "metrics.jsonl"
+        lies = [name for name in ("config.json", "sae.safetensors", "metrics.jsonl") if (self.path / name).exists()]
+        if not lies:
+            return
+        own = metrics.is_file() and (not (rows := metrics.read_bytes()) or rows.startswith(b'{"step": 0, "loss": '))
+        if config.is_file():
+            own = own and read_object(config, _OTHER_FOLDER).get("format") == FORMAT
+        if not own:
+            raise TsaeError(
+                f"holds {lies[0]}, which no training here wrote", where=self.path, fix="Give another folder."
+            )
 
     def load(self, shards: Processes = ALONE) -> dict[str, torch.Tensor] | None:
         """The tensors of the latest checkpoint, if there is one: those of the latents that this process holds.

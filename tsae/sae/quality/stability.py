@@ -115,6 +115,13 @@ class Stability:
         """
         if (Path(folder) / SEAL).is_file():
             check_seal(folder, f"Mend it: tsae repair {folder}.", [n for n in sealed_names(folder) if n != FILE])
+        file = self.write(folder)
+        if (Path(folder) / SEAL).is_file():
+            seal(folder, [FILE])
+        return file
+
+    def write(self, folder: str | Path) -> Path:
+        """Write stability.json into a folder whose checksums are written later."""
         content = {
             "sae": self.sae,
             "others": list(self.others),
@@ -124,10 +131,7 @@ class Stability:
             "cosine": [[None if np.isnan(c) else round(float(c), 4) for c in row] for row in self.cosine],
             "same_group": self.same_group.astype(int).tolist(),
         }
-        file = write_json(Path(folder) / FILE, content)
-        if (Path(folder) / SEAL).is_file():
-            seal(folder, [FILE])
-        return file
+        return write_json(Path(folder) / FILE, content)
 
     @classmethod
     def load(cls, folder: str | Path) -> Stability:
