@@ -585,3 +585,16 @@ def test_a_real_server(tmp_path: Path) -> None:
     here = sample(policy, problems, replace(config, n_samples=16), verify=verify, progress=False)
     rates = [table.frame.reward.mean() for table in (found, here)]
     assert abs(rates[0] - rates[1]) < 4 * math.sqrt(0.25 / 64 + 0.25 / 256)
+
+
+def test_a_verifier_with_other_arguments_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_checks.py").write_text(
+        "def one(response): return True\n\ndef two(response, answer, strict=False): return True\n\nlength = len\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("one", "length"):
+        with pytest.raises(TsaeError, match=rf"'my_checks:{name}' cannot be called with 2 arguments"):
+            find_verifier(f"my_checks:{name}")
+    assert find_verifier("my_checks:two")("4", "4")

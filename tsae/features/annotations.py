@@ -25,7 +25,7 @@ Annotator = Callable[[str, Sequence[str]], Sequence[str]]
 def find_annotator(name: str) -> Annotator:
     """Import the annotator that ``module:function`` names."""
     fix = "Give module:function of a function (prompt, response tokens) -> one class per token."
-    return find_function(name, where="annotator", fix=fix)
+    return find_function(name, takes=2, where="annotator", fix=fix)
 
 
 PROMPT_CLASS, SPECIAL_CLASS, RARE = "prompt", "special", "rare tokens"

@@ -18,7 +18,7 @@ def run_causal(options: Causal) -> None:
     family = opposed_features(options)
     verify = find_verifier(options.verifier)
     fix = "Give module:function for your own Rollouts -> Rollouts."
-    describe = None if options.describe is None else find_function(options.describe, where="describe", fix=fix)
+    describe = None if options.describe is None else find_function(options.describe, takes=1, where="describe", fix=fix)
     problems: list[Problem] | tsae.Rollouts | None = None
     if options.problems is not None:
         as_lines = options.problems.suffix == ".jsonl"

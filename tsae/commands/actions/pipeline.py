@@ -39,7 +39,7 @@ def run_demo(options: Demo) -> None:
 
 def run_claims(options: Claims) -> None:
     fix = "Give module:function of a function (prompt, response) -> whether each step is right."
-    check = None if options.check is None else find_function(options.check, where="check", fix=fix)
+    check = None if options.check is None else find_function(options.check, takes=2, where="check", fix=fix)
     with as_json(options.json) as write:
         found = claims_of(options.run, options.only, check=check)
         print(found)

@@ -100,7 +100,7 @@ def run_behaviours(options: Behaviours) -> None:
     rollouts = tsae.Rollouts.read(options.rollouts)
     reference, name = options.reference or rollouts.policies[0], options.required_steps
     fix = "Give module:function for your own (prompt, answer) -> number of operations."
-    required = None if name is None else find_function(name, where="required_steps", fix=fix)
+    required = None if name is None else find_function(name, takes=2, where="required_steps", fix=fix)
     found = with_behaviours(rollouts, required_steps=required, reference=reference)
     behaviours, formats = (table(found, reference=reference) for table in (behaviour_table, format_table))
     with as_json(options.json) as write:

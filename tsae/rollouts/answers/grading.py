@@ -99,4 +99,4 @@ def find_verifier(name: str) -> Verifier:
     if name in BY_NAME:
         return BY_NAME[name]
     fix = f"Use {', '.join(BY_NAME)}, or module:function for your own (response, answer) -> bool."
-    return cast(Verifier, find_function(name, where="verifier", fix=fix))
+    return cast(Verifier, find_function(name, takes=2, where="verifier", fix=fix))
