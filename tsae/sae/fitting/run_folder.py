@@ -40,6 +40,8 @@ from tsae.sae.exchange.saelens_files import FORMAT
 from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
 
+_FIRST_ROW = b'{"step": 0, "loss": '
+"""How metrics.jsonl begins."""
 _NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "log_to")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
@@ -118,7 +120,10 @@ class RunFolder:
         lies = [name for name in ("config.json", "sae.safetensors", "metrics.jsonl") if (self.path / name).exists()]
         if not lies:
             return
-        own = metrics.is_file() and (not (rows := metrics.read_bytes()) or rows.startswith(b'{"step": 0, "loss": '))
+        own = metrics.is_file()
+        if own:
+            with metrics.open("rb") as stream:
+                own = _FIRST_ROW.startswith(stream.read(len(_FIRST_ROW)))  # a full disk may cut it
         if config.is_file():
             own = own and read_object(config, _OTHER_FOLDER).get("format") == FORMAT
         if not own:
