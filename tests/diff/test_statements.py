@@ -10,7 +10,7 @@ import pytest
 
 from tsae.diff.config import DiffConfig
 
-DRAWS = 80  # scripts/check_statements.py makes 200 or more
+DRAWS = 50  # scripts/check_statements.py makes 200 or more
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
 
 

@@ -50,7 +50,6 @@ def run_diff(options: Diff) -> None:
     if options.sae is not None and base is not None and strings is not None:
         sae = tsae.TemporalSAE.load(options.sae)
         features.need_sae(sae.fingerprint, sae.config.d_sae)
-        features.need_weights(base)
         logits = logit_effects(sae, base, strings)
     series = load_series(*options.series) if options.series else None
     annotator = None if options.annotator is None else find_annotator(options.annotator)
