@@ -175,13 +175,10 @@ def analyse(
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
         with reading(file, "Remove it: it is made again."):
-            known = read_sealed(file, "Remove it: it is made again.")
-            evaluation = Evaluation.from_dict(known)
-        if known.get("weights") not in (None, sae.fingerprint):
-            raise TsaeError("is of another SAE than this run's", where=file, fix="Remove it: it is made again.")
+            evaluation = Evaluation.from_dict(read_sealed(file, "Remove it: it is made again."))
     else:
         evaluation = tsae.evaluate(sae, store)
-        write_json(file, with_checksum({**evaluation.as_dict(), "weights": sae.fingerprint}))
+        write_json(file, with_checksum(evaluation.as_dict()))
     say(
         "evaluation",
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",

@@ -511,12 +511,16 @@ def test_what_two_killed_processes_left_is_completed_by_one(
     series_folder: Path, source: Path, whole: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "acts"
-    children = start_ranks(2, series_folder, source, folder)
-    while entered(folder) < 4 and all(child.is_alive() for child in children):
-        time.sleep(0.001)
-    for child in children:
-        child.kill()
-    assert exit_codes(children) == [-signal.SIGKILL] * 2
+    for _ in range(20):  # on a busy machine they may end before they are killed
+        shutil.rmtree(folder, ignore_errors=True)
+        children = start_ranks(2, series_folder, source, folder)
+        while entered(folder) < 4 and all(child.is_alive() for child in children):
+            time.sleep(0.001)
+        for child in children:
+            child.kill()
+        if (codes := exit_codes(children)) == [-signal.SIGKILL] * 2:
+            break
+    assert codes == [-signal.SIGKILL] * 2
     assert entered(folder) % 2 == 0
     run(series_folder, source, folder)
     assert contents(folder) == contents(whole)

@@ -256,12 +256,6 @@ def test_what_is_damaged_in_an_analysis_is_not_read(
     assert file.read_text() != whole
     with pytest.raises(TsaeError, match=r"evaluation\.json: is damaged"):
         analyze_run(replace(tiny, to=out), progress=False)
-    write_json(file, with_checksum({**json.loads(whole), "weights": "of another"}))
-    with pytest.raises(TsaeError, match=r"evaluation\.json: is of another SAE than this run's"):
-        analyze_run(replace(tiny, to=out), progress=False)
-    file.unlink()
-    analyze_run(replace(tiny, to=out), progress=False)
-    assert file.read_text() == whole
     (out / "run.json").write_text("{")
     with pytest.raises(TsaeError, match=r"run\.json: cannot be read"):
         analyze_run(replace(tiny, to=out), progress=False)

@@ -162,7 +162,7 @@ def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Pa
     sae = TemporalSAE.load(source)
     if isinstance(sae, ForeignSAE) or "sae_lens" in sae.training_info:
         raise TsaeError("was not trained by tsae; its makers have published it", where=source, fix="Name that instead.")
-    evaluation = _evaluation(run, config, sae.fingerprint)
+    evaluation = _evaluation(run, config)
     if evaluation is not None and evaluation.sae not in (None, sae.fingerprint):
         raise TsaeError(
             f"the evaluation is that of the SAE {evaluation.sae}, not of {sae.fingerprint}", where=source, fix=_AGAIN
@@ -262,15 +262,13 @@ def _space(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
     return Repository("space", name, folder)
 
 
-def _evaluation(run: Path | None, config: PushConfig, weights: str) -> Evaluation | None:
+def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
     file = config.evaluation
     if file is None:
         file = None if run is None else run.parent / "evaluation" / "evaluation.json"
         if file is None or not file.is_file():
             return None
         found = read_sealed(file, _AGAIN)
-        if found.get("weights") not in (None, weights):
-            raise TsaeError("is of another SAE", where=file, fix=_AGAIN)
     else:
         found = read_object(file, _AGAIN).get("evaluation", {})
     with reading(file, _AGAIN):
