@@ -25,7 +25,7 @@ A case is good if the command ends well with the results of the undamaged artefa
 one paragraph, and no file that it did not write is changed. Of a changed checkpoint, problem file or trainer's folder
 nobody knows what it held: results may differ where no other artefact remembers it. A finished result that is damaged
 may stay as it is if the commands that read it refuse it. It is bad if results differ in silence, if there is a
-traceback or another exit code, if it takes longer than five minutes (fifteen where it runs every stage, or starts
+traceback or another exit code, if it takes longer than two minutes (six where it runs every stage, or starts
 processes), or if somebody else's file is touched. Of a changed log it is good, too, if what it gives can be read and
 holds only ids of the vocabulary. After a fault the same command must end with the same bytes as if there had been none,
 and leave nothing behind. Where memory runs out, native code such as OpenBLAS may end the process itself.

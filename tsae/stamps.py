@@ -62,7 +62,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
 
 
 def _left_out(less: Mapping[str, Any], more: Mapping[str, Any], key: str, adds: Sequence[str]) -> bool:
-    """Whether two stamps are of the same run, the first without the stage of some settings that the second has."""
+    """Whether two stamps are of the same run, and only the second asks for the added stage."""
     without = {**more.get(key, {}), **{name: less.get(key, {}).get(name) for name in adds}}
     asked = more.get(key, {}).get(adds[0]) and not without.get(adds[0])
     return bool(asked) and less == {**more, key: without}

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torments import forked
 
-LIMIT_S = 300
+LIMIT_S = 120
 """Seconds that a command may take; three times as many where it starts processes of its own or does everything."""
 _INSIDE = Path(__file__).parent / "inside"
 _MEMORY = 8 << 30

@@ -168,8 +168,9 @@ def test_no_feature_moves_with_a_band() -> None:
 @pytest.mark.slow
 def test_share_of_splits_with_a_feature_that_moves_in_a_band() -> None:
     """Two bands of a q of .05 each: at most .1 by chance, and less, as features and bands are correlated."""
-    share = {cross: np.mean([found_in_bands(null_table(s, cross)) for s in range(80)]) for cross in (True, False)}
-    assert share[True] <= 0.1 + 2 * 0.034
+    share = {cross: np.mean([found_in_bands(null_table(s, cross)) for s in range(200)]) for cross in (True, False)}
+    print(share)
+    assert share[True] <= 0.1 + 2 * 0.021
     assert share[False] > 0.3
 
 

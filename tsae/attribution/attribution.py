@@ -220,7 +220,7 @@ class Attribution(Tables):
     def save(self, folder: str | Path) -> Attribution:
         """Write the tables as Parquet, and info as attribution.json; gives itself with the folder.
 
-        What was there before stays until all is written under temporary names, which then take its place.
+        All files are written under temporary names first. Until then the earlier attribution stays.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def check_outputs(options: Any) -> None:
 
 
 def _check_apart(outputs: dict[str, Path | None], within: Path | None) -> None:
-    """Refuse outputs that would replace one another: two of the same path, and a file in a folder that is written."""
+    """Refuse two outputs of the same path, and a file inside the folder that is written."""
     named = {option: os.path.realpath(path) for option, path in outputs.items() if path not in (None, Path("-"))}
     for one, other in combinations(named, 2):
         if named[one] == named[other]:
@@ -154,7 +154,7 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
 
 
 def _having(name: str) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts that say this of themselves."""
+    """Whether a Parquet file holds rollouts whose info has this key."""
 
     def known(begin: bytes, path: Path) -> bool:
         found = _facts(begin, path)

@@ -184,7 +184,7 @@ class FeatureTable:
             raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
 
     def need_weights(self, checkpoint: Checkpoint) -> None:
-        """Check that a checkpoint is what read the table under its id. Earlier versions did not write down what was.
+        """Check that a checkpoint is the reader of its id. Tables of earlier versions do not name its weights.
 
         Raises:
             TsaeError: where its weights or its config are others.

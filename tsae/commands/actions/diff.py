@@ -203,7 +203,7 @@ def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
 
 
 def _attribution_in(folder: Path) -> Attribution | None:
-    """The attribution in the folder of a run. Says so where one is left out."""
+    """The attribution in the folder of a run. If it is of another log, it is left out, with a message."""
     found, why = attribution_in(folder)
     if why:
         print(f"{folder / 'attribution'} is not shown: the page needs {why}.", file=sys.stderr)

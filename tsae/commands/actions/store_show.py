@@ -29,7 +29,7 @@ def run_show(options: Show) -> None:
 
 
 def _need_own(manifest: dict[str, Any], store: Path) -> None:
-    """Refuse a manifest of another capture than the record beside it. No shard is opened."""
+    """Refuse a manifest and a run.json of different captures. No shard is opened."""
     record, fix = store / "run.json", "Put back the file that was exchanged, or capture again in a new folder."
     if not record.is_file():
         return

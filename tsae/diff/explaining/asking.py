@@ -361,7 +361,7 @@ def _sum(key: str, answer: str) -> str:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Answers by key; lines that a kill cut off, or that were changed since, are left out."""
+    """Answers by key. Lines that a kill has cut off, or that have changed since, are left out."""
     found: dict[str, str] = {}
     if file.is_file():
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -112,7 +112,7 @@ class RunFolder:
             self._cut_metrics(self.steps)
 
     def _need_room(self) -> None:
-        """Refuse a folder in which something else lies where this training would write.
+        """Refuse a folder with files that this training would replace, and that no training wrote.
 
         A training that was killed before its first checkpoint leaves rows of metrics, and at its end the SAE, too.
         """
