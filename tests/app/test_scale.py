@@ -62,7 +62,7 @@ def test_finished_shards_are_kept() -> None:
 @pytest.mark.slow
 def test_a_real_run_with_kills_gives_the_same_bytes() -> None:
     found = simulate_scale.check(simulate_scale.Check(parts=4, trajectories=4000, seconds_between_kills=8))
+    # How long it took, beside what was predicted, is for `simulate_scale.py check` on quiet cores: here other tests run
+    # beside it, and not the same ones while the undisturbed run is timed.
     assert found["equal"]
-    # One run is one draw: only what is far outside is wrong.
-    low, _, high = found["seconds"]["predicted"]
-    assert 0.6 * low < found["seconds"]["took"] < 1.6 * high
+    assert found["kills"] > 0
