@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
+from tsae.activations.recording.repair import changed_checkpoints
 from tsae.activations.shards.manifest import read_manifest
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, write_json
 from tsae.checkpoints.complete import unfinished
 from tsae.checkpoints.discovery import step_folders
-from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
@@ -246,7 +246,9 @@ class _Watch:
                 grown = self._grown(self._finished(), without, sizes)
                 series, _ = find_series(self.config, without)
                 state = self._state(series, log, grown)
-                if {**found, "found": None} == {**state.stamp, "found": None}:
+                held = self.next / "activations"
+                rewritten = (held / "manifest.json").is_file() and any(changed_checkpoints(read_manifest(held), series))
+                if not rewritten and {**found, "found": None} == {**state.stamp, "found": None}:
                     return state
         except (TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
             pass
@@ -316,17 +318,15 @@ class _Watch:
 
     def _gone(self, state: _State) -> str:
         """What of a state is no longer there; empty where all of it is."""
-        names = {Path(c.path): c.id for c in state.series if not c.is_base and Path(c.path).is_absolute()}
-        lost = [names[path] for path in names if path in unfinished([path])]
+        ids = {Path(c.path): c.id for c in state.series if not c.is_base and Path(c.path).is_absolute()}
+        lost = [id for path, id in ids.items() if path in unfinished([path])]
         return ", ".join([*lost, *(file.name for file in state.grown.log if not file.is_file())])
 
     def _refuse_others(self, before: dict[str, Any], state: _State) -> None:
         """Refuse to go on with an analysis of other settings, versions or another base."""
-        wanted = state.stamp
+        wanted, held = state.stamp, before["run"]
         different = [
-            name
-            for name in wanted["run"]
-            if name not in _NOT_COMPARED and before["run"].get(name) != wanted["run"][name]
+            name for name in wanted["run"] if name not in _NOT_COMPARED and held.get(name) != wanted["run"][name]
         ]
         different += ["versions"] * (before["versions"] != wanted["versions"])
         if different:
@@ -335,9 +335,8 @@ class _Watch:
                 where=self.to,
                 fix="Give the options that it was begun with, or another folder with --to.",
             )
-        base, captured = state.series.base, read_manifest(self.to / "activations")["readers"][0]["weights"]
-        found = weights_fingerprint(base, like=captured)
-        if captured != found:
+        base, manifest = state.series.base, read_manifest(self.to / "activations")
+        for _, found, captured in changed_checkpoints(manifest, state.series, [base.id]):
             raise TsaeError(
                 f"is another base than before: its weights and config have the hash {found}, and those that were "
                 f"compared with have {captured}",

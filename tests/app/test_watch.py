@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -354,6 +355,30 @@ def test_killed_at_random_it_ends_as_if_undisturbed() -> None:
     assert found["different"] == []
     assert found["kills"] >= 1
     assert found["updates"] >= 1
+
+
+def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun of the old weights cannot be completed, and does not stand in the way."""
+    training, really, calls = Training(tmp_path), capturing.capture_shard, 0
+    training.log(1, 25)
+    training.save(25)
+
+    def killed(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise KeyboardInterrupt
+        return really(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(capturing, "capture_shard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            list(watch(training.config, ONCE, say=lambda line: None))
+    assert (training.config.to / ".next" / "activations" / "manifest.json").is_file()
+    weights = training.run / "checkpoint-25" / "model.safetensors"
+    save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert len(list(watch(training.config, ONCE, say=lambda line: None))) == 1
+    assert all(found.state == "intact" for found in verify([training.config.to]))
 
 
 def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:

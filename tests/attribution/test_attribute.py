@@ -299,7 +299,7 @@ def test_saving_anew_keeps_what_was_there_until_all_is_written(
     to = shutil.copytree(run / "attribution", tmp_path / "attribution")
     other = replace(found, targets=found.targets.assign(realised=7.0))
     with monkeypatch.context() as patch:
-        patch.setattr("tsae.attribution.attribution.seal", _stopped)
+        patch.setattr("tsae.base.seal.sha256", _stopped)
         with pytest.raises(KeyboardInterrupt):
             other.save(to)
     pd.testing.assert_frame_equal(Attribution.load(to).targets, found.targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tsae.base import seal as module
 from tsae.base.files import write_json
 from tsae.base.provenance import write_run
-from tsae.base.seal import SEAL, check_seal, read_sealed, seal, with_checksum
+from tsae.base.seal import SEAL, check_seal, read_sealed, seal, with_checksum, write_whole
 from tsae.errors import TsaeError
 
 
@@ -113,3 +114,69 @@ def test_json_of_any_depth_is_read_or_refused(tmp_path: Path) -> None:
         file.write_text(f'{{"a": {lists or 0}, "sealed": true, "checksum": "0"}}')
         with pytest.raises(TsaeError, match=r"is damaged|nested too deeply"):
             read_sealed(file, "")
+
+
+def saved(folder: Path, text: str, *, optional: bool = False) -> None:
+    others = {
+        "a.txt": lambda file: file.write_text(text),
+        "b.txt": (lambda file: file.write_text(text)) if optional else None,
+    }
+    write_whole(folder, "whole.json", {"of": text}, others)
+
+
+def test_an_earlier_result_stays_until_the_next_one_is_written(tmp_path: Path) -> None:
+    saved(tmp_path, "first", optional=True)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(file: Path) -> None:
+        file.write_text("half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        write_whole(
+            tmp_path, "whole.json", {"of": "second"}, {"a.txt": lambda f: f.write_text("second"), "b.txt": full}
+        )
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    saved(tmp_path, "second")
+    check_seal(tmp_path, "")
+    assert {file.name for file in tmp_path.iterdir()} == {"whole.json", "a.txt", SEAL}
+    assert (tmp_path / "a.txt").read_text() == "second"
+    assert json.loads((tmp_path / "whole.json").read_text()) == {"of": "second", "sealed": True}
+
+
+def test_a_folder_is_rather_incomplete_than_of_two_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a process is killed, the folder holds the one or the other, or lacks the file that completes it."""
+    real = os.replace
+    for last in range(5):
+        folder = tmp_path / str(last)
+        saved(folder, "first", optional=True)
+        calls = 0
+
+        def counted(source: Path, target: Path, last: int = last) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > last:
+                raise KeyboardInterrupt
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", counted)
+        with suppress(KeyboardInterrupt):
+            saved(folder, "second", optional=True)
+        monkeypatch.setattr(os, "replace", real)
+        if (folder / "whole.json").is_file():
+            check_seal(folder, "")
+            texts = {json.loads((folder / "whole.json").read_text())["of"]}
+            texts |= {(folder / name).read_text() for name in ("a.txt", "b.txt")}
+            assert texts == {"first"}
+        else:
+            assert last >= 1
+        saved(folder, "second", optional=True)
+        check_seal(folder, "")
+
+
+def test_nothing_is_replaced_beside_a_damaged_seal(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
+    (tmp_path / SEAL).write_text("[]")
+    with pytest.raises(TsaeError, match="is no list of checksums"):
+        saved(tmp_path, "second")
+    assert json.loads((tmp_path / "whole.json").read_text())["of"] == "first"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import pandas as pd
 from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.base.files import read_object, reading, replacing, write_json
-from tsae.base.seal import check_seal, need_seal, seal
+from tsae.base.files import read_object, reading
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
@@ -220,18 +220,10 @@ class Attribution(Tables):
     def save(self, folder: str | Path) -> Attribution:
         """Write the tables as Parquet, and info as attribution.json; gives itself with the folder.
 
-        All files are written under temporary names first. Until then the earlier attribution stays.
+        Until all is written, the earlier attribution stays.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:  # names that are entered first are given last
-            files = {"attribution.json": stack.enter_context(replacing(folder / "attribution.json"))}
-            for name in _TABLES:
-                files[f"{name}.parquet"] = stack.enter_context(replacing(folder / f"{name}.parquet"))
-                write_table(files[f"{name}.parquet"], getattr(self, name))
-            write_json(files["attribution.json"], {**self.info, "sealed": True})
-            seal(folder, coming=files)
-        return replace(self, folder=folder)
+        tables = {f"{name}.parquet": partial(write_table, table=getattr(self, name)) for name in _TABLES}
+        return replace(self, folder=write_whole(folder, "attribution.json", self.info, tables))
 
     @classmethod
     def load(cls, folder: str | Path, rollouts: Rollouts | None = None) -> Attribution:

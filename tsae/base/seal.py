@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,17 @@ def seal(folder: str | Path, names: Iterable[str] = (), *, coming: Mapping[str, 
         names: of the files. A file that does not exist is taken out of the seal.
         coming: files that will be renamed after this call: the new name, and where the file is now.
     """
-    folder = Path(folder)
+    write_json(Path(folder) / SEAL, {"sha256": _digests(Path(folder), names, coming or {})})
+
+
+def _digests(folder: Path, names: Iterable[str], coming: Mapping[str, Path]) -> dict[str, str]:
+    """What the seal shall say: the checksum of each file."""
     file = folder / SEAL
     known = _read(file) if file.is_file() else {}
     found = {name: told for name, told in known.items() if (folder / name).is_file()}
     found |= {name: digest(folder / name) for name in names if (folder / name).is_file()}
-    found |= {name: sha256(path) for name, path in (coming or {}).items()}
-    write_json(file, {"sha256": dict(sorted(found.items()))})
+    found |= {name: sha256(path) for name, path in coming.items()}
+    return dict(sorted(found.items()))
 
 
 def write_sealed(folder: str | Path, name: str, content: Mapping[str, Any], others: Iterable[str]) -> None:
@@ -58,6 +63,46 @@ def write_sealed(folder: str | Path, name: str, content: Mapping[str, Any], othe
     with replacing(Path(folder) / name) as partial:
         write_json(partial, {**content, "sealed": True})
         seal(folder, others, coming={name: partial})
+
+
+def write_whole(
+    folder: str | Path,
+    name: str,
+    content: Mapping[str, Any],
+    others: Mapping[str, Callable[[Path], object] | None],
+) -> Path:
+    """Write all files of a folder, with their seal, in the place of those that are there.
+
+    Everything is written under temporary names first: until then the earlier result stays, whatever happens.
+
+    Args:
+        folder: missing ones are made.
+        name: of the JSON file that completes the folder, and comes last.
+        content: of it.
+        others: what writes each of the other files; None where there is none this time.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TsaeError: where the folder has a seal that is damaged.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:  # names that are entered first are given last
+        coming = {name: stack.enter_context(replacing(folder / name))}
+        for other, write in others.items():
+            if write is not None:
+                coming[other] = stack.enter_context(replacing(folder / other))
+                write(coming[other])
+        write_json(coming[name], {**content, "sealed": True})
+        gone = [other for other, write in others.items() if write is None]
+        sealed = {file: told for file, told in _digests(folder, (), coming).items() if file not in gone}
+        write_json(stack.enter_context(replacing(folder / SEAL)), {"sha256": sealed})
+        # From here on nothing is written. A folder is rather incomplete than one with files of two results.
+        for lost in (name, *gone):
+            (folder / lost).unlink(missing_ok=True)
+    return folder
 
 
 def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None) -> None:

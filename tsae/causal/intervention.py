@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pandas as pd
 
 from tsae.base.files import is_kept, read_object, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
@@ -296,13 +297,11 @@ class Intervention(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write outcomes.parquet, rollouts.parquet and causal.json, which comes last."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "causal.json").unlink(missing_ok=True)
-        write_table(folder / "outcomes.parquet", self.outcomes)
-        self.rollouts.write(folder / "rollouts.parquet")
-        write_sealed(folder, "causal.json", {**self.info, "record": self.record()}, _FILES[1:])
-        return folder
+        others: dict[str, Callable[[Path], object] | None] = {
+            "outcomes.parquet": partial(write_table, table=self.outcomes),
+            "rollouts.parquet": self.rollouts.write,
+        }
+        return write_whole(folder, "causal.json", {**self.info, "record": self.record()}, others)
 
     @classmethod
     def load(cls, folder: str | Path) -> Intervention:

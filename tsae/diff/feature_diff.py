@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pandas as pd
 
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.base.views import Plots, views
@@ -340,16 +340,14 @@ class FeatureDiff(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, and diff.json last."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (*_TABLES, *_OPTIONAL):
-            table: pd.DataFrame | None = getattr(self, name)
-            if table is None:
-                (folder / f"{name}.parquet").unlink(missing_ok=True)
-            else:
-                write_table(folder / f"{name}.parquet", table, index=name == "features", compression="zstd")
-        write_sealed(folder, "diff.json", self.info, [f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)])
-        return folder
+        tables: dict[str, pd.DataFrame | None] = {name: getattr(self, name) for name in (*_TABLES, *_OPTIONAL)}
+        writers = {
+            f"{name}.parquet": None
+            if table is None
+            else partial(write_table, table=table, index=name == "features", compression="zstd")
+            for name, table in tables.items()
+        }
+        return write_whole(folder, "diff.json", self.info, writers)
 
     @classmethod
     def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from safetensors.torch import load_file
 
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import read_object, reading
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
@@ -159,14 +160,10 @@ class Credit:
 
     def save(self, folder: str | Path) -> Path:
         """Write credit.safetensors and credit.json."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "credit.json").unlink(missing_ok=True)
-        names = ("feature", "pair_keys", "pair_values", "token")
-        write_tensors(folder / "credit.safetensors", {name: getattr(self, name) for name in names})
         content = {"format": FORMAT, "config": asdict(self.config), "constant": self.constant, "scale": self.scale}
-        write_sealed(folder, "credit.json", {**content, "info": self.info}, ["credit.safetensors"])
-        return folder
+        tensors = {name: getattr(self, name) for name in ("feature", "pair_keys", "pair_values", "token")}
+        write = partial(write_tensors, tensors=tensors)
+        return write_whole(folder, "credit.json", {**content, "info": self.info}, {"credit.safetensors": write})
 
     @classmethod
     def load(cls, folder: str | Path) -> Credit:

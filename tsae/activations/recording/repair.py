@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader.assignment import beginnings, cut, plan_readers
@@ -54,16 +55,12 @@ def repair_store(
         config = replace(config, backend="huggingface")
     readers = {reader["id"]: reader for reader in manifest["readers"]}
     damaged = list(dict.fromkeys(damage.reader for damage in damages))
-    for id in damaged:
-        expected = readers[id].get("weights")
-        found = weights_fingerprint(series[id], like=expected)
-        if found != expected:
-            raise TsaeError(
-                f"its weights or its config are not those that were captured as {id} (hash {found}, "
-                f"expected {expected})",
-                where=series[id].path,
-                fix="Give the series that the store was captured from.",
-            )
+    for id, found, expected in changed_checkpoints(manifest, series, damaged):
+        raise TsaeError(
+            f"its weights or its config are not those that were captured as {id} (hash {found}, expected {expected})",
+            where=series[id].path,
+            fix="Give the series that the store was captured from.",
+        )
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     plan, begins = plan_readers(list(readers), rollouts, config), beginnings(rollouts, lengths, config)
     pieces = list(cut(plan, lengths, config.shard_tokens, begins))
@@ -99,3 +96,23 @@ def repair_store(
                 published(write_manifest(path / "manifest.json", manifest))
                 repaired.append(Repair(piece.file, shards[number] == before))
     return repaired
+
+
+def changed_checkpoints(
+    manifest: Mapping[str, Any], series: CheckpointSeries, ids: Iterable[str] | None = None
+) -> Iterator[tuple[str, str, str | None]]:
+    """Checkpoints that are no longer what a store was captured from.
+
+    Args:
+        manifest: of the store.
+        series: that holds the checkpoints.
+        ids: of readers; by default all of the store.
+
+    Yields:
+        The id, the hash of weights and config now, and the hash when it was captured.
+    """
+    captured = {reader["id"]: reader.get("weights") for reader in manifest["readers"]}
+    for id in captured if ids is None else ids:
+        found = weights_fingerprint(series[id], like=captured.get(id))
+        if found != captured.get(id):
+            yield id, found, captured.get(id)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +14,7 @@ import pandas as pd
 import tsae
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading, write_text
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
 from tsae.causal.intervention import folders_of_tests
@@ -141,13 +143,10 @@ def run_reinforcement(options: Reinforcement) -> None:
             tables["predicted"] = found.compare(tsae.FeatureDiff.load(options.diff))
             print(f"\n{prediction_text(tables['predicted'])}")
         if options.to is not None:
-            options.to.mkdir(parents=True, exist_ok=True)
-            for name in (_PUSHED, "predicted.parquet"):  # which an earlier call may have written, of another diff
-                (options.to / name).unlink(missing_ok=True)
-            for name, table in tables.items():
-                write_table(options.to / f"{name}.parquet", table)
-            write_sealed(options.to, _PUSHED, found.made_from, [f"{name}.parquet" for name in tables])
-            say_wrote(options.to)
+            # An earlier call may have written predictions, of another diff.
+            writers: dict[str, Callable[[Path], object] | None] = {"predicted.parquet": None}
+            writers |= {f"{name}.parquet": partial(write_table, table=table) for name, table in tables.items()}
+            say_wrote(write_whole(options.to, _PUSHED, found.made_from, writers))
         write(tables)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from tsae.base.files import read_object, reading
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.diff.feature_diff import FeatureDiff
@@ -89,12 +90,7 @@ class Explanations(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write explanations.parquet, and explanations.json last."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).unlink(missing_ok=True)
-        write_table(folder / _TABLE, self.table)
-        write_sealed(folder, FILE, self.info, [_TABLE])
-        return folder
+        return write_whole(folder, FILE, self.info, {_TABLE: partial(write_table, table=self.table)})
 
     @classmethod
     def load(cls, folder: str | Path) -> Explanations:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pandas as pd
 
 from tsae.base.files import read_object, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
 from tsae.errors import TsaeError
@@ -78,12 +79,8 @@ class Influence(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write influence.parquet, and influence.json last."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "influence.json").unlink(missing_ok=True)
-        write_table(folder / "influence.parquet", self.table)
-        write_sealed(folder, "influence.json", self.info, ["influence.parquet"])
-        return folder
+        write = partial(write_table, table=self.table)
+        return write_whole(folder, "influence.json", self.info, {"influence.parquet": write})
 
     @classmethod
     def load(cls, folder: str | Path) -> Influence:
