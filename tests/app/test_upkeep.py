@@ -35,7 +35,7 @@ from tsae.base.disk.made_by import command_file, made_by, record_command
 from tsae.base.files import sha256, write_json
 from tsae.base.provenance import write_run
 from tsae.base.seal import SEAL, read_sealed, seal, with_checksum
-from tsae.cli import parse
+from tsae.cli import main, parse
 from tsae.config import DemoConfig, RunConfig
 from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import FeatureDiff
@@ -48,6 +48,7 @@ from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.stamps import claim, stamp_copy
+from tsae.testbed import series_path
 from tsae.upkeep.find import Artefact, aside_name
 from tsae.upkeep.kinds import FOLDERS, TABLES
 from tsae.upkeep.mend import _aside, _own_files, remedy, repair
@@ -241,6 +242,18 @@ def test_the_command_of_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     flip(command_file(Path("b/out")), 20)
     with pytest.raises(TsaeError, match=r"\.out\.command\.json"):
         made_by(Path("b/out"))
+
+
+def test_a_folder_in_the_place_of_a_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is computed: the output would have no record, and nothing would say so."""
+    folder = command_file(tmp_path / "drift")
+    folder.mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["drift", "--series", str(series_path()), "--to", str(tmp_path / "drift")])
+    assert "drift.command.json: is a folder, expected the record of a command. Remove it" in capsys.readouterr().err
+    assert not (tmp_path / "drift").exists()
+    with pytest.raises(TsaeError, match="is a folder, expected the record of a command"):
+        made_by(tmp_path / "drift")
 
 
 def test_the_command_of_an_output_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ _COMMANDS = (
     "causal", "reinforcement", "influence", "report", "reformulate", "credit", "explain", "claims",
 )  # fmt: skip
 """Those that write artefacts."""
+_FORGET = "Remove it: the command that made the output is then not known any more."
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps):[0-9]+")
 _DOUBTFUL = ("--trust", "--log-to", "--training.log-to", "--executor", "--slurm", "--ray")
 
@@ -107,7 +108,12 @@ _under_way: ContextVar[tuple[Path, tuple[str, ...]] | None] = ContextVar("_under
 
 @contextmanager
 def under_way(output: Path, words: Sequence[str]) -> Iterator[None]:
-    """Say which command writes an output in the block, for `record_early`."""
+    """Say which command writes an output in the block, for `record_early`.
+
+    Raises:
+        TsaeError: where a folder stands in the place of its record.
+    """
+    _need_no_folder(command_file(Path(os.path.abspath(output))))
     token = _under_way.set((output, tuple(words)))
     try:
         yield
@@ -150,21 +156,26 @@ def made_by(output: Path) -> MadeBy | None:
     """
     output = Path(os.path.abspath(output))
     file = command_file(output)
+    _need_no_folder(file)
     if not file.is_file():
         return None
-    fix = "Remove it: the command that made the output is then not known any more."
-    found = read_sealed(file, fix)
-    with reading(file, fix):
+    found = read_sealed(file, _FORGET)
+    with reading(file, _FORGET):
         words, where = tuple(map(str, found["command"])), Path(os.path.normpath(output.parent / found["from"]))
         if found["output"] != output.name:
-            raise TsaeError(f"is the command of {found['output']}", where=file, fix=fix)
+            raise TsaeError(f"is the command of {found['output']}", where=file, fix=_FORGET)
     command = MadeBy(words, where)
     named = {Path(os.path.abspath(path)) for path in command.outputs}
     if words[:1] not in [(name,) for name in _COMMANDS] or not named:
-        raise TsaeError(f"is no command that writes {output.name} ({shlex.join(words)})", where=file, fix=fix)
+        raise TsaeError(f"is no command that writes {output.name} ({shlex.join(words)})", where=file, fix=_FORGET)
     return command if named == {output} else None
 
 
 def command_file(output: Path) -> Path:
     """Where the command of an output is written down."""
     return output.with_name(f".{output.name}.command.json")
+
+
+def _need_no_folder(file: Path) -> None:
+    if file.is_dir():
+        raise TsaeError("is a folder, expected the record of a command", where=file, fix=_FORGET)
