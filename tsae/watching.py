@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from tsae.activations.recording.repair import changed_checkpoints
+from tsae.activations.recording.repair import changed_checkpoints, rewritten_checkpoints
 from tsae.activations.shards.manifest import read_manifest
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, write_json
@@ -126,8 +126,7 @@ class _Watch:
         self.to, self.next = config.to, config.to / _NEXT
         self.settling = Settling(watching.quiet)
         self.told, self.reached = "", -1
-        self.sae: TemporalSAE | None = None
-        """The one that is kept, once it was loaded."""
+        self.sae: TemporalSAE | None = None  # the one that is kept, once it was loaded
 
     def updates(self) -> Generator[Update]:
         if not self.config.path.is_dir():
@@ -212,7 +211,10 @@ class _Watch:
         state = self._state(series, log, grown)
         same = before is not None and all(sorted(before[n]) == sorted(state.stamp[n]) for n in ("series", "log"))
         same = same and all((self.to / name).exists() for name in _STAGES if name not in _NOT_COMPARED)
-        if same and not (self.watching.retrain and "sae" in (before or {})):
+        anew = rewritten_checkpoints(self.to / "activations", series) if same else []
+        if anew:
+            self._tell(f"{', '.join(anew)}: written anew since the last analysis, and read again")
+        if same and not anew and not (self.watching.retrain and "sae" in (before or {})):
             self.reached = max(c.step for c in series)
             return None
         self.told = ""
@@ -348,8 +350,7 @@ class _Watch:
         """FVE by reader when the SAE was trained."""
         found = before.get("found", {}).get("fve_at_training")
         if found is None:  # `tsae run` trained it, and compared what it trained it on.
-            diff = FeatureDiff.load(self.to / "diff")
-            found = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
+            found = {r["id"]: r["fve"] for r in FeatureDiff.load(self.to / "diff").info["readers"]}
         return dict(found)
 
 

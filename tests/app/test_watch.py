@@ -381,6 +381,26 @@ def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkey
     assert all(found.state == "intact" for found in verify([training.config.to]))
 
 
+def test_a_checkpoint_rewritten_after_its_analysis_is_read_again(tmp_path: Path) -> None:
+    training, lines = Training(tmp_path), list[str]()
+    training.log(1, 25)
+    training.save(25)
+    assert len(list(watch(training.config, ONCE, say=lines.append))) == 1
+    before = contents(training.config.to)
+    weights = training.run / "checkpoint-25" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    assert not list(watch(training.config, ONCE, say=lines.append))  # the same weights
+    save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    times = weights.stat()
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns - 10**15))
+    assert len(list(watch(training.config, ONCE, say=lines.append))) == 1
+    assert "hard-00025: written anew since the last analysis, and read again" in lines
+    changed = {name for name, held in contents(training.config.to).items() if before.get(name) != held}
+    assert {name for name in changed if "activations/base/" in name} == set()
+    assert any("activations/hard-00025/" in name for name in changed)
+    assert not list(watch(training.config, ONCE, say=lines.append))
+
+
 def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="fresh rollouts are not sampled while a training goes on"):
         watch(RunConfig(tmp_path, to=tmp_path / "out", sample=2))

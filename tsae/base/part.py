@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import is_beginning, read_object, write_first
+from tsae.base.remote.mirror import removed
 from tsae.errors import TsaeError
 
 
@@ -81,3 +82,14 @@ def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:
         raise TsaeError(
             f"holds {what}: {', '.join(different)} differ", where=folder, fix="Give another folder, or remove these."
         )
+
+
+def remove_work(file: Path) -> None:
+    """Remove a folder of pieces, whose file says of what they are (`check_same_work`).
+
+    The file goes last: pieces without it would be refused for ever, if the process is killed meanwhile.
+    """
+    for path in sorted(file.parent.iterdir()) if file.parent.is_dir() else ():
+        if path != file:
+            removed(path)
+    removed(file.parent)

@@ -16,30 +16,20 @@ def text_limits(checkpoint: CheckpointRecord) -> tuple[int | None, set[int]]:
     Raises:
         TsaeError: where the configuration cannot be read, or names something else than token ids.
     """
-    from transformers import GenerationConfig
-
     config, owner = _config_of(checkpoint)
     if config is None:
         return None, set()
-    folder, told = folder_of(owner, needs="tokenizer"), [getattr(config, "eos_token_id", None)]
-    file = folder / "generation_config.json"
-    if file.is_file():
-        try:
-            told.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
-        except MemoryError:
-            raise
-        except Exception as error:  # transformers raises no narrower class
-            fix = "Save the model again, or remove this file."
-            raise TsaeError(f"cannot be read ({first_line(error)})", where=file, fix=fix) from error
-    ends: set[int] = set()
-    for found in told:
-        ids = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
-        odd = next((id for id in ids if isinstance(id, bool) or not isinstance(id, int)), None)
-        if odd is not None:
-            fix = "Name token ids as whole numbers."
-            raise TsaeError(f"its eos_token_id holds {str(odd)[:60]!r}, which is no token id", where=folder, fix=fix)
-        ends |= set(ids)
-    return _context(config), ends
+    return _context(config), {id for ids in _ends(config, owner) for id in ids}
+
+
+def told_ends(checkpoint: CheckpointRecord) -> list[list[int]]:
+    """End tokens of a checkpoint, or of an adapter's base: those of config.json, then those of generation_config.json.
+
+    Raises:
+        TsaeError: as `text_limits`.
+    """
+    config, owner = _config_of(checkpoint)
+    return [] if config is None else _ends(config, owner)
 
 
 def reading_limits(checkpoint: CheckpointRecord) -> tuple[int | None, int | None]:
@@ -56,6 +46,30 @@ def reading_limits(checkpoint: CheckpointRecord) -> tuple[int | None, int | None
 def _context(config: Any) -> int | None:
     found = getattr(config, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _ends(config: Any, owner: CheckpointRecord) -> list[list[int]]:
+    from transformers import GenerationConfig
+
+    folder, told = folder_of(owner, needs="tokenizer"), [getattr(config, "eos_token_id", None)]
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            told.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers raises no narrower class
+            fix = "Save the model again, or remove this file."
+            raise TsaeError(f"cannot be read ({first_line(error)})", where=file, fix=fix) from error
+    ends: list[list[int]] = []
+    for found in told:
+        ids = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
+        odd = next((id for id in ids if isinstance(id, bool) or not isinstance(id, int)), None)
+        if odd is not None:
+            fix = "Name token ids as whole numbers."
+            raise TsaeError(f"its eos_token_id holds {str(odd)[:60]!r}, which is no token id", where=folder, fix=fix)
+        ends.append(list(ids))
+    return ends
 
 
 def _config_of(checkpoint: CheckpointRecord) -> tuple[Any, CheckpointRecord]:

@@ -168,8 +168,9 @@ def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, A
         shards += [[record["weights"] for record in store.manifest["readers"]], store.manifest["config"]]
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
     device = sae.W_dec.device.type
-    unlimited = {"norm_limit": None} if sae.norm_limit is None else {}  # the same SAE may have one elsewhere
-    return _inputs(sae, store) | {"shards": digest, "batch_tokens": batch_tokens, "device": device} | unlimited
+    # The limit is no part of the SAE's fingerprint, and decides which tokens are outliers.
+    settings = {"batch_tokens": batch_tokens, "device": device, "norm_limit": sae.norm_limit}
+    return _inputs(sae, store) | {"shards": digest} | settings
 
 
 def _n_tokens(store: Source, shard: Shard) -> int:

@@ -20,11 +20,12 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.base.files import replacing, writing
-from tsae.base.part import check_same_work, digest_of
-from tsae.base.remote.mirror import local, needed, published, removed, there
+from tsae.base.part import check_same_work, digest_of, remove_work
+from tsae.base.remote.mirror import local, needed, published, there
 from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 
+_OF = "encoding.json"
 _OF_PIECE = ("token_ids", "lengths", "trajectory", "outlier", "quality")
 
 
@@ -60,8 +61,8 @@ class Pieces:
     def __init__(self, folder: str | Path, identity: dict[str, Any]) -> None:
         self.path = local(folder) / "pieces"
         self._of = digest_of(identity)
-        check_same_work(self.path / "encoding.json", identity, "pieces of another encoding")
-        published(self.path / "encoding.json")
+        check_same_work(self.path / _OF, identity, "pieces of another encoding")
+        published(self.path / _OF)
 
     def __contains__(self, number: int) -> bool:
         return there(self._file(number))
@@ -99,7 +100,7 @@ class Pieces:
 
     def remove(self) -> None:
         """When they are joined."""
-        removed(self.path)
+        remove_work(self.path / _OF)
 
     def _file(self, number: int) -> Path:
         return self.path / f"{number:06d}.npz"

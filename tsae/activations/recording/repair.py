@@ -116,3 +116,16 @@ def changed_checkpoints(
         found = weights_fingerprint(series[id], like=captured.get(id))
         if found != captured.get(id):
             yield id, found, captured.get(id)
+
+
+def rewritten_checkpoints(path: Path, series: CheckpointSeries) -> list[str]:
+    """Ids of checkpoints that were written anew since they were captured into a store.
+
+    Weights are compared where a file of the checkpoint has changed since the store's manifest was written.
+    """
+    manifest, captured = read_manifest(path), (path / "manifest.json").stat().st_mtime_ns
+    readers = {reader["id"] for reader in manifest["readers"]}
+    folders = {c.id: Path(c.path) for c in series if c.id in readers and Path(c.path).is_dir()}
+    # The time of a file's content can be set by whoever copies it, that of its entry cannot.
+    later = [id for id, folder in folders.items() if any(f.stat().st_ctime_ns > captured for f in folder.iterdir())]
+    return [id for id, *_ in changed_checkpoints(manifest, series, later)]

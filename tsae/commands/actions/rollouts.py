@@ -16,6 +16,7 @@ from tsae.rollouts.bands import band_counts, found_how
 from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import read_problems
+from tsae.rollouts.sampling.batches import remove_batches
 from tsae.rollouts.sampling.sample import sample_part
 from tsae.rollouts.schema import problem_bands
 
@@ -51,7 +52,7 @@ def run_sample(options: Sample) -> None:
     rollouts = tsae.Rollouts.concat(of_each).with_advantages()
     say_wrote(rollouts.write(options.to), rollouts)
     for checkpoint in chosen:
-        removed(local(f"{pieces}/{checkpoint.id}", fetch=False))
+        remove_batches(local(pieces, fetch=False), checkpoint.id)
     if (room := local(pieces, fetch=False)).is_dir() and not any(room.iterdir()):
         removed(room)
     served = rollouts.info.get("served")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tsae.base.files import read_object, reading, write_json, writing
-from tsae.base.part import check_same_work, digest_of
+from tsae.base.part import check_same_work, digest_of, remove_work
 from tsae.base.seal import read_sealed, with_checksum
 
 _OF = "sampling.json"
@@ -69,6 +69,11 @@ def weights_before(folder: Path, policy: str) -> object:
     """
     file = folder / policy / _OF
     return read_object(file, f"Remove {file.parent}.").get("weights") if file.is_file() else None
+
+
+def remove_batches(folder: Path, policy: str) -> None:
+    """Remove the batches of a policy, when its rollouts are written."""
+    remove_work(folder / policy / _OF)
 
 
 class Batches:

@@ -14,7 +14,7 @@ import numpy as np
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.limits import text_limits
+from tsae.checkpoints.limits import text_limits, told_ends
 from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint, weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
@@ -247,6 +247,8 @@ class _Sampling:
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             # The fingerprint is of the vocabulary. A chat template, or merges, make other prompts of the same problems.
             "prompts": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
+            # No fingerprint is of generation_config.json, or of what the tokenizer calls the end.
+            "ends": [*told_ends(self.checkpoint), self.tokenizer.eos_token_id],
             "config": asdict(self.config),
             "server": None if self.server is None else self.server.model or "the only model",
         }
