@@ -71,6 +71,21 @@ def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_folder_has_one_lock_whatever_link_leads_there(tmp_path: Path) -> None:
+    (tmp_path / "big" / "f").mkdir(parents=True)
+    (tmp_path / "f").symlink_to(tmp_path / "big" / "f")
+    (tmp_path / "small").symlink_to(tmp_path / "big")
+    first = holder(tmp_path / "f")
+    for to in (tmp_path / "big" / "f", tmp_path / "small" / "f", tmp_path / "f"):
+        with pytest.raises(TsaeError, match="process"), sole_writer(to):
+            pass
+    first.communicate()
+    first = holder(tmp_path / "small" / "new.parquet")
+    with pytest.raises(TsaeError, match="process"), sole_writer(tmp_path / "big" / "new.parquet"):
+        pass
+    first.communicate()
+
+
 def test_one_that_takes_it_or_gives_it_back_at_this_moment_is_named_too(tmp_path: Path) -> None:
     """Eight processes take it again and again: never two at once, and whoever has to wait is told for whom."""
     to = tmp_path / "features"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 import tsae
 from support.damage import flip
 from tsae.activations.store import ActivationStore
+from tsae.base import part as parts
 from tsae.base.part import Part
+from tsae.base.remote.mirror import removed
 from tsae.errors import TsaeError
 from tsae.features import encode as encoding
 from tsae.features.encode import encode, encode_part
@@ -119,7 +123,13 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
     with pytest.raises(TsaeError, match="pieces of another encoding: batch_tokens differ"):
         encode_part(sae, shards, to=tmp_path, part=Part(1, 2), batch_tokens=100, progress=False)
     other = TemporalSAE(sae.d_model, sae.config, site=sae.site)
-    with pytest.raises(TsaeError, match="pieces of another encoding: sae differ"):
+    with pytest.raises(TsaeError, match="pieces of another encoding: norm_limit, sae differ"):
+        encode(other, shards, to=tmp_path, progress=False)
+    other = copy.deepcopy(sae)
+    assert sae.norm_limit is not None
+    other.training_info = {**sae.training_info, "norms": {"limit": sae.norm_limit / 2}}
+    assert other.fingerprint == sae.fingerprint
+    with pytest.raises(TsaeError, match="pieces of another encoding: norm_limit differ"):
         encode(other, shards, to=tmp_path, progress=False)
     piece = tmp_path / "pieces" / "000002.npz"
     piece.write_bytes(piece.read_bytes()[:-40])
@@ -142,6 +152,31 @@ def test_a_piece_of_another_sae_is_refused(sae: TemporalSAE, shards: ActivationS
     encode(sae, shards, to=tmp_path / "here", progress=False)
     encode(sae, shards, to=tmp_path / "one", progress=False)
     assert digests(tmp_path / "here") == digests(tmp_path / "one")
+
+
+def test_a_kill_while_pieces_are_removed(
+    sae: TemporalSAE, shards: ActivationStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file was the last to go, the same call goes on: what says of what they are goes after all pieces."""
+    encode(sae, shards, to=tmp_path / "whole", progress=False)
+    n = sum(1 for _ in shards.shards())
+    for last in (0, 1, n, n + 1):
+        gone = 0
+
+        def killed(path: Path, last: int = last) -> None:
+            nonlocal gone
+            if gone == last:
+                raise KeyboardInterrupt
+            gone += 1
+            removed(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, "removed", killed)
+            with pytest.raises(KeyboardInterrupt) if last <= n else nullcontext():
+                encode(sae, shards, to=tmp_path / str(last), progress=False)
+        assert (tmp_path / str(last) / "pieces" / "encoding.json").is_file() == (last <= n)
+        encode(sae, shards, to=tmp_path / str(last), progress=False)
+        assert digests(tmp_path / str(last)) == digests(tmp_path / "whole")
 
 
 def test_a_part_compares_its_own_shards_with_their_checksums(

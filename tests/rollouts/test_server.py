@@ -231,6 +231,19 @@ def test_batches_of_other_prompts_are_not_taken(policy: Checkpoint, tmp_path: Pa
             sample_part(copy, PROBLEMS, config, **again)
 
 
+def test_batches_that_end_elsewhere_are_not_taken(policy: Checkpoint, tmp_path: Path) -> None:
+    """What ends a response may be said by generation_config.json alone, which no fingerprint is of."""
+    copy = replace(policy, path=str(shutil.copytree(policy.path, tmp_path / "model")))
+    again: Any = {"part": Part(0, 3), "pieces": tmp_path / "pieces", "progress": False}
+    sample_part(copy, PROBLEMS, CONFIG, **again)
+    sample_part(copy, PROBLEMS, CONFIG, **again)
+    file = Path(copy.path) / "generation_config.json"
+    told = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**told, "eos_token_id": [1, 2]}))
+    with pytest.raises(TsaeError, match="another sampling: ends differ"):
+        sample_part(copy, PROBLEMS, CONFIG, **again)
+
+
 @pytest.mark.slow
 def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path: Path) -> None:
     for server in (None, served.config):

@@ -52,7 +52,7 @@ def sole_writer(to: str | Path, part: Part | None = None) -> Iterator[None]:
     Raises:
         TsaeError: where another process writes it, which is named; where the lock cannot be written.
     """
-    to = Path(os.path.abspath(to))
+    to = _place(Path(os.path.abspath(to)))
     whole = _file(to)
     own = whole if part is None or part.n == 1 else _file(to, part)
     thread = (os.getpid(), threading.get_ident())
@@ -92,6 +92,11 @@ class _Taken(NamedTuple):
                 if os.path.samestat(os.stat(self.file), self.state):
                     self.file.unlink()
         self.lock.release()
+
+
+def _place(to: Path) -> Path:
+    """Where an output is, whatever links lead there. A link in the place of a file is replaced, and not followed."""
+    return to.resolve() if to.is_dir() else to.parent.resolve() / to.name
 
 
 def _file(to: Path, part: Part | None = None) -> Path:
