@@ -69,6 +69,15 @@ def test_what_is_no_number_is_refused(config: Callable[..., Any], name: str) -> 
             config(**needed.get(config.__name__, {}), **given)
 
 
+@pytest.mark.parametrize("config", [DiffConfig, DifficultyConfig, InterventionConfig, InsertionConfig])
+def test_confidences_that_round_to_1_are_refused(config: Callable[..., Any]) -> None:
+    """Their intervals would be NaN."""
+    for value in (0.0, -0.5, 1.0, 0.9999999999999999):
+        with pytest.raises(TsaeError, match=r"confidence=.* must lie between 0 and 0\.999999"):
+            config(confidence=value)
+    config(confidence=0.999999)
+
+
 def test_an_intervention_knows_its_modes_and_places() -> None:
     for odd in ({"mode": "abalte"}, {"tokens": "responses"}, {"backend": "hf"}):
         with pytest.raises(TsaeError, match="is none of"):

@@ -197,7 +197,11 @@ def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> No
         else:
             with pytest.raises(TsaeError, match=f"is an adapter of {named}, but the base of the series is"):
                 CheckpointSeries.load(adapters / "base", adapter)
-    for named, message in ((None, "does not say which model"), ("../base", r"is an adapter of \.\./base")):
+    for named, message in (
+        (None, "does not say which model"),
+        ("../base", r"is an adapter of \.\./base"),
+        *((odd, "is the name of no model") for odd in ("a\0b", "a" * 5000, 7)),
+    ):
         edit(adapter / "adapter_config.json", base_model_name_or_path=named)
         with pytest.raises(TsaeError, match=message):
             CheckpointSeries.load(adapter)

@@ -14,6 +14,7 @@ import tsae
 from support.builders import make_rollouts, save_model
 from tsae import Checkpoint, InfluenceConfig, TsaeError
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.diff.policy_gradient import measure_influence
 
 SITE = "blocks.1.hook_resid_post"
 SPECIAL = [17, 18, 19]
@@ -190,6 +191,22 @@ def test_sums_parts_and_files(gpt2: Checkpoint, samples: Any, tmp_path: Path) ->
         both.by("bands")
     with pytest.raises(TsaeError, match=r"holds no influence\.json"):
         tsae.Influence.load(tmp_path)
+
+
+def test_influence_that_is_no_number_is_refused(
+    gpt2: Checkpoint, samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pandas counts NaN as 0 in sums, so that a part of the samples would have no influence."""
+    real = measure_influence.Forward.score_along
+
+    def overflowing(*given: Any) -> torch.Tensor:
+        return real(*given) * torch.inf
+
+    monkeypatch.setattr(measure_influence.Forward, "score_along", overflowing)
+    with pytest.raises(TsaeError, match=r"influence of trajectory \d+ on feature 3 is not finite"):
+        tsae.influence(gpt2, samples, some_sae(16), [3], progress=False)
+    with pytest.raises(TsaeError, match=r"temperature=1e-40 is less than 0\.001"):
+        InfluenceConfig(temperature=1e-40)
 
 
 def test_what_has_no_influence_is_refused(gpt2: Checkpoint, samples: Any, fingerprint: str) -> None:

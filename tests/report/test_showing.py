@@ -85,7 +85,8 @@ def test_every_result_shows_itself(
     series: Any, rollouts: Any, store: Any, trained: Any, features: Any, diff: tsae.FeatureDiff
 ) -> None:
     rollouts = rollouts.with_advantages()
-    banded = rollouts.with_bands(None, cutoffs=tsae.BandQuantiles(0.3, 0.3), measured_on=rollouts)
+    again = rollouts.with_column("response_ids", [[5]] * len(rollouts))
+    banded = rollouts.with_bands(None, cutoffs=tsae.BandQuantiles(0.3, 0.3), measured_on=again)
     with_labels = replace(features, rollouts=banded)
     other = copy.deepcopy(trained)
     other.b_enc.data += 1

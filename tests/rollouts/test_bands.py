@@ -73,6 +73,15 @@ def test_a_band_is_that_of_the_other_half() -> None:
     assert problem_bands(found.frame).notna().all()
 
 
+def test_bands_are_not_measured_on_the_very_same_rollouts() -> None:
+    """Where every response is a coin's flip, hard problems would look hard and easy ones easy."""
+    rng = np.random.default_rng(0)
+    letters = {f"p{i}": "".join(rng.choice(["s", "f"], 4)) for i in range(60)}
+    rollouts = outcomes({"base": letters})
+    with pytest.raises(TsaeError, match="holds the very rollouts that are put into bands"):
+        rollouts.with_bands("base", measured_on=rollouts.with_column("reward", np.zeros(len(rollouts))))
+
+
 def test_halves_are_kept_by_the_problems_id_alone() -> None:
     ids = {f"q{i}": "sfsfsfsf" for i in range(400)}
     found = outcomes({"base": SPREAD | ids}).with_bands("base").frame

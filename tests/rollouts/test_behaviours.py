@@ -162,10 +162,28 @@ def test_formats(text: str, expected: str) -> None:
     assert response_format(text) == expected
 
 
+def test_spaces_before_an_answer_take_no_time() -> None:
+    """What follows is no answer, so that every way to share out the spaces was tried, with 500 characters each."""
+    start = time.process_time()
+    assert final_answers("answer is" + " " * 20_000 + "x" * 600 + "\n") == []
+    assert final_answers("the answer is : \n  5.")[0].value == "5"
+    assert time.process_time() - start < 1
+
+
 def test_spaces_within_a_sentence_take_linear_time() -> None:
     start = time.process_time()
     assert final_answers("the answer is a" + " " * 20_000 + "b") == final_answers("the answer is" + "\n" * 20_000) == []
     assert time.process_time() - start < 1
+
+
+def test_formats_that_a_table_brings_are_texts() -> None:
+    rows = [{"response": "A: 7", "format": "own"}, {"response": "A: 8", "format": "other"}]
+    rollouts = rollouts_of(rows)
+    assert set(format_table(rollouts).n_formats) == {2}
+    assert format_table(rollouts.with_column("format", [None, None])).empty
+    assert set(format_table(rollouts.with_column("format", [None, "own"])).n_trajectories) == {1}
+    with pytest.raises(TsaeError, match=r"the column format holds list<.*>, expected texts"):
+        format_table(rollouts.with_column("format", [[1], [1]]))
 
 
 @pytest.mark.slow  # times long texts

@@ -93,7 +93,8 @@ def test_pass_rates_have_the_interval_that_is_asked_for() -> None:
 def test_bands_by_shares_of_the_problems() -> None:
     """Nine problems, thirds; ties stay together, also where that makes a band larger."""
     rollouts = graded({"base": {f"p{i}": (i, 8 - i) for i in range(9)}})
-    banded = rollouts.with_bands("base", cutoffs=BandQuantiles(), measured_on=rollouts)
+    again = rollouts.with_column("response_ids", [[3]] * len(rollouts))
+    banded = rollouts.with_bands("base", cutoffs=BandQuantiles(), measured_on=again)
     found = banded.frame.groupby("problem_id").band.first()
     assert found.tolist() == ["hard"] * 3 + ["medium"] * 3 + ["easy"] * 3
     assert banded.info["bands"] == {

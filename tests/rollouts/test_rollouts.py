@@ -325,7 +325,7 @@ def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
 
 def test_bands_follow_the_cutoffs() -> None:
     rates = {"a": (4, 0), "b": (3, 1), "c": (2, 2), "d": (1, 3), "e": (0, 4)}
-    banded = graded(rates).with_bands("base", measured_on=graded(rates))
+    banded = graded(rates).with_bands("base", measured_on=graded(rates, unknown=1))
     assert banded.frame.groupby("problem_id").band.first().to_dict() == {
         "a": "easy",
         "b": "easy",
@@ -333,7 +333,9 @@ def test_bands_follow_the_cutoffs() -> None:
         "d": "hard",
         "e": "hard",
     }
-    strict = graded(rates).with_bands("base", cutoffs=BandCutoffs(easy=1.0, hard=0.0), measured_on=graded(rates))
+    strict = graded(rates).with_bands(
+        "base", cutoffs=BandCutoffs(easy=1.0, hard=0.0), measured_on=graded(rates, unknown=1)
+    )
     assert strict.frame.groupby("problem_id").band.first().tolist() == ["easy", "medium", "medium", "medium", "hard"]
     assert strict.frame.pass_rate.tolist() == [1.0] * 4 + [0.75] * 4 + [0.5] * 4 + [0.25] * 4 + [0.0] * 4
     assert strict.info["bands"] == {

@@ -15,8 +15,12 @@ _UNLIMITED = ("max_norm",)
 """May be infinite: nothing is then beyond it."""
 
 
+_SUREST = 0.999999
+"""Largest confidence of an interval: with more, half of what is left is lost in rounding, and the ends are NaN."""
+
+
 def need_numbers(config: Any) -> None:
-    """Refuse numbers that mean nothing: NaN, infinity, and seeds that not every generator takes.
+    """Refuse numbers that mean nothing: NaN, infinity, and confidences and seeds that nothing can be computed with.
 
     Args:
         config: a dataclass; its fields, and the items of those that are tuples, are looked at.
@@ -29,6 +33,8 @@ def need_numbers(config: Any) -> None:
         value, name = getattr(config, field.name), field.name
         if name in _SEEDS and isinstance(value, int) and not 0 <= value <= _MOST:
             raise TsaeError(f"{name}={value} must lie between 0 and {_MOST:,}", where=where)
+        if name == "confidence" and not 0 < value <= _SUREST:
+            raise TsaeError(f"{name}={value} must lie between 0 and {_SUREST}", where=where)
         for one in value if isinstance(value, tuple) else (value,):
             if not isinstance(one, float) or math.isfinite(one) or (one > 0 and name in _UNLIMITED):
                 continue

@@ -71,8 +71,6 @@ class InterventionConfig:
                 where=where,
                 fix="Give at least 1.",
             )
-        if not 0 < self.confidence < 1:
-            raise TsaeError(f"confidence={self.confidence} must lie between 0 and 1", where=where)
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,8 @@ class InsertionConfig:
         for name in ("n_tokens", "n_contexts", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="InsertionConfig")
-        if self.min_problems < 2 or self.n_bootstrap < 100 or not 0 < self.confidence < 1:
+        if self.min_problems < 2 or self.n_bootstrap < 100:
             raise TsaeError(
-                f"min_problems={self.min_problems} must be at least 2, n_bootstrap={self.n_bootstrap} at least 100, "
-                f"and confidence={self.confidence} between 0 and 1",
+                f"min_problems={self.min_problems} must be at least 2, and n_bootstrap={self.n_bootstrap} at least 100",
                 where="InsertionConfig",
             )

@@ -31,6 +31,8 @@ _Checkpoint = TypeVar("_Checkpoint", bound=CheckpointRecord)
 
 # These starts leave the base as it was; with others (PiSSA, OLoRA, …) training starts from a changed base.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_LONGEST_PATH = 4096
+"""Characters."""
 GIVE_ITS_BASE = "Give the base that the adapter was trained on."
 
 
@@ -74,6 +76,10 @@ def checked_config(folder: Path) -> dict[str, Any]:
             where=folder,
             fix="Save it with path_initial_model_for_weight_conversion, or merge it and save the whole model.",
         )
+    named = config.get("base_model_name_or_path") or ""
+    if not isinstance(named, str) or not named.isprintable() or len(named) > _LONGEST_PATH:
+        what = f"its base_model_name_or_path ({str(named)[:60]!r}) is the name of no model"
+        raise TsaeError(what, where=folder / ADAPTER_CONFIG, fix="Name the folder or the id of its base there.")
     odd = ("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config")
     # With a megatron_config, peft imports the module that megatron_core names.
     for name in (*odd, "megatron_config"):

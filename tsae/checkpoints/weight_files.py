@@ -6,7 +6,6 @@ is downloaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -204,7 +203,7 @@ def json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises TsaeError where there is none."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path may hold what no path can
         raise TsaeError(f"not a file of JSON ({error})", where=file) from error
     if not isinstance(content, dict):
         raise TsaeError(f"a JSON {type(content).__name__}, expected an object", where=file)

@@ -67,7 +67,6 @@ class DiffConfig:
                 min(self.n_bootstrap, self.n_permutations) >= 100
                 and max(self.n_bootstrap, self.n_permutations) <= 10_000_000
             ),
-            f"confidence={self.confidence} must lie between 0 and 1": 0 < self.confidence < 1,
             f"q={self.q} must lie between 0.000001 and 1": 1e-6 <= self.q < 1,
             f"bands={self.bands} name a band twice": len(set(self.bands or ())) == len(self.bands or ()),
             f"minimum_effect={self.minimum_effect} must be at least 0": 0 <= self.minimum_effect < float("inf"),
@@ -139,10 +138,10 @@ class InfluenceConfig:
                 where="InfluenceConfig",
                 fix="Give max_completion_length for dr_grpo, and only there.",
             )
-        if self.temperature <= 0 or self.batch_tokens < 1 or (self.max_completion_length or 1) < 1:
-            raise TsaeError(
-                "temperature, batch_tokens and max_completion_length must be positive", where="InfluenceConfig"
-            )
+        if self.batch_tokens < 1 or (self.max_completion_length or 1) < 1:
+            raise TsaeError("batch_tokens and max_completion_length must be positive", where="InfluenceConfig")
+        if self.temperature < 1e-3:  # logits that are divided by less overflow
+            raise TsaeError(f"temperature={self.temperature} is less than 0.001", where="InfluenceConfig")
         if not self.parts or set(self.parts) - {"representation", "policy"} or len(set(self.parts)) < len(self.parts):
             raise TsaeError(f"parts={self.parts} are not representation, policy or both", where="InfluenceConfig")
 

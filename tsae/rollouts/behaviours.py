@@ -188,6 +188,9 @@ def format_table(rollouts: Rollouts, *, reference: str | None = None, confidence
         reference: the policy that others are compared with, on the problems that both answered.
         confidence: of the intervals over problems.
 
+    Raises:
+        TsaeError: where a column format holds something else than texts.
+
     Returns:
         policy, band, n_problems, n_trajectories, n_formats, top_format and top_share, entropy of the formats in bits
         with low and high, and change, change_low, change_high of the entropy over the n_paired problems of both, the
@@ -196,8 +199,12 @@ def format_table(rollouts: Rollouts, *, reference: str | None = None, confidence
     """
     frame = rollouts.frame
     format = frame["format"] if "format" in frame.columns else frame.response.fillna("").map(response_format)
+    if not format.dropna().map(lambda value: isinstance(value, str)).all():
+        kind = rollouts.table.schema.field("format").type
+        raise TsaeError(f"the column format holds {kind}, expected texts", where=rollouts.origin, fix="Leave it out.")
     rows: list[dict[str, Any]] = []
-    for band, picked in _by_band(rollouts):
+    for band, by_policy in _by_band(rollouts):
+        picked = {policy: rows_of & format.notna() for policy, rows_of in by_policy.items()}
         shares = {
             policy: pd.crosstab(frame.problem_id[rows_of], format[rows_of], normalize="index")
             for policy, rows_of in picked.items()

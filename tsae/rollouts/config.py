@@ -313,8 +313,6 @@ class DifficultyConfig:
     def __post_init__(self) -> None:
         need_numbers(self)
         need_at_most(self, n_draws=10_000_000)
-        if not 0 < self.confidence < 1:
-            raise TsaeError(f"confidence={self.confidence} is not between 0 and 1", where="DifficultyConfig")
         if self.n_draws < 100:
             raise TsaeError(f"n_draws={self.n_draws} is less than 100", where="DifficultyConfig")
         if any(k < 1 for k in self.k):

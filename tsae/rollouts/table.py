@@ -310,10 +310,16 @@ class Rollouts(TokenParts, Tables):
             a copy with the columns band, pass_rate, pass_rate_low and pass_rate_high.
 
         Raises:
-            TsaeError: where a problem was not measured, or a band is empty.
+            TsaeError: where a problem was not measured, a band is empty, or both are the same rollouts.
         """
         id = reference.id if isinstance(reference, Checkpoint) else reference
         other = None if measured_on is None else measured_on.frame
+        if measured_on is not None and measured_on.fingerprint == self.fingerprint:
+            raise TsaeError(
+                "holds the very rollouts that are put into bands, so that chance would make hard problems look easier",
+                where=measured_on.origin,
+                fix="Leave it out (--measured-on): each half is then measured on the other.",
+            )
         found = find_bands(self.frame, self.origin, id, cutoffs, other)
         found.check()
         return self.in_bands(found)

@@ -88,6 +88,14 @@ def influence(
                     along = forward.score_along(weights, gradient, ids, mask, response)
                     found[part][rows, j] = along.double().cpu().numpy() * score[rows]
             bar.update()
+    for part, values in found.items():
+        if not np.isfinite(values).all():
+            row, j = np.argwhere(~np.isfinite(values))[0]
+            raise TsaeError(
+                f"the {part} influence of trajectory {row} on feature {features[j]} is not finite",
+                where=checkpoint.path,
+                fix="Check that checkpoint's weights, or compute in another precision (model_dtype).",
+            )
     frame = rollouts.frame[["problem_id", "policy", "band", "outcome", "advantage", "response_length"]]
     frame = frame.assign(trajectory=np.arange(len(rollouts)))[["trajectory", *frame.columns]]
     columns_of = [{"representation": r, "policy_part": p} for r, p in zip(*(x.T for x in found.values()), strict=True)]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tsae.base.files import write_json
@@ -122,7 +123,8 @@ def difficulty(
             parts.append(part)
     rates = pd.concat(parts, ignore_index=True)
     rates["band"] = used.band(rates.pass_rate.to_numpy())
-    rates["sure"] = used.band(rates.low.to_numpy()) == used.band(rates.high.to_numpy())
+    low, high = rates.low.to_numpy(), rates.high.to_numpy()
+    rates["sure"] = (used.band(low) == used.band(high)) & np.isfinite(low) & np.isfinite(high)
     half = _halves(rollouts)[frame.index]
     sides = (frame.outcome == "success").groupby([frame.policy, frame.problem_id, frame.band, half], sort=False)
     banded = pd.DataFrame({"n": sides.size(), "successes": sides.sum()}).reset_index()

@@ -26,8 +26,8 @@ _ANSWERS = {
         re.MULTILINE,
     ),
     "sentence": re.compile(
-        r"(?:\b(?:the|my|our)\s+)?(?:\bfinal\s+)?\banswer\s+(?:is|would\s+be|should\s+be)(?:\s*:)?\s+"
-        r"([^\n]{1,500}?)(?=[.!]?[^\S\n]{0,20}$|[.!]\s)",
+        r"(?:\b(?:the|my|our)\s+)?(?:\bfinal\s+)?\banswer\s+(?:is|would\s+be|should\s+be)(?:\s*+:)?\s++"
+        r"(?=\S)([^\n]{1,500}?)(?=[.!]?[^\S\n]{0,20}$|[.!]\s)",
         re.I | re.M,
     ),
 }
