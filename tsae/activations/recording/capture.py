@@ -55,7 +55,7 @@ from tsae.base.provenance import run_content
 from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
-from tsae.checkpoints.loading import weights_fingerprint
+from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -94,9 +94,9 @@ def capture(
 
     Raises:
         TsaeError: for unknown sites, tokenizers that do not fit the rollouts, trajectories longer than the context or
-            too long for memory, non-finite activations, or a folder that holds another capture. What is recorded by
-            then stays; a new capture that has recorded nothing leaves nothing behind. Also where a server computed for
-            one reader, and others have still to read.
+            too long for memory, non-finite activations, a checkpoint that is rewritten meanwhile, or a folder that
+            holds another capture. What is recorded by then stays; a new capture that has recorded nothing leaves
+            nothing behind. Also where a server computed for one reader, and others have still to read.
     """
     config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
     if auto and world_size() > 1:
@@ -224,8 +224,10 @@ def _capture(
                 model = None
                 bar.set_postfix_str(current, refresh=False)
                 reader, kept = as_reader(series[current], sites, config, device, loader, kept, server), None
+                need_unchanged(series[current], weights)
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
+            need_unchanged(series[current], weights, loaded=True)  # before the shard counts
             record = write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
