@@ -36,6 +36,7 @@ from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest, write_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import partial_name
 from tsae.base.part import Part
 from tsae.checkpoints.loading import weights_fingerprint
@@ -492,6 +493,32 @@ def test_what_parts_left_that_were_killed_before_the_manifest_is_removed(
     assert contents(folder) == contents(whole)
     partial_name(folder / own).touch()  # killed just after the end
     capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.parametrize("at", ["rollouts.parquet.part-1", ".rollouts.parquet.part-1.tsae.tmp"])
+def test_what_a_killed_part_left_is_removed_from_the_finished_store(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    folder, replace_file = tmp_path / "acts", os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if Path(source).name == at:
+            shutil.copy(source, tmp_path / "left")  # a kill lets nothing remove it
+            raise KeyboardInterrupt
+        replace_file(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            capture_part(series, rollouts, SITES, to=folder, part=Part(1, 3), config=CONFIG, progress=False)
+    shutil.copy(tmp_path / "left", folder / at)
+    with sole_writer(folder, Part(1, 3)):  # it still runs
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder).keys() - contents(whole).keys() == {at}
+    (folder / "rollouts.parquet.part-x").touch()
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    (folder / "rollouts.parquet.part-x").unlink()  # a user's own
     assert contents(folder) == contents(whole)
 
 

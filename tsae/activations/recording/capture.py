@@ -46,7 +46,7 @@ from tsae.activations.shards.manifest import (
 )
 from tsae.activations.shards.shard import open_shard
 from tsae.activations.store import ActivationStore
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.disk.sole_writer import clear_parts, sole_writer
 from tsae.base.distributed import join
 from tsae.base.files import clear_first, is_beginning, reading, write_first, write_json
 from tsae.base.part import Part
@@ -129,6 +129,8 @@ def capture(
                 where=to,
                 fix="Capture these with servers of their own.",
             )
+        if processes.first:
+            clear_parts(to, ("manifest.json", "run.json", "rollouts.parquet"))
         return ActivationStore(to)
 
 
