@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,13 +37,15 @@ from support.builders import (
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
-from tsae.activations.recording.capture import capture
+from tsae.activations.recording import capture as recording
+from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import write_manifest
+from tsae.activations.shards.manifest import read_manifest, write_manifest
 from tsae.activations.shards.shard import Shard
 from tsae.activations.shards.writer import ShardWriter
 from tsae.activations.store import ActivationStore
 from tsae.base.files import sha256
+from tsae.base.part import Part
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -349,9 +352,7 @@ def poisoned(series: CheckpointSeries, id: str, folder: Path, change: Callable[[
 
 
 @pytest.mark.parametrize("id", ["base", "easy-10"])
-def test_nan_weights_leave_nothing_behind(
-    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, id: str
-) -> None:
+def test_nan_weights_are_refused(series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, id: str) -> None:
     def change(weights: dict[str, torch.Tensor]) -> None:
         weights["model.embed_tokens.weight"][3] = torch.nan  # only trajectories with token 3 are hit
 
@@ -361,7 +362,40 @@ def test_nan_weights_leave_nothing_behind(
     assert str(tmp_path / "nan") in str(error.value)
     row = int(str(error.value).split("reads trajectory ")[1].split()[0])
     assert 3 in np.concatenate(rollouts.tokens(row))
-    assert not (tmp_path / "acts").exists()
+    # The base's shards are good, and may be of use to another capture (earlier=…).
+    assert (tmp_path / "acts").exists() == (id == "easy-10")
+
+
+def test_a_refused_capture_removes_no_file_of_a_users_own(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    folder = tmp_path / "acts"
+    folder.mkdir()
+    for name in ("manifest.json.bak", f"manifest.json.{'0a' * 15}", ".manifest.json.swp"):
+        (folder / name).write_text("mine")
+        with pytest.raises(TsaeError, match="is not empty and holds no activation store"):
+            capture(series, rollouts, [SITE], to=folder, config=SMALL, progress=False)
+        assert [path.name for path in folder.iterdir()] == [name]
+        (folder / name).unlink()
+
+
+def test_a_capture_that_waited_for_another_removes_nothing_of_it(
+    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a capture is a new one is looked at once no other can write."""
+    folder = tmp_path / "acts"
+    lock = recording.sole_writer
+
+    @contextmanager
+    def begun_meanwhile(to: Path) -> Iterator[None]:
+        with lock(to):
+            capture_part(series, rollouts, [SITE], to=to, part=Part(10**8, 10**8 + 1), config=SMALL, progress=False)
+            yield
+
+    monkeypatch.setattr(recording, "sole_writer", begun_meanwhile)
+    with pytest.raises(TsaeError, match="holds another capture"):
+        capture(series, rollouts, [SITE], to=folder, config=replace(SMALL, plan="own"), progress=False)
+    assert (folder / "manifest.json").is_file()
 
 
 def test_activations_beyond_half_precision_are_refused(
@@ -436,7 +470,9 @@ def test_readers_of_another_width_are_refused(llama: Path, rollouts: Rollouts, t
     config = replace(SMALL, plan="all")
     with pytest.raises(TsaeError, match=r"wide.*d_model 32, expected 16"):
         capture(series, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
-    assert not (tmp_path / "acts").exists()
+    wide, base = read_manifest(tmp_path / "acts")["readers"][::-1]
+    assert base["shards"]
+    assert not wide["shards"]
 
 
 def test_unknown_sites_and_precisions_leave_nothing_behind(

@@ -22,17 +22,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed, save_series
+from support.checkpoints import rewrite
 from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader import opening
 from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
+from tsae.activations.recording import capture as recording
+from tsae.activations.recording import repair
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest, write_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import partial_name
 from tsae.base.part import Part
 from tsae.checkpoints.loading import weights_fingerprint
@@ -155,6 +159,68 @@ def test_a_capture_is_not_resumed_with_weights_that_changed_in_the_middle(rollou
     flip_middle(model / "model.safetensors")
     with pytest.raises(TsaeError, match="holds another capture: readers differ"):
         capture(series, rollouts, SITES[:1], to=folder, config=CONFIG, progress=False)
+
+
+@pytest.mark.parametrize("at", [0, -2], ids=["before it is loaded", "while it reads"])
+def test_a_checkpoint_rewritten_during_a_capture_is_refused(
+    series_folder: Path, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    series, folder = CheckpointSeries.load(tmp_path / "series"), tmp_path / "acts"
+    moment, capture_one = sorted(shards_of(whole))[at], recording.capture_shard
+
+    def then_rewritten(reader: Any, checkpoint: str, rollouts: Rollouts, piece: Any, *rest: Any) -> dict[str, Any]:
+        entry = capture_one(reader, checkpoint, rollouts, piece, *rest)
+        if piece.file == moment:
+            rewrite(tmp_path / "series" / "easy-10")
+        return entry
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "capture_shard", then_rewritten)
+        what = r"series/easy-10: its weights or its config changed while they were in use \(hash \S+, before \S+\)"
+        with pytest.raises(TsaeError, match=what):
+            capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    kept = [shard["file"] for shard in records(folder)]
+    assert kept == [name for name in sorted(shards_of(whole)) if name < moment or name.startswith("base")]
+    for name in kept:
+        assert shards_of(folder)[name] == shards_of(whole)[name]
+    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    shutil.copytree(series_folder / "easy-10", tmp_path / "series" / "easy-10", dirs_exist_ok=True)
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder) == contents(whole)
+
+
+def test_a_base_rewritten_before_it_is_fingerprinted_is_refused(
+    series_folder: Path, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    series, load = CheckpointSeries.load(tmp_path / "series"), opening._load
+
+    def then_rewritten(*args: Any) -> Any:
+        model = load(*args)
+        rewrite(tmp_path / "series" / "base")
+        return model
+
+    monkeypatch.setattr(opening, "_load", then_rewritten)
+    with pytest.raises(TsaeError, match="series/base: its weights or its config changed"):
+        capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    assert not (tmp_path / "acts").exists()
+
+
+def test_a_checkpoint_that_is_removed_once_it_is_loaded_reads_on(
+    series_folder: Path, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    series, capture_one = CheckpointSeries.load(tmp_path / "series"), recording.capture_shard
+
+    def removed_before(*args: Any) -> dict[str, Any]:
+        shutil.rmtree(args[1], ignore_errors=True)
+        return capture_one(*args)
+
+    monkeypatch.setattr(recording, "capture_shard", removed_before)
+    capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    assert contents(tmp_path / "acts") == contents(whole)
 
 
 def test_a_store_with_fingerprints_of_an_earlier_version_is_gone_on_with(
@@ -430,6 +496,32 @@ def test_what_parts_left_that_were_killed_before_the_manifest_is_removed(
     assert contents(folder) == contents(whole)
 
 
+@pytest.mark.parametrize("at", ["rollouts.parquet.part-1", ".rollouts.parquet.part-1.tsae.tmp"])
+def test_what_a_killed_part_left_is_removed_from_the_finished_store(
+    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    folder, replace_file = tmp_path / "acts", os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if Path(source).name == at:
+            shutil.copy(source, tmp_path / "left")  # a kill lets nothing remove it
+            raise KeyboardInterrupt
+        replace_file(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            capture_part(series, rollouts, SITES, to=folder, part=Part(1, 3), config=CONFIG, progress=False)
+    shutil.copy(tmp_path / "left", folder / at)
+    with sole_writer(folder, Part(1, 3)):  # it still runs
+        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    assert contents(folder).keys() - contents(whole).keys() == {at}
+    (folder / "rollouts.parquet.part-x").touch()
+    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    (folder / "rollouts.parquet.part-x").unlink()  # a user's own
+    assert contents(folder) == contents(whole)
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_parts_that_write_the_same_record_at_the_same_moment(
     series: CheckpointSeries,
@@ -535,7 +627,7 @@ def test_all_processes_stop_where_one_refuses(
     weights["model.embed_tokens.weight"][:] = torch.nan
     save_file(weights, tmp_path / "series" / "easy-10" / "model.safetensors", metadata={"format": "pt"})
     assert exit_codes(start_ranks(2, tmp_path / "series", source, tmp_path / "acts")) == [2, 2]
-    assert not (tmp_path / "acts").exists()
+    assert {Path(shard["file"]).parent.name for shard in records(tmp_path / "acts")} == {"base"}
 
 
 @pytest.mark.slow
@@ -680,6 +772,24 @@ def test_other_weights_do_not_repair(damaged: Path, series_folder: Path, llama: 
     with pytest.raises(TsaeError, match="no checkpoint 'easy-10'"):
         repair_store(damaged, CheckpointSeries.load(lone), check_store(damaged)[-1:], progress=False)
     assert contents(damaged) == before
+
+
+def test_a_checkpoint_rewritten_during_a_repair_is_refused(
+    damaged: Path, series_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    series, capture_one = CheckpointSeries.load(tmp_path / "series"), repair.capture_shard
+
+    def then_rewritten(*args: Any) -> dict[str, Any]:
+        entry = capture_one(*args)
+        rewrite(tmp_path / "series" / "base")
+        return entry
+
+    manifest, damages = (damaged / "manifest.json").read_bytes(), check_store(damaged)
+    monkeypatch.setattr(repair, "capture_shard", then_rewritten)
+    with pytest.raises(TsaeError, match="series/base: its weights or its config changed while they were in use"):
+        repair_store(damaged, series, damages, progress=False)
+    assert (damaged / "manifest.json").read_bytes() == manifest
 
 
 def test_repair_does_not_follow_links_or_paths_out_of_the_store(

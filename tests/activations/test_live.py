@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 
 import tsae
 from support.builders import make_rollouts
+from support.checkpoints import rewrite
 from support.children import start
 from support.memory import ERRORS, short_of_memory
 from support.trainings import checkpoint, interrupted, same_files
@@ -312,6 +314,21 @@ def test_models_that_are_loaded_in_turn_give_the_same_bits(
         assert len(source._readers) <= (models or 2)
         assert (len(loaded) > 5) == (models == 1), loaded
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("models", [None, 1])
+def test_a_checkpoint_rewritten_while_it_is_read_is_refused(
+    series_folder: Path, rollouts: Any, tmp_path: Path, models: int | None
+) -> None:
+    shutil.copytree(series_folder, tmp_path / "series")
+    source = LiveSource(
+        CheckpointSeries.load(tmp_path / "series"), rollouts, SITE, config=replace(CONFIG, models=models)
+    )
+    batches = LiveWindows(source, SITE).epoch(0, 64)
+    next(batches)
+    rewrite(tmp_path / "series" / "easy-10")
+    with pytest.raises(TsaeError, match="series/easy-10: its weights or its config changed while they were in use"):
+        list(batches)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

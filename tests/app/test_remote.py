@@ -111,6 +111,46 @@ def test_machines_that_share_a_url(
     assert sum(len(batch.x) for batch in batches) > 200
 
 
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_what_was_recorded_stays_where_an_upload_fails(
+    here: dict[str, Any], remote: Any, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    put, seen = type(remote).put_file, list[str]()
+
+    def fails(fs: Any, file: str, to: str, **options: Any) -> None:
+        seen.append(to) if to.endswith(".h5") else None
+        if len(seen) >= fails_at:
+            raise OSError(104, "Connection reset by peer")
+        put(fs, file, to, **options)
+
+    options: dict[str, Any] = {"to": "memory://bucket/acts", "config": CONFIG, "progress": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(remote), "put_file", fails)
+        with pytest.raises(TsaeError, match=r"cannot be written to .*Connection reset by peer"):
+            tsae.capture(here["series"], here["rollouts"], [SITE], **options)
+    there, local = remote.find("/bucket/acts"), mirror.local("memory://bucket/acts", fetch=False)
+    assert [name for name in there if name.endswith(".h5")] == [
+        f"/bucket/acts/base/{i:05d}.h5" for i in range(fails_at - 1)
+    ]
+    assert len(list(local.rglob("*.h5"))) >= fails_at
+    tsae.capture(here["series"], here["rollouts"], [SITE], **options)
+    assert remote_digests(remote, "/bucket/acts") == digests(here["folder"] / "acts")
+
+
+def test_a_capture_refused_before_anything_is_recorded_leaves_nothing_at_the_url(
+    here: dict[str, Any], remote: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tsae.activations.recording import capture as module
+
+    def refuses(*_: Any) -> Any:
+        raise TsaeError("activations are not finite")
+
+    monkeypatch.setattr(module, "capture_shard", refuses)
+    with pytest.raises(TsaeError, match="not finite"):
+        tsae.capture(here["series"], here["rollouts"], [SITE], to="memory://bucket/acts", config=CONFIG, progress=False)
+    assert remote.find("/bucket") == []
+
+
 def test_a_capture_goes_on_at_another_machine(
     here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from scipy.stats import binomtest
 
 from support.builders import BOS, EOS, make_rollouts
+from support.checkpoints import rewrite
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
@@ -30,6 +32,7 @@ from tsae.rollouts.config import BandCutoffs, SamplingConfig
 from tsae.rollouts.parquet import read_outline, write_table
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.prompts import encode_prompt
+from tsae.rollouts.sampling.generate import Generator
 from tsae.rollouts.sampling.sample import sample
 from tsae.rollouts.schema import SCHEMA
 from tsae.rollouts.table import Rollouts
@@ -506,6 +509,30 @@ def test_sampling_is_seeded(policy: Checkpoint) -> None:
     assert first.fingerprint != other.fingerprint
     assert first.frame.problem_id.tolist() == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
     assert len({tuple(ids) for ids in first.table["response_ids"].to_pylist()}) > 6
+
+
+def test_a_checkpoint_rewritten_while_it_samples_is_refused(
+    llama: Path, policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, pieces = SamplingConfig(n_samples=4, max_new_tokens=10, batch_size=5, seed=1), tmp_path / "pieces"
+    folder, generate = Path(shutil.copytree(llama, tmp_path / "model")), Generator.generate
+    checkpoint, calls = Checkpoint(id="base", path=str(folder)), list[int]()
+
+    def rewritten_before_the_second(self: Generator, prompts: Any, seed: int) -> Any:
+        calls.append(seed)
+        if len(calls) == 2:
+            rewrite(folder)
+        return generate(self, prompts, seed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "generate", rewritten_before_the_second)
+        with pytest.raises(TsaeError, match="model: its weights or its config changed while they were in use"):
+            sample(checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
+    with pytest.raises(TsaeError, match="weights"):
+        sample(checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
+    shutil.copytree(llama, folder, dirs_exist_ok=True)
+    found = sample(checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
+    assert found.table.equals(sample(policy, PROBLEMS, config, progress=False).table)
 
 
 def test_cold_samples_are_the_argmax_of_every_prompt_alone(policy: Checkpoint) -> None:

@@ -55,6 +55,7 @@ from tsae.activations.shards.shard import DTYPES, Shard, as_stored
 from tsae.activations.source import Source
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.loading import need_unchanged
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -152,8 +153,9 @@ class LiveSource(Source):
             budget: tokens of a forward pass; by default `self.budget` of all.
 
         Raises:
-            TsaeError: where activations are not finite, or wider than the base's; and where memory is short, for one
-                trajectory alone or in one of several processes.
+            TsaeError: where activations are not finite, or wider than the base's; where the checkpoint was rewritten
+                since the source was made; and where memory is short, for one trajectory alone or in one of several
+                processes.
         """
         budget = budget or self.budget(sum(map(len, texts)))
         piece, where = Piece(reader, "", rows), self.series[reader].path
@@ -161,6 +163,7 @@ class LiveSource(Source):
             try:
                 for batch in read_batches(self._opened(reader), texts, budget):
                     yield from stored_texts(batch, self.site, piece, self.rollouts, self.manifest, where)
+                need_unchanged(self.series[reader], self.reader_info(reader)["weights"], loaded=True)
                 return
             except OutOfMemory as error:
                 n = len(error.texts)
@@ -198,7 +201,10 @@ class LiveSource(Source):
         found = self._readers.pop(reader, None)
         while found is None and len(self._readers) >= (self.config.models or len(self.series)):
             del self._readers[next(iter(self._readers))]
-        self._readers[reader] = found or open_reader(self.series[reader], [self.site], self.config)
+        if found is None:
+            found = open_reader(self.series[reader], [self.site], self.config)
+            need_unchanged(self.series[reader], self.reader_info(reader)["weights"])
+        self._readers[reader] = found
         return self._readers[reader]
 
 

@@ -132,16 +132,17 @@ def write_first(path: str | Path, content: Any) -> None:
 def clear_first(path: str | Path) -> None:
     """Remove what processes left that were killed in `write_first`, once none can be in it any more."""
     path = Path(path)
-    name = re.escape(path.name)
     for left in path.parent.iterdir():
-        # Earlier versions wrote under a name that ends in ".tmp".
-        if re.fullmatch(rf"{name}\.[0-9a-f]{{32}}(\.tmp)?|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}", left.name):
+        if is_beginning(path, left.name):
             left.unlink(missing_ok=True)
 
 
 def is_beginning(path: Path, left: str) -> bool:
-    """Whether a name is one that parts write a file under, before it is there."""
-    return left.removeprefix(".").startswith(f"{path.name}.")
+    """Whether a name is one under which `write_first` writes a file before it is there, and no name of a user's own."""
+    name = re.escape(path.name)
+    # Earlier versions wrote under a name that ends in ".tmp".
+    names = rf"{name}\.[0-9a-f]{{32}}(\.tmp)?|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}"
+    return re.fullmatch(names, left) is not None
 
 
 def need_no_link(file: str | Path) -> None:

@@ -231,6 +231,31 @@ def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> st
     return kind + digest.hexdigest()[:16]
 
 
+def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = False) -> None:
+    """Check that a checkpoint is still the one of a fingerprint. Files that are as they were are not read again.
+
+    A rewrite between fingerprint and loading is seen by a call after loading. On a CPU a model's weights are mapped
+    from its files, so call it again once the model has read.
+
+    Args:
+        checkpoint: whose weights are in use.
+        before: its fingerprint.
+        loaded: the model is held, which it is also where the files are gone since.
+
+    Raises:
+        TsaeError: where its weights or its config are others.
+    """
+    if loaded and not Path(checkpoint.path, checkpoint.subfolder or "").exists():
+        return  # or of the Hugging Face cache, in which nothing is rewritten
+    found = weights_fingerprint(checkpoint, like=before)
+    if found != before:
+        raise TsaeError(
+            f"its weights or its config changed while they were in use (hash {found}, before {before})",
+            where=checkpoint.path,
+            fix="Put the earlier files back and give the command again, or begin anew with an output of another name.",
+        )
+
+
 def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Text of every token id, decoded one by one; special tokens as they are named."""
     special = set(tokenizer.all_special_ids)

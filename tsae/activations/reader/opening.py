@@ -21,7 +21,13 @@ from tsae.checkpoints.forward.hooks import HuggingFaceReader, check_sites
 from tsae.checkpoints.forward.placement import spread
 from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.checkpoints.limits import reading_limits
-from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.loading import (
+    ModelLoader,
+    load_tokenizer,
+    need_unchanged,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -61,13 +67,14 @@ def open_base(
         device: where, instead of `config.device`.
 
     Raises:
-        TsaeError: for tokenizers that do not fit the rollouts, trajectories longer than the context, unknown sites, or
-            a precision that cannot be stored.
+        TsaeError: for tokenizers that do not fit the rollouts, trajectories longer than the context, unknown sites, a
+            precision that cannot be stored, or a base that is rewritten meanwhile.
     """
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
     for checkpoint, tokenizer in zip(series, tokenizers, strict=True):
         check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
     loader = _loader(config, device)
+    before = weights_fingerprint(series.base)
     model = _load(series.base, config, loader)
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
@@ -87,7 +94,7 @@ def open_base(
         "tokenizer": tokenizer_fingerprint(tokenizers[0]),
         "special_ids": sorted(set(tokenizers[0].all_special_ids)),
     }
-    weights_fingerprint(series.base)  # Once, before all adapters ask for it.
+    need_unchanged(series.base, before)  # also once before all adapters ask for it
     with ThreadPoolExecutor(_THREADS) as pool:
         weights = list(pool.map(weights_fingerprint, series))
     readers = [

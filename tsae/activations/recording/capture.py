@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.activations.config import CaptureConfig, StatesConfig
 from tsae.activations.reader.assignment import Piece, beginnings, cut
-from tsae.activations.reader.forward_passes import OutOfMemory, Reader
+from tsae.activations.reader.forward_passes import Reader
 from tsae.activations.reader.opening import as_reader, check_server, open_base
 from tsae.activations.recording.copied import content_of, copy_shard, shards_by_content
 from tsae.activations.recording.shard_capture import capture_shard, texts_of
@@ -46,7 +46,7 @@ from tsae.activations.shards.manifest import (
 )
 from tsae.activations.shards.shard import open_shard
 from tsae.activations.store import ActivationStore
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.disk.sole_writer import clear_parts, sole_writer
 from tsae.base.distributed import join
 from tsae.base.files import clear_first, is_beginning, reading, write_first, write_json
 from tsae.base.part import Part
@@ -55,7 +55,7 @@ from tsae.base.provenance import run_content
 from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
-from tsae.checkpoints.loading import weights_fingerprint
+from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -94,9 +94,9 @@ def capture(
 
     Raises:
         TsaeError: for unknown sites, tokenizers that do not fit the rollouts, trajectories longer than the context or
-            too long for memory, non-finite activations, or a folder that holds another capture. A new capture then
-            leaves nothing behind, except where memory was short; a resumed one keeps what it had. Also where a server
-            computed for one reader, and others have still to read.
+            too long for memory, non-finite activations, a checkpoint that is rewritten meanwhile, or a folder that
+            holds another capture. What is recorded by then stays; a new capture that has recorded nothing leaves
+            nothing behind. Also where a server computed for one reader, and others have still to read.
     """
     config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
     if auto and world_size() > 1:
@@ -106,9 +106,9 @@ def capture(
             fix="Start one process, or use --device cuda.",
         )
     to = local(to)
-    fresh = not (to / "manifest.json").is_file()
     # A process that is done waits for the slowest.
     with sole_writer(to), join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
+        fresh = not (to / "manifest.json").is_file()
         processes.wait()
         part, device = Part(processes.rank, processes.size), "auto" if auto else processes.device
         refusal: TsaeError | None = None
@@ -118,14 +118,9 @@ def capture(
             missing = _capture(series, rollouts, sites, to, config, shown, part, device, server, before)
         except TsaeError as error:
             refusal = error
-        short = refusal is not None and isinstance(refusal.__cause__, OutOfMemory)
-        states = processes.counts(0 if refusal is None else 1 + short)
-        if any(states):
-            # The user will change a reader or the config, and then no shard can be used again. Memory alone may
-            # suffice the next time.
-            # A server may only have stopped.
-            useless = max(states) == 1 and (server is None or not _recorded(to))
-            if fresh and processes.first and useless and (to / "manifest.json").is_file():
+        if any(processes.counts(int(refusal is not None))):
+            # Recorded shards may be hours of work, and a network or a server may only have failed for a moment.
+            if fresh and processes.first and (to / "manifest.json").is_file() and not _recorded(to):
                 removed(to)
             raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
         if server is not None and missing:
@@ -134,6 +129,8 @@ def capture(
                 where=to,
                 fix="Capture these with servers of their own.",
             )
+        if processes.first:
+            clear_parts(to, ("manifest.json", "run.json", "rollouts.parquet"))
         return ActivationStore(to)
 
 
@@ -213,6 +210,8 @@ def _capture(
     current = ""
     with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar, Uploads() as uploads:
         bar.update(sum(size for file, size in sizes.items() if file in done))
+        for file in sorted(done):  # whose upload may have failed
+            uploads.add(inside(to, file), inside(to, record_file(file)))
         for piece in [piece for piece in mine if piece.file not in done]:
             weights = next(record["weights"] for record in manifest["readers"] if record["id"] == piece.reader)
             before = found.get(content_of(weights, *texts_of(piece, rollouts))) if found else None
@@ -227,8 +226,10 @@ def _capture(
                 model = None
                 bar.set_postfix_str(current, refresh=False)
                 reader, kept = as_reader(series[current], sites, config, device, loader, kept, server), None
+                need_unchanged(series[current], weights)
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
+            need_unchanged(series[current], weights, loaded=True)  # before the shard counts
             record = write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
     return _complete(to, pieces, config, rollouts, series, part)
@@ -256,8 +257,11 @@ def _check_shards(to: Path, manifest: dict[str, Any], part: Part) -> None:
 
 
 def _recorded(to: Path) -> bool:
-    """Whether a capture has recorded any shard."""
-    return (to / "manifest.json").is_file() and any(reader["shards"] for reader in read_manifest(to)["readers"])
+    """Whether a capture has recorded any shard; also where that cannot be told, such as without a network."""
+    try:
+        return any(reader["shards"] for reader in read_manifest(to)["readers"])
+    except TsaeError:
+        return True
 
 
 def _served(series: CheckpointSeries, config: CaptureConfig, server: StatesConfig | None) -> str | None:

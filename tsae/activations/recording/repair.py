@@ -16,7 +16,7 @@ from tsae.activations.shards.manifest import inside, read_manifest, write_manife
 from tsae.base.files import reading
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, published
-from tsae.checkpoints.loading import weights_fingerprint
+from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
@@ -71,6 +71,7 @@ def repair_store(
         for id in damaged:
             mine, shards = [piece for piece in pieces if piece.reader == id], readers[id]["shards"]
             reader = open_reader(series[id], list(manifest["sites"]), config)
+            need_unchanged(series[id], readers[id]["weights"])
             for number in [damage.number for damage in damages if damage.reader == id]:
                 before = shards[number]
                 # By name, for shards of other parts may be missing; by place where the name itself is damaged.
@@ -92,6 +93,7 @@ def repair_store(
                 shards[number] = capture_shard(
                     reader, series[id].path, rollouts, piece, path, manifest, before["batch_tokens"], bar
                 )
+                need_unchanged(series[id], readers[id]["weights"], loaded=True)  # before the manifest takes it in
                 published(path / piece.file)
                 published(write_manifest(path / "manifest.json", manifest))
                 repaired.append(Repair(piece.file, shards[number] == before))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from tsae.base.files import writing
+from tsae.base.files import partial_name, writing
 from tsae.base.part import Part
 from tsae.base.torchrun import first_process
 from tsae.base.untrusted import parse_json
@@ -75,6 +76,23 @@ def sole_writer(to: str | Path, part: Part | None = None) -> Iterator[None]:
     finally:
         del _held[key]
         lock.give_back()
+
+
+def clear_parts(folder: Path, names: Sequence[str]) -> None:
+    """Remove what killed parts left under names of `Part.own`, from an output that this process writes.
+
+    Args:
+        folder: of the output.
+        names: of the files in it that parts write.
+    """
+    folder = Path(os.path.abspath(folder))
+    for left in folder.iterdir():
+        found = re.search(r"\.part-(\d{1,9})", left.name)
+        part = Part(int(found[1]), int(found[1]) + 1) if found else Part()
+        own = [part.own(folder / name) for name in names]
+        # A part that holds its lock may still be writing.
+        if left in (*own, *map(partial_name, own)) and not _file(folder, part).exists():
+            left.unlink(missing_ok=True)
 
 
 class _Taken(NamedTuple):

@@ -15,7 +15,7 @@ from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.limits import text_limits, told_ends
-from tsae.checkpoints.loading import ModelLoader, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.loading import ModelLoader, need_unchanged, tokenizer_fingerprint, weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.problems import Problem
@@ -71,7 +71,8 @@ def sample(
 
     Raises:
         TsaeError: for prompts that do not fit, a model whose probabilities are not finite, a server that refuses or
-            samples from something else, or pieces of another sampling.
+            samples from something else, pieces of another sampling, or a checkpoint that is rewritten while it fills
+            pieces.
     """
     sampling = _Sampling(checkpoint, problems, config or SamplingConfig(), server, pieces)
     sampling.run(Part(), loader=loader, model=model, around=around, progress=progress)
@@ -129,6 +130,7 @@ class _Sampling:
         ]
         self.batches = cut_batches([len(prompt) for prompt in self.prompts], config.n_samples, config.batch_size)
         identity = {} if pieces is None else self._identity(weights_before(Path(pieces), checkpoint.id))
+        self.weights: str | None = identity.get("weights")
         self.done = Batches(None if pieces is None else Path(pieces), checkpoint.id, identity)
 
     def run(
@@ -171,7 +173,10 @@ class _Sampling:
         check_lengths(context, self.prompts, self.problems, self.config.max_new_tokens)
         for number, batch in wanted:
             seed = self.config.seed * 1_000_003 + number * self.config.batch_size
-            yield number, generator.generate([self.prompts[request.problem] for request in batch], seed)
+            responses = generator.generate([self.prompts[request.problem] for request in batch], seed)
+            if self.weights is not None:
+                need_unchanged(self.checkpoint, self.weights, loaded=True)  # before they are kept as of these weights
+            yield number, responses
 
     def _served(
         self, wanted: Sequence[tuple[int, Sequence[Request]]], loader: ModelLoader | None

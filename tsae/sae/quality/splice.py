@@ -90,15 +90,16 @@ def loss_recovered(
     Raises:
         TsaeError: where the checkpoint is not the one that the store was captured with, or no tokens count.
     """
+    device = sae.W_dec.device
+    model = (loader or ModelLoader(device=str(device))).load(checkpoint)
     expected = store.reader_info(checkpoint.id).get("weights")
+    # After loading, so that a rewrite in between is seen.
     if expected is not None and expected != weights_fingerprint(checkpoint, like=expected):
         raise TsaeError(
             f"its weights or its config are not those that reader {checkpoint.id} had when {store.path} was captured",
             where=checkpoint.path,
             fix="Give the series that was captured, or capture again.",
         )
-    device = sae.W_dec.device
-    model = (loader or ModelLoader(device=str(device))).load(checkpoint)
     rollouts = store.rollouts
     texts = [np.concatenate(rollouts.tokens(row)) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: len(texts[i]))
