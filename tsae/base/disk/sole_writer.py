@@ -85,7 +85,7 @@ def clear_parts(folder: Path, names: Sequence[str]) -> None:
         folder: of the output.
         names: of the files in it that parts write.
     """
-    folder = Path(os.path.abspath(folder))
+    folder = _place(Path(os.path.abspath(folder)))
     for left in folder.iterdir():
         found = re.search(r"\.part-(\d{1,9})", left.name)
         part = Part(int(found[1]), int(found[1]) + 1) if found else Part()
