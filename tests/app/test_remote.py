@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +48,15 @@ def remote() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def here(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Rollouts, store, SAE and features of one process on this machine."""
+    """Rollouts, store, SAE and features of one process on this machine, and an SAE of another seed."""
     folder = tmp_path_factory.mktemp("here")
     series = tsae.CheckpointSeries.load(llama)
     rollouts = make_rollouts(n_problems=8, n_samples=4, tokenizer=fingerprint)
     store = tsae.capture(series, rollouts, [SITE], to=folder / "acts", config=CONFIG, progress=False)
     training = tsae.TrainingConfig(tokens=2000, batch_tokens=100)
     sae = tsae.train(store, tsae.SAEConfig(d_sae=32, k=4), training=training, to=folder / "sae", progress=False)
+    other = replace(training, seed=1)
+    tsae.train(store, tsae.SAEConfig(d_sae=32, k=4), training=other, to=folder / "other", progress=False)
     tsae.encode(sae, store, to=folder / "features", progress=False)
     rollouts.write(folder / "rollouts.parquet")
     return {"folder": folder, "series": series, "rollouts": rollouts, "sae": sae}
@@ -147,6 +151,20 @@ def test_a_shard_that_was_damaged_there_is_named(here: dict[str, Any], remote: A
     remote.pipe("/bucket/acts/base/00002.h5", bytes(content))
     with pytest.raises(TsaeError, match=r"00002\.h5"):
         tsae.encode(here["sae"], "memory://bucket/acts", progress=False)
+
+
+def test_features_that_have_no_stability_any_more(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, to = here["folder"], "memory://bucket/features"
+    shutil.copytree(folder / "sae", tmp_path / "sae")
+    tsae.stability(here["sae"], [folder / "other"]).save(tmp_path / "sae")
+    tsae.encode(tmp_path / "sae", folder / "acts", to=to, progress=False)
+    assert remote.exists("/bucket/features/stability.json")
+    tsae.encode(folder / "sae", folder / "acts", to=to, progress=False)
+    assert remote_digests(remote, "/bucket/features") == digests(folder / "features")
+    forget(monkeypatch, tmp_path / "read")
+    assert tsae.FeatureTable.load(to).stability is None
 
 
 # --- a real S3 server

@@ -182,6 +182,15 @@ def removed(path: Path) -> None:
         mirror.remove(path)
 
 
+def outside(folder: Path) -> Path:
+    """A folder for what is only needed for now: this one, or for one in a mirror a folder beside it, on the same disk.
+
+    Nothing in it is uploaded.
+    """
+    mirror = _of(folder)
+    return folder if mirror is None else mirror.root.parent
+
+
 class Mirror:
     """One URL and its copy.
 
