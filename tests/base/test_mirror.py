@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import fsspec
 import pytest
 
 from tsae.base.remote import mirror
+from tsae.base.remote.index import Index
 from tsae.base.remote.mirror import (
     in_words,
     is_url,
@@ -140,7 +145,9 @@ def test_names_do_not_lead_out(remote: Any, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(type(remote), "find", lambda *_, **__: found)
     monkeypatch.setattr(type(remote), "get_file", lambda self, path, to: Path(to).write_text(path) and None)
     local("memory://a")
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"fine", "a.remote.json"}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        "fine", "a.remote.json", ".a.remote.json.lock",
+    }  # fmt: skip
 
 
 def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,3 +295,58 @@ def test_what_is_only_for_now_lies_outside_of_a_mirror(remote: Any, tmp_path: Pa
     published(folder)
     assert not remote.find("/out")
     assert outside(tmp_path / "diff") == tmp_path / "diff"
+
+
+SHARED = """
+import datetime, sys, fsspec
+from tsae.base.remote.mirror import local, needed, published
+
+fs, me = fsspec.filesystem("memory"), sys.argv[1]
+for i in range(60):
+    fs.pipe(f"/in/x/{i:05d}.h5", b"x")
+for file in fs.store.values():  # of both processes the same
+    file.created = file.modified = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+(to := local("memory://out")).mkdir(parents=True, exist_ok=True)
+sys.stdin.read()
+for i in range(60):
+    assert needed(local("memory://in", fetch=i == 0) / "x" / f"{i:05d}.h5").read_bytes() == b"x"
+    (to / f"{me}-{i}.txt").write_text("x")
+    published(to / f"{me}-{i}.txt")
+"""
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """Each fetches the same shards and uploads files of its own, at once. The index of the mirror has all of them."""
+    environment = {**os.environ, "TSAE_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED, name], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for name in "ab"
+    ]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+    for child in children:
+        assert child.stderr is not None
+        said = child.stderr.read().decode()
+        child.stderr.close()
+        assert child.wait() == 0, said
+    noted = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*/*.remote.json")}
+    assert set(noted["out.remote.json"]) == {f"{name}-{i}.txt" for name in "ab" for i in range(60)}
+    assert set(noted["in.remote.json"]) == {f"x/{i:05d}.h5" for i in range(60)}
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_note_keeps_those_of_other_processes(tmp_path: Path) -> None:
+    one, other = Index(tmp_path / "x"), Index(tmp_path / "x")
+    one.note("a", "1", [1, 1, 1])
+    assert set(other.noted()) == {"a"}
+    one.note("b/c", "1", [1, 1, 1])
+    other.note("d", "1", [1, 1, 1])
+    assert set(one.read()) == {"a", "b/c", "d"}
+    one.forget("b")
+    assert set(other.read()) == {"a", "d"}
+    (tmp_path / "y").write_bytes(b"")
+    with pytest.raises(TsaeError, match=r"cannot be written to .*set TSAE_CACHE to another folder"):
+        Index(tmp_path / "y" / "z").note("a", "1", [1, 1, 1])
