@@ -167,6 +167,24 @@ def test_features_that_have_no_stability_any_more(
     assert tsae.FeatureTable.load(to).stability is None
 
 
+def test_pieces_that_another_machine_has_joined_are_dropped(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first one takes them for those of its next encoding, and is refused."""
+    folder, to = here["folder"], "memory://bucket/features"
+    encode_part(here["sae"], folder / "acts", to=to, part=Part(0, 2), progress=False)
+    first = mirror._mirrors
+    forget(monkeypatch, tmp_path / "second")
+    encode_part(here["sae"], folder / "acts", to=to, part=Part(1, 2), progress=False)
+    tsae.encode(here["sae"], folder / "acts", to=to, progress=False)
+    monkeypatch.setattr(mirror, "_mirrors", first)
+    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
+    assert encode_part(folder / "other", folder / "acts", to=to, part=Part(0, 2), progress=False)
+    tsae.encode(folder / "other", folder / "acts", to=to, progress=False)
+    assert tsae.FeatureTable.load(to).info["sae"]["weights"] != here["sae"].fingerprint
+    assert not [name for name in remote.find("/bucket") if "/pieces/" in name]
+
+
 # --- a real S3 server
 
 

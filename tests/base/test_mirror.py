@@ -350,3 +350,37 @@ def test_a_note_keeps_those_of_other_processes(tmp_path: Path) -> None:
     (tmp_path / "y").write_bytes(b"")
     with pytest.raises(TsaeError, match=r"cannot be written to .*set TSAE_CACHE to another folder"):
         Index(tmp_path / "y" / "z").note("a", "1", [1, 1, 1])
+
+
+def test_shards_that_are_gone_there_go_here_too(remote: Any) -> None:
+    """Another machine joined the pieces and removed them: copies of them would be taken for those of the next work."""
+    folder = local("memory://f")
+    file, own = folder / "pieces" / "000000.npz", folder / "pieces" / "000001.npz"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"piece")
+    published(file)
+    own.write_bytes(b"not uploaded yet")
+    remote.rm_file("/f/pieces/000000.npz")
+    refreshed(folder)
+    assert not file.exists()
+    assert not there(file)
+    assert own.is_file()
+
+
+def test_what_is_uploaded_while_the_url_is_listed_stays(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are uploaded beside the work. A listing that was begun before does not have them."""
+    folder, real = local("memory://acts"), mirror.Mirror._listed
+    file = folder / "base" / "00000.h5"
+    file.parent.mkdir(parents=True)
+
+    def slow(self: mirror.Mirror) -> dict[str, Any]:
+        found = real(self)
+        file.write_bytes(b"shard")
+        published(file)
+        return found
+
+    monkeypatch.setattr(mirror.Mirror, "_listed", slow)
+    refreshed(folder)
+    assert file.is_file()
+    file.unlink()  # to make room
+    assert there(file)

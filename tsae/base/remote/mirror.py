@@ -211,12 +211,15 @@ class Mirror:
     def refresh(self) -> None:
         """Look again what lies at the URL, and fetch what is not fetched one by one."""
         before = self.index.read()
-        self._known = self._listed()
+        known = self._listed()
+        # What was uploaded since, beside this, is not in the listing.
+        since = {name: noted["there"] for name, noted in self.index.noted().items() if noted != before.get(name)}
+        self._known = known | since
         wanted = [name for name in self._known if not _LAZY.fullmatch(name)]
         for name, noted in before.items():
             file = self.root / name if name else self.root
             # What is not as it was noted was written here since, and is not uploaded yet.
-            if name not in self._known and not _LAZY.fullmatch(name) and self._state_here(file) == noted["here"]:
+            if name not in self._known and self._state_here(file) == noted["here"]:
                 file.unlink(missing_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(self._fetch, wanted))
