@@ -27,6 +27,7 @@ from tsae.base.remote import mirror
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.encode import encode_part
+from tsae.sae.quality.stability import Stability
 
 SITE = "blocks.1.hook_resid_post"
 CONFIG = tsae.CaptureConfig(shard_tokens=60)
@@ -183,6 +184,34 @@ def test_pieces_that_another_machine_has_joined_are_dropped(
     tsae.encode(folder / "other", folder / "acts", to=to, progress=False)
     assert tsae.FeatureTable.load(to).info["sae"]["weights"] != here["sae"].fingerprint
     assert not [name for name in remote.find("/bucket") if "/pieces/" in name]
+
+
+def test_stability_of_an_sae_at_a_url(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = here["folder"]
+    remote.pipe({f"/bucket/sae/{name}": (folder / "sae" / name).read_bytes() for name in digests(folder / "sae")})
+    command = ["evaluate", "--sae", "memory://bucket/sae", "--store", str(folder / "acts")]
+    command += ["--seeds", str(folder / "other"), "--json", str(tmp_path / "found.json")]
+    before, put = remote_digests(remote, "/bucket/sae"), type(remote).put_file
+
+    def fails(*_: object, **__: object) -> None:
+        raise PermissionError("The provided token has expired.")
+
+    monkeypatch.setattr(type(remote), "put_file", fails)
+    with pytest.raises(SystemExit):
+        main(command)
+    said = capsys.readouterr()
+    assert "wrote memory://bucket/sae" not in said.out
+    assert "memory://bucket/sae: cannot be written to (The provided token has expired.)" in said.err
+    assert "stability" in json.loads((tmp_path / "found.json").read_text())  # what was computed is not lost
+    assert remote_digests(remote, "/bucket/sae") == before
+    assert Stability.beside(mirror.local("memory://bucket/sae"), here["sae"].fingerprint) is None
+    monkeypatch.setattr(type(remote), "put_file", put)
+    main(command)
+    assert "wrote memory://bucket/sae/stability.json" in capsys.readouterr().out
+    forget(monkeypatch, tmp_path / "read")
+    assert Stability.beside(mirror.local("memory://bucket/sae"), here["sae"].fingerprint) is not None
 
 
 # --- a real S3 server
