@@ -27,6 +27,8 @@ from tsae.base.remote import mirror
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.encode import encode_part
+from tsae.rollouts.problems import Problem, write_problems
+from tsae.rollouts.sampling.generate import Generator
 from tsae.sae.quality.stability import Stability
 
 SITE = "blocks.1.hook_resid_post"
@@ -212,6 +214,34 @@ def test_stability_of_an_sae_at_a_url(
     assert "wrote memory://bucket/sae/stability.json" in capsys.readouterr().out
     forget(monkeypatch, tmp_path / "read")
     assert Stability.beside(mirror.local("memory://bucket/sae"), here["sae"].fingerprint) is not None
+
+
+def test_machines_sample_into_one_url(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Two sample a part each, the first joins; another policy's batches, at the URL too, stay."""
+    monkeypatch.chdir(tmp_path)
+    write_problems([Problem(str(i), "1+1=", "2") for i in range(4)], tmp_path / "problems.jsonl")
+    command = ["rollouts", "sample", "--series", here["series"].base.path, "--problems", "problems.jsonl"]
+    command += ["--n-samples", "2", "--max-new-tokens", "6", "--batch-size", "2", "--verifier", "support.cli:lucky"]
+    main([*command, "--to", "here.parquet"])
+    before = {path.name for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    command += ["--to", "memory://bucket/raw.parquet"]
+    main([*command, "--part", "1/2"])
+    assert "part 1/2 is done; other parts have 2 batches still to sample" in capsys.readouterr().out
+    first, cache = mirror._mirrors, os.environ["TSAE_CACHE"]
+    forget(monkeypatch, tmp_path / "cache" / "second")
+    main([*command, "--part", "2/2"])
+    assert "part 2/2 is done; so are all others" in capsys.readouterr().out
+    remote.pipe("/bucket/raw.parquet.pieces/other/000000.json", b"{}")
+    monkeypatch.setattr(mirror, "_mirrors", first)
+    monkeypatch.setenv("TSAE_CACHE", cache)
+    monkeypatch.setattr(Generator, "generate", None)  # nothing is sampled again
+    main(command)
+    assert remote.cat("/bucket/raw.parquet") == (tmp_path / "here.parquet").read_bytes()
+    assert remote.find("/bucket/raw.parquet.pieces") == ["/bucket/raw.parquet.pieces/other/000000.json"]
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == before - {"cache"}
 
 
 # --- a real S3 server

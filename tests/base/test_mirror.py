@@ -70,6 +70,7 @@ def test_small_files_come_at_once_and_shards_when_they_are_needed(remote: Any) -
     assert needed(folder / "base" / "00000.h5").read_bytes() == b"shard"
     assert not (folder.parent / "other").exists()
     assert shown(folder / "base") == "memory://acts/base"
+    assert url_of(folder / "base") == "memory://acts/base"
     assert in_words(f"{folder}/base: is damaged") == "memory://acts/base: is damaged"
     assert local("plain/path") == Path("plain/path")
     assert local("file:///plain/path") == local(Path("file:///plain/path")) == Path("/plain/path")

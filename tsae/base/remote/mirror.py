@@ -58,7 +58,9 @@ def is_url(path: str | Path) -> bool:
 
 
 def url_of(path: str | Path) -> str:
-    """The URL, with both slashes."""
+    """The URL of a copy, with its password if it has one; or the URL that is given, with both slashes."""
+    if (mirror := _of(Path(path))) is not None:
+        return mirror.url_of(Path(path))
     return _URL.sub(r"\1://", str(path), count=1)
 
 
@@ -88,8 +90,7 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
 
 def shown(path: str | Path) -> str:
     """What messages call a path: its URL, if it has one."""
-    mirror = _of(Path(path))
-    return str(path) if mirror is None else without_secrets(mirror.url_of(Path(path)))
+    return str(path) if _of(Path(path)) is None else without_secrets(url_of(path))
 
 
 def in_words(text: str) -> str:
