@@ -12,7 +12,6 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,6 +26,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.attribution.gradients.gradient_store import check_budget
 from tsae.base.files import sha256
 from tsae.base.provenance import versions
+from tsae.base.remote.mirror import removed
 from tsae.causal.findings import causal_tests
 from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base
@@ -263,7 +263,7 @@ def _rollouts(
     folder = config.to / "rollouts"
     file, whole = folder / "rollouts.parquet", folder / "log.parquet"
     if file.is_file():
-        shutil.rmtree(folder / _SAMPLING, ignore_errors=True)  # after a kill between these two
+        removed(folder / _SAMPLING)  # after a kill between these two
         return tsae.Rollouts.read(file)
     if not whole.is_file():
         only, kept = (None, None) if grown is None else (grown.log, grown.parts)
@@ -326,7 +326,7 @@ def _rollouts(
             progress=progress,
         )
     drawn.write(file)
-    shutil.rmtree(folder / _SAMPLING, ignore_errors=True)
+    removed(folder / _SAMPLING)
     return drawn
 
 

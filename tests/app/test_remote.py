@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from tsae.base.remote import mirror
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.encode import encode_part
+from tsae.rollouts.problems import Problem, write_problems
+from tsae.rollouts.sampling.generate import Generator
+from tsae.sae.quality.stability import Stability
 
 SITE = "blocks.1.hook_resid_post"
 CONFIG = tsae.CaptureConfig(shard_tokens=60)
@@ -46,13 +51,15 @@ def remote() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def here(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Rollouts, store, SAE and features of one process on this machine."""
+    """Rollouts, store, SAE and features of one process on this machine, and an SAE of another seed."""
     folder = tmp_path_factory.mktemp("here")
     series = tsae.CheckpointSeries.load(llama)
     rollouts = make_rollouts(n_problems=8, n_samples=4, tokenizer=fingerprint)
     store = tsae.capture(series, rollouts, [SITE], to=folder / "acts", config=CONFIG, progress=False)
     training = tsae.TrainingConfig(tokens=2000, batch_tokens=100)
     sae = tsae.train(store, tsae.SAEConfig(d_sae=32, k=4), training=training, to=folder / "sae", progress=False)
+    other = replace(training, seed=1)
+    tsae.train(store, tsae.SAEConfig(d_sae=32, k=4), training=other, to=folder / "other", progress=False)
     tsae.encode(sae, store, to=folder / "features", progress=False)
     rollouts.write(folder / "rollouts.parquet")
     return {"folder": folder, "series": series, "rollouts": rollouts, "sae": sae}
@@ -187,6 +194,94 @@ def test_a_shard_that_was_damaged_there_is_named(here: dict[str, Any], remote: A
     remote.pipe("/bucket/acts/base/00002.h5", bytes(content))
     with pytest.raises(TsaeError, match=r"00002\.h5"):
         tsae.encode(here["sae"], "memory://bucket/acts", progress=False)
+
+
+def test_features_that_have_no_stability_any_more(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, to = here["folder"], "memory://bucket/features"
+    shutil.copytree(folder / "sae", tmp_path / "sae")
+    tsae.stability(here["sae"], [folder / "other"]).save(tmp_path / "sae")
+    tsae.encode(tmp_path / "sae", folder / "acts", to=to, progress=False)
+    assert remote.exists("/bucket/features/stability.json")
+    tsae.encode(folder / "sae", folder / "acts", to=to, progress=False)
+    assert remote_digests(remote, "/bucket/features") == digests(folder / "features")
+    forget(monkeypatch, tmp_path / "read")
+    assert tsae.FeatureTable.load(to).stability is None
+
+
+def test_pieces_that_another_machine_has_joined_are_dropped(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first one takes them for those of its next encoding, and is refused."""
+    folder, to = here["folder"], "memory://bucket/features"
+    encode_part(here["sae"], folder / "acts", to=to, part=Part(0, 2), progress=False)
+    first = mirror._mirrors
+    forget(monkeypatch, tmp_path / "second")
+    encode_part(here["sae"], folder / "acts", to=to, part=Part(1, 2), progress=False)
+    tsae.encode(here["sae"], folder / "acts", to=to, progress=False)
+    monkeypatch.setattr(mirror, "_mirrors", first)
+    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
+    assert encode_part(folder / "other", folder / "acts", to=to, part=Part(0, 2), progress=False)
+    tsae.encode(folder / "other", folder / "acts", to=to, progress=False)
+    assert tsae.FeatureTable.load(to).info["sae"]["weights"] != here["sae"].fingerprint
+    assert not [name for name in remote.find("/bucket") if "/pieces/" in name]
+
+
+def test_stability_of_an_sae_at_a_url(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = here["folder"]
+    remote.pipe({f"/bucket/sae/{name}": (folder / "sae" / name).read_bytes() for name in digests(folder / "sae")})
+    command = ["evaluate", "--sae", "memory://bucket/sae", "--store", str(folder / "acts")]
+    command += ["--seeds", str(folder / "other"), "--json", str(tmp_path / "found.json")]
+    before, put = remote_digests(remote, "/bucket/sae"), type(remote).put_file
+
+    def fails(*_: object, **__: object) -> None:
+        raise PermissionError("The provided token has expired.")
+
+    monkeypatch.setattr(type(remote), "put_file", fails)
+    with pytest.raises(SystemExit):
+        main(command)
+    said = capsys.readouterr()
+    assert "wrote memory://bucket/sae" not in said.out
+    assert "memory://bucket/sae: cannot be written to (The provided token has expired.)" in said.err
+    assert "stability" in json.loads((tmp_path / "found.json").read_text())  # what was computed is not lost
+    assert remote_digests(remote, "/bucket/sae") == before
+    assert Stability.beside(mirror.local("memory://bucket/sae"), here["sae"].fingerprint) is None
+    monkeypatch.setattr(type(remote), "put_file", put)
+    main(command)
+    assert "wrote memory://bucket/sae/stability.json" in capsys.readouterr().out
+    forget(monkeypatch, tmp_path / "read")
+    assert Stability.beside(mirror.local("memory://bucket/sae"), here["sae"].fingerprint) is not None
+
+
+def test_machines_sample_into_one_url(
+    here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Two sample a part each, the first joins; another policy's batches, at the URL too, stay."""
+    monkeypatch.chdir(tmp_path)
+    write_problems([Problem(str(i), "1+1=", "2") for i in range(4)], tmp_path / "problems.jsonl")
+    command = ["rollouts", "sample", "--series", here["series"].base.path, "--problems", "problems.jsonl"]
+    command += ["--n-samples", "2", "--max-new-tokens", "6", "--batch-size", "2", "--verifier", "support.cli:lucky"]
+    main([*command, "--to", "here.parquet"])
+    before = {path.name for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    command += ["--to", "memory://bucket/raw.parquet"]
+    main([*command, "--part", "1/2"])
+    assert "part 1/2 is done; other parts have 2 batches still to sample" in capsys.readouterr().out
+    first, cache = mirror._mirrors, os.environ["TSAE_CACHE"]
+    forget(monkeypatch, tmp_path / "cache" / "second")
+    main([*command, "--part", "2/2"])
+    assert "part 2/2 is done; so are all others" in capsys.readouterr().out
+    remote.pipe("/bucket/raw.parquet.pieces/other/000000.json", b"{}")
+    monkeypatch.setattr(mirror, "_mirrors", first)
+    monkeypatch.setenv("TSAE_CACHE", cache)
+    monkeypatch.setattr(Generator, "generate", None)  # nothing is sampled again
+    main(command)
+    assert remote.cat("/bucket/raw.parquet") == (tmp_path / "here.parquet").read_bytes()
+    assert remote.find("/bucket/raw.parquet.pieces") == ["/bucket/raw.parquet.pieces/other/000000.json"]
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == before - {"cache"}
 
 
 # --- a real S3 server

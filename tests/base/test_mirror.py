@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,21 @@ import fsspec
 import pytest
 
 from tsae.base.remote import mirror
-from tsae.base.remote.mirror import in_words, is_url, local, needed, published, refreshed, removed, shown, there, url_of
+from tsae.base.remote.index import Index
+from tsae.base.remote.mirror import (
+    in_words,
+    is_url,
+    local,
+    needed,
+    outside,
+    published,
+    refreshed,
+    removed,
+    shown,
+    there,
+    url_of,
+)
+from tsae.base.seal import SEAL, write_whole
 from tsae.errors import TsaeError
 
 
@@ -52,6 +70,7 @@ def test_small_files_come_at_once_and_shards_when_they_are_needed(remote: Any) -
     assert needed(folder / "base" / "00000.h5").read_bytes() == b"shard"
     assert not (folder.parent / "other").exists()
     assert shown(folder / "base") == "memory://acts/base"
+    assert url_of(folder / "base") == "memory://acts/base"
     assert in_words(f"{folder}/base: is damaged") == "memory://acts/base: is damaged"
     assert local("plain/path") == Path("plain/path")
     assert local("file:///plain/path") == local(Path("file:///plain/path")) == Path("/plain/path")
@@ -127,7 +146,9 @@ def test_names_do_not_lead_out(remote: Any, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(type(remote), "find", lambda *_, **__: found)
     monkeypatch.setattr(type(remote), "get_file", lambda self, path, to: Path(to).write_text(path) and None)
     local("memory://a")
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"fine", "a.remote.json"}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        "fine", "a.remote.json", ".a.remote.json.lock",
+    }  # fmt: skip
 
 
 def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,3 +261,127 @@ def test_an_empty_limit_is_the_usual_one(remote: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TSAE_CACHE_GB", "")
     remote.pipe({f"/a/r/{i:05d}.h5": b"shard" for i in range(2)})
     assert all(path.is_file() for path in [needed(local("memory://a") / "r" / f"{i:05d}.h5") for i in range(2)])
+
+
+def test_a_file_that_a_result_no_longer_has_goes_from_the_url(remote: Any) -> None:
+    """Else it stays there beside checksums that do not name it, and nobody can read the folder."""
+    folder = local("memory://out/diff")
+    write = {"a.txt": lambda path: path.write_bytes(b"a"), "b.txt": lambda path: path.write_bytes(b"b")}
+    published(write_whole(folder, "diff.json", {}, write))
+    assert sorted(remote.find("/out/diff")) == [f"/out/diff/{name}" for name in ("a.txt", "b.txt", SEAL, "diff.json")]
+    published(write_whole(folder, "diff.json", {}, {**write, "b.txt": None}))
+    assert sorted(remote.find("/out/diff")) == [f"/out/diff/{name}" for name in ("a.txt", SEAL, "diff.json")]
+
+
+def test_a_result_stays_whole_here_where_the_url_refuses(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = local("memory://out/diff")
+    write = {"b.txt": lambda path: path.write_bytes(b"b")}
+    published(write_whole(folder, "diff.json", {"n": 1}, write))
+
+    def fails(*_: object) -> None:
+        raise PermissionError("The provided token has expired.")
+
+    monkeypatch.setattr(type(remote), "rm_file", fails)
+    with pytest.raises(TsaeError, match=r"memory://out/diff: cannot be written to \(The provided token"):
+        write_whole(folder, "diff.json", {"n": 2}, {"b.txt": None})
+    assert sorted(path.name for path in folder.iterdir()) == [SEAL, "diff.json"]
+
+
+def test_what_is_only_for_now_lies_outside_of_a_mirror(remote: Any, tmp_path: Path) -> None:
+    folder = local("memory://out/diff")
+    assert outside(folder / "sub") == outside(folder) == folder.parent
+    (outside(folder) / "scratch").mkdir(parents=True)
+    (outside(folder) / "scratch" / "x").write_bytes(b"x")
+    published(outside(folder) / "scratch")
+    published(folder)
+    assert not remote.find("/out")
+    assert outside(tmp_path / "diff") == tmp_path / "diff"
+
+
+SHARED = """
+import datetime, sys, fsspec
+from tsae.base.remote.mirror import local, needed, published
+
+fs, me = fsspec.filesystem("memory"), sys.argv[1]
+for i in range(60):
+    fs.pipe(f"/in/x/{i:05d}.h5", b"x")
+for file in fs.store.values():  # of both processes the same
+    file.created = file.modified = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+(to := local("memory://out")).mkdir(parents=True, exist_ok=True)
+sys.stdin.read()
+for i in range(60):
+    assert needed(local("memory://in", fetch=i == 0) / "x" / f"{i:05d}.h5").read_bytes() == b"x"
+    (to / f"{me}-{i}.txt").write_text("x")
+    published(to / f"{me}-{i}.txt")
+"""
+
+
+def test_processes_share_a_cache(tmp_path: Path) -> None:
+    """Each fetches the same shards and uploads files of its own, at once. The index of the mirror has all of them."""
+    environment = {**os.environ, "TSAE_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED, name], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for name in "ab"
+    ]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.close()
+    for child in children:
+        assert child.stderr is not None
+        said = child.stderr.read().decode()
+        child.stderr.close()
+        assert child.wait() == 0, said
+    noted = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*/*.remote.json")}
+    assert set(noted["out.remote.json"]) == {f"{name}-{i}.txt" for name in "ab" for i in range(60)}
+    assert set(noted["in.remote.json"]) == {f"x/{i:05d}.h5" for i in range(60)}
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_note_keeps_those_of_other_processes(tmp_path: Path) -> None:
+    one, other = Index(tmp_path / "x"), Index(tmp_path / "x")
+    one.note("a", "1", [1, 1, 1])
+    assert set(other.noted()) == {"a"}
+    one.note("b/c", "1", [1, 1, 1])
+    other.note("d", "1", [1, 1, 1])
+    assert set(one.read()) == {"a", "b/c", "d"}
+    one.forget("b")
+    assert set(other.read()) == {"a", "d"}
+    (tmp_path / "y").write_bytes(b"")
+    with pytest.raises(TsaeError, match=r"cannot be written to .*set TSAE_CACHE to another folder"):
+        Index(tmp_path / "y" / "z").note("a", "1", [1, 1, 1])
+
+
+def test_shards_that_are_gone_there_go_here_too(remote: Any) -> None:
+    """Another machine joined the pieces and removed them: copies of them would be taken for those of the next work."""
+    folder = local("memory://f")
+    file, own = folder / "pieces" / "000000.npz", folder / "pieces" / "000001.npz"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"piece")
+    published(file)
+    own.write_bytes(b"not uploaded yet")
+    remote.rm_file("/f/pieces/000000.npz")
+    refreshed(folder)
+    assert not file.exists()
+    assert not there(file)
+    assert own.is_file()
+
+
+def test_what_is_uploaded_while_the_url_is_listed_stays(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are uploaded beside the work. A listing that was begun before does not have them."""
+    folder, real = local("memory://acts"), mirror.Mirror._listed
+    file = folder / "base" / "00000.h5"
+    file.parent.mkdir(parents=True)
+
+    def slow(self: mirror.Mirror) -> dict[str, Any]:
+        found = real(self)
+        file.write_bytes(b"shard")
+        published(file)
+        return found
+
+    monkeypatch.setattr(mirror.Mirror, "_listed", slow)
+    refreshed(folder)
+    assert file.is_file()
+    file.unlink()  # to make room
+    assert there(file)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import save_adapter
+from tsae.base.remote import mirror
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 from tsae.checkpoints.noise import Noise, add_noise
 from tsae.checkpoints.updates.update_size import update_of
@@ -218,6 +220,22 @@ def test_the_null_stands_beside_the_checkpoints_own_shift_on_the_same_rows(
     assert whole.noise is None
     line = noise_lines(loaded.info["noise"])[0]
     assert line.startswith(f"easy-10: on the same trajectories of 8 problems it moved {info['n_moved']} of")
+
+
+def test_activations_of_the_noise_are_not_uploaded(
+    series: tsae.CheckpointSeries,
+    read: tuple[TemporalSAE, tsae.FeatureTable, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sae, features, _ = read
+    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(mirror, "_mirrors", {})
+    remote = fsspec.filesystem("memory")
+    remote.store.clear()
+    noise_null(series, sae, features, QUICK, scratch=mirror.local("memory://bucket/diff"), progress=False)
+    assert not remote.find("/bucket")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_little_noise_moves_nothing(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import plain, read_object, replacing, sha256, write_json
+from tsae.base.remote.mirror import removed
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
@@ -85,7 +86,7 @@ def write_whole(
         The folder.
 
     Raises:
-        TsaeError: where the folder has a seal that is damaged.
+        TsaeError: where the folder has a seal that is damaged, or a URL at which nothing can be removed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +103,8 @@ def write_whole(
         # From here on nothing is written. A folder is rather incomplete than one with files of two results.
         for lost in (name, *gone):
             (folder / lost).unlink(missing_ok=True)
+    for lost in gone:
+        removed(folder / lost)  # at the URL, too
     return folder
 
 

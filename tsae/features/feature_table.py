@@ -27,7 +27,7 @@ import scipy.sparse as sp
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.files import read_object, reading, writing
 from tsae.base.filters import several
-from tsae.base.remote.mirror import local, published
+from tsae.base.remote.mirror import local, published, removed
 from tsae.base.seal import SEAL, check_seal, need_seal, write_sealed
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -300,6 +300,8 @@ class FeatureTable:
         for name in (*others, SEAL, "features.json"):  # this one last, there too
             if (folder / name).is_file():
                 published(folder / name)
+            else:
+                removed(folder / name)  # at the URL, too
         return folder
 
     @classmethod

@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tsae.base.files import partial_name, write_json
+from tsae.base.files import partial_name
 from tsae.base.remote import remote_files, room
-from tsae.base.untrusted import parse_json
+from tsae.base.remote.index import INDEX, Index, without
 from tsae.errors import TsaeError, without_secrets
 
 CACHE = "TSAE_CACHE"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
-_INDEX = ".remote.json"
 _LAZY = re.compile(r"(.*/)?[^/]+/\d{5}\.h5|(.*/)?pieces/\d{6}\.npz")
 """Files that are fetched when they are needed: shards of a store, pieces of an encoding."""
 _THREADS = 8
@@ -59,7 +58,9 @@ def is_url(path: str | Path) -> bool:
 
 
 def url_of(path: str | Path) -> str:
-    """The URL, with both slashes."""
+    """The URL of a copy, with its password if it has one; or the URL that is given, with both slashes."""
+    if (mirror := _of(Path(path))) is not None:
+        return mirror.url_of(Path(path))
     return _URL.sub(r"\1://", str(path), count=1)
 
 
@@ -89,8 +90,7 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
 
 def shown(path: str | Path) -> str:
     """What messages call a path: its URL, if it has one."""
-    mirror = _of(Path(path))
-    return str(path) if mirror is None else without_secrets(mirror.url_of(Path(path)))
+    return str(path) if _of(Path(path)) is None else without_secrets(url_of(path))
 
 
 def in_words(text: str) -> str:
@@ -134,7 +134,7 @@ def published(path: Path) -> None:
         return
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
-        if file.name != _INDEX and not file.name.endswith(".tmp"):
+        if not file.name.endswith(".tmp"):
             mirror.upload(file)
 
 
@@ -182,6 +182,15 @@ def removed(path: Path) -> None:
         mirror.remove(path)
 
 
+def outside(folder: Path) -> Path:
+    """A folder for what is only needed for now: this one, or for one in a mirror a folder beside it, on the same disk.
+
+    Nothing in it is uploaded.
+    """
+    mirror = _of(folder)
+    return folder if mirror is None else mirror.root.parent
+
+
 class Mirror:
     """One URL and its copy.
 
@@ -194,7 +203,7 @@ class Mirror:
         self.url, self.root = url.rstrip("/"), root
         self._known: dict[str, Any] | None = None
         """What lies at the URL: path below it, "" for a file, -> what tells its state."""
-        self._noted: dict[str, Any] | None = None
+        self.index = Index(root)
 
     def url_of(self, path: Path) -> str:
         name = self._name(path)
@@ -202,12 +211,16 @@ class Mirror:
 
     def refresh(self) -> None:
         """Look again what lies at the URL, and fetch what is not fetched one by one."""
-        self._known = self._listed()
+        before = self.index.read()
+        known = self._listed()
+        # What was uploaded since, beside this, is not in the listing.
+        since = {name: noted["there"] for name, noted in self.index.noted().items() if noted != before.get(name)}
+        self._known = known | since
         wanted = [name for name in self._known if not _LAZY.fullmatch(name)]
-        for name, noted in self._fetched().items():
+        for name, noted in before.items():
             file = self.root / name if name else self.root
             # What is not as it was noted was written here since, and is not uploaded yet.
-            if name not in self._known and not _LAZY.fullmatch(name) and self._state_here(file) == noted["here"]:
+            if name not in self._known and self._state_here(file) == noted["here"]:
                 file.unlink(missing_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(self._fetch, wanted))
@@ -222,7 +235,8 @@ class Mirror:
 
     def upload(self, file: Path) -> None:
         name = self._name(file)
-        if self._state_here(file) == self._fetched().get(name, {}).get("here"):
+        here = self._state_here(file)
+        if here is None or here == self.index.noted().get(name, {}).get("here"):
             return
         with self._reached("written to"):
             fs, path = self._opened(name)
@@ -231,9 +245,9 @@ class Mirror:
             fs.put_file(str(file), path)
             fs.invalidate_cache()
             info = fs.info(path)
-            if info["size"] != file.stat().st_size:
-                raise OSError(f"{info['size']} bytes of {file.stat().st_size} have arrived")
-            self._note(name, file, remote_files.state(fs, path, info))
+            if info["size"] != here[1]:
+                raise OSError(f"{info['size']} bytes of {here[1]} have arrived")
+            self._note(name, here, remote_files.state(fs, path, info))
         if _LAZY.fullmatch(name):
             self._make_room()
 
@@ -246,15 +260,12 @@ class Mirror:
                 remote_files.delete(fs, place)
         with _lock:
             if self._known is not None:
-                self._known = _without(self._known, name)
-            kept = _without(self._fetched(), name)
-            if len(kept) < len(self._fetched()):
-                self._noted = kept
-                write_json(self._index, kept)
+                self._known = without(self._known, name)
+            self.index.forget(name)
 
     def _fetch(self, name: str) -> None:
         file = self.root / name if name else self.root
-        state, known = self._listing()[name], self._fetched().get(name)
+        state, known = self._listing()[name], self.index.noted().get(name)
         if known is not None and known["there"] == state and self._state_here(file) == known["here"]:
             _used[file] = time.time_ns()
             return
@@ -264,10 +275,13 @@ class Mirror:
                 fs, path = self._opened(name)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 fs.get_file(path, str(partial))
+                # Another process that shares the cache may replace or remove it at once.
+                here = self._state_here(partial)
                 os.replace(partial, file)
         finally:
             partial.unlink(missing_ok=True)
-        self._note(name, file, state)
+        if here is not None:
+            self._note(name, here, state)
         if _LAZY.fullmatch(name):
             self._make_room(keep=file)
 
@@ -324,26 +338,11 @@ class Mirror:
     def _name(self, path: Path) -> str:
         return "" if path == self.root else path.relative_to(self.root).as_posix()
 
-    @property
-    def _index(self) -> Path:
-        return self.root.with_name(f"{self.root.name}{_INDEX}")
-
-    def _fetched(self) -> dict[str, Any]:
-        """Of every file that is on both sides: its state there and here."""
-        if self._noted is None:
-            try:
-                found = parse_json(self._index.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                found = {}
-            self._noted = found if isinstance(found, dict) else {}
-        return self._noted
-
-    def _note(self, name: str, file: Path, state: str) -> None:
+    def _note(self, name: str, here: list[int], state: str) -> None:
         with _lock:
             if self._known is not None:
                 self._known[name] = state
-            self._noted = self._fetched() | {name: {"there": state, "here": self._state_here(file)}}
-            write_json(self._index, self._noted)
+            self.index.note(name, state, here)
 
     def _state_here(self, file: Path) -> list[int] | None:
         try:
@@ -357,15 +356,16 @@ class Mirror:
         limit = room.limit() * 1e9
         with _lock:
             files = []
-            for index in _cache().glob(f"*/*{_INDEX}"):
-                root = index.with_name(index.name.removesuffix(_INDEX))
+            for index in _cache().glob(f"*/*{INDEX}"):
+                root = index.with_name(index.name.removesuffix(INDEX))
                 mirror = _mirrors.get(root, Mirror("", root))
-                for name, noted in mirror._fetched().items():
+                for name, noted in mirror.index.noted().items():
                     file = root / name if name else root
-                    if _LAZY.fullmatch(name) and file != keep and mirror._state_here(file) == noted["here"]:
-                        found = file.stat()
-                        files.append((_used.get(file, found.st_mtime_ns), found.st_size, file))
-            held = sum(size for _, size, _ in files) + (keep.stat().st_size if keep is not None else 0)
+                    if not _LAZY.fullmatch(name) or file == keep:
+                        continue
+                    if (found := mirror._state_here(file)) is not None and found == noted["here"]:
+                        files.append((_used.get(file, found[2]), found[1], file))
+            held = sum(size for _, size, _ in files) + ((self._state_here(keep) or [0, 0])[1] if keep else 0)
             for _, size, file in sorted(files):
                 if held <= limit:
                     break
@@ -375,12 +375,6 @@ class Mirror:
 
 def _cache() -> Path:
     return Path(os.environ.get(CACHE, "") or Path.home() / ".cache" / "tsae").expanduser().absolute()
-
-
-def _without(names: dict[str, Any], gone: str) -> dict[str, Any]:
-    """The names without one file, or without one folder and all files in it."""
-    inside = f"{gone}/" if gone else ""
-    return {name: state for name, state in names.items() if name != gone and not name.startswith(inside)}
 
 
 def _of(path: Path) -> Mirror | None:

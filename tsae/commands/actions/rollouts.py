@@ -5,7 +5,7 @@ from __future__ import annotations
 import tsae
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
-from tsae.base.remote.mirror import local, removed, shown
+from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
 from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
@@ -35,7 +35,7 @@ def run_sample(options: Sample) -> None:
             fix="Name one with --checkpoints, and put the files together with `Rollouts.concat`.",
         )
     loader = ModelLoader(device=options.sampling.device)
-    pieces = f"{shown(options.to)}.pieces"
+    pieces = f"{url_of(options.to)}.pieces"
     if options.part is not None:
         part = Part.of(options.part)
         missing = sum(
@@ -51,9 +51,12 @@ def run_sample(options: Sample) -> None:
     ]
     rollouts = tsae.Rollouts.concat(of_each).with_advantages()
     say_wrote(rollouts.write(options.to), rollouts)
+    published(options.to)  # before its pieces are removed
+    room = local(pieces, fetch=False)
     for checkpoint in chosen:
-        remove_batches(local(pieces, fetch=False), checkpoint.id)
-    if (room := local(pieces, fetch=False)).is_dir() and not any(room.iterdir()):
+        remove_batches(room, checkpoint.id)
+    refreshed(room)
+    if room.is_dir() and not any(room.iterdir()):
         removed(room)
     served = rollouts.info.get("served")
     if served and served["ids"] != "sampled":

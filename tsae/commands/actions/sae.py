@@ -14,6 +14,7 @@ import tsae
 from tsae.activations.source import Source
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
+from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
 from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
 from tsae.commands.common import as_json, load_series, say_wrote
@@ -26,6 +27,7 @@ from tsae.sae.crosscoder.changes import crosscoder_changes
 from tsae.sae.crosscoder.published_crosscoder import read_published
 from tsae.sae.fitting.finetuning import starting_config
 from tsae.sae.fitting.train_many import run_name
+from tsae.sae.quality.stability import Stability
 
 
 def start_as_default(args: Sequence[str]) -> Train | None:
@@ -119,6 +121,7 @@ def run_evaluate(options: Evaluate) -> None:
     content: dict[str, Any] = {"evaluation": found.as_dict()}
     if store.selection.as_dict():
         content["subset"] = store.selection.as_dict()
+    stable = None
     with as_json(options.json) as write:
         print(found)
         if options.baseline is not None:
@@ -135,12 +138,23 @@ def run_evaluate(options: Evaluate) -> None:
             stable = tsae.stability(sae, others)
             content["stability"] = stable.summary()
             print(f"\n{stable}")
-            if options.sae.is_dir():
-                with sole_writer(options.sae):
-                    say_wrote(stable.save(options.sae))
-            else:
-                print(f"{options.sae} is no folder, so that stability.json is not kept")
         write(content)
+        if stable is not None and options.sae.is_dir():
+            _keep(stable, options.sae)
+        elif stable is not None:
+            print(f"{options.sae} is no folder, so that stability.json is not kept")
+
+
+def _keep(stable: Stability, folder: Path) -> None:
+    """Write stability.json into the SAE's folder, and to its URL if it has one."""
+    with sole_writer(folder):
+        file = stable.save(folder)
+        try:
+            published(folder)
+        except TsaeError:
+            file.unlink(missing_ok=True)  # else the copy would hold a file that is not at the URL
+            raise
+        say_wrote(file)
 
 
 def run_encode(options: Encode) -> None:

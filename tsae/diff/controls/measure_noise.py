@@ -24,6 +24,7 @@ import scipy.sparse as sp
 
 from tsae.activations.config import CaptureConfig
 from tsae.activations.recording.capture import capture
+from tsae.base.remote.mirror import outside
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates.update_size import update_of
@@ -72,7 +73,7 @@ def noise_null(
         config: of the diff.
         share: norm of the noise / norm of the update.
         capturing: device and precision; its plan does not count.
-        scratch: folder for a temporary store of activations; by default the system's.
+        scratch: folder for a temporary store of activations; by default the system's. For a URL, one in the cache.
         progress: show bars.
 
     Returns:
@@ -136,11 +137,12 @@ class _Reading:
         """The codes of the base and of the noisy checkpoints; the store of activations is deleted again."""
         assert checkpoint.base is not None
         series = CheckpointSeries((checkpoint.base, *noisy), name=f"{checkpoint.id} and noise")
-        if self.scratch is not None:
-            Path(self.scratch).mkdir(parents=True, exist_ok=True)
-            for left in Path(self.scratch).glob(f"{_STORE}*"):  # of a process that was killed
+        scratch = None if self.scratch is None else outside(Path(self.scratch))
+        if scratch is not None:
+            scratch.mkdir(parents=True, exist_ok=True)
+            for left in scratch.glob(f"{_STORE}*"):  # of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
-        with TemporaryDirectory(prefix=_STORE, dir=self.scratch) as folder:
+        with TemporaryDirectory(prefix=_STORE, dir=scratch) as folder:
             to, sites = Path(folder) / "acts", [self.sae.site]
             store = capture(series, texts, sites, to=to, config=self.config, progress=self.progress)
             return encode(self.sae, store, check=False, progress=False)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from tsae.base.files import read_object, reading, write_json, writing
 from tsae.base.part import check_same_work, digest_of, remove_work
+from tsae.base.remote.mirror import published, refreshed
 from tsae.base.seal import read_sealed, with_checksum
 
 _OF = "sampling.json"
@@ -80,7 +81,7 @@ class Batches:
     """The finished batches of one policy.
 
     Args:
-        folder: of all batches of a sampling; None keeps them in memory.
+        folder: of all batches of a sampling, or the copy of one at a URL; None keeps them in memory.
         policy: whose responses these are.
         identity: what the responses depend on.
 
@@ -94,18 +95,24 @@ class Batches:
         self._path = None if folder is None else folder / policy
         if self._path is not None:
             check_same_work(self._path / _OF, identity, "responses of another sampling")
+            published(self._path / _OF)
 
     def __contains__(self, number: int) -> bool:
         return number in self._held if self._path is None else self._file(number).is_file()
 
     def add(self, number: int, responses: Sequence[Response]) -> None:
-        """Keep a batch."""
+        """Keep a batch.
+
+        Raises:
+            TsaeError: where it cannot be written.
+        """
         if self._path is None:
             self._held[number] = list(responses)
             return
         with writing(self._path, "Make room, and give the same command again: it goes on from here."):
             content = {"of": self._of, "responses": [asdict(response) for response in responses]}
             write_json(self._file(number), with_checksum(content))
+        published(self._file(number))
 
     def read(self, number: int, n: int) -> list[Response]:
         """The n responses of a batch.
@@ -126,7 +133,9 @@ class Batches:
         return found
 
     def missing(self, n: int) -> Iterator[int]:
-        """Those of the first n batches that are not there."""
+        """Those of the first n batches that no process has added."""
+        if self._path is not None:
+            refreshed(self._path)
         return (number for number in range(n) if number not in self)
 
     def _file(self, number: int) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
+from tsae.base.remote.mirror import local
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.limits import text_limits, told_ends
 from tsae.checkpoints.loading import ModelLoader, need_unchanged, tokenizer_fingerprint, weights_fingerprint
@@ -55,7 +56,8 @@ def sample(
         verify: (response text, reference answer) -> right or not; without it outcomes are unknown and rewards null.
         server: that samples instead of this machine. The first responses are read by the checkpoint itself
             (`tsae.rollouts.sampling.agreement`).
-        pieces: folder for finished batches, in which an interrupted sampling goes on; None keeps them in memory.
+        pieces: folder for finished batches, or its URL, in which an interrupted sampling goes on; None keeps them in
+            memory.
         loader: keeps the base of adapters loaded from one call to the next.
         model: the checkpoint's, if it is loaded already.
         around: (model, prompt ids (B, T), attention mask (B, T)), both padded on the left -> a context in which that
@@ -129,9 +131,10 @@ class _Sampling:
             for p in problems
         ]
         self.batches = cut_batches([len(prompt) for prompt in self.prompts], config.n_samples, config.batch_size)
-        identity = {} if pieces is None else self._identity(weights_before(Path(pieces), checkpoint.id))
+        folder = None if pieces is None else local(pieces)
+        identity = {} if folder is None else self._identity(weights_before(folder, checkpoint.id))
         self.weights: str | None = identity.get("weights")
-        self.done = Batches(None if pieces is None else Path(pieces), checkpoint.id, identity)
+        self.done = Batches(folder, checkpoint.id, identity)
 
     def run(
         self,
