@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tsae
+from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
 from tsae.base.remote.mirror import local, removed, shown
@@ -92,6 +93,7 @@ def run_difficulty(options: Difficulty) -> None:
     with as_json(options.json) as write:
         print(found)
         if options.to is not None:
+            record_early(options.to)
             say_wrote(found.save(options.to))
         tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
         write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
