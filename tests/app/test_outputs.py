@@ -141,6 +141,52 @@ def test_a_folder_with_a_commands_own_results_may_hold_others_too(tmp_path: Path
         check_outputs(Drift(series=(tmp_path / "series",), to=tmp_path))
 
 
+IMPORT = "rollouts import log --to"
+SAMPLE = "rollouts sample --series folder --problems problems.jsonl --verifier a:b --to"
+BANDS, BEHAVIOURS = "rollouts bands --rollouts in.parquet --to", "rollouts behaviours --rollouts in.parquet --to"
+
+
+@pytest.mark.parametrize(
+    ("command", "info", "recorded", "allowed"),
+    [
+        (IMPORT, ["log"], None, True),
+        (IMPORT, ["log", "bands"], None, False),
+        (IMPORT, ["log", "behaviours"], None, False),
+        (IMPORT, ["log"], BANDS, False),
+        (IMPORT, [], IMPORT, False),
+        (SAMPLE, [], None, True),
+        (SAMPLE, ["bands"], None, False),
+        (SAMPLE, ["behaviours"], None, False),
+        (SAMPLE, ["log"], SAMPLE, False),
+        (BANDS, ["log", "bands"], None, True),
+        (BANDS, ["bands", "behaviours"], None, False),
+        (BANDS, ["bands", "behaviours"], BEHAVIOURS, False),
+        (BANDS, ["bands", "behaviours"], BANDS, True),  # its input had behaviours
+        (BEHAVIOURS, ["bands", "behaviours"], None, True),
+        (BEHAVIOURS, ["bands", "behaviours"], BANDS, False),
+        (BEHAVIOURS, ["bands"], BEHAVIOURS, False),
+    ],
+)
+def test_rollouts_of_a_later_command_stay(
+    command: str,
+    info: list[str],
+    recorded: str | None,
+    allowed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = pa.table({"a": [1]})
+    write_table(Path("out.parquet"), table.schema, [table], {key: {} for key in info})
+    if recorded is not None:
+        record_command(Path("out.parquet"), [*recorded.split(), "out.parquet"])
+    if allowed:
+        checked(f"{command} out.parquet")
+    else:
+        with pytest.raises(TsaeError, match="that it could replace"):
+            checked(f"{command} out.parquet")
+
+
 FOLDERS = {
     "Encode": "encode --sae sae --store store --to own",
     "Diff": "diff --features features --to own",

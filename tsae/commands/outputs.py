@@ -197,22 +197,26 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _having(name: str) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts whose info has this key."""
+def _rollouts(
+    name: str, own: Callable[[dict[str, Any]], bool], later: tuple[str, ...] = ()
+) -> Callable[[bytes, Path], bool]:
+    """Whether a Parquet file holds rollouts that a command writes.
+
+    A command keeps what is known of its rollouts. So the output of a later one passes for that of the one before it,
+    unless the command is written down beside the file, or what later ones add is looked for.
+
+    Args:
+        name: of the command.
+        own: whether what a file says of itself fits.
+        later: what other commands add.
+    """
 
     def known(begin: bytes, path: Path) -> bool:
         found = _facts(begin, path)
-        return found is None or (found.get("kind") == ROLLOUTS and name in found)
-
-    return known
-
-
-def _of_log(imported: bool) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts from a log (`imported`), or rollouts from elsewhere."""
-
-    def known(begin: bytes, path: Path) -> bool:
-        found = _facts(begin, path)
-        return found is None or (found.get("kind") == ROLLOUTS and ("log" in found) == imported)
+        if found is not None and not (found.get("kind") == ROLLOUTS and own(found)):
+            return False
+        recorded = _made_by(path, name)
+        return recorded or (recorded is None and not any(key in (found or ()) for key in later))
 
     return known
 
@@ -228,10 +232,10 @@ FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Reformulate": ("reformulated problems", _is_problems),
     "Weights": ("token weights of tsae", _holds("token weights")),
     "Statistics": ("token statistics of tsae", _holds("token statistics")),
-    "Sample": ("sampled rollouts of tsae", _of_log(False)),
-    "Import": ("imported rollouts of tsae", _of_log(True)),
-    "Bands": ("rollouts in bands", _having("bands")),
-    "Behaviours": ("rollouts with behaviours", _having("behaviours")),
+    "Sample": ("sampled rollouts of tsae", _rollouts("Sample", lambda of: "log" not in of, ("bands", "behaviours"))),
+    "Import": ("imported rollouts of tsae", _rollouts("Import", lambda of: "log" in of, ("bands", "behaviours"))),
+    "Bands": ("rollouts in bands", _rollouts("Bands", lambda of: "bands" in of, ("behaviours",))),
+    "Behaviours": ("rollouts with behaviours", _rollouts("Behaviours", lambda of: "behaviours" in of)),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""
 MARKS = {

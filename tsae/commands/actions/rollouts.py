@@ -51,6 +51,7 @@ def run_sample(options: Sample) -> None:
         for c in chosen
     ]
     rollouts = tsae.Rollouts.concat(of_each).with_advantages()
+    record_early(options.to)
     say_wrote(rollouts.write(options.to), rollouts)
     for checkpoint in chosen:
         remove_batches(local(pieces, fetch=False), checkpoint.id)
@@ -73,6 +74,7 @@ def run_bands(options: Bands) -> None:
     rollouts = tsae.Rollouts.read(options.rollouts)
     measured_on = None if options.measured_on is None else tsae.Rollouts.read(options.measured_on)
     banded = rollouts.with_bands(options.reference, cutoffs=_cutoffs(options), measured_on=measured_on)
+    record_early(options.to)
     say_wrote(banded.write(options.to), banded)
     print(f"problems: {band_counts(problem_bands(banded.frame))}")
     print(found_how(banded.info["bands"]))
@@ -110,5 +112,6 @@ def run_behaviours(options: Behaviours) -> None:
         print(behaviour_text(behaviours))
         print(f"\n{format_text(formats)}")
         if options.to is not None:
+            record_early(options.to)
             say_wrote(found.write(options.to), found)
         write({"behaviours": behaviours, "formats": formats})
