@@ -17,14 +17,22 @@ import pytest
 
 import tsae.commands.options
 from support.builders import make_rollouts
-from tsae.cli import main
+from tsae.attribution import attribution
+from tsae.base.disk.made_by import command_file, record_command
+from tsae.base.files import write_json
+from tsae.cli import main, parse
 from tsae.commands.options.causal import Influence
 from tsae.commands.options.checkpoints import Drift
 from tsae.commands.options.diff import Diff, Reinforcement, Report
 from tsae.commands.options.rollouts import Bands
-from tsae.commands.outputs import FILES, MARKS, check_outputs
+from tsae.commands.outputs import FILES, MARKS, WRITES, check_outputs
+from tsae.diff import feature_diff
+from tsae.diff.explaining import explanations
 from tsae.errors import TsaeError
+from tsae.features import table_files
+from tsae.rollouts.difficulty import difficulty
 from tsae.rollouts.parquet import write_table
+from tsae.sae.quality import stability
 
 
 @pytest.fixture
@@ -126,11 +134,177 @@ def test_a_command_may_write_its_own_output_again(
 
 def test_a_folder_with_a_commands_own_results_may_hold_others_too(tmp_path: Path) -> None:
     for name in ("diff.json", "reinforcement.json"):
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text('{"sealed": true}')
     check_outputs(Diff(features=tmp_path / "features", to=tmp_path))
     check_outputs(Reinforcement(features=tmp_path / "features", to=tmp_path))
     with pytest.raises(TsaeError, match=r"holds the results of another command \(diff\.json\)"):
         check_outputs(Drift(series=(tmp_path / "series",), to=tmp_path))
+
+
+IMPORT = "rollouts import log --to"
+SAMPLE = "rollouts sample --series folder --problems problems.jsonl --verifier a:b --to"
+BANDS, BEHAVIOURS = "rollouts bands --rollouts in.parquet --to", "rollouts behaviours --rollouts in.parquet --to"
+
+
+@pytest.mark.parametrize(
+    ("command", "info", "recorded", "allowed"),
+    [
+        (IMPORT, ["log"], None, True),
+        (IMPORT, ["log", "bands"], None, False),
+        (IMPORT, ["log", "behaviours"], None, False),
+        (IMPORT, ["log"], BANDS, False),
+        (IMPORT, [], IMPORT, False),
+        (SAMPLE, [], None, True),
+        (SAMPLE, ["bands"], None, False),
+        (SAMPLE, ["behaviours"], None, False),
+        (SAMPLE, ["log"], SAMPLE, False),
+        (BANDS, ["log", "bands"], None, True),
+        (BANDS, ["bands", "behaviours"], None, False),
+        (BANDS, ["bands", "behaviours"], BEHAVIOURS, False),
+        (BANDS, ["bands", "behaviours"], BANDS, True),  # its input had behaviours
+        (BEHAVIOURS, ["bands", "behaviours"], None, True),
+        (BEHAVIOURS, ["bands", "behaviours"], BANDS, False),
+        (BEHAVIOURS, ["bands"], BEHAVIOURS, False),
+    ],
+)
+def test_rollouts_of_a_later_command_stay(
+    command: str,
+    info: list[str],
+    recorded: str | None,
+    allowed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = pa.table({"a": [1]})
+    write_table(Path("out.parquet"), table.schema, [table], {key: {} for key in info})
+    if recorded is not None:
+        record_command(Path("out.parquet"), [*recorded.split(), "out.parquet"])
+    if allowed:
+        checked(f"{command} out.parquet")
+    else:
+        with pytest.raises(TsaeError, match="that it could replace"):
+            checked(f"{command} out.parquet")
+
+
+FOLDERS = {
+    "Encode": "encode --sae sae --store store --to own",
+    "Diff": "diff --features features --to own",
+    "Attribute": "attribute log --to own",
+    "Causal": "causal --series series --checkpoint a --sae sae --features features --choose 1 --to own",
+    "Influence": "influence --series series --rollouts rollouts.parquet --sae sae --features 1 --to own",
+    "Explain": "explain run --to own",
+    "Reinforcement": "reinforcement --features features --to own",
+    "Fit": "credit fit --features features --to own",
+    "Drift": "drift --series series --to own",
+    "Difficulty": "rollouts difficulty --rollouts rollouts.parquet --to own",
+}
+"""Commands that write files into a folder."""
+
+
+def checked(command: str) -> None:
+    options = parse(command.split())
+    check_outputs(getattr(options, "command", options))
+
+
+def test_files_of_others_in_a_folder_stay(rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rollouts.parent)
+    assert set(FOLDERS) == set(WRITES)
+    for name, command in FOLDERS.items():
+        for file in WRITES[name]:
+            own = Path("own")
+            own.mkdir()
+            (own / file).write_text('{"mine": 1}')
+            with pytest.raises(TsaeError, match=r"did not write|the results of another command") as refused:
+                checked(command)
+            assert file in str(refused.value)
+            record_command(own, ["rollouts", "bands", "--to", "own"])  # of another command
+            with pytest.raises(TsaeError):
+                checked(command)
+            record_command(own, command.split())
+            checked(command)
+            shutil.rmtree(own)
+            command_file(own).unlink()
+
+
+def test_files_in_a_folder_are_known_by_its_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in FOLDERS.keys() - {"Drift", "Difficulty"}:
+        own = Path(name)
+        own.mkdir()
+        command = FOLDERS[name].replace("own", name)
+        mark, *others = WRITES[name]
+        (own / others[0]).write_text("damaged since")
+        write_json(own / "checksums.json", {"sha256": dict.fromkeys((mark, MARKS[name], others[0]), "0")})
+        checked(command)  # a kill left it without the file that completes it
+        record_command(own, command.split())
+        (own / WRITES[name][-1]).write_text("mine")
+        if len(others) > 1:
+            with pytest.raises(TsaeError, match=rf"holds {WRITES[name][-1]}, which `tsae .*{name.lower()}` did not"):
+                checked(command)
+        (own / "checksums.json").write_text("{}")
+        with pytest.raises(TsaeError, match="is no list of checksums"):
+            checked(command)
+        (own / "checksums.json").unlink()
+        command_file(own).unlink()
+        (own / mark).write_text('{"sealed": true}')
+        checked(command)
+
+
+def test_an_encoding_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own/pieces").mkdir(parents=True)
+    Path("own/means.h5").touch()
+    with pytest.raises(TsaeError, match=r"holds means\.h5, which `tsae encode` did not write"):
+        checked(FOLDERS["Encode"])
+    Path("own/pieces/encoding.json").write_text("{}")
+    checked(FOLDERS["Encode"])
+
+
+def test_a_folder_is_known_before_its_files_are_written(rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drift and difficulty have no seal: after a kill, the record of the command tells whose the files are."""
+    monkeypatch.chdir(rollouts.parent)
+    command = ["rollouts", "difficulty", "--rollouts", "rollouts.parquet", "--n-draws", "100", "--to", "own"]
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tsae.rollouts.difficulty.difficulty.Difficulty.to_html", killed)
+        with pytest.raises(SystemExit):
+            main(command)
+    assert (Path("own") / "rates.parquet").is_file()
+    assert not (Path("own") / "difficulty.json").exists()
+    main(command)
+    command_file(Path("own")).unlink()  # moved, or written by Python code: the results themselves tell
+    main(command)
+
+
+def test_what_a_command_writes_into_its_folder_is_known() -> None:
+    assert WRITES["Diff"] == (
+        "diff.json",
+        *(f"{name}.parquet" for name in (*feature_diff._TABLES, *feature_diff._OPTIONAL)),
+    )
+    assert WRITES["Attribute"] == ("attribution.json", *(f"{name}.parquet" for name in attribution._TABLES))
+    assert set(WRITES["Difficulty"]) == {
+        "difficulty.json", "difficulty.html", *(f"{name}.parquet" for name in difficulty._TABLES)
+    }  # fmt: skip
+    assert WRITES["Explain"] == (explanations.FILE, explanations._TABLE)
+    stored = (table_files.CODES, table_files.COLUMNS, table_files.MEANS, "rollouts.parquet", stability.FILE, "run.json")
+    assert WRITES["Encode"] == ("features.json", *stored)
+
+
+@pytest.mark.parametrize("name", ["rates.parquet", "groups.parquet"])
+def test_an_input_in_the_folder_that_is_written_stays(
+    name: str, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rollouts.parent)
+    Path("own").mkdir()
+    command = f"rollouts difficulty --rollouts own/{name} --to own"
+    record_command(Path("own"), command.split())
+    shutil.copy(rollouts, f"own/{name}")
+    with pytest.raises(TsaeError, match=rf"--to own/{name}: is an input too \(--rollouts\)"):
+        checked(command)
 
 
 def test_a_damaged_output_of_ours_can_be_replaced(rollouts: Path) -> None:

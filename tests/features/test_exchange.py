@@ -365,12 +365,17 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
         assert export(to, "--format", "saelens") == ["cfg.json", "sae_weights.safetensors"]
     found = SteeringVector.load(tmp_path / "vectors" / "feature-3.safetensors")
     (tmp_path / "np" / "notes.txt").write_text("x")
+    for to, name in (("delphi", "notes/config.json"), ("gguf", "a/b/c/features/batch-0.jsonl.gz")):
+        (tmp_path / to / name).parent.mkdir(parents=True)
+        (tmp_path / to / name).write_text("x")
     assert found.info["scale"] == pytest.approx(typical)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     for to, words, said in (
         ("mine", [], "mine: is not empty. Give another folder"),
         ("np", [], "np: is an export, and holds notes.txt, which no export wrote. Move that away"),
+        ("delphi", [], "delphi: is an export, and holds notes/config.json, which no export wrote"),
+        ("gguf", [], "gguf: is an export, and holds a/b/c/features/batch-0.jsonl.gz, which no export wrote"),
         ("new", ["--format", "neuronpedia"], "--model, --creator are missing"),
         ("new", ["--format", "gguf"], "no features are named. Name them with --choose"),
         ("new", ["--format", "safetensors", "--choose", "7"], "--choose: no feature 7; there are 0 to 6"),

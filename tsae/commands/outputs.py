@@ -13,6 +13,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from tsae.base.disk.made_by import made_by
+from tsae.base.seal import sealed_names
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
@@ -25,12 +27,13 @@ def check_outputs(options: Any) -> None:
 
     Raises:
         TsaeError: where an output is an input too, a file stands where a folder is to be written or the reverse, or a
-            file holds something else than this command writes.
+            file, also one in a folder, holds something else than this command writes.
     """
     name = type(options).__name__
     to = output(options)
     written = {f"--{name}": _path(options, name) for name in _BESIDE}
-    for option, path in (("--to", to), *written.items()):
+    in_folder = [("--to", to / file) for file in WRITES.get(name, ())] if to is not None else []
+    for option, path in (("--to", to), *in_folder, *written.items()):
         if path is None or path == Path("-"):
             continue
         if os.path.exists(path) and not (path.is_file() or path.is_dir()):
@@ -86,12 +89,49 @@ def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path
 
 
 def _check_folder(to: Path, name: str) -> None:
-    """Refuse a folder that holds the results of other commands, and none of this one."""
+    """Refuse a folder that holds the results of other commands and none of this one, or files that it did not write."""
     there = [mark for mark in dict.fromkeys(MARKS.values()) if (to / mark).is_file()]
     if there and MARKS.get(name) not in there:
         raise TsaeError(
             f"holds the results of another command ({there[0]})", where=f"--to {to}", fix="Give another folder."
         )
+    if strange := _strange(to, name):
+        what = f"holds {strange[0]}, which `tsae {' '.join(_words(name))}` did not write"
+        raise TsaeError(what, where=f"--to {to}", fix="Move that away, or give another folder.")
+
+
+def _strange(to: Path, name: str) -> list[str]:
+    """Files of a folder that a command would replace, and that it did not write."""
+    there = [file for file in WRITES.get(name, ()) if os.path.lexists(to / file)]
+    if not there or (name == "Encode" and (to / "pieces" / "encoding.json").is_file()):  # an encoding that was stopped
+        return []
+    known = sealed_names(to) if name not in _UNSEALED else []
+    if MARKS[name] in known:
+        return [file for file in there if file not in known]
+    # The seal is lost, or there never was one.
+    return [] if _tells(to / WRITES[name][0]) or _made_by(to, name) else there
+
+
+def _tells(file: Path) -> bool:
+    """Whether a page, or a JSON file of results, is one of tsae."""
+    try:
+        if file.suffix == ".html":
+            with file.open("rb") as stream:
+                return _is_page(stream.read(4096), file)
+        return not {"sealed", "versions"}.isdisjoint(dict(parse_json(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """How a command is called."""
+    return (*_GROUPS.get(name, ()), name.lower())
+
+
+def _made_by(path: Path, name: str) -> bool | None:
+    """Whether an output was made by this command; None where that is not written down."""
+    before = made_by(path)
+    return None if before is None else before.words[: len(_words(name))] == _words(name)
 
 
 def _path(holder: Any, name: str) -> Path | None:
@@ -110,6 +150,10 @@ def _inputs(options: Any) -> Iterator[tuple[str, Path]]:
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, Path | str) and one and len(str(one)) < 4096 and "\0" not in str(one):
                 yield f"--{field.name.replace('_', '-')}", Path(one)
+
+
+def _tables(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}.parquet" for name in names)
 
 
 def _is_page(begin: bytes, _: Path) -> bool:
@@ -153,22 +197,26 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _having(name: str) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts whose info has this key."""
+def _rollouts(
+    name: str, own: Callable[[dict[str, Any]], bool], later: tuple[str, ...] = ()
+) -> Callable[[bytes, Path], bool]:
+    """Whether a Parquet file holds rollouts that a command writes.
+
+    A command keeps what is known of its rollouts. So the output of a later one passes for that of the one before it,
+    unless the command is written down beside the file, or what later ones add is looked for.
+
+    Args:
+        name: of the command.
+        own: whether what a file says of itself fits.
+        later: what other commands add.
+    """
 
     def known(begin: bytes, path: Path) -> bool:
         found = _facts(begin, path)
-        return found is None or (found.get("kind") == ROLLOUTS and name in found)
-
-    return known
-
-
-def _of_log(imported: bool) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts from a log (`imported`), or rollouts from elsewhere."""
-
-    def known(begin: bytes, path: Path) -> bool:
-        found = _facts(begin, path)
-        return found is None or (found.get("kind") == ROLLOUTS and ("log" in found) == imported)
+        if found is not None and not (found.get("kind") == ROLLOUTS and own(found)):
+            return False
+        recorded = _made_by(path, name)
+        return recorded or (recorded is None and not any(key in (found or ()) for key in later))
 
     return known
 
@@ -184,10 +232,10 @@ FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Reformulate": ("reformulated problems", _is_problems),
     "Weights": ("token weights of tsae", _holds("token weights")),
     "Statistics": ("token statistics of tsae", _holds("token statistics")),
-    "Sample": ("sampled rollouts of tsae", _of_log(False)),
-    "Import": ("imported rollouts of tsae", _of_log(True)),
-    "Bands": ("rollouts in bands", _having("bands")),
-    "Behaviours": ("rollouts with behaviours", _having("behaviours")),
+    "Sample": ("sampled rollouts of tsae", _rollouts("Sample", lambda of: "log" not in of, ("bands", "behaviours"))),
+    "Import": ("imported rollouts of tsae", _rollouts("Import", lambda of: "log" in of, ("bands", "behaviours"))),
+    "Bands": ("rollouts in bands", _rollouts("Bands", lambda of: "bands" in of, ("behaviours",))),
+    "Behaviours": ("rollouts with behaviours", _rollouts("Behaviours", lambda of: "behaviours" in of)),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""
 MARKS = {
@@ -198,3 +246,25 @@ MARKS = {
     "Drift": "drift.parquet", "Difficulty": "rates.parquet",
 }  # fmt: skip
 """Commands whose --to is a folder, and a file by which their results are known."""
+WRITES: dict[str, tuple[str, ...]] = {
+    "Encode": (
+        "features.json", "features.h5", "columns.h5", "means.h5", *_tables("rollouts"), "stability.json", "run.json",
+    ),
+    "Diff": ("diff.json", *_tables(
+        "shifts", "contrasts", "features", "behaviours", "confounds", "families", "dynamics", "behaviour_dynamics",
+        "baselines", "insertion", "reinforcement", "predicted", "noise",
+    )),
+    "Attribute": ("attribution.json", *_tables("targets", "samples", "facts", "groups", "problems", "segments")),
+    "Causal": ("causal.json", *_tables("outcomes", "rollouts")),
+    "Influence": ("influence.json", *_tables("influence")),
+    "Explain": ("explanations.json", *_tables("explanations")),
+    "Reinforcement": ("reinforcement.json", *_tables("reinforcement", "groups", "predicted")),
+    "Fit": ("credit.json", "credit.safetensors"),
+    "Drift": ("drift.html", "drift.parquet"),
+    "Difficulty": ("difficulty.json", "difficulty.html", *_tables("rates", "migration", "pass_at_k", "groups")),
+}  # fmt: skip
+"""What commands write into their folder; the first file tells that it is theirs. Others look at a folder themselves."""
+_UNSEALED = ("Drift", "Difficulty")
+_GROUPS = {"Difficulty": ("rollouts",), "Fit": ("credit",), "Bands": ("rollouts",), "Behaviours": ("rollouts",),
+           "Import": ("rollouts",), "Sample": ("rollouts",)}  # fmt: skip
+"""Commands of a group, such as `tsae rollouts bands`."""

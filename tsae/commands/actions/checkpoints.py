@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tsae
 from tsae.activations.recording.capture import capture_part
+from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
 from tsae.base.table_export import write_table
 from tsae.base.torchrun import first_process
@@ -41,6 +42,7 @@ def run_drift(options: Drift) -> None:
     with as_json(options.json) as write:
         print(drift_text(drift))
         if options.to is not None:
+            record_early(options.to)
             write_table(options.to / "drift.parquet", drift)
             write_drift(drift, options.to / "drift.html")
             say_wrote(options.to)

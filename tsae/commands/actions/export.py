@@ -26,8 +26,8 @@ from tsae.sae.steering import SteeringVector
 
 _OURS = re.compile(
     r"cfg\.json|sae_weights\.safetensors|feature-\d+\.(safetensors|gguf)|"  # sae_lens, steering vectors
-    r".+/(config\.json|\d+_\d+\.safetensors)|"  # delphi
-    r".+/(features|activations|explanations)/batch-\d+\.jsonl\.gz"  # Neuronpedia
+    r"layers\.\d+/(config\.json|\d+_\d+\.safetensors)|"  # delphi, below the hook point
+    r"[^/]+/[^/]+/(features|activations|explanations)/batch-\d+\.jsonl\.gz"  # Neuronpedia, below model and source
 )
 """What exports write, in any of their forms."""
 

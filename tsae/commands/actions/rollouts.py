@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tsae
+from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
 from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
@@ -50,6 +51,7 @@ def run_sample(options: Sample) -> None:
         for c in chosen
     ]
     rollouts = tsae.Rollouts.concat(of_each).with_advantages()
+    record_early(options.to)
     say_wrote(rollouts.write(options.to), rollouts)
     published(options.to)  # before its pieces are removed
     room = local(pieces, fetch=False)
@@ -75,6 +77,7 @@ def run_bands(options: Bands) -> None:
     rollouts = tsae.Rollouts.read(options.rollouts)
     measured_on = None if options.measured_on is None else tsae.Rollouts.read(options.measured_on)
     banded = rollouts.with_bands(options.reference, cutoffs=_cutoffs(options), measured_on=measured_on)
+    record_early(options.to)
     say_wrote(banded.write(options.to), banded)
     print(f"problems: {band_counts(problem_bands(banded.frame))}")
     print(found_how(banded.info["bands"]))
@@ -95,6 +98,7 @@ def run_difficulty(options: Difficulty) -> None:
     with as_json(options.json) as write:
         print(found)
         if options.to is not None:
+            record_early(options.to)
             say_wrote(found.save(options.to))
         tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
         write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
@@ -111,5 +115,6 @@ def run_behaviours(options: Behaviours) -> None:
         print(behaviour_text(behaviours))
         print(f"\n{format_text(formats)}")
         if options.to is not None:
+            record_early(options.to)
             say_wrote(found.write(options.to), found)
         write({"behaviours": behaviours, "formats": formats})
