@@ -248,9 +248,7 @@ class _Watch:
                 grown = self._grown(self._finished(), without, sizes)
                 series, _ = find_series(self.config, without)
                 state = self._state(series, log, grown)
-                held = self.next / "activations"
-                rewritten = (held / "manifest.json").is_file() and any(changed_checkpoints(read_manifest(held), series))
-                if not rewritten and {**found, "found": None} == {**state.stamp, "found": None}:
+                if not self._rewritten(series) and {**found, "found": None} == {**state.stamp, "found": None}:
                     return state
         except (TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
             pass
@@ -293,7 +291,7 @@ class _Watch:
             gone = self._gone(state)
             if not gone:
                 raise
-            self._tell(f"looking again: {gone} was removed while it was read ({str(error).splitlines()[0]})")
+            self._tell(f"looking again: {gone} was removed or changed while it was read ({str(error).splitlines()[0]})")
             return None
         fve = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
         trained = state.grown.before.trained or fve
@@ -319,10 +317,16 @@ class _Watch:
         )
 
     def _gone(self, state: _State) -> str:
-        """What of a state is no longer there; empty where all of it is."""
+        """What of a state is no longer there or no longer as it was; empty where all of it is."""
         ids = {Path(c.path): c.id for c in state.series if not c.is_base and Path(c.path).is_absolute()}
-        lost = [id for path, id in ids.items() if path in unfinished([path])]
+        lost = [id for path, id in ids.items() if path in unfinished([path])] or self._rewritten(state.series)
         return ", ".join([*lost, *(file.name for file in state.grown.log if not file.is_file())])
+
+    def _rewritten(self, series: CheckpointSeries) -> list[str]:
+        """Ids of checkpoints that are no longer those that an unfinished update has begun to read."""
+        held = self.next / "activations"
+        manifest = read_manifest(held) if (held / "manifest.json").is_file() else {"readers": []}
+        return [id for id, *_ in changed_checkpoints(manifest, series)]
 
     def _refuse_others(self, before: dict[str, Any], state: _State) -> None:
         """Refuse to go on with an analysis of other settings, versions or another base."""
@@ -356,8 +360,7 @@ class _Watch:
 
 def _warning(fve: dict[str, float | None], trained: dict[str, float | None]) -> str:
     """Where the SAE explains less than when it was trained."""
-    known = [value for value in trained.values() if value is not None]
-    least = min(known, default=0.0)
+    least = min((value for value in trained.values() if value is not None), default=0.0)
     fallen = {id: value for id, value in fve.items() if value is None or value < least - _FALL}
     if not fallen:
         return ""
@@ -373,10 +376,7 @@ def _exchange(to: Path) -> None:
     """Put a finished update in the place of the analysis before. Goes on where it was interrupted."""
     new, old = to / _NEXT, to / _OLD
     if (new / _READY).is_file():
-        trained = (new / "sae").is_dir()
-        for name in (*_STAGES, *_FILES):
-            if name == "sae" and not trained:
-                continue
+        for name in [name for name in (*_STAGES, *_FILES) if name != "sae" or (new / "sae").is_dir()]:
             if (new / name).exists():
                 _put_away(to / name, old)
                 os.replace(new / name, to / name)

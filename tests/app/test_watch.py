@@ -381,6 +381,28 @@ def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkey
     assert all(found.state == "intact" for found in verify([training.config.to]))
 
 
+def test_a_checkpoint_rewritten_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, lines, really, done = Training(tmp_path), list[str](), capturing.capture_shard, list[int]()
+    training.log(1, 25)
+    training.save(25)
+    weights = training.run / "checkpoint-25" / "model.safetensors"
+
+    def rewriting(reader: Any, where: Any, rollouts: Any, piece: Any, *rest: Any) -> Any:
+        found = really(reader, where, rollouts, piece, *rest)
+        if piece.reader != "base" and not done:
+            done.append(1)
+            scaled = {name: value * 1.01 for name, value in load_file(weights).items()}
+            save_file(scaled, weights.with_suffix(".new"), metadata={"format": "pt"})
+            os.replace(weights.with_suffix(".new"), weights)
+        return found
+
+    monkeypatch.setattr(capturing, "capture_shard", rewriting)
+    config = WatchConfig(once=False, quiet=0.0, every=0.0, until=25)
+    assert len(list(watch(training.config, config, say=lines.append))) == 1
+    assert lines[0].startswith("looking again: hard-00025 was removed or changed while it was read (")
+    assert all(found.state == "intact" for found in verify([training.config.to]))
+
+
 def test_a_checkpoint_rewritten_after_its_analysis_is_read_again(tmp_path: Path) -> None:
     training, lines = Training(tmp_path), list[str]()
     training.log(1, 25)
