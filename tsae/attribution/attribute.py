@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -48,6 +47,7 @@ from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import read_object, write_json
+from tsae.base.remote.mirror import removed
 from tsae.checkpoints.loading import tokenizer_fingerprint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -193,7 +193,7 @@ def attribute(
     saved = found.save(to)
     for folder in to.iterdir():
         if is_left_over(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier attribution, which this one replaced
+            removed(folder)  # of an earlier attribution, which this one replaced
     return saved
 
 
