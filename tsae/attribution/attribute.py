@@ -192,7 +192,7 @@ def attribute(
     )
     saved = found.save(to)
     for folder in to.iterdir():
-        if is_left_over(folder):
+        if folder.is_dir() and is_left_over(folder):
             removed(folder)  # of an earlier attribution, which this one replaced
     return saved
 
