@@ -16,11 +16,11 @@ _UNLIMITED = ("max_norm",)
 
 
 _SUREST = 0.999999
-"""Largest confidence of an interval: with more, half of what is left is lost in rounding, and the ends are NaN."""
+"""Largest confidence of an interval. A value closer to 1 may be rounded to 1, and the ends are then NaN."""
 
 
 def need_numbers(config: Any) -> None:
-    """Refuse numbers that mean nothing: NaN, infinity, and confidences and seeds that nothing can be computed with.
+    """Refuse numbers that cannot be used: NaN, infinity, and confidences and seeds out of their range.
 
     Args:
         config: a dataclass; its fields, and the items of those that are tuples, are looked at.

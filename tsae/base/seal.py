@@ -100,7 +100,8 @@ def write_whole(
         gone = [other for other, write in others.items() if write is None]
         sealed = {file: told for file, told in _digests(folder, (), coming).items() if file not in gone}
         write_json(stack.enter_context(replacing(folder / SEAL)), {"sha256": sealed})
-        # From here on nothing is written. A folder is rather incomplete than one with files of two results.
+        # All is written; only renames are left. Without its JSON file, a folder with files of both results counts as
+        # incomplete.
         for lost in (name, *gone):
             (folder / lost).unlink(missing_ok=True)
     for lost in gone:

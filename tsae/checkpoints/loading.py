@@ -232,15 +232,15 @@ def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> st
 
 
 def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = False) -> None:
-    """Check that a checkpoint is still the one of a fingerprint. Files that are as they were are not read again.
+    """Check that a checkpoint still has the fingerprint that it had. Files that have not changed are not read again.
 
-    A rewrite between fingerprint and loading is seen by a call after loading. On a CPU a model's weights are mapped
-    from its files, so call it again once the model has read.
+    Call it after a model is loaded: the files may have changed since the fingerprint was computed. Call it again after
+    the model has read texts: on a CPU its weights are mapped from the files, and change with them.
 
     Args:
         checkpoint: whose weights are in use.
         before: its fingerprint.
-        loaded: the model is held, which it is also where the files are gone since.
+        loaded: whether the model is in memory. It can then be used even if its files have been removed.
 
     Raises:
         TsaeError: where its weights or its config are others.

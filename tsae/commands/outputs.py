@@ -101,7 +101,7 @@ def _check_folder(to: Path, name: str) -> None:
 
 
 def _strange(to: Path, name: str) -> list[str]:
-    """Files of a folder that a command would replace, and that it did not write."""
+    """Files in a folder that the command would replace although it did not write them."""
     there = [file for file in WRITES.get(name, ()) if os.path.lexists(to / file)]
     if not there or (name == "Encode" and (to / "pieces" / "encoding.json").is_file()):  # an encoding that was stopped
         return []
@@ -200,10 +200,10 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
 def _rollouts(
     name: str, own: Callable[[dict[str, Any]], bool], later: tuple[str, ...] = ()
 ) -> Callable[[bytes, Path], bool]:
-    """Whether a Parquet file holds rollouts that a command writes.
+    """A test for whether a Parquet file holds rollouts that this command wrote.
 
-    A command keeps what is known of its rollouts. So the output of a later one passes for that of the one before it,
-    unless the command is written down beside the file, or what later ones add is looked for.
+    A command keeps the info of the rollouts that it reads. So the info alone does not show which command came last. The
+    record beside the file does. Where there is none, a file with anything that later commands add is refused.
 
     Args:
         name: of the command.

@@ -103,7 +103,7 @@ def repair_store(
 def changed_checkpoints(
     manifest: Mapping[str, Any], series: CheckpointSeries, ids: Iterable[str] | None = None
 ) -> Iterator[tuple[str, str, str | None]]:
-    """Checkpoints that are no longer what a store was captured from.
+    """Find checkpoints whose weights or config have changed since they were captured into a store.
 
     Args:
         manifest: of the store.

@@ -108,7 +108,7 @@ _under_way: ContextVar[tuple[Path, tuple[str, ...]] | None] = ContextVar("_under
 
 @contextmanager
 def under_way(output: Path, words: Sequence[str]) -> Iterator[None]:
-    """Say which command writes an output in the block, for `record_early`.
+    """Remember which command writes an output while the block runs. `record_early` writes it down.
 
     Raises:
         TsaeError: where a folder stands in the place of its record.

@@ -113,7 +113,8 @@ class _Taken(NamedTuple):
 
 
 def _place(to: Path) -> Path:
-    """Where an output is, whatever links lead there. A link in the place of a file is replaced, and not followed."""
+    """The real path of an output, without links on the way. If the output itself is a link to a file, it stays: writing
+    replaces such a link."""
     return to.resolve() if to.is_dir() else to.parent.resolve() / to.name
 
 

@@ -1,7 +1,7 @@
 """What lies on both sides of a mirror: of every such file, its state at the URL and that of its copy.
 
-It is kept beside the copy, in NAME.remote.json. Several processes may share a cache. So a change is made to what the
-file says at that moment, under a lock, and written under a name of its own.
+It is kept beside the copy, in NAME.remote.json. Several processes may share a cache. So for every change, a process
+takes a lock, reads the file again, and replaces it with a new one.
 """
 
 from __future__ import annotations

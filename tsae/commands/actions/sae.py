@@ -146,7 +146,7 @@ def run_evaluate(options: Evaluate) -> None:
 
 
 def _keep(stable: Stability, folder: Path) -> None:
-    """Write stability.json into the SAE's folder, and to its URL if it has one."""
+    """Write stability.json into the SAE's folder. If the SAE lies at a URL, upload it there as well."""
     with sole_writer(folder):
         file = stable.save(folder)
         try:
