@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -94,8 +93,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
     assert found == []
 
 
-def test_a_module_says_its_purpose_and_fits_into_a_head() -> None:
-    assert [name(path) for path in MODULES if path.read_text(encoding="utf-8").count("\n") > 400] == []
+def test_a_module_says_its_purpose() -> None:
     assert [name(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
 
 
@@ -110,18 +108,6 @@ def test_values_do_not_change() -> None:
                 if made and "frozen=True" not in made[0]:
                     found.add(node.name)
     assert found == changing
-
-
-def test_module_names_are_not_used_twice() -> None:
-    """Views and commands are named after what they show; config is what every room has; TRL and verl are trainers."""
-    named = [path for path in MODULES if not {"report", "commands"} & set(path.relative_to(ROOT).parts)]
-    names = Counter(path.stem for path in named if path.parent.name != "trainers")
-    assert {n: k for n, k in names.items() if k > 1 and n not in ("__init__", "config")} == {}
-
-
-def test_a_folder_has_about_a_dozen_modules() -> None:
-    folders = Counter(path.parent for path in MODULES if path.parent.name != "trainers")
-    assert {name(folder): n for folder, n in folders.items() if n > 15} == {}
 
 
 def test_every_test_stands_in_the_room_that_it_tests() -> None:
