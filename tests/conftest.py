@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,54 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_GUARD), os.environ
 sys.path.append(str(_GUARD))  # some tests give their children this process's own path
 if (_guard := importlib.util.spec_from_file_location("guard", _GUARD / "sitecustomize.py")) and _guard.loader:
     _guard.loader.exec_module(importlib.util.module_from_spec(_guard))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--resume", action="store_true", help="leave out what has passed at this commit; log what passes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("resume"):
+        config.pluginmanager.register(_Resume(config))
+
+
+class _Resume:
+    """The names of passed tests lie in build/passed/COMMIT. A tree with changes is no commit: all of its tests run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.called: set[str] = set()
+        self.file: Path | None = None
+        if hasattr(config, "workerinput"):
+            self.passed = set(config.workerinput["passed"])
+            return
+        commit, changes = (
+            subprocess.run(["git", *words], cwd=config.rootpath, capture_output=True, text=True, check=True).stdout
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+        if not changes:
+            self.file = config.rootpath / "build" / "passed" / commit.strip()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.touch()
+        self.passed = set(self.file.read_text().splitlines() if self.file else ())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["passed"] = sorted(self.passed)  # the same for a worker that starts later
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.passed])
+        items[:] = [item for item in items if item.nodeid not in self.passed]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.called.add(report.nodeid)
+        if self.file and report.when == "teardown" and report.passed and report.nodeid in self.called:
+            with self.file.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.passed:
+            session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture(autouse=True)
