@@ -1,27 +1,31 @@
 """Training step, capture, encoding and diff at the sizes that GPUs are for, each against its floor.
 
 - train: one T-SAE step (`scripts/bench_train.py`) against one dense encode and one fused Adam step.
+- profile: where the time of that step goes, by torch's profiler.
+- variants: the step with single decisions of `tsae.sae.fitting.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
 - diff: `scripts/bench_diff.py`, which runs on the CPU, at the same number of features.
 
-    python scripts/bench_gpu.py --to docs/measured-gpu.md
+    python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
 
-Writes the tables, where --to is given, and ends with one line of JSON.
+Writes the tables again after every row, where --to is given, and ends with one line of JSON. `scripts/gpu_suite.sh`
+bounds the parts in time, and makes a page of their tables.
 """
 
 from __future__ import annotations
 
 import json
-import platform
+import math
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import bench_train
 import numpy as np
@@ -38,71 +42,185 @@ from tsae.features.encode import tokens_at_once
 from tsae.features.shard_codes import encode_shard
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
+from tsae.sae.fitting import sparse_codes
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "capture", "encode", "diff"]
-_SIZES: dict[str, list[tuple[int, int, int]]] = {
-    "full": [(2048, 32_768, 64), (4096, 65_536, 64), (4096, 131_072, 64)],
-    "tiny": [(64, 512, 8)],
-}
-"""(d_model, d_sae, k)."""
+Part = Literal["train", "profile", "variants", "capture", "encode", "diff"]
+Row = dict[str, Any]
+_SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
 
 @dataclass(frozen=True)
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "capture", "encode", "diff")
+    parts: tuple[Part, ...] = ("train", "profile", "variants", "capture", "encode", "diff")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
     scale: Literal["full", "tiny"] = "full"
+    sizes: tuple[str, ...] = ()
+    """d_model x d_sae x k, as 4096x65536x64; by default those of the scale."""
     rounds: int = 10
+    """Of every measurement, the median of which counts."""
+    seconds: float = math.inf
+    """After which a measurement takes no further round."""
+    trajectories: int = 100
+    """That capture reads, of 750 tokens on average."""
+    encoded: int = 40
+    """The same, for encode."""
     to: Path | None = None
-    """Markdown file to write."""
+    """Markdown file for the tables."""
+    rows: Path | None = None
+    """File to which every row is appended as a line of JSON."""
+    found: dict[str, list[Row]] = field(default_factory=dict, init=False)
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(d_model, d_sae, k)."""
+        every = self.sizes or _SIZES[self.scale]
+        return [(d_model, d_sae, k) for d_model, d_sae, k in (map(int, size.split("x")) for size in every)]
+
+    def keep(self, part: Part, row: Row) -> None:
+        """Print a row, and write the tables with it."""
+        self.found.setdefault(part, []).append(row)
+        print(f"{part}:", ", ".join(f"{name} {_shown(value, name)}" for name, value in row.items()), flush=True)
+        if self.to is not None:
+            self.to.write_text(tables(self.found), encoding="utf-8")
+        if self.rows is not None:
+            with self.rows.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"part": part, **row}) + "\n")
+
+    def timed(self, steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
+        return bench_train.timed(steps, self.rounds, self.device, self.seconds)
 
 
-def train(bench: Bench) -> list[dict[str, Any]]:
-    found = []
-    for d_model, d_sae, k in _SIZES[bench.scale]:
-        for precision in bench.precisions:
-            pairs = 4096 if bench.scale == "full" else 256
+def step_sizes(bench: Bench) -> Iterator[tuple[bench_train.Bench, Row]]:
+    """Every size of a training step, and how its rows begin."""
+    pairs = 256 if bench.scale == "tiny" else 8192
+    for precision in bench.precisions:
+        for d_model, d_sae, k in bench.shapes:
             size = bench_train.Bench(
                 d_model=d_model, d_sae=d_sae, k=k, pairs=pairs, device=bench.device, precision=precision
             )
-            seconds = bench_train.timed(
-                {name: bench_train.stepper(size, name) for name in ("ours", "floor")}, bench.rounds, bench.device
-            )
-            share = seconds["floor"] / seconds["ours"]
-            found.append(
-                {"d_model": d_model, "d_sae": d_sae, "k": k, "precision": precision, "ms": seconds["ours"] * 1e3,
-                 "pairs_per_s": pairs / seconds["ours"], "share_of_floor": share}
-            )  # fmt: skip
-            print(
-                f"train {d_model} × {d_sae}, k {k}, {precision}: {seconds['ours'] * 1e3:.1f} ms, {share:.0%} of floor"
-            )
-    return found
+            yield size, {"d_model": d_model, "d_sae": d_sae, "k": k, "pairs": pairs, "precision": precision}
 
 
-def llama(bench: Bench, d_model: int) -> Any:
-    """A Llama of random weights: 16 blocks, the sixth last of which is read."""
+def train(bench: Bench) -> None:
+    for size, begin in step_sizes(bench):
+        ours = bench_train.stepper(size, "ours")
+        ours()
+        peak = _peak_gb(ours, bench.device)  # before the floor's weights are there
+        seconds = bench.timed({"ours": ours, "floor": bench_train.stepper(size, "floor")})
+        n_tokens = len(bench_train.make_batch(size)[0])
+        bench.keep("train", {
+            **begin, "ms": seconds["ours"] * 1e3, "floor_ms": seconds["floor"] * 1e3,
+            "share_of_floor": seconds["floor"] / seconds["ours"], "tokens_per_s": n_tokens / seconds["ours"],
+            "peak_gb": peak,
+        })  # fmt: skip
+
+
+def _peak_gb(step: Callable[[], None], device: str) -> float:
+    """What the GPU's allocator held during a step; on a CPU, the most that this process has held."""
+    if not device.startswith("cuda"):
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e6
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+_PARTS_OF_A_STEP = {
+    "_EncodeTopK": "encode", "_Decode": "decode", "_InfoNCE": "InfoNCE",
+    **{f"autograd::engine::evaluate_function: {name}Backward": f"{what}, backward" for name, what in (
+        ("_EncodeTopK", "encode"), ("_Decode", "decode"), ("_InfoNCE", "InfoNCE")
+    )},
+    "Optimizer.step#Adam.step": "Adam",
+}  # fmt: skip
+"""By what the profiler calls them."""
+
+
+def profile(bench: Bench) -> None:
+    """The parts of a step, then its ten longest kernels; on a CPU operations."""
+    on_gpu = bench.device.startswith("cuda")
+    kind = "device" if on_gpu else "cpu"
+    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
+    for size, begin in step_sizes(bench):
+        step = bench_train.stepper(size, "ours")
+        for _ in range(2):
+            step()
+        with torch.profiler.profile(activities=activities) as seen:
+            step()
+            bench_train.synchronize(bench.device)
+        # An operation is there as what called it, on the CPU, and what it started, on the GPU.
+        events = seen.key_averages()
+        calls = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+        kernels = [event for event in events if event not in calls and not getattr(event, "is_user_annotation", False)] or calls
+        alone = {event.key: getattr(event, f"self_{kind}_time_total") / 1e3 for event in kernels}
+        bench.keep("profile", {**begin, "of": "the whole step", "ms": sum(alone.values())})
+        for event in calls:
+            if event.key in _PARTS_OF_A_STEP:
+                of, ms = _PARTS_OF_A_STEP[event.key], getattr(event, f"{kind}_time_total") / 1e3
+                bench.keep("profile", {**begin, "of": of, "ms": ms})
+        for name in sorted(alone, key=lambda name: -alone[name])[:10]:
+            bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
+
+
+def _decode_backward_in_one(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """As `tsae.sae.fitting.sparse_codes` had it: all groups' rows in one product with all groups' gradients."""
+    values, rows, place, latent, order = ctx.saved_tensors
+    gradient = torch.cat(gradients)
+    by_value = torch.empty_like(values)
+    by_value[order] = sparse_codes._multiplied(gradient, rows.T)[place, latent]
+    codes = sparse_codes._dense(place, latent, values[order], (len(gradient), len(rows)))
+    return by_value, sparse_codes._multiplied(codes.T, gradient), *[None] * 5
+
+
+def variants(bench: Bench) -> None:
+    """On a CPU, too, products in bfloat16 are dense, as on a GPU."""
+    for size, begin in step_sizes(bench):
+        step = bench_train.stepper(size, "ours")
+        changed: dict[str, tuple[Any, str, Any]] = {
+            "as it is": (sparse_codes, "_DENSE_UP_TO", sparse_codes._DENSE_UP_TO),
+            "selection by kthvalue": (
+                sparse_codes, "_nth_largest", lambda values, n: values.kthvalue(len(values) - n + 1).values
+            ),
+        }  # fmt: skip
+        if size.precision == "bfloat16":
+            changed |= {
+                "products of sparse codes": (sparse_codes, "_DENSE_UP_TO", 0),
+                "products of dense codes": (sparse_codes, "_DENSE_UP_TO", math.inf),
+                "dense products, decoding backward in one": (
+                    sparse_codes._Decode, "backward", staticmethod(_decode_backward_in_one)
+                ),
+            }  # fmt: skip
+
+        def run(change: tuple[Any, str, Any], step: Callable[[], None] = step) -> None:
+            with mock.patch.object(*change), mock.patch.object(sparse_codes, "_TENSOR_CORES", ("cpu", "cuda")):
+                step()
+
+        seconds = bench.timed({name: lambda change=change: run(change) for name, change in changed.items()})
+        for name, value in seconds.items():
+            bench.keep("variants", {**begin, "variant": name, "ms": value * 1e3})
+
+
+def llama(bench: Bench, d_model: int, n_blocks: int) -> Any:
+    """A Llama of random weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     tiny = bench.scale == "tiny"
     config = LlamaConfig(
         vocab_size=1000 if tiny else 32_000, hidden_size=d_model, intermediate_size=d_model * 4,
-        num_hidden_layers=3 if tiny else 16, num_attention_heads=d_model // (16 if tiny else 128),
+        num_hidden_layers=n_blocks, num_attention_heads=d_model // (16 if tiny else 128),
         num_key_value_heads=d_model // (16 if tiny else 128), max_position_embeddings=4096,
     )  # fmt: skip
-    dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
     with torch.device(bench.device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
-def texts(bench: Bench) -> Rollouts:
-    """Trajectories of 200 to 1,000 tokens."""
+def texts(bench: Bench, n: int) -> Rollouts:
+    """Trajectories of 250 to 1,250 tokens."""
     rng, tiny = np.random.default_rng(0), bench.scale == "tiny"
-    lengths = rng.integers(*((10, 50) if tiny else (200, 1000)), 20 if tiny else 400)
+    lengths = rng.integers(*((10, 50) if tiny else (200, 1000)), min(n, 20) if tiny else n)
     records = [
         {"problem_id": f"p{i}", "policy": "base", "outcome": "unknown",
          "prompt_ids": rng.integers(5, 1000, n // 4 + 1).tolist(), "response_ids": rng.integers(5, 1000, n).tolist()}
@@ -111,50 +229,69 @@ def texts(bench: Bench) -> Rollouts:
     return Rollouts.from_records(records)
 
 
-def capture(bench: Bench, folder: Path) -> tuple[list[dict[str, Any]], tuple[Any, Rollouts]]:
-    """The figures, and the last shard with its rollouts."""
-    found, rollouts = [], texts(bench)
-    lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-    budget = 16_384 if bench.scale == "full" else 200
-    shard: Any = None
-    for d_model in sorted({size[0] for size in _SIZES[bench.scale]}):
-        model = llama(bench, d_model)
-        layer = model.config.num_hidden_layers * 5 // 8
-        site = f"blocks.{layer}.hook_resid_post"
-        dtype = str(model.dtype).removeprefix("torch.")
-        (piece,) = cut({"base": np.arange(len(rollouts))}, lengths, int(lengths.sum()))
-        manifest: dict[str, Any] = {
-            "dtype": dtype, "sites": {site: {"d_model": d_model}}, "rollouts": rollouts.fingerprint,
+class Capturing:
+    """Capture of one shard by a Llama, five eighths of whose blocks are read.
+
+    Args:
+        bench: what is measured.
+        d_model: of the Llama.
+        n_blocks: of the Llama.
+        rollouts: that it reads.
+        folder: for the shard.
+    """
+
+    def __init__(self, bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path) -> None:
+        self.device, self.rollouts, self.folder = bench.device, rollouts, folder
+        self.model = llama(bench, d_model, n_blocks)
+        self.layer = n_blocks * 5 // 8
+        self.site = f"blocks.{self.layer}.hook_resid_post"
+        self.lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
+        self.budget = 16_384 if bench.scale == "full" else 200
+        (self.piece,) = cut({"base": np.arange(len(rollouts))}, self.lengths, int(self.lengths.sum()))
+        self.manifest: dict[str, Any] = {
+            "dtype": "bfloat16", "sites": {self.site: {"d_model": d_model}}, "rollouts": rollouts.fingerprint,
             "readers": [{"id": "base", "weights": ""}], "config": {"token_statistics": False},
         }  # fmt: skip
-        reader = HuggingFaceReader(model, [site])
-        ids = [np.concatenate(rollouts.tokens(row)) for row in range(len(rollouts))]
-        blocks = decoder_blocks(model)
-        record: dict[str, Any] = {}
+        self.reader = HuggingFaceReader(self.model, [self.site])
+        self.record: dict[str, Any] = {}
 
-        def ours(
-            reader: Any = reader, manifest: dict[str, Any] = manifest, piece: Any = piece, record: Any = record
-        ) -> None:
-            with tqdm(disable=True) as bar:
-                record.update(capture_shard(reader, "", rollouts, piece, folder, manifest, budget, bar))
+    def ours(self) -> None:
+        with tqdm(disable=True) as bar:
+            self.record = capture_shard(
+                self.reader, "", self.rollouts, self.piece, self.folder, self.manifest, self.budget, bar
+            )
 
-        @torch.no_grad()
-        def bare(model: Any = model, blocks: Any = blocks, layer: int = layer, ids: Any = ids) -> None:
-            kept = [blocks.pop(-1) for _ in range(len(blocks) - layer - 1)]
-            try:
-                for batch in plan_batches(lengths, budget):
-                    input_ids, mask = (each.to(bench.device) for each in pad([ids[t] for t in batch]))
-                    model.model(input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
-            finally:
-                blocks.extend(reversed(kept))
+    @torch.no_grad()
+    def bare(self) -> None:
+        """The forward passes of the same batches."""
+        blocks = decoder_blocks(self.model)
+        kept = [blocks.pop(-1) for _ in range(len(blocks) - self.layer - 1)]
+        try:
+            for batch in plan_batches(self.lengths, self.budget):
+                ids = [np.concatenate(self.rollouts.tokens(row)) for row in batch]
+                input_ids, mask = (each.to(self.device) for each in pad(ids))
+                self.model.model(
+                    input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+                )
+        finally:
+            blocks.extend(reversed(kept))
 
-        seconds = bench_train.timed({"ours": ours, "bare": bare}, bench.rounds, bench.device)
-        share = seconds["bare"] / seconds["ours"]
-        speed = int(lengths.sum()) / seconds["ours"]
-        found.append({"d_model": d_model, "dtype": dtype, "tokens_per_s": speed, "share_of_bare_forward": share})
-        print(f"capture d_model {d_model}, {dtype}: {speed:,.0f} tokens/s, {share:.0%} of a bare forward")
-        shard = open_shard(folder / piece.file, manifest, "base", record)
-    return found, (shard, rollouts)
+    def shard(self) -> Any:
+        self.ours()
+        return open_shard(self.folder / self.piece.file, self.manifest, "base", self.record)
+
+
+def capture(bench: Bench) -> None:
+    for d_model in sorted({size[0] for size in bench.shapes}):
+        with tempfile.TemporaryDirectory() as folder:
+            n_blocks, rollouts = 3 if bench.scale == "tiny" else 16, texts(bench, bench.trajectories)
+            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder))
+            seconds = bench.timed({"ours": run.ours, "bare": run.bare})
+            n_tokens = int(run.lengths.sum())
+            bench.keep("capture", {
+                "d_model": d_model, "dtype": "bfloat16", "tokens": n_tokens, "tokens_per_s": n_tokens / seconds["ours"],
+                "share_of_bare_forward": seconds["bare"] / seconds["ours"],
+            })  # fmt: skip
 
 
 class _Source:
@@ -166,36 +303,39 @@ class _Source:
         self.rollouts, self.rows = rollouts, np.ones(len(rollouts), dtype=bool)
 
 
-def encode(bench: Bench, shard: Any, rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Of the widest shard, at every d_sae."""
-    (site,) = (name.removeprefix("activations/") for name in shard.places if name.startswith("activations/"))
-    x = torch.from_numpy(shard.read(site, slice(None)))
-    found = []
-    for d_sae, k in sorted({size[1:] for size in _SIZES[bench.scale]}):
-        sae = TemporalSAE(x.shape[1], SAEConfig(d_sae=d_sae, k=k), site=site)
-        sae.initialize(x.mean(0), torch.Generator().manual_seed(0))
-        sample = torch.relu((x[:256] - sae.b_dec) @ sae.W_enc).flatten()
-        sae.threshold.fill_(sample.topk(256 * k, sorted=False).values.min())
-        sae = sae.requires_grad_(False).to(bench.device)
-        at_once = tokens_at_once(sae)
-        source: Any = _Source(rollouts)
+def encode(bench: Bench) -> None:
+    """The shard is what the second block of a Llama of two reads: what encoding costs does not depend on it."""
+    for d_model, d_sae, k in bench.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            rollouts = texts(bench, bench.encoded)
+            run = Capturing(bench, d_model, 2, rollouts, Path(folder))
+            shard, source = run.shard(), _Source(rollouts)
+            x = torch.from_numpy(shard.read(run.site, slice(None)))
+            with torch.device(bench.device):
+                sae = TemporalSAE(d_model, SAEConfig(d_sae=d_sae, k=k), site=run.site).requires_grad_(False)
+                sae.initialize(x.mean(0), torch.Generator(bench.device).manual_seed(0))
+                sample = sae.preactivations(x[:256].to(bench.device)).flatten()
+                sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
+            at_once = tokens_at_once(sae)
 
-        def ours(sae: TemporalSAE = sae, at_once: int = at_once, source: Any = source) -> None:
-            with tqdm(disable=True) as bar:
-                encode_shard(sae, source, shard, at_once, bar)
+            def ours(
+                sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once
+            ) -> None:
+                with tqdm(disable=True) as bar:
+                    encode_shard(sae, source, shard, at_once, bar)
 
-        def floor(sae: TemporalSAE = sae, at_once: int = at_once) -> None:
-            for low in range(0, len(x), at_once):
-                torch.mm(x[low : low + at_once].to(bench.device), sae.W_enc)
+            def floor(sae: TemporalSAE = sae, x: torch.Tensor = x, at_once: int = at_once) -> None:
+                for low in range(0, len(x), at_once):
+                    torch.mm(x[low : low + at_once].to(bench.device), sae.W_enc)
 
-        seconds = bench_train.timed({"ours": ours, "floor": floor}, bench.rounds, bench.device)
-        share, speed = seconds["floor"] / seconds["ours"], len(x) / seconds["ours"]
-        found.append({"d_model": x.shape[1], "d_sae": d_sae, "k": k, "tokens_per_s": speed, "share_of_product": share})
-        print(f"encode {x.shape[1]} × {d_sae}, k {k}: {speed:,.0f} tokens/s, {share:.0%} of the product")
-    return found
+            seconds = bench.timed({"ours": ours, "floor": floor})
+            bench.keep("encode", {
+                "d_model": d_model, "d_sae": d_sae, "k": k, "tokens": len(x), "tokens_per_s": len(x) / seconds["ours"],
+                "share_of_product": seconds["floor"] / seconds["ours"],
+            })  # fmt: skip
 
 
-def diff(bench: Bench) -> list[dict[str, Any]]:
+def diff(bench: Bench) -> None:
     size = ["--trajectories", "5000", "--d-sae", "32768"]
     if bench.scale == "tiny":
         size = ["--trajectories", "480", "--tokens", "40", "--d-sae", "512", "--k", "8", "--n-permutations", "200"]
@@ -203,12 +343,14 @@ def diff(bench: Bench) -> list[dict[str, Any]]:
     command = [sys.executable, str(Path(__file__).with_name("bench_diff.py")), *size]
     found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
     kept = {name: found[name] for name in ("seconds", "peak_gb", "non_zeros", "ratio")}
-    print(f"diff: {found['seconds']} s, peak {found['peak_gb']} GB, {found['ratio']} × the plain way")
-    return [{**kept, "ratio_to_one_pass": found["floor"]["ratio"]}]
+    bench.keep("diff", {**kept, "ratio_to_one_pass": found["floor"]["ratio"]})
 
 
 _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
+    "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
+    "its parts, and the ten longest kernels, which are in the parts.",
+    "variants": "A training step with one decision taken otherwise.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
@@ -216,10 +358,9 @@ _SAYS = {
 }
 
 
-def page(bench: Bench, machine: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    """The tables in Markdown."""
-    lines = ["# Measured on a GPU", "", f"By `scripts/gpu_suite.sh` on {machine}, torch {torch.__version__}, "]
-    lines[-1] += f"{date.today().isoformat()}. Medians of {bench.rounds} rounds, taken in turn."
+def tables(found: dict[str, list[Row]]) -> str:
+    """A section of Markdown for every part."""
+    lines = []
     for part, rows in found.items():
         names = list(rows[0])
         heads = " | ".join(name.replace("_", " ") for name in names)
@@ -237,24 +378,10 @@ def _shown(value: Any, name: str) -> str:
 
 def main() -> None:
     bench = tyro.cli(Bench, description=__doc__)
-    on_gpu = bench.device.startswith("cuda")
-    machine = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    found: dict[str, list[dict[str, Any]]] = {}
-    if "train" in bench.parts:
-        found["train"] = train(bench)
-    with tempfile.TemporaryDirectory() as folder:
-        if "capture" in bench.parts or "encode" in bench.parts:
-            captured, (shard, rollouts) = capture(bench, Path(folder))
-            if "capture" in bench.parts:
-                found["capture"] = captured
-            if "encode" in bench.parts:
-                found["encode"] = encode(bench, shard, rollouts)
-    if "diff" in bench.parts:
-        found["diff"] = diff(bench)
-    if bench.to is not None:
-        bench.to.write_text(page(bench, machine, found), encoding="utf-8")
-    shares = [row["share_of_floor"] for row in found.get("train", ())]
-    print(json.dumps({"name": "bench_gpu", "ratio": min(shares, default=None), "device": machine, **found}))
+    for part in bench.parts:
+        globals()[part](bench)
+    shares = [row["share_of_floor"] for row in bench.found.get("train", ())]
+    print(json.dumps({"name": "bench_gpu", "ratio": min(shares, default=None), "device": bench.device, **bench.found}))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ Ends with one line of JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -92,9 +93,10 @@ def make_batch(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_sae(bench: Bench) -> TemporalSAE:
-    sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k))
-    sae.initialize(torch.zeros(bench.d_model), torch.Generator().manual_seed(1))
-    return sae.to(bench.device)
+    with torch.device(bench.device):
+        sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k))
+        sae.initialize(torch.zeros(bench.d_model), torch.Generator(bench.device).manual_seed(1))
+    return sae
 
 
 def baseline(bench: Bench, sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
@@ -130,21 +132,30 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     return step
 
 
-def timed(steps: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """Median seconds of each, taken in turn, so that a busy machine slows all alike. The first round does not count."""
+def timed(
+    steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, most: float = math.inf
+) -> dict[str, float]:
+    """Median seconds of each, taken in turn, so that a busy machine slows all alike. The first round does not count.
+
+    After `most` seconds no further round begins; one that counts is taken in any case.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    begin = time.perf_counter()
     for round_ in range(rounds + 1):
+        if round_ > 1 and time.perf_counter() - begin > most:
+            break
         for name, step in steps.items():
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             step()
-            _synchronize(device)
+            synchronize(device)
             if round_:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait for a GPU to have done what it was given."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 

@@ -1,18 +1,33 @@
 #!/usr/bin/env bash
-# What a GPU can tell: the tests that need one, then the benches. Writes docs/measured-gpu.md.
+# What a GPU can tell, within the minutes that there are: its tests, then the benches in the order of their worth.
 #
-#     scripts/gpu_suite.sh                    # one GPU or several; about 20 minutes on an H100
-#     scripts/gpu_suite.sh --parts train      # only the training step
+#     scripts/gpu_suite.sh --wheels                         # once, with network: puts four wheels into .wheels/
+#     scripts/gpu_suite.sh --minutes 8 --out runs/gpu       # on the machine with the GPU; needs no network
+#     scripts/gpu_suite.sh --minutes 8 --tiny --device cpu  # a rehearsal without a GPU
 #
-# Needs tsae with the packages of `make`, and a build of torch for the GPU.
+# Needs Python 3.11 or later with torch, transformers, pandas, pyarrow, h5py, scipy, einops, safetensors, jinja2, pyyaml,
+# lazy_loader, filelock, fsspec, tqdm and pytest. What else is needed is pure Python and comes as wheels in .wheels/, a
+# folder that git ignores: copy it along. $PYTHON is the interpreter; by default that of .venv, or python3.
+#
+# Writes into --out (by default $OUT, or runs/gpu) as results come: the page measured-gpu.md for docs/, its numbers in
+# rows.jsonl, and log.txt. A test or bench that fails or takes too long is reported on the page, and the next one runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
 [ -x "$python" ] || python=python3
-export OMP_WAIT_POLICY=PASSIVE
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu_suite: torch sees no GPU on this machine" >&2
-    exit 2
+
+if [ "${1:-}" = --wheels ]; then
+    pinned="$(mktemp)"
+    trap 'rm -f "$pinned"' EXIT
+    for name in tyro docstring-parser typeguard typing-extensions; do
+        sed -n "/^$name==/,/[^\\\\]\$/p" requirements.lock # a version with the hashes of its files
+    done > "$pinned"
+    "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --require-hashes \
+        --dest .wheels --requirement "$pinned"
+    exit
 fi
-"$python" -m pytest -m gpu tests/app/test_gpu.py
-"$python" scripts/bench_gpu.py --to docs/measured-gpu.md "$@"
+
+# A wheel of pure Python can be imported as it is.
+PYTHONPATH="$PWD$(printf ':%s' "$PWD"/.wheels/*.whl)"
+export PYTHONPATH OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+exec "$python" scripts/gpu_suite.py "$@"

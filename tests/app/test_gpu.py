@@ -1,7 +1,11 @@
-"""What runs on a GPU gives what the CPU gives. Skipped without one; `scripts/gpu_suite.sh` runs these."""
+"""What runs on a GPU gives what the CPU gives. Skipped without one; `scripts/gpu_suite.sh` runs these.
+
+Its rehearsal sets TSAE_GPU=cpu: then the CPU stands in for the GPU.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ from tsae.rollouts.problems import Problem
 from tsae.sae.fitting import sparse_codes
 from tsae.sae.fitting.loss import temporal_loss
 
+GPU = os.environ.get("TSAE_GPU", "cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(GPU == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
 ]
 SITE = "blocks.1.hook_resid_post"
 
@@ -50,7 +55,7 @@ def loss(device: str, precision: Any = "float32") -> dict[str, torch.Tensor]:
 
 
 def test_the_loss_and_its_gradient() -> None:
-    ours, theirs = loss("cuda"), loss("cpu")
+    ours, theirs = loss(GPU), loss("cpu")
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=2e-3, atol=1e-5, msg=name)
 
@@ -58,7 +63,7 @@ def test_the_loss_and_its_gradient() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 def test_bfloat16_with_dense_and_with_sparse_products(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_codes, "_DENSE_UP_TO", 1 << 20 if dense else 0)
-    ours, theirs = loss("cuda", "bfloat16"), loss("cpu", "bfloat16")
+    ours, theirs = loss(GPU, "bfloat16"), loss("cpu", "bfloat16")
     assert ours["total"].item() == pytest.approx(theirs["total"].item(), rel=1e-2)
     for name in ("W_enc", "W_dec"):
         cosine = torch.nn.functional.cosine_similarity(ours[name].flatten(), theirs[name].flatten(), dim=0)
@@ -67,23 +72,25 @@ def test_bfloat16_with_dense_and_with_sparse_products(dense: bool, monkeypatch: 
 
 def test_capture_training_and_encoding(world: dict[str, Any]) -> None:
     stores = {}
-    for device in ("cpu", "cuda"):
+    for name, device in (("there", GPU), ("here", "cpu")):
         config = tsae.CaptureConfig(device=device, token_statistics=True)
-        stores[device] = tsae.capture(
-            world["series"], world["rollouts"], [SITE], to=world["folder"] / device, config=config, progress=False
+        stores[name] = tsae.capture(
+            world["series"], world["rollouts"], [SITE], to=world["folder"] / name, config=config, progress=False
         )
-    for mine, theirs in zip(*(stores[device].shards() for device in ("cuda", "cpu")), strict=True):
+    for mine, theirs in zip(*(store.shards() for store in stores.values()), strict=True):
         np.testing.assert_allclose(mine.read(SITE, slice(None)), theirs.read(SITE, slice(None)), atol=1e-3)
         np.testing.assert_allclose(mine.entropy, theirs.entropy, atol=1e-3, equal_nan=True)
-    training = tsae.TrainingConfig(tokens=20_000, batch_tokens=200, device="cuda")
-    sae = tsae.train(stores["cpu"], tsae.SAEConfig(d_sae=64, k=4), training=training, progress=False)
-    assert tsae.evaluate(sae.to("cpu"), stores["cpu"]).as_dict() is not None
-    here = tsae.encode(sae, stores["cpu"], device="cpu", progress=False)
-    there = tsae.encode(sae, stores["cpu"], device="cuda", progress=False)
-    np.testing.assert_allclose(there.codes[:].toarray(), here.codes[:].toarray(), atol=2e-3)
-    live = tsae.LiveSource(world["series"], world["rollouts"], SITE, config=tsae.LiveConfig(device="cuda"))
-    found = tsae.encode(sae, live, device="cuda", progress=False)
-    np.testing.assert_allclose(found.codes[:].toarray(), here.codes[:].toarray(), atol=5e-3)
+    store, training = stores["here"], tsae.TrainingConfig(tokens=20_000, batch_tokens=200, device=GPU)
+    sae = tsae.train(store, tsae.SAEConfig(d_sae=64, k=4), training=training, progress=False)
+    assert tsae.evaluate(sae.to("cpu"), store).as_dict() is not None
+    here = tsae.encode(sae, store, device="cpu", progress=False).codes[:].toarray()
+    live = tsae.LiveSource(world["series"], world["rollouts"], SITE, config=tsae.LiveConfig(device=GPU))
+    for source in (store, live):
+        there = tsae.encode(sae, source, device=GPU, progress=False).codes[:].toarray()
+        # Last bits differ, and a code at the threshold may be there on one device alone.
+        sure = np.abs(np.maximum(there, here) - sae.threshold.item()) > 1e-2
+        assert sure.mean() > 0.99
+        np.testing.assert_allclose(there[sure], here[sure], atol=5e-3)
 
 
 def test_sampling(llama: Path) -> None:
@@ -91,6 +98,6 @@ def test_sampling(llama: Path) -> None:
     cold = tsae.SamplingConfig(n_samples=1, max_new_tokens=8, temperature=1e-4)
     found = [
         tsae.sample(Checkpoint("base", str(llama)), problems, config, progress=False).table["response_ids"].to_pylist()
-        for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": "cuda"}))
+        for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": GPU}))
     ]
     assert found[0] == found[1]

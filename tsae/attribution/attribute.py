@@ -94,7 +94,7 @@ def attribute(
         TsaeError: where log, checkpoints and settings do not fit together.
     """
     config, to = config or AttributionConfig(), Path(to)
-    sae = TemporalSAE.load(sae, device=config.device) if isinstance(sae, str | Path) else sae
+    sae = None if sae is None else TemporalSAE.of(sae, device=config.device)
     recipe = recipe if isinstance(recipe, Recipe) else find_recipe(series, run, recipe)
     notes: list[str] = []
     stretch = _stretch(series, rollouts, recipe, run, config, notes)

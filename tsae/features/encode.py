@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 
 from tsae.activations.catalogue import READER_INFO
 from tsae.activations.live import LiveSource
@@ -155,6 +156,12 @@ def tokens_at_once(sae: TemporalSAE) -> int:
     return max(_FEWEST, dense // sae.config.d_sae)
 
 
+def _device(sae: TemporalSAE) -> str:
+    """The kind of device that computes codes. GPUs of two kinds differ in the last bits."""
+    device = sae.W_dec.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _inputs(sae: TemporalSAE, store: Source) -> dict[str, Any]:
     labels = store.rollouts.labels_fingerprint
     inputs = {"rollouts": store.manifest["rollouts"], "labels": labels, "site": sae.site, "sae": sae.fingerprint}
@@ -167,7 +174,7 @@ def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, A
     if isinstance(store, LiveSource):
         shards += [[record["weights"] for record in store.manifest["readers"]], store.manifest["config"]]
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
-    device = sae.W_dec.device.type
+    device = _device(sae)
     # The limit is no part of the SAE's fingerprint, and decides which tokens are outliers.
     settings = {"batch_tokens": batch_tokens, "device": device, "norm_limit": sae.norm_limit}
     return _inputs(sae, store) | {"shards": digest} | settings
@@ -220,7 +227,7 @@ def _encode_missing(
 def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -> str:
     """Hash of what the codes of a whole shard depend on, and what is summed up with them."""
     weights = store.reader_info(shard.reader)["weights"]
-    device, dtype = sae.W_dec.device.type, store.manifest["dtype"]
+    device, dtype = _device(sae), store.manifest["dtype"]
     settings = [sae.fingerprint, sae.norm_limit, sae.site, batch_tokens, device, weights, dtype]
     digest = hashlib.sha256(json.dumps(settings).encode())
     counted = shard.token_span(store.rollouts, "all", store.special_ids)

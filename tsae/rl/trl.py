@@ -77,7 +77,7 @@ class FeatureCredit:
         device: str = "cpu",
     ) -> None:
         self.applies = applies
-        self.sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae, device=device)
+        self.sae = TemporalSAE.of(sae, device=device)
         self.credit = credit if isinstance(credit, Credit) else Credit.load(credit)
         self.shaping = shaping or ShapingConfig()
         trained_on = self.credit.info["sae"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,11 @@ class TemporalSAE(torch.nn.Module):
 
     @classmethod
     def of(cls, sae: TemporalSAE | str | Path, *, device: str | None = None) -> TemporalSAE:
-        """The SAE itself, or the one in a folder, on a device where one is named."""
-        found = sae if isinstance(sae, TemporalSAE) else cls.load(sae)
-        return found if device is None else found.to(device)
+        """The SAE itself, or the one in a folder. On a device where one is named; one on another device is copied."""
+        if not isinstance(sae, TemporalSAE):
+            return cls.load(sae, device=device or "cpu")
+        there = device is None or torch.empty(0, device=device).device == sae.W_dec.device
+        return sae if there else deepcopy(sae).to(device)
 
     @classmethod
     def load(cls, where: str | Path, *, site: str | None = None, device: str = "cpu") -> TemporalSAE:

@@ -152,7 +152,7 @@ def _replayed(
 
 
 def _gradient(trained: TrainedWeights, logs: Logs, rows: np.ndarray, kept: np.ndarray, logged: Logged) -> torch.Tensor:
-    """(P,) of the loss of a step's kept samples."""
+    """(P,) of the loss of a step's kept samples, on the CPU."""
     advantage = logs.rollouts.frame.advantage.to_numpy(dtype=float)[rows]
     weights = dict(zip(rows.tolist(), logs.loss.weights(logs.rollouts.n_sampled[rows]), strict=True))
     advantages = dict(zip(rows.tolist(), advantage, strict=True))
@@ -173,7 +173,7 @@ def _gradient(trained: TrainedWeights, logs: Logs, rows: np.ndarray, kept: np.nd
     finally:
         for parameter in trained.parameters.values():
             parameter.requires_grad_(False)
-    return total
+    return total.cpu()
 
 
 def _padded(logs: Logs, rows: np.ndarray, trained: TrainedWeights) -> Any:

@@ -25,7 +25,8 @@ class TrainingPath:
 
     Args:
         trained: the model and which of its weights the run trained.
-        knots: (P,) weights by the number of steps that were finished; two or more.
+        knots: (P,) weights by the number of steps that were finished; two or more. They are kept on the CPU, where
+            stored gradients are, wherever the model is.
         notes: what had to be assumed.
     """
 
@@ -36,7 +37,7 @@ class TrainingPath:
                 where="TrainingPath",
                 fix="Give the run's first weights and at least one later checkpoint.",
             )
-        self.trained, self.knots = trained, dict(sorted(knots.items()))
+        self.trained, self.knots = trained, {step: weights.cpu() for step, weights in sorted(knots.items())}
         self.steps, self.notes = list(self.knots), list(notes)
 
     @classmethod
@@ -143,7 +144,7 @@ class TrainingPath:
 
     def fingerprint(self, step: int) -> str:
         """Hash of the weights that the checkpoint after a step has, of those that were trained."""
-        return hashlib.sha256(self.knots[step].cpu().numpy().tobytes()).hexdigest()[:16]
+        return hashlib.sha256(self.knots[step].numpy().tobytes()).hexdigest()[:16]
 
     @property
     def last(self) -> int:

@@ -67,7 +67,7 @@ def influence(
             sampled, or a problem with one response.
     """
     config, on = config or InfluenceConfig(), rollouts if on is None else on
-    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
+    sae = TemporalSAE.of(sae, device=config.device)
     # Fused attention has no forward differentiation.
     model = ModelLoader(device=config.device, dtype=config.model_dtype, attention="eager").load(checkpoint)
     special = _check(checkpoint, model, sae, features, (rollouts, on))
@@ -75,7 +75,7 @@ def influence(
     targets = Fixed.of(on, special, checkpoint, config)
     score = _score_weights(rollouts, advantages, config)
     columns = torch.as_tensor(list(features), device=config.device)
-    forward = Forward(model, sae.to(config.device), config.temperature)
+    forward = Forward(model, sae, config.temperature)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     means = forward.feature_means(weights, targets, columns, config)  # (n_trajectories, n_features)
     found = {part: np.zeros((len(rollouts), len(features))) for part in PARTS}

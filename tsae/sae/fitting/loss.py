@@ -112,7 +112,7 @@ def temporal_loss(
     encoder = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes, shards)
     codes = sparse_codes.encode_topk(x, *encoder)
     residual, errors = x - sharding.shared(sae.b_dec, shards), []
-    for of_group in sparse_codes.decode(codes, sae.W_dec, bounds, precision):
+    for of_group in sparse_codes.decode(codes, sae.W_dec, bounds, config.k / shards.size, precision):
         residual = residual - sharding.added(of_group, shards)
         errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
     total = torch.stack([weight * error for weight, error in zip(config.weights, errors, strict=True)]).sum()

@@ -106,7 +106,7 @@ def encode_topk(
 
 
 def decode(
-    codes: Codes, rows: torch.Tensor, groups: Sequence[tuple[int, int]], precision: Precision = "float32"
+    codes: Codes, rows: torch.Tensor, groups: Sequence[tuple[int, int]], k: float, precision: Precision = "float32"
 ) -> tuple[torch.Tensor, ...]:
     """Of every group of latents (n, d_model): Σ over a token's codes in it of value · decoder row.
 
@@ -114,11 +114,12 @@ def decode(
         codes: of all latents.
         rows: (n_latents, d_model).
         groups: (first latent, latent after the last) of each, one after another and together all.
+        k: codes per token that were asked for, on average; there may be fewer.
         precision: of dense products.
     """
-    starts = tuple(start for start, _ in groups)
+    densely = _densely(k * codes.n_tokens, (codes.n_tokens, len(rows)), rows.device, precision)
     found: tuple[torch.Tensor, ...] = _Decode.apply(
-        codes.values, rows, codes.token, codes.latent, codes.n_tokens, starts, precision
+        codes.values, rows, codes.token, codes.latent, codes.n_tokens, tuple(groups), densely
     )
     return found
 
@@ -173,11 +174,18 @@ def sampled(row: torch.Tensor, column: torch.Tensor, a: torch.Tensor, b: torch.T
     return torch.sparse.sampled_addmm(pattern, a, b.T, beta=0.0).values()
 
 
-def _above(flat: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Indices of the entries above a bound."""
-    if flat.device.type == "cpu":  # numpy takes 40 % of torch's time
-        return torch.from_numpy(np.flatnonzero(flat.numpy() > bound.numpy()))
-    return (flat > bound).nonzero()[:, 0]
+def _above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Flat indices of the entries above a bound: one, or one for every column."""
+    if values.device.type == "cpu":  # numpy takes 40 % of torch's time
+        return torch.from_numpy(np.flatnonzero(values.numpy() > bound.numpy()))
+    return (values > bound).view(-1).nonzero()[:, 0]
+
+
+def _nth_largest(values: torch.Tensor, n: int) -> torch.Tensor:
+    """Of n ≥ 1."""
+    if values.device.type == "cpu":  # numpy takes an eighth of torch's time
+        return torch.from_numpy(np.partition(values.numpy(), -n))[-n]
+    return values.topk(n, sorted=False).values.min()  # kthvalue would keep one multiprocessor busy, and no other
 
 
 def _order(column: torch.Tensor, n: int) -> torch.Tensor:
@@ -199,27 +207,38 @@ class _Preactivations:
         self._held: torch.Tensor | None = None
 
     def of(self, tokens: slice) -> torch.Tensor:
-        """(n, d_sae), overwritten by the next call."""
+        """(n, d_sae), overwritten by the next call; in bfloat16 without the bias."""
         x = self.x[tokens]
         if self.precision == "bfloat16":
-            return _multiplied(x, self.weight).add_(self.bias)
+            return _multiplied(x, self.weight)
         if self._held is None or len(self._held) < len(x):
             self._held = torch.empty(len(x), self.weight.shape[1], dtype=x.dtype, device=x.device)
         return torch.addmm(self.bias, x, self.weight, out=self._held[: len(x)])
 
     def sample(self) -> torch.Tensor:
         """Of some tokens, at some latents."""
-        stride = max(1, min(_SAMPLE_STRIDES[0], len(self.x) // 64))
-        return self.of(slice(None, None, stride)).view(-1)[:: _SAMPLE_STRIDES[1]].contiguous()
+        found = self.of(slice(None, None, max(1, min(_SAMPLE_STRIDES[0], len(self.x) // 64))))
+        if self.precision == "bfloat16":
+            found += self.bias
+        return found.view(-1)[:: _SAMPLE_STRIDES[1]].contiguous()
 
     def above(self, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ascending flat indices, values) of the entries above a bound that is not negative."""
         indices, values = [], []
+        rounded, width = self.precision == "bfloat16", self.weight.shape[1]
+        # In bfloat16 the bias is not part of the product. It is added to what may be above the bound with it: rounded
+        # down, a latent's own bound leaves none out.
+        least = torch.nextafter(bound - self.bias, bound.new_tensor(-torch.inf)) if rounded else bound
         for part in self.parts:
-            flat = self.of(part).view(-1)
-            found = _above(flat, bound)
-            values.append(flat[found])
-            indices.append(found + part.start * self.weight.shape[1])
+            products = self.of(part)
+            found = _above(products, least)
+            large = products.view(-1)[found]
+            if rounded:
+                large += self.bias[found % width]
+                kept = large > bound
+                found, large = found[kept], large[kept]
+            values.append(large)
+            indices.append(found + part.start * width)
         if not indices:
             return torch.zeros(0, dtype=torch.long, device=self.x.device), self.x.new_zeros(0)
         return torch.cat(indices), torch.cat(values)
@@ -235,7 +254,7 @@ def _largest(pre: _Preactivations, n: int, processes: Processes) -> tuple[torch.
     share = n * len(sample) / max(1, len(pre.x) * len(pre.bias))
     for margin in (*_MARGINS, None):
         wanted = len(sample) if margin is None else min(len(sample), int(margin * share) + 64)
-        bound = sample.topk(wanted, sorted=False).values.min() if wanted else sample.new_tensor(torch.inf)
+        bound = _nth_largest(sample, wanted) if wanted else sample.new_tensor(torch.inf)
         if margin is None:
             bound = torch.zeros_like(bound)
         # Above the lowest bound of all processes lie at least as many as each has above its own.
@@ -248,7 +267,7 @@ def _largest(pre: _Preactivations, n: int, processes: Processes) -> tuple[torch.
         return found, values
     parts = processes.gather(values)
     every = torch.cat(parts)
-    limit = every.kthvalue(len(every) - of_all + 1).values
+    limit = _nth_largest(every, of_all)
     # Of equal values at the limit, as many as are still wanted are kept, from the first process on.
     left = of_all - (every > limit).sum() - sum((part == limit).sum() for part in parts[: processes.rank])
     tied = values == limit
@@ -278,10 +297,10 @@ class _RoundedProduct(torch.autograd.Function):
         return by_a, _multiplied(a.T, gradients[0]) if ctx.needs_input_grad[1] else None
 
 
-def _densely(n_active: int, shape: tuple[int, int], device: torch.device, precision: Precision) -> bool:
-    """Whether products with codes of this shape are taken as dense ones."""
+def _densely(wanted: float, shape: tuple[int, int], device: torch.device, precision: Precision) -> bool:
+    """Whether products with codes of this shape are taken as dense ones, by how many were asked for, not found."""
     fast = precision == "bfloat16" and device.type in _TENSOR_CORES
-    return fast and shape[0] * shape[1] <= _DENSE_UP_TO * n_active
+    return fast and shape[0] * shape[1] <= _DENSE_UP_TO * wanted
 
 
 def _dense(token: torch.Tensor, latent: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -308,7 +327,7 @@ class _EncodeTopK(torch.autograd.Function):
         token = index // d_sae
         latent = index - token * d_sae
         ctx.save_for_backward(x, weight, centre, token, latent)
-        ctx.precision = precision
+        ctx.densely = _densely(wanted, (len(x), d_sae), x.device, precision)
         ctx.mark_non_differentiable(token, latent)
         return values, token, latent
 
@@ -318,7 +337,7 @@ class _EncodeTopK(torch.autograd.Function):
         gradient, shape = gradients[0], (len(x), weight.shape[1])
         # Survivors are positive, so that ReLU passes their gradient; the others get none.
         by_bias = torch.zeros(shape[1], dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
-        if _densely(len(token), shape, x.device, ctx.precision):
+        if ctx.densely:
             by_weight = _multiplied(x.T, _dense(token, latent, gradient, shape))  # (d_model, d_sae)
             by_weight -= centre[:, None] * by_bias
         else:
@@ -330,7 +349,7 @@ class _EncodeTopK(torch.autograd.Function):
 
 
 class _Decode(torch.autograd.Function):
-    """Of g groups as one product: the codes of a token in each group are a row of their own, (g · n_tokens, d_sae)."""
+    """Of g groups: densely a product each, else one, in which a token's codes in each group are a row of their own."""
 
     @staticmethod
     def forward(
@@ -340,31 +359,36 @@ class _Decode(torch.autograd.Function):
         token: torch.Tensor,
         latent: torch.Tensor,
         n_tokens: int,
-        starts: tuple[int, ...],
-        precision: Precision,
+        groups: tuple[tuple[int, int], ...],
+        densely: bool,
     ) -> tuple[torch.Tensor, ...]:
-        ends = [*starts[1:], len(rows)]
-        group = torch.bucketize(latent, torch.tensor(starts[1:], device=latent.device), right=True)
-        order = _order(group, len(starts))
+        starts = torch.tensor([start for start, _ in groups[1:]], device=latent.device)
+        group = torch.bucketize(latent, starts, right=True)
+        order = _order(group, len(groups))
         place = (token + group * n_tokens)[order]
         ctx.save_for_backward(values, rows, place, latent[order], order)
-        ctx.precision, shape = precision, (len(starts) * n_tokens, len(rows))
-        if _densely(len(values), (n_tokens, len(rows)), rows.device, precision):
+        ctx.groups, ctx.densely = groups, densely
+        if densely:
             codes = _dense(token, latent, values, (n_tokens, len(rows)))
-            bounds = zip(starts, ends, strict=True)
-            return tuple(_multiplied(codes[:, start:stop], rows[start:stop]) for start, stop in bounds)
-        return product(csr(place, latent[order], values[order], shape), rows).chunk(len(starts))
+            return tuple(_multiplied(codes[:, start:stop], rows[start:stop]) for start, stop in groups)
+        shape = (len(groups) * n_tokens, len(rows))
+        return product(csr(place, latent[order], values[order], shape), rows).chunk(len(groups))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, rows, place, latent, order = ctx.saved_tensors
-        gradient = torch.cat(gradients)
-        shape = (len(gradient), len(rows))
-        by_value = torch.empty_like(values)
-        if _densely(len(values), (len(gradients[0]), len(rows)), rows.device, ctx.precision):
-            by_value[order] = _multiplied(gradient, rows.T)[place, latent]
-            by_row = _multiplied(_dense(place, latent, values[order], shape).T, gradient)
+        n_tokens, by_value = len(gradients[0]), torch.empty_like(values)
+        if ctx.densely:
+            by_row = torch.empty_like(rows)
+            ends = offsets(place // n_tokens, len(ctx.groups)).tolist()
+            for i, (gradient, (start, stop)) in enumerate(zip(gradients, ctx.groups, strict=True)):
+                mine = slice(ends[i], ends[i + 1])
+                entries = place[mine] - i * n_tokens, latent[mine] - start
+                by_value[order[mine]] = _multiplied(gradient, rows[start:stop].T)[entries]
+                codes = _dense(*entries, values[order[mine]], (n_tokens, stop - start))
+                by_row[start:stop] = _multiplied(codes.T, gradient)
         else:
+            gradient = torch.cat(gradients)
             by_value[order] = sampled(place, latent, gradient, rows)
-            by_row = product(transposed(place, latent, values[order], shape), gradient)
+            by_row = product(transposed(place, latent, values[order], (len(gradient), len(rows))), gradient)
         return by_value, by_row, *[None] * 5
