@@ -194,6 +194,9 @@ class ImportConfig:
     trainer's own config, if it lies beside the log (verl's .hydra/config.yaml)."""
     system_prompt: str | None = None
     """The run's system message, if the log has only the questions."""
+    pad_ids: tuple[int, ...] | None = None
+    """Token ids that pad prompts and responses, and are left out at their edges; by default found in the first rows.
+    Give -1 for none."""
     max_response_tokens: int | None = None
     """The run's limit, in tokens. If a log has only text, a shorter response counts as ended by its end token."""
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"

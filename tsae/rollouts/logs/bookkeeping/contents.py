@@ -25,6 +25,7 @@ from tsae.rollouts.logs.entries.hashes import hash64
 from tsae.rollouts.logs.entries.log_format import Format
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 from tsae.rollouts.logs.on_disk.parts import Part
+from tsae.rollouts.logs.tokenising.padding import strip
 from tsae.rollouts.logs.tokenising.tokens import Prompt, Tokens
 from tsae.rollouts.responses.thinking import told
 from tsae.rollouts.responses.token_parts import COLUMN
@@ -33,6 +34,7 @@ from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
 _STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
 _LEDGER, _LOOK = "ledger", "look.npy"
 _ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "responses"
+_PADDED = "padded"
 _RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
 
 
@@ -165,6 +167,12 @@ class Contents:
             if 0 < times < n:
                 article = "an" if name[0] in "aeiou" else "a"
                 yield f"{times:,} of {n:,} trajectories have {article} {name}; the others do not"
+        if (padded := counts[_PADDED])["ids"]:
+            pads = "".join(f"{id} {self.tokens.written(id)!r}, " for id in self.config.pad_ids or () if id >= 0)
+            yield (
+                f"{padded['prompts']:,} prompts and {padded['responses']:,} responses have padding: {padded['ids']:,} "
+                f"ids at their edges ({pads}mask values below 0) were left out (--pad-ids, if other tokens pad it)"
+            )
         if retokenised := counts[_RESPONSES][_RETOKENISED]:
             yield (
                 f"{retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
@@ -179,6 +187,9 @@ class Contents:
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         _check_steps(entry, file)
+        stripped = strip(entry, self.config.pad_ids or (), self.tokens)
+        for name, n in stripped._asdict().items():
+            self.counts[_PADDED].update({f"{name}s": n > 0, "ids": n})
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, entry.where)
         right = self.verdicts.right(entry, response.text)

@@ -21,6 +21,43 @@ class Split(NamedTuple):
     """(n_response,) bool: which tokens of the response were sampled; None for all."""
 
 
+def attended(
+    fields: Fields, prompt: np.ndarray | None, response: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None, frozenset[str]]:
+    """Which ids of a prompt and a response were read, by the attention masks of a row.
+
+    A mask is of both together (``attention_mask``) or of one of them (that, ``prompt_mask``, ``completion_mask``).
+
+    Returns:
+        (n_prompt,) and (n_response,) bool, None for a side without a mask; and the names of the sides that have one.
+
+    Raises:
+        TsaeError: for a mask of another length.
+    """
+    lengths = {"prompt": 0 if prompt is None else len(prompt), "response": 0 if response is None else len(response)}
+    found: dict[str, np.ndarray] = {}
+    for name, sides in (
+        ("attention_mask", (("prompt", "response"), ("response",), ("prompt",))),
+        ("prompt_mask", (("prompt",),)),
+        ("prompt_attention_mask", (("prompt",),)),
+        ("completion_mask", (("response",),)),
+    ):
+        if fields.get(name) is None:
+            continue
+        marks = fields.marks(name)
+        of = next((side for side in sides if sum(lengths[part] for part in side) == len(marks)), None)
+        if of is None:
+            raise fields.error(
+                f"{name} has {len(marks)} marks for {lengths['prompt']} ids of the prompt and {lengths['response']} of "
+                "the response",
+                "Correct that row.",
+            )
+        # A trainer masks whole completions that it does not train on.
+        parts = np.split(marks, [lengths["prompt"]]) if len(of) == 2 else [marks]
+        found |= {side: part for side, part in zip(of, parts, strict=True) if part.any()}
+    return found.get("prompt"), found.get("response"), frozenset(found)
+
+
 def split_by_mask(ids: np.ndarray, mask: np.ndarray, fields: Fields) -> Split:
     """Divide a sequence whose sampled tokens are marked, and drop what follows the last of them.
 
@@ -70,6 +107,7 @@ def masked_entry(
         prompt_ids=prompt,
         response_ids=response,
         sampled=inside,
+        masked=frozenset({"response"}),
         rewards=rewards,
         step=step,
         updates=updates,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -300,6 +302,25 @@ class Tokens:
               "(--template-arguments)"] * bool(names),
         )  # fmt: skip
 
+    def encoded(self, text: str, where: str) -> list[int]:
+        """Token ids of a text as it stands."""
+        return self._encode(text, where)
+
+    @cached_property
+    def own_edges(self) -> tuple[set[int], set[int]]:
+        """The token ids with which the tokenizer or the chat template begins a prompt by itself, and ends one."""
+        prompts: list[list[int]] = []
+        with suppress(Exception):  # no such letter, or no template, which raises what it likes
+            prompts.append(tokenize(self.tokenizer, "1"))
+            if self.template is not None:
+                text = self.template.render([{"role": "user", "content": "1"}])
+                prompts.append(tokenize(self.tokenizer, text, add_special_tokens=False))
+        return {ids[0] for ids in prompts if ids}, {ids[-1] for ids in prompts if ids}
+
+    def written(self, id: int) -> str:
+        """A token as texts with special tokens have it."""
+        return str(self.tokenizer.decode([id]))
+
     def _decode(self, ids: np.ndarray) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -314,8 +335,14 @@ class Tokens:
         return (text, *(str(self.tokenizer.decode(part)) for part in (ids, body)))
 
     def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
-        if ((ids < 0) | (ids >= self.vocabulary)).any():
-            bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
+        if (ids < 0).any():
+            raise TsaeError(
+                f"the {what} has {int(ids.min())} between its tokens, which is a mask value and not a token id",
+                where=where,
+                fix="Give all token ids, and a column that marks the sampled ones (--column response_mask=NAME).",
+            )
+        if (ids >= self.vocabulary).any():
+            bad = int(ids[ids >= self.vocabulary][0])
             raise TsaeError(
                 f"the {what} has the token id {bad}; the tokenizer of {self.path} has 0 to {self.vocabulary - 1}",
                 where=where,
