@@ -6,11 +6,12 @@ import numpy as np
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import is_conversation
-from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields, Row
+from tsae.rollouts.logs.entries.entry import Entry, total
+from tsae.rollouts.logs.entries.fields import Fields, Row, is_score, read_list
 from tsae.rollouts.logs.entries.log_format import Format, by_row
 from tsae.rollouts.logs.entries.masks import attended, split_by_mask
 
+_TOTAL = ("total", "reward", "score")
 _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band"}
 
 
@@ -26,6 +27,12 @@ def _entry(row: Fields) -> Entry:
             "is a table of rollouts already, not a log",
             "Give the file to the next stage as it is (Rollouts.read without a config).",
         )
+    # A table of texts keeps lists as JSON.
+    lists = (names.prompt_ids, names.response_ids, names.response_mask)
+    told = {name: read_list(row.row[name]) for name in (names.prompt, *lists) if name in row}
+    if not is_conversation(told.get(names.prompt)):
+        told.pop(names.prompt, None)
+    row = row.inside({**row.row, **told})
     # NaN is how pandas leaves a text empty.
     prompt, response = (None if value != value else value for value in map(row.get, (names.prompt, names.response)))
     has_ids = {name: row.get(name) is not None for name in (names.prompt_ids, names.response_ids)}
@@ -50,8 +57,7 @@ def _entry(row: Fields) -> Entry:
         response = None  # It is not known who wrote which words of the text.
     elif response_ids is not None and heard is not None:
         response_ids = response_ids[heard]
-    reward = row.number(names.reward)
-    columns = row.config.rewards or (() if reward is None else (names.reward,))
+    rewards, reward = _rewards(row)
     step = row.whole(names.step)
     return Entry(
         row.where,
@@ -61,7 +67,7 @@ def _entry(row: Fields) -> Entry:
         response_ids=response_ids,
         sampled=sampled,
         masked=masked,
-        rewards={name: row.number(name) for name in columns},
+        rewards=rewards,
         reward=reward,
         unscored=False,
         correct=row.truth(names.correct),
@@ -74,6 +80,17 @@ def _entry(row: Fields) -> Entry:
         advantage=row.number(names.advantage),
         finish_reason=row.finish(names.finish_reason),
     )
+
+
+def _rewards(row: Fields) -> tuple[dict[str, float | None], float | None]:
+    """The rewards by name, and the total: a number, or an object of rewards with a total in it, or their sum."""
+    name = row.config.columns.reward
+    if isinstance(parts := read_list(row.get(name)), dict):
+        rewards = row.inside({n: value for n, value in parts.items() if is_score(n, value)}).scores()
+        return rewards, next((rewards[n] for n in _TOTAL if rewards.get(n) is not None), total(rewards))
+    reward = row.number(name)
+    named = row.config.rewards or (() if reward is None else (name,))
+    return {name: row.number(name) for name in named}, reward
 
 
 def _turns(

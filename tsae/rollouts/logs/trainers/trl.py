@@ -21,7 +21,7 @@ from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.checks.look_advantages import check_sum
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry, Unusable, total
-from tsae.rollouts.logs.entries.fields import Fields
+from tsae.rollouts.logs.entries.fields import Fields, is_score
 from tsae.rollouts.logs.entries.log_format import Format, each_row, has
 from tsae.rollouts.logs.on_disk.log_files import LogFile, first_row
 
@@ -97,14 +97,15 @@ def _reward_columns(file: LogFile, known: ColumnNames) -> tuple[str, ...]:
 
 def _number_columns(file: LogFile) -> dict[str, bool]:
     """Whether the columns of a file, in their order, hold floats or nothing; of JSON lines the first decides."""
+    row = first_row(file.path) or {}
     if file.path.suffix != ".parquet":
-        row = first_row(file.path) or {}
-        return {n: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for n, v in row.items()}
+        return {n: v is None or (is_score(n, v) and not isinstance(v, bool)) for n, v in row.items()}
     try:
         schema = pq.read_schema(file.path)
     except (pa.ArrowException, OSError) as error:
         raise TsaeError("not a Parquet file", where=file.path, fix="Copy the file again.") from error
-    return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) for f in schema}
+    texts = {name for name, value in row.items() if isinstance(value, str) and is_score(name, value)}
+    return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) or f.name in texts for f in schema}
 
 
 def _completion(row: Fields) -> str:
