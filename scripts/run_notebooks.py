@@ -3,7 +3,7 @@
     python scripts/run_notebooks.py notebooks/1_quickstart.ipynb
 
 A live notebook holds Plotly's script (2 MB) and every figure's data. What is stored is a picture of each figure, drawn
-by the Chromium that Playwright finds at CHROMIUM (/usr/bin/chromium), so that it is seen wherever notebooks are shown.
+by the Chromium at CHROMIUM, or the first on PATH, so that it is seen wherever notebooks are shown.
 Bars and what depends on the hour are left out: the same results give the same file.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ FIGURE = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDTH = 1040
 """Pixels."""
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,7 @@ def pictures(figures: list[Any]) -> list[bytes]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_context(offline=True, device_scale_factor=1).new_page()
         page.set_content("<div id='figure'></div>")
         page.add_script_tag(content=get_plotlyjs())

@@ -127,7 +127,7 @@ def test_every_command_parses(blocks: list[tuple[str, str]]) -> None:
 
 # The libraries' own, as in test_rl_trl.py.
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("blocks", SECTIONS)
 def test_every_block_runs(
     blocks: list[tuple[str, str]],
@@ -273,7 +273,7 @@ def run_python(content: str, space: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is missing: pip install -e '.[docs]'")
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_the_site_builds_and_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
     site = tmp_path / "site"
     subprocess.run(

@@ -58,8 +58,9 @@ def test_stored_as_they_ran(path: Path) -> None:
     assert "What follows is the testbed" not in shown  # The third stands for a real LLM.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.slow(ci=path.stem[0] == "1"), id=path.stem) for path in NOTEBOOKS]
+)
 def test_runs_from_a_clean_kernel(
     path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

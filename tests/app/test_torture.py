@@ -134,7 +134,7 @@ def test_options_come_from_the_parser_of_every_command() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(text.BROWSER is None, reason="no Chromium")
+@pytest.mark.skipif(text.CHROMIUM is None, reason="no Chromium")
 def test_the_canary_sings_where_a_text_is_not_escaped(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for hostile in text.HOSTILE[:5]:

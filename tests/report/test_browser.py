@@ -5,7 +5,6 @@ Skipped where there is no Chromium: Debian's package `chromium`, or any on PATH.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from run_notebooks import CHROMIUM
 
 import tsae
 from support.attributions import make_attribution
@@ -24,9 +24,8 @@ from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.report import write_report
 from tsae.rollouts.table import Rollouts
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(ci=True),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium"),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from run_notebooks import CHROMIUM
 
 import tsae
 from support.attributions import make_attribution
 from support.diffs import make
 from tsae.report.pages.report import write_report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium"),

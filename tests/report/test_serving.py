@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import socket
 import struct
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_notebooks import CHROMIUM
 
 from support.diffs import MARKUP, make, source
 from support.pages import rendered
@@ -210,10 +210,7 @@ def test_what_comes_changes_or_goes_later_is_shown(tmp_path: Path) -> None:
         assert served.reads == n + 1
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium")
 def test_a_browser_shows_examples_on_demand(diff: FeatureDiff, tmp_path: Path) -> None:
     from playwright.sync_api import expect, sync_playwright

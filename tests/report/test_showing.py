@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 import nbformat
 import numpy as np
 import pytest
+from run_notebooks import CHROMIUM, WIDTH, lighten
 
 import tsae
 from support.builders import make_rollouts
@@ -27,8 +26,6 @@ from tsae.report.notebook import cards
 from tsae.report.story import facts
 from tsae.report.templates import environment
 from tsae.report.text import html_text, number
-
-CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 
 
 class Elements(HTMLParser):
@@ -147,8 +144,8 @@ def test_a_feature_shows_where_it_fires_once_its_features_are_there(diff: tsae.F
     assert html_text(MARKUP) in html
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium: install Debian's package chromium")
+@pytest.mark.slow(ci=True)
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium")
 def test_a_click_on_a_head_sorts_the_table(diff: tsae.FeatureDiff, tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
@@ -156,7 +153,7 @@ def test_a_click_on_a_head_sorts_the_table(diff: tsae.FeatureDiff, tmp_path: Pat
     page_file.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{diff._repr_html_()}", encoding="utf-8")
     expected = diff.top(100)
     with sync_playwright() as playwright:
-        page = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"]).new_page()
+        page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
         page.goto(page_file.as_uri())
         place = 1 + [button.inner_text() for button in page.query_selector_all("thead button")].index("delta")
         cells = f"div > table tbody tr td[data-key]:nth-child({place})"
@@ -335,7 +332,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return notebook
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_a_notebook_holds_plotly_once_and_fetches_nothing(executed: Any) -> None:
     first, volcano, bands = (cell.outputs for cell in executed.cells)
     widgets = [o for o in first if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
@@ -351,8 +348,8 @@ def test_a_notebook_holds_plotly_once_and_fetches_nothing(executed: Any) -> None
 
 
 def needs_chromium() -> None:
-    if not CHROMIUM.is_file() or importlib.util.find_spec("playwright") is None:
-        pytest.skip(f"no Chromium at {CHROMIUM}, or no playwright")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: install Debian's package chromium")
 
 
 @pytest.fixture
@@ -373,7 +370,7 @@ def offline() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_figures_draw_without_a_network(executed: Any, offline: Any, tmp_path: Path) -> None:
     """As a front end without Plotly's extension shows it: the text/html of the outputs, in their order."""
     shown = [
@@ -393,13 +390,10 @@ def test_figures_draw_without_a_network(executed: Any, offline: Any, tmp_path: P
     ]
 
 
-@pytest.mark.slow
-def test_stored_notebooks_are_light(executed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow(ci=True)
+def test_stored_notebooks_are_light(executed: Any) -> None:
     """Figures become images; bars go."""
     needs_chromium()
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    from run_notebooks import WIDTH, lighten
-
     notebook = copy.deepcopy(executed)
     lighten(notebook)
     first, volcano, _ = (cell.outputs for cell in notebook.cells)

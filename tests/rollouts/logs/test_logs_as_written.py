@@ -83,7 +83,7 @@ def pairs(rows: list[dict[str, Any]], told: list[dict[str, Any]]) -> Iterator[tu
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in LATEST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [name if name in LATEST else pytest.param(name, marks=pytest.mark.slow(ci=True)) for name in CASES]
 )
 def test_every_trajectory_comes_in_as_it_was_sampled(name: str, tmp_path: Path) -> None:
     folder, options, untold = CASES[name]

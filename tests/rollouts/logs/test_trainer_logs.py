@@ -60,7 +60,7 @@ def columns(rollouts: Rollouts, *names: str) -> list[tuple[Any, ...]]:
 # --- TRL, on the logs that GRPOTrainer wrote for the testbed
 
 
-@pytest.mark.slow  # imports a whole log
+@pytest.mark.slow(ci=True)  # imports a whole log
 def test_the_testbeds_own_log_comes_in_by_default(tmp_path: Path) -> None:
     """Everything is checked against TRL's Parquet itself."""
     folder = TRL / "medium" / "completions"
