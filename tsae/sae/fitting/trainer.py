@@ -125,11 +125,11 @@ class Trainer:
     def step(self, batch: TokenBatch) -> dict[str, float] | None:
         """One optimizer step; metrics every 25th step and at the last."""
         assert self.config.dead_after_tokens is not None
-        x = self._scaled(batch.x)
+        x = self.scaled(batch.x)
         dead = self.idle_tokens >= self.config.dead_after_tokens
         arrays = (batch.pairs, batch.trajectory, batch.copies)
         pairs, trajectory, copies = (torch.from_numpy(a).to(self.device) for a in arrays)
-        others = None if batch.others is None else self._scaled(batch.others)
+        others = None if batch.others is None else self.scaled(batch.others)
         precision, processes = self.training.precision, self.processes
         terms = temporal_loss(
             self.sae,
@@ -170,7 +170,8 @@ class Trainer:
         with torch.no_grad():
             return self._metrics(x, terms, rate)
 
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, d_model) tokens as the SAE takes them in training: about the centre, of mean norm √d_model."""
         return (x.to(self.device).float() - self.centre) * self.scale
 
     def _schedule(self, step: int) -> float:
