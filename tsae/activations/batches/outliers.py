@@ -66,8 +66,10 @@ class NormStats:
 
 def distances(x: torch.Tensor, centre: Sequence[float]) -> torch.Tensor:
     """(…, d_model) -> (…) L2 distance from a centre of d_model values; from 0 without one."""
+    import torch
+
     x = x.float()
-    return (x - x.new_tensor(centre)).norm(dim=-1) if len(centre) else x.norm(dim=-1)
+    return (x - torch.tensor(centre, dtype=x.dtype, device=x.device) if len(centre) else x).norm(dim=-1)
 
 
 def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> NormStats:
@@ -84,7 +86,8 @@ def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> N
         norm = distances(torch.from_numpy(x), centre).numpy()
         if median := float(np.median(norm)):
             break
-    inside = norm <= max_norm * median
+    limit = max_norm * median if median else 0.0  # not infinity times 0
+    inside = norm <= limit
     mean = float(norm[inside].mean()) if inside.any() else 0.0
     if not np.isfinite([median, mean]).all():
         what = f"activations at {site} are so large that their norms are beyond float32"
@@ -95,7 +98,7 @@ def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> N
     if (x[inside] == x[inside][:1]).all():
         what = f"all of {inside.sum()} tokens have the same activations at {site}: there is nothing to learn"
         raise TsaeError(what, where=store.path, fix="Check the checkpoints and the site.")
-    return NormStats(median, mean, max_norm * median, float(1 - inside.mean()), centre)
+    return NormStats(median, mean, limit, float(1 - inside.mean()), centre)
 
 
 class OutlierMask:
