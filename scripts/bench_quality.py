@@ -95,7 +95,7 @@ def held_out_runs(store: tsae.ActivationStore) -> Iterator[tuple[str, np.ndarray
     problem = store.rollouts.table["problem_id"].to_pylist()
     for text in counted_texts(windows):
         x = windows.shards[text.shard].read(windows.site, text.tokens)
-        kept = np.flatnonzero(np.linalg.norm(x, axis=1) <= windows.norms.limit)
+        kept = np.flatnonzero(~windows.norms.beyond(torch.from_numpy(x)).numpy())
         runs = np.split(kept, np.flatnonzero(np.diff(text.tokens[kept]) > 1) + 1)
         yield from ((problem[text.row], x[run]) for run in runs if len(run))
 

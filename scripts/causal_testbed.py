@@ -83,7 +83,7 @@ def main() -> None:
     for_bands = replace(sampling, n_samples=24, seed=story.seed + 1)
     measured = tsae.sample(series.base, problems, for_bands, verify=tsae.testbed.verify, progress=False)
     banded = measured.with_bands(series.base)
-    direction = mean_difference(store, sae.site, UP, DOWN, norm_limit=sae.norm_limit)
+    direction = mean_difference(store, sae.site, UP, DOWN, sae=sae)
     plan: Tests = [(UP, "ablate", 1.0, "predicting"), (UP, "ablate", 1.0, "first")]
     plan += [("base", "steer", alpha, "first") for alpha in story.alphas]
     plan += [("base", "steer", alpha, "predicting") for alpha in story.alphas[:1]]

@@ -75,7 +75,7 @@ def main() -> None:
             chosen = furthest(diff, run, settings.features)
             together = sorted({feature for of in chosen.values() for feature in of})
             into, donor = ("base", run)[::way]
-            direction = mean_difference(store, sae.site, donor, into, norm_limit=sae.norm_limit)
+            direction = mean_difference(store, sae.site, donor, into, sae=sae)
             for family, ids in chosen.items():
                 folder, began = settings.to / f"{family}-of-{donor}-into-{into}", time.perf_counter()
                 there = (folder / "causal.json").is_file()

@@ -352,7 +352,7 @@ def test_padding_batches_and_special_tokens_do_not_matter(
     assert together.loss_spliced == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
     # Beyond the limit nothing is replaced, and nothing counts.
     with pytest.raises(TsaeError, match="none of the 4 trajectories has a token to replace"):
-        loss_recovered(sae, store, series.base, rows, limit=0.0)
+        loss_recovered(sae, store, series.base, rows, beyond=lambda x: x.norm(dim=-1) >= 0)
 
 
 @pytest.mark.parametrize("site", [SITE, "blocks.2.hook_resid_pre"])

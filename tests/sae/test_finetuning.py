@@ -74,7 +74,7 @@ def trainer_of(store: ActivationStore, start: TemporalSAE) -> Trainer:
 def unscaled(trainer: Trainer) -> TemporalSAE:
     """What the trainer holds before its next step, for raw activations."""
     sae = copy.deepcopy(trainer.sae)
-    sae.fold_scale(trainer.scale)
+    sae.fold_scale(trainer.scale, trainer.centre)
     return sae
 
 

@@ -673,7 +673,7 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
     trainer = Trainer(windows, config, training, Processes())
     for batch, share in zip(trainer.batches(), [*np.arange(0.1, 1, 0.1), *[1.0] * 11], strict=True):
         pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
-        terms = temporal_loss(trainer.sae, batch.x * trainer.scale, pairs, None, trajectory, copies=copies)
+        terms = temporal_loss(trainer.sae, trainer.scaled(batch.x), pairs, None, trajectory, copies=copies)
         row = trainer.step(batch)
         if row is not None:
             expected = terms.reconstruction + terms.reconstruction_high / 2 + share * terms.temporal
@@ -789,7 +789,7 @@ def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[Activation
     ):
         training = replace(TRAINING, initial_bias=kind)
         trainer = Trainer(windows, replace(PLANTED, dead_after_tokens=100), training, Processes())
-        found = trainer.sae.b_dec.detach().numpy() / trainer.scale
+        found = (trainer.sae.b_dec.detach() / trainer.scale + trainer.centre).numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -31,7 +31,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 def test_adam_remembers_nothing_along_the_decoder_rows(trainer: Trainer) -> None:
     rows = trainer.sae.W_dec.detach().clone()
     batch = next(trainer.batches())
-    loss = temporal_loss(trainer.sae, batch.x * trainer.scale, torch.from_numpy(batch.pairs)).total
+    loss = temporal_loss(trainer.sae, trainer.scaled(batch.x), torch.from_numpy(batch.pairs)).total
     (gradient,) = torch.autograd.grad(loss, [trainer.sae.W_dec])
     along = (gradient * rows).sum(1, keepdim=True)
     assert (along.abs() > 0.1 * gradient.norm(dim=1, keepdim=True)).float().mean() > 0.5

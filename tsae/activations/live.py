@@ -51,7 +51,7 @@ from tsae.activations.reader.forward_passes import OutOfMemory, read_batches, st
 from tsae.activations.reader.opening import open_base, open_reader
 from tsae.activations.ring import Ring, RingOnDisk
 from tsae.activations.shards.manifest import FORMAT, VERSION
-from tsae.activations.shards.shard import DTYPES, Shard, as_stored
+from tsae.activations.shards.shard import DTYPES, Shard, as_float32, as_stored
 from tsae.activations.source import Source
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
@@ -226,6 +226,7 @@ class LiveWindows(Windows):
         self._filled: list[int] = []  # portions that the batches are of
         store.short_of_memory = {}  # may be an earlier training's
         super().__init__(store, site, **options)
+        _ = self.norms  # of what is held first
 
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
@@ -368,9 +369,9 @@ class LiveWindows(Windows):
         segment = np.searchsorted(self._held, place, side="right") - 1
         return [(0, self._row[self._begin[segment] + place - self._held[segment]])]
 
-    def _norm(self, place: np.ndarray) -> np.ndarray:
-        assert self._ring is not None
-        return self._ring.norms[self._rows_of(place)[0][1]]
-
     def _inside(self, place: np.ndarray) -> np.ndarray:
-        return np.asarray(self._norm(place) <= self.norms.limit)
+        assert self._ring is not None
+        norms, ((_, held),), values = self.norms, self._rows_of(place), self._ring.values
+        return ~norms.outliers(
+            self._ring.norms[held], lambda rows: as_float32(values[held[rows]], self.store.manifest["dtype"])
+        )

@@ -140,7 +140,7 @@ def matched_features(
 
 
 def mean_difference(
-    store: ActivationStore, site: str, up: str, down: str, *, norm_limit: float | None = None
+    store: ActivationStore, site: str, up: str, down: str, *, sae: TemporalSAE | None = None
 ) -> torch.Tensor:
     """The unit direction from what one reader computes on its own responses to what another does on its own.
 
@@ -149,7 +149,7 @@ def mean_difference(
         site: where.
         up: reader that the direction points to.
         down: reader that it points from.
-        norm_limit: tokens beyond this norm do not count; that of an SAE is its `norm_limit`.
+        sae: whose outliers do not count; all tokens do without one.
 
     Returns:
         (d_model,) mean over `up`'s response tokens − mean over `down`'s, scaled to norm 1.
@@ -165,12 +165,11 @@ def mean_difference(
         for shard in store.shards(reader):
             own = np.repeat(policies[shard.trajectory] == reader, np.diff(shard.offsets))
             of_response = shard.token_span(store.rollouts, "response", store.special_ids)
-            if norm_limit is not None:
-                own &= shard.norms(site) <= norm_limit
-            rows = np.flatnonzero(own & of_response)
-            if len(rows):
-                total += shard.read(site, rows).sum(0, dtype=np.float64)
-                n += len(rows)
+            x = shard.read(site, np.flatnonzero(own & of_response))
+            if sae is not None:
+                x = x[~sae.outliers(torch.from_numpy(x)).numpy()]
+            total += x.sum(0, dtype=np.float64)
+            n += len(x)
         if n == 0:
             raise TsaeError(
                 f"holds no response tokens that {reader} both sampled and read",

@@ -156,7 +156,7 @@ def _made(
 ) -> Intervention:
     direction: torch.Tensor | None = None
     with suppress(TsaeError):  # A log may have no responses of the base: there is no such control.
-        direction = mean_difference(store, sae.site, test.has, test.lacks, norm_limit=sae.norm_limit)
+        direction = mean_difference(store, sae.site, test.has, test.lacks, sae=sae)
     settings = InterventionConfig(
         mode=test.mode,
         amount=config.amount,

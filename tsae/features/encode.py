@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -174,10 +175,13 @@ def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, A
     if isinstance(store, LiveSource):
         shards += [[record["weights"] for record in store.manifest["readers"]], store.manifest["config"]]
     digest = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
-    device = _device(sae)
-    # The limit is no part of the SAE's fingerprint, and decides which tokens are outliers.
-    settings = {"batch_tokens": batch_tokens, "device": device, "norm_limit": sae.norm_limit}
+    settings = {"batch_tokens": batch_tokens, "device": _device(sae), "norm_limit": _limit(sae)}
     return _inputs(sae, store) | {"shards": digest} | settings
+
+
+def _limit(sae: TemporalSAE) -> Any:
+    """What decides which tokens are outliers, and is no part of the SAE's fingerprint."""
+    return [sae.norm_limit, zlib.crc32(json.dumps(sae.norm_centre).encode())] if sae.norm_centre else sae.norm_limit
 
 
 def _n_tokens(store: Source, shard: Shard) -> int:
@@ -228,7 +232,7 @@ def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -
     """Hash of what the codes of a whole shard depend on, and what is summed up with them."""
     weights = store.reader_info(shard.reader)["weights"]
     device, dtype = _device(sae), store.manifest["dtype"]
-    settings = [sae.fingerprint, sae.norm_limit, sae.site, batch_tokens, device, weights, dtype]
+    settings = [sae.fingerprint, _limit(sae), sae.site, batch_tokens, device, weights, dtype]
     digest = hashlib.sha256(json.dumps(settings).encode())
     counted = shard.token_span(store.rollouts, "all", store.special_ids)
     for array in (shard.token_ids, shard.offsets, counted, store.rows[shard.trajectory]):

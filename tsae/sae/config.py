@@ -140,7 +140,8 @@ class TrainingConfig:
     span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
     """Which tokens count; special tokens never do, nor tokens of a response that the policy did not sample."""
     max_norm: float = 10.0
-    """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted."""
+    """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted. Norms are
+    about the centre, the median of every dimension."""
     learning_rate: float | None = None
     """Adam's; by default 4e-4 · sqrt(16384 / d_sae) · sqrt(1500 / steps), the last factor between 1 and 2: the scaling
     of Gao et al., from twice their rate, which the shorter trainings here can use, and from four times in the shortest.

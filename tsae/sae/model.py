@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tsae.activations.batches.outliers import distances
 from tsae.activations.source import Source
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import read_object, reading, write_json
@@ -79,7 +80,7 @@ class TemporalSAE(torch.nn.Module):
             "latents": c.d_sae,
             "of which high-level": c.d_high,
             "active a token (k)": c.k,
-            "tokens beyond this norm are left out": self.norm_limit,
+            "tokens farther than this from their centre are left out": self.norm_limit,
         }
         return views().card(type(self).__name__, facts)
 
@@ -94,15 +95,19 @@ class TemporalSAE(torch.nn.Module):
 
     @property
     def norm_limit(self) -> float | None:
-        """Norm beyond which its training left tokens out; None where that is not known."""
+        """Norm about `norm_centre` beyond which its training left tokens out; None where that is not known."""
         limit = self.training_info.get("norms", {}).get("limit")
         return None if limit is None else float(limit)
 
+    @property
+    def norm_centre(self) -> list[float]:
+        """d_model values from which `norm_limit` is measured; none, for 0, in SAEs of earlier versions."""
+        return list(self.training_info.get("norms", {}).get("centre", ()))
+
     def outliers(self, x: torch.Tensor) -> torch.Tensor:
         """(…, d_model) -> (…) bool: tokens beyond `norm_limit`; the SAE saw none of them in training."""
-        limit = self.norm_limit
-        norm = x.norm(dim=-1)
-        return torch.zeros_like(norm, dtype=torch.bool) if limit is None else norm > limit
+        limit = math.inf if self.norm_limit is None else self.norm_limit
+        return distances(x, self.norm_centre) > limit
 
     @torch.no_grad()
     def initialize(self, bias: torch.Tensor, generator: torch.Generator) -> None:
@@ -147,10 +152,13 @@ class TemporalSAE(torch.nn.Module):
         return codes @ self.W_dec + (self.b_dec if x is None else self.offset(x))
 
     @torch.no_grad()
-    def fold_scale(self, scale: float) -> None:
-        """Turn an SAE of scale · x into one of x. ReLU and threshold are homogeneous, so that W_enc and W_dec stay."""
+    def fold_scale(self, scale: float, centre: torch.Tensor | float = 0.0) -> None:
+        """Turn an SAE of scale · (x − centre) into one of x; centre is (d_model,).
+
+        ReLU and threshold are homogeneous, so that W_enc and W_dec stay.
+        """
         self.b_enc.div_(scale)
-        self.b_dec.div_(scale)
+        self.b_dec.div_(scale).add_(centre)
         self.threshold.div_(scale)
 
     def save(self, folder: str | Path) -> Path:
@@ -166,7 +174,9 @@ class TemporalSAE(torch.nn.Module):
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
         """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.exchange.saelens_files`."""
         dtype = str(self.W_enc.dtype).removeprefix("torch.")
-        config = lens_config(self.config, self.d_model, self.site, architecture, dtype, self.norm_limit)
+        config = lens_config(
+            self.config, self.d_model, self.site, architecture, dtype, self.norm_limit, self.norm_centre
+        )
         return write_folder(Path(folder), config, lens_weights(self.state_dict()))
 
     @classmethod
@@ -316,17 +326,26 @@ def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
     limit, alive = info.get("norms", {}).get("limit"), info.get("last", {}).get("alive")
     if limit not in (None, math.inf):
         number(limit, "norms.limit", file, positive=True, fix=_AGAIN)
+    _centre(info.get("norms", {}).get("centre", []), d_model, "norms.centre", file)
     if alive is not None:
         number(alive, "last.alive", file, fix=_AGAIN)
     return d_model, config, site, info
 
 
+def _centre(values: Any, d_model: int, name: str, where: str | Path) -> list[float]:
+    """Check that there are d_model numbers, or none."""
+    if not isinstance(values, list) or len(values) not in (0, d_model):
+        raise TsaeError(f"{name} is {shown(values)}, expected {d_model} numbers", where=where, fix=_AGAIN)
+    return [number(value, name, where, fix=_AGAIN) for value in values]
+
+
 def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
     info: dict[str, Any] = {"sae_lens": found.metadata}
     # What `to_saelens` wrote of ours. Files of earlier versions, and of others, do not say it.
-    limit = (found.metadata.get("tsae") or {}).get("norm_limit")
-    if limit is not None:
-        info["norms"] = {"limit": number(limit, "metadata.tsae.norm_limit", where, positive=True)}
+    ours = found.metadata.get("tsae") or {}
+    if (limit := ours.get("norm_limit")) is not None:
+        centre = _centre(ours.get("norm_centre", []), found.d_model, "metadata.tsae.norm_centre", where)
+        info["norms"] = {"limit": number(limit, "metadata.tsae.norm_limit", where, positive=True), "centre": centre}
     kept: dict[str, Any] = {"site": found.site, "training": info}
     sae: TemporalSAE
     with not_fitting("the file of weights", "the config", where, "Save it again."):

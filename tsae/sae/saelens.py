@@ -66,7 +66,7 @@ def disk_loader(
     sae = TemporalSAE.load(path)
     if isinstance(sae, ForeignSAE):
         raise TsaeError("is a published SAE, no T-SAE", where=path, fix="Load it with sae_lens itself.")
-    own = lens_config(sae.config, sae.d_model, sae.site, NATIVE, norm_limit=sae.norm_limit)
+    own = lens_config(sae.config, sae.d_model, sae.site, NATIVE, norm_limit=sae.norm_limit, norm_centre=sae.norm_centre)
     config = {**own, "device": device, **(cfg_overrides or {})}
     if config["architecture"] != NATIVE:
         raise TsaeError(f"a T-SAE's folder is read as {NATIVE}, not {config['architecture']}", where=path)

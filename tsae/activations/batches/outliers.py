@@ -1,9 +1,15 @@
-"""Outliers: tokens whose norm is far above the median (attention sinks), which batches leave out."""
+"""Outliers: tokens far from the centre of the activations (attention sinks), which batches leave out.
+
+Norms are distances from a centre, so that a constant in a dimension changes none of them. The centre is the median of
+every dimension over a sample of tokens; sinks of any size do not move it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +17,16 @@ from tsae.activations.catalogue import Catalogue
 from tsae.activations.shards.shard import REPAIR, Shard, as_float32
 from tsae.errors import TsaeError
 
+if TYPE_CHECKING:
+    import torch
+
+_AT_ONCE = 8192  # rows that are read at once
+_ROUNDING = 1e-4  # of norms that are added, with room to spare
+
 
 @dataclass(frozen=True)
 class NormStats:
-    """Norms of the counted tokens, estimated on a sample."""
+    """Norms of the counted tokens, ‖x − centre‖, estimated on a sample."""
 
     median: float
     """Median L2 norm."""
@@ -24,33 +36,78 @@ class NormStats:
     """Tokens with a larger norm are left out."""
     outlier_share: float
     """Share of the sample above the limit."""
+    centre: tuple[float, ...]
+    """d_model values: the median of every dimension; its mean where more than half of the sample are the same token."""
+
+    def beyond(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, d_model) -> (…) bool: tokens above the limit."""
+        return distances(x, self.centre) > self.limit
+
+    def outliers(self, norm: np.ndarray, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """(n,) bool: tokens above the limit.
+
+        ‖x‖ − ‖centre‖ ≤ ‖x − centre‖ ≤ ‖x‖ + ‖centre‖ decides on most tokens, so that few are read.
+
+        Args:
+            norm: (n,) ‖x‖.
+            read: gives the activations (m, d_model) of m of the tokens, in float32.
+        """
+        import torch
+
+        centre = float(np.linalg.norm(self.centre))
+        room = _ROUNDING * (norm + centre)
+        found = norm - centre - room > self.limit
+        unknown = np.flatnonzero(~found & (norm + centre + room > self.limit))
+        for low in range(0, len(unknown), _AT_ONCE):
+            some = unknown[low : low + _AT_ONCE]
+            found[some] = self.beyond(torch.from_numpy(read(some))).numpy()
+        return found
 
 
-def norm_stats(norm: np.ndarray, max_norm: float, store: Catalogue, site: str) -> NormStats:
-    """Statistics of (n,) L2 norms; the limit is max_norm times the median.
+def distances(x: torch.Tensor, centre: Sequence[float]) -> torch.Tensor:
+    """(…, d_model) -> (…) L2 distance from a centre of d_model values; from 0 without one."""
+    import torch
+
+    x = x.float()
+    return (x - torch.tensor(centre, dtype=x.dtype, device=x.device) if len(centre) else x).norm(dim=-1)
+
+
+def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> NormStats:
+    """Statistics of (n, d_model) finite float32 tokens; the limit is max_norm times the median norm.
 
     Raises:
-        TsaeError: where nothing but zeros is within the limit, or norms are beyond float32.
+        TsaeError: where nothing or always the same is within the limit, or norms are beyond float32.
     """
-    median = float(np.median(norm))
-    inside = norm[norm <= max_norm * median]
-    mean = float(inside.mean()) if len(inside) else 0.0
-    if np.isinf([median, mean]).any():
+    import torch
+
+    for middle in (np.median, np.mean):
+        # As few digits as give the same float32, because the centre is written as JSON.
+        centre = tuple(float(str(value)) for value in middle(x, axis=0).astype(np.float32))
+        norm = distances(torch.from_numpy(x), centre).numpy()
+        if median := float(np.median(norm)):
+            break
+    limit = max_norm * median if median else 0.0  # not infinity times 0
+    inside = norm <= limit
+    mean = float(norm[inside].mean()) if inside.any() else 0.0
+    if not np.isfinite([median, mean]).all():
         what = f"activations at {site} are so large that their norms are beyond float32"
         raise TsaeError(what, where=store.path, fix="Check the checkpoints, and max_norm (--max-norm).")
-    if not mean > 0:
-        found = f"no token is within {max_norm:g} times the median norm" if median else "most activations are 0"
-        raise TsaeError(f"{found} at {site}", where=store.path, fix="Check max_norm and the site.")
-    return NormStats(median, mean, max_norm * median, float((norm > max_norm * median).mean()))
+    if not inside.any():
+        what = f"no token at {site} is within {max_norm:g} times the median norm"
+        raise TsaeError(what, where=store.path, fix="Raise max_norm (--max-norm).")
+    if (x[inside] == x[inside][:1]).all():
+        what = f"all of {inside.sum()} tokens have the same activations at {site}: there is nothing to learn"
+        raise TsaeError(what, where=store.path, fix="Check the checkpoints and the site.")
+    return NormStats(median, mean, limit, float(1 - inside.mean()), centre)
 
 
 class OutlierMask:
     """Which tokens of some shards are outliers, in one bit a token."""
 
-    def __init__(self, shards: Sequence[Shard], base: np.ndarray, site: str, limit: float) -> None:
+    def __init__(self, shards: Sequence[Shard], base: np.ndarray, site: str, norms: NormStats) -> None:
         found = np.zeros(base[-1], dtype=bool)
         for shard, low, high in zip(shards, base[:-1], base[1:], strict=True):
-            np.greater(shard.norms(site), limit, out=found[low:high])
+            found[low:high] = norms.outliers(shard.norms(site), partial(shard.read, site))
         self._bits = np.packbits(found, bitorder="little")
 
     def inside(self, place: np.ndarray) -> np.ndarray:

@@ -102,7 +102,7 @@ class Windows:
         span: which tokens count; special tokens never do.
         window: tokens of a window, at least 2.
         held_out: None for all problems; else every tenth problem is held out, and this says which side is read.
-        max_norm: tokens whose norm exceeds this multiple of the median are left out.
+        max_norm: tokens whose norm about the centre exceeds this multiple of the median are left out.
         partner: which token a token is paired with; None for no pairs.
         step_ends: ids of the tokens that end a reasoning step, for partner="step".
         balance: what is read in equal parts; see `tsae.activations.batches.mixture`.
@@ -176,15 +176,13 @@ class Windows:
             )
         self._bits = length_bits(self.segments, window)
         self.mixture = Mixture(store, self.shards, self._places, self.segments, balance)
-        self.norms = self._estimate_norms()
 
     def at(self, site: str) -> Windows:
         """The same windows at another site, where other tokens may be outliers."""
         other = copy(self)
         other.site, other.d_model = site, self.store.d_model(site)
-        for name in ("_maps", "_outliers", "first_tokens"):
+        for name in ("_maps", "_outliers", "_sample"):
             other.__dict__.pop(name, None)
-        other.norms = other._estimate_norms()
         return other
 
     def discard(self) -> None:
@@ -196,14 +194,27 @@ class Windows:
         maps = [shard.raw(self.site) for shard in self.shards]
         return [np.asarray(found) if isinstance(found, np.ndarray) else found for found in maps]
 
-    @cached_property
+    @property
+    def norms(self) -> NormStats:
+        """Of a sample of the tokens trained on; estimated when it is first asked for.
+
+        Raises:
+            TsaeError: as `norm_stats`, and where a value is not finite.
+        """
+        return self._sample[0]
+
+    @property
     def first_tokens(self) -> np.ndarray:
         """(about 16,384, d_model) float32: a sample of the tokens trained on, without outliers."""
+        return self._sample[1]
+
+    @cached_property
+    def _sample(self) -> tuple[NormStats, np.ndarray]:
         place = self._first(16_384)
-        place = place[self._inside(place)]
-        x = self._gather(self._rows_of(place), Reused(1))
+        x = self._gather(self._rows_of(place), Reused(1)).float()
         self.refuse_not_finite(x, self._places.row[self._places.text(place)])
-        return x.float().numpy()
+        norms = norm_stats(x.numpy(), self.max_norm, self.store, self.site)
+        return norms, x[~norms.beyond(x)].numpy()
 
     def _first(self, n_tokens: int) -> np.ndarray:
         """(n,) places of the tokens of the first windows of epoch 0."""
@@ -217,20 +228,13 @@ class Windows:
         """(n,) packed, the first windows of epoch 0: more than a sample takes, where there are so many."""
         return self._order(0)
 
-    def _estimate_norms(self, sample: int = 65_536) -> NormStats:
-        return norm_stats(self._norm(self._first(sample)), self.max_norm, self.store, self.site)
-
-    def _norm(self, place: np.ndarray) -> np.ndarray:
-        """(n,) L2 norms of tokens in the order of their shards."""
-        return np.concatenate([self.shards[number].norms(self.site)[some] for number, some in self._rows_of(place)])
-
     def _inside(self, place: np.ndarray) -> np.ndarray:
         """(n,) bool: tokens that are no outliers."""
         return self._outliers.inside(place)
 
     @cached_property
     def _outliers(self) -> OutlierMask:
-        return OutlierMask(self.shards, self._places.base, self.site, self.norms.limit)
+        return OutlierMask(self.shards, self._places.base, self.site, self.norms)
 
     def refuse_not_finite(self, x: torch.Tensor, trajectory: np.ndarray) -> None:
         """Name a token that is not finite, if there is one.

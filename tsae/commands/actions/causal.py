@@ -28,7 +28,7 @@ def run_causal(options: Causal) -> None:
         up, down = (options.raised, options.lowered) if options.donor is None else (options.donor, options.checkpoint)
         if up is None or down is None:
             raise TsaeError("gives a direction only with --raised and --lowered", where="--store")
-        direction = mean_difference(tsae.ActivationStore(options.store), sae.site, up, down, norm_limit=sae.norm_limit)
+        direction = mean_difference(tsae.ActivationStore(options.store), sae.site, up, down, sae=sae)
     series = load_series(*options.series)
     found = tsae.intervene(
         series[options.checkpoint],

@@ -63,7 +63,7 @@ def run_train(options: Train) -> None:
     for folder, sae in saes.items():
         say_wrote(folder, sae)
         norms = sae.training_info["norms"]
-        print(f"left out {norms['outlier_share']:.2%} of tokens: norm above {norms['limit']:.3g}")
+        print(f"left out {norms['outlier_share']:.2%} of tokens: norm about the centre above {norms['limit']:.3g}")
     cells = sae.training_info.get("mixture", ())
     for cell in cells if len({cell["tokens"] for cell in cells}) > 1 else ():
         labels = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("tokens", "weight"))

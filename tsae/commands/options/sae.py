@@ -77,8 +77,8 @@ class Evaluate:
     span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
     """Tokens that count. Special tokens never do, nor response tokens that the policy did not sample."""
     max_norm: float | None = None
-    """Leave out tokens whose norm exceeds this multiple of the median; by default beyond the limit that training
-    stored, or 10 times the median where it stored none."""
+    """Leave out tokens whose norm about the centre exceeds this multiple of the median; by default beyond the limit
+    that training stored, or 10 times the median where it stored none."""
     all_problems: bool = False
     """Measure on all problems, not only on those held out of training."""
     series: tuple[str, ...] = ()

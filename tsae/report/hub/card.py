@@ -145,7 +145,9 @@ def _data(sae: TemporalSAE, rollouts: Rollouts | None) -> dict[str, object]:
         found["balanced over"] = listed(training["balance"]) or "nothing"
         found["seed"] = training["seed"]
     if "limit" in norms:
-        found["left out"] = f"tokens of a norm above {norms['limit']:.3g} ({percent(norms['outlier_share'])} %)"
+        found["left out"] = (
+            f"tokens of a norm about the centre above {norms['limit']:.3g} ({percent(norms['outlier_share'])} %)"
+        )
     if "start" in info:
         found["started from"] = f"an SAE with the fingerprint {info['start']}"
     found["fingerprint"] = sae.fingerprint

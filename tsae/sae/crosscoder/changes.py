@@ -137,14 +137,14 @@ def crosscoder_changes(
         )
     check_fits(crosscoder, pair)
     windows = Windows(pair, crosscoder.site, span=span, held_out=held_out)
-    limit = windows.norms.limit if crosscoder.norm_limit is None else crosscoder.norm_limit
+    beyond = windows.norms.beyond if crosscoder.norm_limit is None else crosscoder.outliers
     problems = pair.rollouts.table["problem_id"].to_pylist()
     sums: dict[str, _Sums] = {}
     fit = torch.zeros(2, 2, dtype=torch.float64)
     mean = crosscoder.b_dec.reshape(2, -1)
     for text in spread(counted_texts(windows), max_trajectories):
         x = torch.from_numpy(windows.shards[text.shard].read(crosscoder.site, text.tokens)).to(crosscoder.W_dec.device)
-        x = x[x.norm(dim=1) <= limit]
+        x = x[~beyond(x)]
         codes = crosscoder.encode(x)
         made = crosscoder.decode(codes)
         fit += torch.stack([((x - y).reshape(len(x), 2, -1) ** 2).sum((0, 2)) for y in (made, crosscoder.b_dec)]).cpu()

@@ -11,7 +11,7 @@ sae_lens is not imported here: that takes seconds, and the two files are all tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from math import isfinite
@@ -42,11 +42,13 @@ def lens_config(
     architecture: LensArchitecture = "jumprelu",
     dtype: str = "float32",
     norm_limit: float | None = None,
+    norm_centre: Sequence[float] = (),
 ) -> dict[str, Any]:
     """The content of sae_lens's cfg.json.
 
     Metadata holds hook_name (the site), d_high, temporal_weight, and under ``tsae`` all that is needed to load the
-    folder as a TemporalSAE again, the norm beyond which its training left tokens out among it.
+    folder as a TemporalSAE again: among it the norm beyond which its training left tokens out, and the centre from
+    which that is measured.
     """
     if architecture not in get_args(LensArchitecture):
         raise TsaeError(
@@ -62,7 +64,13 @@ def lens_config(
         "hook_name": site,
         "d_high": config.d_high,
         "temporal_weight": config.temporal_weight,
-        "tsae": {"format": FORMAT, "version": version("tsae"), "sae": asdict(config), "norm_limit": known},
+        "tsae": {
+            "format": FORMAT,
+            "version": version("tsae"),
+            "sae": asdict(config),
+            "norm_limit": known,
+            "norm_centre": list(norm_centre),
+        },
     }
     content = plain_config(architecture, d_model, config.d_sae, metadata)
     content["dtype"] = dtype

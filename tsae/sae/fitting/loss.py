@@ -1,4 +1,4 @@
-"""The T-SAE's loss (Bhalla et al., arXiv 2511.05541), on tokens x scaled to mean norm √d_model:
+"""The T-SAE's loss (Bhalla et al., arXiv 2511.05541), on tokens x about their centre, scaled to mean norm √d_model:
 
     L = w · ‖x − x̂_high‖² / d_model + ‖x − x̂‖² / d_model + α · InfoNCE + β · AuxK      (means over tokens)
 
@@ -23,9 +23,9 @@ from 1 (nothing explained) to 0 at any width, so that α means the same for ever
 
       w · mean [ cos(x(t), x(s)) · Σ_j |h_j(t) − h_j(s)| ] / √d_model
 
-  The cosine is of the activations and has no gradient; where it is negative, the term drives codes apart. Dividing by
-  √d_model makes it, like the errors, what it is for tokens of mean norm 1. Unlike InfoNCE it is least where the
-  high-level codes are 0.
+  The cosine is of the activations about their centre and has no gradient; where it is negative, the term drives codes
+  apart. Dividing by √d_model makes it, like the errors, what it is for tokens of mean norm 1. Unlike InfoNCE it is
+  least where the high-level codes are 0.
 - A partner t − 1 (or s: `TrainingConfig.partner`) that is not itself one of the n tokens is only a partner: it is
   encoded with k codes of its own, on average, and enters no other term. The authors' code does so with all partners.
 - AuxK (Gao et al., arXiv 2406.04093): the share of the residual x − x̂ left unexplained by the d_model / 2 strongest

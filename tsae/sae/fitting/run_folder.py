@@ -42,6 +42,8 @@ from tsae.sae.model import TemporalSAE
 
 _FIRST_ROW = b'{"step": 0, "loss": '
 """How metrics.jsonl begins."""
+_SCALED = "about the centre"
+"""What the weights in a checkpoint take."""
 _NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "log_to")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
@@ -103,6 +105,9 @@ class RunFolder:
                 raise TsaeError(
                     f"holds another training ({'; '.join(changes[:4])}{more})", where=self.path, fix=_OTHER_FOLDER
                 )
+            if not self.finished and found.get("scaled") != _SCALED:
+                what = "holds an unfinished training of an earlier version, which scaled activations with their mean"
+                raise TsaeError(what, where=self.path, fix=_OTHER_FOLDER)
         elif self.training.resume != "never":
             self._need_room()
         if self.finished:
@@ -171,6 +176,7 @@ class RunFolder:
         state = {
             "stage": "train",
             "steps": steps,
+            "scaled": _SCALED,
             "config": {"sae": asdict(self.sae), "training": asdict(self.training)},
             "inputs": self.inputs,
         }

@@ -1,12 +1,13 @@
 """Train a T-SAE on a store.
 
-1. A sample of the training mixture (`TrainingConfig.balance`) gives the norms. Tokens beyond the outlier limit are left
-   out, and x is scaled to mean norm √d_model. Such a sample also gives the first decoder bias.
+1. A sample of the training mixture (`TrainingConfig.balance`) gives the centre, the median of every dimension, and the
+   norms about it. Tokens beyond the outlier limit are left out; x − centre is scaled to mean norm √d_model. Such a
+   sample also gives the first decoder bias.
 2. Adam minimises the loss of `tsae.sae.fitting.loss`. After every step decoder rows return to unit norm; the part of
    their gradient along the rows is removed before.
 3. At the end the inference threshold is set: k codes are active on average on a sample of the problems that training
    left out (`tsae.sae.fitting.threshold`).
-4. The scale is folded into the saved weights, so that the SAE takes raw activations.
+4. Scale and centre are folded into the saved weights, so that the SAE takes raw activations.
 
 A run that was killed resumes from its last checkpoint and ends with the same bits as without the kill (on CPU, with the
 same number of threads): the data's order is a function of seed and epoch, and nothing else is random after the start.

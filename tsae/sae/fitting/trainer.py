@@ -46,16 +46,14 @@ class Trainer:
             self.processes, self.shards = self.shards, self.processes
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
-        self.scale = windows.d_model**0.5 / windows.norms.mean
         # Computed now: a live source holds these tokens only at the start. `finish` may need them.
         sample = windows.first_tokens
-        if (sample == sample[:1]).all():
-            what = f"all of {len(sample)} tokens have the same activations at {windows.site}: there is nothing to learn"
-            raise TsaeError(what, where=windows.store.path, fix="Check the checkpoints and the site.")
+        self.scale = windows.d_model**0.5 / windows.norms.mean
+        self.centre = torch.tensor(windows.norms.centre)
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
-            bias = torch.from_numpy(initial_bias(sample, training.initial_bias)) * self.scale
+            bias = (torch.from_numpy(initial_bias(sample, training.initial_bias)) - self.centre) * self.scale
             generator = torch.Generator().manual_seed(training.seed)
             self.sae = self._empty()
             self.sae.initialize(bias, generator)
@@ -63,8 +61,9 @@ class Trainer:
             self.sae = trainable(start, config)
             if self.shards.size > 1:
                 self.sae = DictionaryShard(windows.d_model, config, self.shards, site=windows.site).take(self.sae)
-            self.sae.fold_scale(1 / self.scale)
+            self.sae.fold_scale(1 / self.scale, -self.scale * self.centre)
         self.sae.to(self.device)
+        self.centre = self.centre.to(self.device)
         self.learning_rate = training.learning_rate or _learning_rate(config.d_sae, self.n_steps, start)
         self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
         for parameter in self.sae.parameters():
@@ -117,7 +116,7 @@ class Trainer:
                     return
             if not usable:
                 raise TsaeError(
-                    f"no two tokens that make a pair have norms below {self.windows.norms.limit:g}",
+                    f"no two tokens that make a pair have norms about the centre below {self.windows.norms.limit:g}",
                     where=self.windows.store.path,
                     fix="Raise max_norm (--max-norm), or choose another token span.",
                 )
@@ -126,11 +125,11 @@ class Trainer:
     def step(self, batch: TokenBatch) -> dict[str, float] | None:
         """One optimizer step; metrics every 25th step and at the last."""
         assert self.config.dead_after_tokens is not None
-        x = batch.x.to(self.device).float() * self.scale
+        x = self.scaled(batch.x)
         dead = self.idle_tokens >= self.config.dead_after_tokens
         arrays = (batch.pairs, batch.trajectory, batch.copies)
         pairs, trajectory, copies = (torch.from_numpy(a).to(self.device) for a in arrays)
-        others = None if batch.others is None else batch.others.to(self.device).float() * self.scale
+        others = None if batch.others is None else self.scaled(batch.others)
         precision, processes = self.training.precision, self.processes
         terms = temporal_loss(
             self.sae,
@@ -171,6 +170,10 @@ class Trainer:
         with torch.no_grad():
             return self._metrics(x, terms, rate)
 
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, d_model) tokens as the SAE takes them in training: about the centre, of mean norm √d_model."""
+        return (x.to(self.device).float() - self.centre) * self.scale
+
     def _schedule(self, step: int) -> float:
         """Share of the full learning rate: up, level, down."""
         warmup, decay = self.training.warmup_share * self.n_steps, self.training.decay_share * self.n_steps
@@ -203,7 +206,7 @@ class Trainer:
 
         A dictionary that was divided is put together on the CPU, where only its weights have to fit.
         """
-        self.sae.fold_scale(self.scale)
+        self.sae.fold_scale(self.scale, self.centre)
         self.sae.requires_grad_(False)
         calibrate(self.sae, torch.from_numpy(sample), self.shards)
         if isinstance(self.sae, DictionaryShard):

@@ -175,8 +175,8 @@ def evaluate(
         store: or its folder; a subset of it where not all readers and trajectories are to be measured.
         span: which tokens count; special tokens never do.
         held_out: True for the problems that training left out, False for the others, None for all.
-        max_norm: tokens beyond this multiple of the median norm are left out; by default those beyond the limit that
-            the SAE's training stored, or beyond 10 times the median where it stored none.
+        max_norm: tokens beyond this multiple of the median norm about the centre are left out; by default those beyond
+            the limit that the SAE's training stored, or beyond 10 times the median where it stored none.
         max_trajectories: where there are more, this many are measured, evenly spread over readers and shards.
         series: the readers' checkpoints; with them, the loss recovered by the reconstruction in each is measured too.
         splice_trajectories: trajectories per reader on which that is measured.
@@ -188,7 +188,7 @@ def evaluate(
     store = store if isinstance(store, ActivationStore) else ActivationStore(store)
     check_fits(sae, store)
     windows = Windows(store, sae.site, span=span, held_out=held_out, max_norm=10.0 if max_norm is None else max_norm)
-    limit = windows.norms.limit if max_norm is not None or sae.norm_limit is None else sae.norm_limit
+    beyond = windows.norms.beyond if max_norm is not None or sae.norm_limit is None else sae.outliers
     texts = counted_texts(windows)
     texts = [text for text in texts if text.has_steps]
     chosen = spread(texts, max_trajectories)
@@ -206,7 +206,7 @@ def evaluate(
     for text in chosen:
         shard = windows.shards[text.shard]
         x = torch.from_numpy(shard.read(sae.site, text.tokens)).to(device)
-        inside = x.norm(dim=1) <= limit
+        inside = ~beyond(x)
         adjacent = inside[1:] & inside[:-1] & torch.from_numpy(np.diff(text.tokens) == 1).to(device)
         if not bool(adjacent.any()):
             continue
@@ -255,7 +255,7 @@ def evaluate(
         if rows:
             some = spread(rows, splice_trajectories)
             losses.append(
-                loss_recovered(sae, store, series[id], some, span=span, targets=targets, limit=limit, loader=loader)
+                loss_recovered(sae, store, series[id], some, span=span, targets=targets, beyond=beyond, loader=loader)
             )
     return replace(result, losses=tuple(losses))
 

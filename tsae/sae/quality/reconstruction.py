@@ -3,7 +3,8 @@
 - FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖², sums over tokens; from all codes, and from the high-level codes alone. In a
   slice (a reader, a band, prompts or responses) x̄ is the slice's own mean: differences between slices do not count as
   explained.
-- cosine: mean over tokens of cos(x, x̂).
+- cosine: mean over tokens of cos(x, x̂), of whole activations as in the paper: a large mean brings it near 1, whatever
+  else is reconstructed.
 - L0: mean number of active latents per token, at the inference threshold.
 - silent: share of tokens on which no high-level latent is active. Such tokens look smooth, as nothing can change.
 - alive: share of latents that are active on at least one token.

@@ -172,9 +172,9 @@ def separation(
     sites = {sae.site for sae in loaded.values()}
     if len(sites) > 1:
         raise TsaeError(f"the SAEs are of different sites: {', '.join(sorted(sites))}", where="separation")
-    limit = min((sae.norm_limit for sae in loaded.values() if sae.norm_limit is not None), default=None)
     reader = reader or store.readers[0]
-    x, places = _sample(store, sites.pop(), reader, limit, tokens_per_trajectory, max_trajectories, seed)
+    limited = [sae for sae in loaded.values() if sae.norm_limit is not None]
+    x, places = _sample(store, sites.pop(), reader, limited, tokens_per_trajectory, max_trajectories, seed)
     tasks, skipped = trajectory_tasks(store.rollouts, places, max_problems, seed)
     of_tokens, token_skipped = token_tasks(store.rollouts, places, max_tokens, annotator, token_strings, seed)
     levels = dict.fromkeys((task.label for task in tasks), "trajectory")
@@ -227,19 +227,19 @@ def _sample(
     store: ActivationStore,
     site: str,
     reader: str,
-    limit: float | None,
+    limited: Sequence[TemporalSAE],
     per_trajectory: int,
     max_trajectories: int,
     seed: int,
 ) -> tuple[np.ndarray, Places]:
-    """Activations (n, d_model) and places of response tokens of a reader, up to a norm; without one up to 10 times the
-    median."""
+    """Activations (n, d_model) and places of response tokens of a reader, without the outliers of any of these SAEs;
+    without SAEs, up to 10 times the median norm."""
     store.reader_info(reader)
     if per_trajectory < 1:
         raise TsaeError(f"{per_trajectory} tokens a trajectory are none", where="separation")
     windows = Windows(store, site, span="response", held_out=None)
     texts = spread([t for t in counted_texts(windows) if windows.shards[t.shard].reader == reader], max_trajectories)
-    limit = windows.norms.limit if limit is None else limit
+    limits = [sae.outliers for sae in limited] or [windows.norms.beyond]
     prompt_lengths = store.rollouts.lengths("prompt_ids")
     rng = np.random.default_rng([seed, 1])
     activations, parts = [], []
@@ -247,7 +247,8 @@ def _sample(
         shard = windows.shards[text.shard]
         tokens = np.sort(rng.choice(text.tokens, min(per_trajectory, len(text.tokens)), replace=False))
         x = shard.read(site, tokens)
-        inside = np.linalg.norm(x, axis=1) <= limit
+        wide = torch.from_numpy(x)
+        inside = ~np.logical_or.reduce([beyond(wide).numpy() for beyond in limits])
         place = tokens - shard.offsets[text.place] - prompt_lengths[text.row]
         row = np.full(len(tokens), text.row)
         activations.append(x[inside])

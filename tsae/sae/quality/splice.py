@@ -14,6 +14,7 @@ prompts are replaced too: reinforcement learning does not train predictions of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ def loss_recovered(
     *,
     span: TokenSpan = "all",
     targets: TokenSpan = "response",
-    limit: float = float("inf"),
+    beyond: Callable[[torch.Tensor], torch.Tensor] | None = None,
     batch_tokens: int = 1024,
     seed: int = 0,
     loader: ModelLoader | None = None,
@@ -81,7 +82,7 @@ def loss_recovered(
         rows: row ids of the trajectories.
         span: whose tokens are replaced.
         targets: predictions of which tokens count, made at replaced tokens.
-        limit: tokens of a larger norm are not replaced.
+        beyond: (…, d_model) -> (…) bool, outliers, which are not replaced; by default none are.
         batch_tokens: tokens of a forward pass, padding included; one trajectory at least. Logits of the whole
             vocabulary are held for each.
         seed: of the bootstrap.
@@ -122,7 +123,9 @@ def loss_recovered(
             counted[i, :n] = torch.from_numpy(inside)
             # Of the last token, which predicts none, the KL counts where the token itself does.
             scored[i, :n] = torch.from_numpy(np.append(predicted[1:], predicted[-1]))
-        found = spliced_losses(model, sae, *(tensor.to(device) for tensor in (ids, mask, counted, scored)), limit=limit)
+        found = spliced_losses(
+            model, sae, *(tensor.to(device) for tensor in (ids, mask, counted, scored)), beyond=beyond
+        )
         sums[batch] = found.cpu().numpy()
     if sums[:, 0].sum() == 0:
         raise TsaeError(
@@ -142,7 +145,7 @@ def spliced_losses(
     counted: torch.Tensor,
     scored: torch.Tensor,
     *,
-    limit: float = float("inf"),
+    beyond: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Sums over the tokens of every row that are replaced and scored.
 
@@ -153,7 +156,7 @@ def spliced_losses(
         mask: (B, T) 1 for real tokens.
         counted: (B, T) bool, tokens to replace.
         scored: (B, T) bool, tokens whose prediction of the next one counts.
-        limit: tokens of a larger norm are not replaced.
+        beyond: (…, d_model) -> (…) bool, outliers, which are not replaced; by default none are.
 
     Returns:
         (B, 6) float64: such tokens with a next one; over these the loss as it is, with x̂, with 0; all such tokens; over
@@ -163,7 +166,7 @@ def spliced_losses(
 
     def reconstructed(hidden: torch.Tensor) -> torch.Tensor:
         x = hidden.float()
-        replaced = counted & (x.norm(dim=-1) <= limit)
+        replaced = counted if beyond is None else counted & ~beyond(x)
         reached.append(replaced)
         x[replaced] = sae.decode(sae.encode(x[replaced]), x[replaced])
         return x.to(hidden.dtype)
