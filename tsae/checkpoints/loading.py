@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
 from tsae.checkpoints.adapters import base_of, put_on
+from tsae.checkpoints.forward.own_length import rotate_rows_alone
 from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
@@ -153,6 +154,7 @@ class ModelLoader:
         if is_gguf(folder) and getattr(model, "hf_quantizer", None) is not None:
             # The weights are plain floats by now, and transformers would neither train nor save the model.
             model.hf_quantizer.remove_quantization_config(model)
+        rotate_rows_alone(model)
         model.to(self.device)
         model.eval()
         model.requires_grad_(False)

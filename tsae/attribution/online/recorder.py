@@ -37,6 +37,7 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.online.recording import RecordingFolder
 from tsae.attribution.targets import Targets
+from tsae.checkpoints.forward.own_length import rotated_alone
 from tsae.errors import TsaeError
 
 
@@ -216,8 +217,9 @@ class Recorder:
         training, needed = model.training, {p: p.requires_grad for p in model.parameters()}
         model.eval()
         try:
-            self.values[self.step] = self.targets.values(self.trained)
-            return self.targets.gradients(self.trained).float()
+            with rotated_alone(model):
+                self.values[self.step] = self.targets.values(self.trained)
+                return self.targets.gradients(self.trained).float()
         finally:
             model.train(training)
             for parameter, was in needed.items():
