@@ -22,8 +22,8 @@ from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.diff.policy_gradient.log_probabilities import response_logprobs
-from tsae.sae.quality.splice import loss_recovered
 from tsae.rollouts.sampling.generate import Generator
+from tsae.sae.quality.splice import loss_recovered
 
 SITES = [f"blocks.{layer}.hook_resid_post" for layer in range(N_LAYERS)]
 TEXTS = [[BOS, *np.random.default_rng(n).integers(0, 16, n - 1).tolist()] for n in (6, 12, 16, 17, 40)]

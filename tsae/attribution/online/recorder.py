@@ -37,7 +37,8 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.online.recording import RecordingFolder
 from tsae.attribution.targets import Targets
-from tsae.checkpoints.forward.own_length import rotated_alone
+from tsae.base.usual_state import usual_state
+from tsae.checkpoints.own_length import rotated_alone
 from tsae.errors import TsaeError
 
 
@@ -176,6 +177,7 @@ class Recorder:
     def _before(self) -> None:
         self._clipped = self._gradient_norm()
 
+    @usual_state()
     @torch.no_grad()
     def _after(self) -> None:
         self.step += 1
@@ -211,6 +213,7 @@ class Recorder:
         self._arriving = self._arriving - arrived + now * (carried - 1)
         self._moved = np.zeros_like(now) if self.step in self.values else self._moved + arrived + now
 
+    @usual_state()
     def _look(self) -> torch.Tensor:
         """(n_targets, P) present gradients of the targets; leaves the model as it was."""
         model = self.trained.model

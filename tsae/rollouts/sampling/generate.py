@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.own_length import depends_on_length, rotated_alone
 from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.own_length import depends_on_length, rotated_alone
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
