@@ -24,6 +24,7 @@ from tsae.base.part import Part
 from tsae.base.ranges import need_numbers
 from tsae.base.remote.mirror import in_words, is_url, local, published, shown, url_of
 from tsae.base.torchrun import first_process
+from tsae.base.usual_state import usual_state
 from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.options.attribution import Attribute
 from tsae.commands.options.causal import Causal, Influence
@@ -181,7 +182,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         try:
             words = sys.argv[1:] if args is None else args
-            _run_or_say(words)
+            with usual_state():
+                _run_or_say(words)
         except TsaeError as error:
             print(f"tsae: {visible(in_words(str(error)))}", file=sys.stderr)
             status = 2

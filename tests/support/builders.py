@@ -20,6 +20,8 @@ N_LAYERS, D_MODEL, VOCABULARY = 3, 16, 20
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "olmo3", "qwen3_next", "llama4", "deepseek_v3")
 """Mixtures of experts, and layers of several kinds."""
+BATCHED = ("phi3", "phimoe", "dynamic", "mamba2", "falcon_h1", "recurrent_gemma", "rwkv", "minimax")
+"""Models for which the longest text of a batch, or the padding of the others, could matter."""
 
 
 def model_config(architecture: str, d_model: int = D_MODEL, **changed: Any) -> Any:
@@ -74,6 +76,34 @@ def model_config(architecture: str, d_model: int = D_MODEL, **changed: Any) -> A
             head_dim=8, layer_types=kinds, linear_num_value_heads=2, shared_expert_intermediate_size=16,
             decoder_sparse_step=1, **linear, **experts, **common,
         )  # fmt: skip
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.01, 1.02, 1.03],
+        "long_factor": [1.03, 1.23, 9.09, 64.8], "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    if architecture == "phi3":
+        return hf.Phi3Config(rope_parameters=longrope, original_max_position_embeddings=16, **common)
+    if architecture == "phimoe":
+        longrope |= {"short_mscale": 1.0, "long_mscale": 1.3}
+        return hf.PhimoeConfig(num_local_experts=4, rope_parameters=longrope, **common)
+    if architecture == "dynamic":
+        dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        return hf.LlamaConfig(rope_parameters=dynamic, **common | {"max_position_embeddings": 16})
+    mamba = {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8}
+    if architecture == "mamba2":
+        return hf.Mamba2Config(**mamba, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=N_LAYERS, **ids)
+    if architecture == "falcon_h1":
+        sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8}
+        return hf.FalconH1Config(**sizes, mamba_n_groups=1, **common)
+    if architecture == "recurrent_gemma":
+        return hf.RecurrentGemmaConfig(attention_window_size=5, lru_width=16, **common)
+    if architecture == "rwkv":
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "attention_hidden_size": 16}
+        return hf.RwkvConfig(num_hidden_layers=N_LAYERS, **sizes, **ids)
+    if architecture == "minimax":
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
+        return hf.MiniMaxConfig(
+            head_dim=8, num_local_experts=4, num_experts_per_tok=2, block_size=8, layer_types=kinds, **common
+        )
     assert architecture == "gemma3"
     # One layer of full attention, the others with a window shorter than the texts.
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

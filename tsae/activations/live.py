@@ -54,6 +54,7 @@ from tsae.activations.shards.manifest import FORMAT, VERSION
 from tsae.activations.shards.shard import DTYPES, Shard, as_float32, as_stored
 from tsae.activations.source import Source
 from tsae.base.torchrun import world_size
+from tsae.base.usual_state import usual_state
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import need_unchanged
 from tsae.checkpoints.series import CheckpointSeries
@@ -78,6 +79,7 @@ class LiveSource(Source):
             context.
     """
 
+    @usual_state()
     def __init__(
         self, series: CheckpointSeries, rollouts: Rollouts, site: str | None = None, *, config: LiveConfig | None = None
     ) -> None:

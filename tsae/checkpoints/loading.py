@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
+from tsae.base.usual_state import usual_state
 from tsae.checkpoints.adapters import base_of, put_on
 from tsae.checkpoints.noise import add_noise
+from tsae.checkpoints.own_length import rotate_rows_alone
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
@@ -37,6 +40,8 @@ _WHOLE = "sha256:"
 """Begins a fingerprint of weights that were read from end to end, but for their configuration."""
 _MODEL = "sha256+config:"
 """Begins a fingerprint of the weights, read from end to end, and of the configuration that says what they compute."""
+_loading = threading.Lock()
+"""transformers sets the default dtype of the whole process while it loads a model."""
 _UNUSED = ("_name_or_path", "transformers_version")
 """Entries of config.json that say where a model came from. They change as it is saved again, and its numbers do not."""
 
@@ -60,6 +65,7 @@ class ModelLoader:
         self._loaded: Path | None = None
         self._adapter: Any = None
 
+    @usual_state()
     def load(self, checkpoint: CheckpointRecord) -> PreTrainedModel:
         """Load a causal LM in evaluation mode, without gradients; no weights are folded, centred or merged.
 
@@ -114,7 +120,7 @@ class ModelLoader:
 
         if not is_gguf(folder):
             weight_files(folder)
-        with _quiet():
+        with _loading, _quiet():
             options = {
                 **_source(folder),
                 "dtype": self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
@@ -153,6 +159,7 @@ class ModelLoader:
         if is_gguf(folder) and getattr(model, "hf_quantizer", None) is not None:
             # The weights are plain floats by now, and transformers would neither train nor save the model.
             model.hf_quantizer.remove_quantization_config(model)
+        rotate_rows_alone(model)
         model.to(self.device)
         model.eval()
         model.requires_grad_(False)

@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
+from tsae.base.usual_state import usual_state
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
@@ -66,6 +67,7 @@ class FeatureCredit:
         TsaeError: where credit, SAE and reference do not belong together.
     """
 
+    @usual_state()
     def __init__(
         self,
         reference: Checkpoint,
@@ -90,6 +92,7 @@ class FeatureCredit:
             )
         self.reader = open_reference(reference, self.sae.site, self.sae.d_model, device=device)
 
+    @usual_state()
     @torch.no_grad()
     def scores(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """(B, T) scores of the completions' tokens times 1 − the reference's probability of each

@@ -25,6 +25,7 @@ from tsae.activations.source import Source
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.usual_state import usual_state
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -55,6 +56,7 @@ class TemporalSAE(torch.nn.Module):
         training: metadata of its training, saved beside the weights.
     """
 
+    @usual_state()
     def __init__(
         self, d_model: int, config: SAEConfig, *, site: str = "", training: dict[str, Any] | None = None
     ) -> None:
@@ -126,9 +128,10 @@ class TemporalSAE(torch.nn.Module):
         """(…, d_model) what W_enc reads of activations x, and the factor (…, 1) that brings codes to the units of x."""
         return x - self.b_dec, 1.0
 
+    @usual_state(keep_gradients=True)
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, d_model) -> (…, d_sae) codes at inference, in the units of x."""
+        """(…, d_model) -> (…, d_sae) codes at inference, in the units of x. No gradients pass."""
         # In sae_lens's order of operations, not that of `preactivations`: exported SAEs give the same bits.
         pre = (x - self.b_dec) @ self.W_enc
         pre += self.b_enc
@@ -142,8 +145,9 @@ class TemporalSAE(torch.nn.Module):
         """(d_model,) or (…, d_model): what reconstructions of x hold beside the active latents."""
         return self.b_dec
 
+    @usual_state(keep_gradients=True)
     def decode(self, codes: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """(…, d_sae) -> (…, d_model).
+        """(…, d_sae) -> (…, d_model). Gradients pass, unless the caller switched them off.
 
         Args:
             codes: of the activations.
@@ -188,6 +192,7 @@ class TemporalSAE(torch.nn.Module):
         return sae if there else deepcopy(sae).to(device)
 
     @classmethod
+    @usual_state()
     def load(cls, where: str | Path, *, site: str | None = None, device: str = "cpu") -> TemporalSAE:
         """Read a folder that `save` wrote, or an SAE that others published, here or on the Hugging Face Hub.
 
@@ -225,6 +230,7 @@ class ForeignSAE(TemporalSAE):
 
     config: ForeignConfig
 
+    @usual_state()
     def __init__(
         self, d_model: int, config: ForeignConfig, *, site: str, training: dict[str, Any] | None = None
     ) -> None:
@@ -270,6 +276,7 @@ class ForeignSAE(TemporalSAE):
             x = (x - center) / (scale + (1e-5 if c.normalize == "layer_norm" else 0))
         return x - self.b_dec * c.apply_b_dec_to_input, scale
 
+    @usual_state(keep_gradients=True)
     @torch.no_grad()
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """(…, d_model) -> (…, d_sae) codes, in the units of x."""

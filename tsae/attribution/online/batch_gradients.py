@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, module_gradients
+from tsae.base.usual_state import usual_state
 from tsae.errors import TsaeError
 
 _AT_ONCE = 2**21
@@ -112,6 +113,7 @@ class BatchGradients:
             )
         self._parts.append(part)
 
+    @usual_state()
     @torch.no_grad()
     def _keep(
         self, part: _Part, module: torch.nn.Module, read: torch.Tensor, given: torch.Tensor | None, back: torch.Tensor
@@ -151,6 +153,7 @@ class BatchGradients:
             part.add_gradient(name, torch.bmm(first_d.mT, first_x))
         part.add_gradient(name, torch.bmm(d.mT, x))
 
+    @usual_state()
     @torch.no_grad()
     def _finish(self, part: _Part) -> None:
         """The other modules are called once more for their gradients, so their hooks must be gone."""
@@ -165,6 +168,7 @@ class BatchGradients:
         """Add gradients that no hook has seen to the last micro-batch: (B, …), those of one weight."""
         self._parts[-1].add_gradient(name, gradient)
 
+    @usual_state()
     @torch.no_grad()
     def products(self, directions: torch.Tensor) -> torch.Tensor:
         """(n, k) inner products of the samples' gradients of the loss with directions, (k, P)."""
@@ -179,6 +183,7 @@ class BatchGradients:
             found.append(sums)
         return torch.cat(found) if found else torch.zeros(0, len(directions), device=directions.device)
 
+    @usual_state()
     @torch.no_grad()
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Σ_i weight_i g_i by name of the weight, from (n,) weights; samples of weight 0 cost nothing."""

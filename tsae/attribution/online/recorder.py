@@ -37,6 +37,8 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.online.recording import RecordingFolder
 from tsae.attribution.targets import Targets
+from tsae.base.usual_state import usual_state
+from tsae.checkpoints.own_length import rotated_alone
 from tsae.errors import TsaeError
 
 
@@ -175,6 +177,7 @@ class Recorder:
     def _before(self) -> None:
         self._clipped = self._gradient_norm()
 
+    @usual_state()
     @torch.no_grad()
     def _after(self) -> None:
         self.step += 1
@@ -210,14 +213,16 @@ class Recorder:
         self._arriving = self._arriving - arrived + now * (carried - 1)
         self._moved = np.zeros_like(now) if self.step in self.values else self._moved + arrived + now
 
+    @usual_state()
     def _look(self) -> torch.Tensor:
         """(n_targets, P) present gradients of the targets; leaves the model as it was."""
         model = self.trained.model
         training, needed = model.training, {p: p.requires_grad for p in model.parameters()}
         model.eval()
         try:
-            self.values[self.step] = self.targets.values(self.trained)
-            return self.targets.gradients(self.trained).float()
+            with rotated_alone(model):
+                self.values[self.step] = self.targets.values(self.trained)
+                return self.targets.gradients(self.trained).float()
         finally:
             model.train(training)
             for parameter, was in needed.items():

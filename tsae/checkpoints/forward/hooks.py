@@ -98,13 +98,13 @@ class HuggingFaceReader:
 
         Args:
             input_ids: (B, T) token ids on any device, padded on either side.
-            attention_mask: (B, T) 1 for real tokens. Positions count real tokens, so that the side of the padding
-                does not change what is read at them.
+            attention_mask: (B, T) 1 for real tokens. The model gets padding on the right, where no token reads it.
             stop_early: skip the layers above the last site.
 
         Returns:
             for every site (B, T, d_model) in the model's precision; entries at padding mean nothing.
         """
+        input_ids, attention_mask, back = _right_padded(input_ids, attention_mask)
         input_ids, attention_mask = input_ids.to(self.device), attention_mask.to(self.device)
         found: dict[str, torch.Tensor] = {}
 
@@ -130,15 +130,17 @@ class HuggingFaceReader:
         unread = {site.name for site in self.sites} - found.keys()
         if unread:
             raise TsaeError(f"the hooks never fired at {', '.join(sorted(unread))}", where=type(self.model).__name__)
-        return found
+        return {name: back(hidden) for name, hidden in found.items()}
 
     def read_and_predict(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], Predictions]:
         """As `read`, but through all layers, and with what the model predicts of the batch."""
+        input_ids, attention_mask, back = _right_padded(input_ids, attention_mask)
         with body_output(self.model) as outputs:
             found = self.read(input_ids, attention_mask, stop_early=False)
-        return found, predictions(self.model, outputs[-1], input_ids, attention_mask)
+        predicted = predictions(self.model, outputs[-1], input_ids, attention_mask)
+        return {name: back(hidden) for name, hidden in found.items()}, Predictions(*map(back, predicted))
 
 
 def attach(blocks: torch.nn.ModuleList, site: Site, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -204,6 +206,21 @@ def during_generation(
         return change(hidden, where[:, start:])
 
     return at
+
+
+def _right_padded(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Ids and mask (B, T) with all padding on the right, and what moves values (B, T, …) of them back.
+
+    Recurrent models read what stands before a text, and some count positions from there.
+    """
+    order = attention_mask.bool().int().argsort(dim=1, descending=True, stable=True)
+    if bool((order.diff(dim=1) > 0).all()):
+        return input_ids, attention_mask, lambda values: values
+    place, row = order.argsort(dim=1), torch.arange(len(order), device=order.device)[:, None]
+    ids = input_ids.gather(1, order.to(input_ids.device))
+    return ids, attention_mask.gather(1, order), lambda v: v[row.to(v.device), place.to(v.device)]
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:

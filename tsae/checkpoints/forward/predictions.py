@@ -51,7 +51,7 @@ class PredictingReader:
 def body_output(model: PreTrainedModel) -> Iterator[list[Any]]:
     """While it is open, append to the list what the body gives the head in every forward pass."""
     kept: list[Any] = []
-    handle = model.base_model.register_forward_hook(lambda _m, _i, output: kept.append(output))
+    handle = _body(model).register_forward_hook(lambda _m, _i, output: kept.append(output))
     try:
         yield kept
     finally:
@@ -96,7 +96,7 @@ def _logits(model: PreTrainedModel, output: Any, hidden: torch.Tensor) -> torch.
     """(n, vocabulary) logits of hidden states (n, d_model), by a forward pass whose body returns these."""
     given = copy.copy(output)
     given["last_hidden_state"] = hidden[None]
-    body = model.base_model
+    body = _body(model)
     before = vars(body).get("forward")
     body.forward = lambda *_args, **_kwargs: given
     try:
@@ -106,3 +106,8 @@ def _logits(model: PreTrainedModel, output: Any, hidden: torch.Tensor) -> torch.
         del body.forward
         if before is not None:
             body.forward = before
+
+
+def _body(model: PreTrainedModel) -> torch.nn.Module:
+    # Llama 4's text model has its body under another name than its class says.
+    return model.model if model.base_model is model else model.base_model

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from torch.autograd import forward_ad
 
 from tsae.activations.reader.forward_passes import plan_batches
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -178,11 +179,10 @@ class Forward:
     ) -> torch.Tensor:
         """(B,) ⟨direction, Σ_t ∇ log π⟩ of every trajectory."""
 
-        def log(moved: Weights) -> torch.Tensor:
-            return self(moved, ids, mask, response)[0]
-
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), forward_ad.dual_level():
             # Forward differentiation in torch uses scripts that torch itself deprecates.
             warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
-            tangent: torch.Tensor = torch.func.jvp(log, (weights,), (direction,))[1]
-        return tangent
+            # Not torch.func.jvp, in which LongRoPE cannot choose its factors.
+            moved = {name: forward_ad.make_dual(weight, direction[name]) for name, weight in weights.items()}
+            found = forward_ad.unpack_dual(self(moved, ids, mask, response)[0])
+            return torch.zeros_like(found.primal) if found.tangent is None else found.tangent

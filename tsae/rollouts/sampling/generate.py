@@ -1,21 +1,29 @@
-"""Responses generated here, with Hugging Face generate: batched and seeded."""
+"""Responses generated here, with Hugging Face generate: batched and seeded.
+
+Prompts of a batch are padded on the left. Some models read padding (RWKV, RecurrentGemma), count positions from it
+(Llama 4), or recompute what they hold by the length of the batch (LongRoPE). They get prompts of equal length only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.own_length import depends_on_length, rotated_alone
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.sampling.batches import Response
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Around = Callable[[Any, Any, Any], AbstractContextManager[None]]
@@ -79,28 +87,58 @@ class Generator:
         """New token ids, padded to equal length."""
         import torch
 
-        device, width = self.config.device, max(map(len, prompts))
-        ids = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(device)
-        with (
-            torch.random.fork_rng(devices=[device] if device != "cpu" else []),
-            torch.no_grad(),
-            nullcontext() if self.around is None else self.around(self.model, ids, mask),
-        ):
+        device, found = self.config.device, list[list[int]]()
+        mixed = len(set(map(len, prompts))) == 1 or self._padding_is_neutral
+        with torch.random.fork_rng(devices=[device] if device != "cpu" else []):
             torch.manual_seed(seed)
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=True,
-                temperature=self.config.temperature,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=self.config.max_new_tokens,
-                pad_token_id=self.pad,
-                eos_token_id=self.ends,
-            )
-        found: list[list[int]] = output[:, width:].tolist()
+            for _, together in groupby(prompts, key=lambda prompt: mixed or len(prompt)):
+                ids, mask = self._padded(list(together))
+                with nullcontext() if self.around is None else self.around(self.model, ids, mask):
+                    output = self._continued(
+                        ids,
+                        mask,
+                        do_sample=True,
+                        temperature=self.config.temperature,
+                        top_k=0,
+                        top_p=1.0,
+                        max_new_tokens=self.config.max_new_tokens,
+                    )
+                found += output[:, ids.shape[1] :].tolist()
         return found
+
+    def _padded(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, T) ids and mask."""
+        import torch
+
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        return ids.to(self.config.device), mask.to(self.config.device)
+
+    def _continued(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+        import torch
+
+        with torch.no_grad(), rotated_alone(self.model):  # it may be a model that the caller loaded
+            return self.model.generate(
+                input_ids=ids, attention_mask=mask, pad_token_id=self.pad, eos_token_id=self.ends, **options
+            )
+
+    @cached_property
+    def _padding_is_neutral(self) -> bool:
+        """Whether a padded prompt is continued as without padding."""
+        import torch
+
+        config = self.model.config.get_text_config()
+        if depends_on_length(self.model) or config.model_type.startswith("llama4"):
+            return False  # beyond the few tokens that are tried here
+        short, long = ([token % config.vocab_size for token in range(4, n)] for n in (8, 17))
+        options = {"max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+        alone, beside = (
+            torch.stack(self._continued(*self._padded(prompts), do_sample=False, **options).logits, 1)[0].float()
+            for prompts in ([short], [short, long])
+        )  # (3, vocabulary)
+        error = float((alone - beside).abs().max() / alone.std())
+        return error < (1e-3 if self.model.dtype == torch.float32 else 0.05)
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:

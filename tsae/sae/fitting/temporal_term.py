@@ -43,9 +43,10 @@ def info_nce(
         groups += copies[pairs].unbind(1)
     if similarity == "cosine":
         square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
-        norm = square.index_add(0, codes.token, codes.values.square()).sqrt()
+        # The root of 0, of a token without codes, has no gradient.
+        norm = square.index_add(0, codes.token, codes.values.square()).clamp_min(1e-24).sqrt()
         # Not norm[codes.token], whose gradient several threads add up in any order: resumed runs give equal bits.
-        codes = codes._replace(values=codes.values / norm.index_select(0, codes.token).clamp_min(1e-12))
+        codes = codes._replace(values=codes.values / norm.index_select(0, codes.token))
     together = torch.stack(groups, dim=1) if groups else None
     return _InfoNCE.apply(*codes, n_latents, pairs, temperature, similarity == "cosine", together, processes)
 
