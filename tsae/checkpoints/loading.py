@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
-from tsae.checkpoints.adapters import base_of, put_on
+from tsae.checkpoints.adapters import Adapter, base_of, put_on
 from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
@@ -42,9 +42,9 @@ _UNUSED = ("_name_or_path", "transformers_version")
 
 
 class ModelLoader:
-    """Loads checkpoints in turn. Adapters share their base, which is loaded once and never merged.
+    """Loads checkpoints in turn. Adapters share the weights of their base, which is loaded once and never merged.
 
-    A loaded model is valid until the next call of `load`, which takes its adapter off or lets go of it.
+    A loaded model is valid until the next call of `load`. What was loaded before leaves no trace in it.
 
     Args:
         device: a torch device.
@@ -58,7 +58,7 @@ class ModelLoader:
         self.device, self.dtype, self.attention = device, dtype, attention
         self._model: PreTrainedModel | None = None
         self._loaded: Path | None = None
-        self._adapter: Any = None
+        self._adapter: Adapter | None = None
 
     def load(self, checkpoint: CheckpointRecord) -> PreTrainedModel:
         """Load a causal LM in evaluation mode, without gradients; no weights are folded, centred or merged.
@@ -84,24 +84,24 @@ class ModelLoader:
         if is_adapter(base_folder):
             raise TsaeError(f"is an adapter of {base.path}, which is an adapter too", where=folder)
         self._adapter = put_on(self._whole(base, base_folder), checkpoint, base, self.device)
-        model: PreTrainedModel = self._adapter.base_model.model
-        model.eval()
-        model.requires_grad_(False)
-        return model
+        return self._adapter.model
 
     @property
-    def trains_more(self) -> bool:
-        """Whether the adapter that is on has trained biases or whole modules beside its low-rank updates."""
-        configs = [] if self._adapter is None else list(self._adapter.peft_config.values())
-        return any(config.bias != "none" or config.modules_to_save for config in configs)
+    def not_plain(self) -> str | None:
+        """What the adapter that was loaded last has beside A and B of linear layers; None for plain LoRA."""
+        if self._adapter is None:
+            return None
+        if getattr(self._adapter.config, "target_parameters", None):
+            return "updates of single parameters (target_parameters)"
+        return next((n for n in self._adapter.added if ".lora_A." not in n and ".lora_B." not in n), None)
+
+    @property
+    def added(self) -> list[str]:
+        """Names of the parameters that the adapter that was loaded last adds to its base or has in place of its."""
+        return [] if self._adapter is None else self._adapter.added
 
     def _whole(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
-        if self._adapter is not None:
-            # Trained biases overwrite the base's own, so such an adapter cannot be taken off.
-            changed = any(config.bias != "none" for config in self._adapter.peft_config.values())
-            self._model, self._adapter = self._adapter.unload(), None
-            if changed:
-                self._loaded = None
+        self._adapter = None
         if self._model is None or self._loaded != folder.resolve():
             self._model = self._loaded = None  # Let go of it before the next takes up memory.
             self._model = self._from_files(checkpoint, folder)
