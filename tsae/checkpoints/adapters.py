@@ -98,6 +98,10 @@ def checked_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def is_lora(folder: Path) -> bool:
+    return bool(checked_config(folder)["peft_type"] == "LORA")
+
+
 class Adapter(NamedTuple):
     """An adapter on its base."""
 
@@ -144,7 +148,7 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
             wrapped: Any = PeftModel(shell, config)
             with safe_open(weight_files(folder)[0], framework="pt") as file:
                 _give_own(wrapped, shared, set(file.keys()))
-            found = wrapped.load_adapter(str(folder), "default", torch_device=device)
+            found = wrapped.load_adapter(str(folder), "default", torch_device="cpu" if device == "meta" else device)
     except (ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         what = f"cannot be put on {base.path} ({first_line(error)})"
         raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE) from error

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
-from tsae.checkpoints.adapters import Adapter, base_of, put_on
+from tsae.checkpoints.adapters import Adapter, base_of, is_lora, put_on
 from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
+    check_stored,
     digests_of_files,
     ends_of_files,
     first_line,
     folder_of,
+    has_no_part,
     has_tokenizer,
     is_adapter,
     is_gguf,
@@ -47,7 +49,7 @@ class ModelLoader:
     A loaded model is valid until the next call of `load`. What was loaded before leaves no trace in it.
 
     Args:
-        device: a torch device.
+        device: a torch device; "meta" checks that the weights have their places, and reads none.
         dtype: "auto" keeps the precision of the file; or float32, float64, bfloat16, float16.
         attention: Hugging Face's attn_implementation; "eager" for a model that has no "sdpa".
     """
@@ -67,8 +69,8 @@ class ModelLoader:
         adapter this is its base's own class, with the adapter's modules in place. A model with noise is not reused.
 
         Raises:
-            TsaeError: where there are no weights, only a pickle, the weights do not fit the configuration, or an
-                adapter is of another base.
+            TsaeError: where there are no weights, only a pickle, weights are missing, have another shape or no place
+                in the model that the configuration describes, or an adapter is of another base.
         """
         if checkpoint.noise is not None:
             noisy = self.load(replace(checkpoint, noise=None))
@@ -113,13 +115,15 @@ class ModelLoader:
         from transformers import AutoModelForCausalLM
 
         if not is_gguf(folder):
-            weight_files(folder)
+            check_stored(folder)
         with _quiet():
             options = {
                 **_source(folder),
                 "dtype": self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
                 "use_safetensors": None if is_gguf(folder) else True,
                 "output_loading_info": True,
+                "ignore_mismatched_sizes": True,  # they are refused below, by name
+                **({"device_map": "meta"} if self.device == "meta" else {}),
             }
             load: Any = AutoModelForCausalLM.from_pretrained
             try:
@@ -146,10 +150,7 @@ class ModelLoader:
                     where=checkpoint.path,
                     fix="Give a Hugging Face model directory with config.json and safetensors, or a GGUF file.",
                 ) from error
-        missing = sorted(info.get("missing_keys", ()))
-        if missing:
-            what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
-            raise TsaeError(what, where=checkpoint.path, fix="Give a complete checkpoint.")
+        _check_places(info, checkpoint.path)
         if is_gguf(folder) and getattr(model, "hf_quantizer", None) is not None:
             # The weights are plain floats by now, and transformers would neither train nor save the model.
             model.hf_quantizer.remove_quantization_config(model)
@@ -157,6 +158,42 @@ class ModelLoader:
         model.eval()
         model.requires_grad_(False)
         return model
+
+
+def check_places(checkpoints: Iterable[CheckpointRecord]) -> None:
+    """Check that the weights of all files have their places in the models, without reading them.
+
+    Quantised models and adapters of other kinds than LoRA are checked when they are loaded.
+
+    Raises:
+        TsaeError: as `ModelLoader.load`.
+    """
+    loader = ModelLoader(device="meta")
+    for checkpoint in checkpoints:
+        folder = folder_of(checkpoint)
+        whole = folder_of(base_of(checkpoint)) if is_adapter(folder) else folder
+        if not is_gguf(whole) and quantisation(whole) is None and (whole == folder or is_lora(folder)):
+            loader.load(replace(checkpoint, noise=None))
+
+
+def _check_places(info: Mapping[str, Any], where: str) -> None:
+    """Refuse a model that is not made of its file's weights: all that it has, and nothing else that would count."""
+    missing, shapes = sorted(info.get("missing_keys", ())), sorted(info.get("mismatched_keys", ()))
+    unused = [name for name in sorted(info.get("unexpected_keys", ())) if not has_no_part(name)]
+    fix = "Correct config.json, or save the model again with save_pretrained."
+    if unused and any(".lora_" in name for name in unused):
+        fix = "They are an adapter's: merge it into its base (merge_and_unload) and save the whole model."
+    if missing:
+        what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
+        also = f"; {len(unused)} in the file have other names (first: {unused[0]})" if unused else ""
+        raise TsaeError(what + also, where=where, fix=fix if unused else "Give a complete checkpoint.")
+    if shapes:
+        name, stored, expected = shapes[0]
+        what = f"{name} has the shape {tuple(stored)} in the file and {tuple(expected)} in the model of config.json"
+        raise TsaeError(f"{what}, as have {len(shapes) - 1} more" if shapes[1:] else what, where=where, fix=fix)
+    if unused:
+        what = f"{len(unused)} weights of the file have no place in the model of config.json (first: {unused[0]})"
+        raise TsaeError(f"{what}; without them it would compute something else", where=where, fix=fix)
 
 
 def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
