@@ -118,7 +118,10 @@ def analyze_state(
     stages = Stages(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
     others = ", ".join(c.id for c in list(readers)[1:])
-    stages.say("series", f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})")
+    told = [note.rstrip(".") for note in series.notes if "stands in for the base" not in note]  # `origin` says that
+    stages.say(
+        "series", "; ".join([f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})", *told])
+    )
     rollouts = _rollouts(config, series, readers, log, importing, success, progress, grown)
     contrast_bands(rollouts, config.diff, config.to / "rollouts")  # one that is missing is said before the work
     for stage in ("rollouts", "second look", "sampled", "bands"):

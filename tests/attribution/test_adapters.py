@@ -14,7 +14,7 @@ import torch
 from einops import einsum
 
 import tsae
-from support.builders import make_rollouts, save_perturbed
+from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import save_adapter
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.effects import simulate
@@ -165,16 +165,18 @@ def test_effects_are_near_to_lora_trainings_on_the_rest(llama: Path, run: Path, 
     ("options", "said"),
     [
         ({"use_dora": True}, "lora_magnitude_vector"),
-        ({"bias": "all"}, "biases or whole modules beside A and B"),
-        ({"modules_to_save": ["lm_head"]}, "biases or whole modules beside A and B"),
+        ({"bias": "all"}, r"self_attn.q_proj.base_layer.bias beside A and B"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head.modules_to_save.default.weight beside A and B"),
+        ({"target_parameters": ["k_proj.weight"]}, "updates of single parameters"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused(llama: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_what_is_no_plain_lora_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    base = save_model(tmp_path / "base", "qwen2")  # which has biases
     for step in (1, 2):
-        target = ["q_proj", "v_proj"] if options.get("modules_to_save") else "all-linear"
-        save_adapter(llama, tmp_path / "run" / f"checkpoint-{step}", seed=step, target_modules=target, **options)
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        save_adapter(base, folder, seed=step, target_modules=["q_proj", "v_proj"], **options)
     with pytest.raises(TsaeError, match=said):
-        TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "run"))
+        TrainingPath.of(tsae.CheckpointSeries.load(base, tmp_path / "run"))
 
 
 def test_where_the_beginning_is_assumed_it_is_said(llama: Path, run: Path, tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_an_adapter_with_missing_or_damaged_weights(adapters: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "IA3"}, "type IA3, expected LORA"),
+        ({"peft_type": "PREFIX_TUNING"}, "type PREFIX_TUNING, expected one of LORA"),
         ({"init_lora_weights": "pissa"}, "'pissa', which changed its base"),
         ({"layer_replication": [[0, 2]]}, "uses layer_replication"),
     ],

@@ -1,14 +1,17 @@
 """PEFT adapters: find their base, and put them on it without merging.
 
-Only LoRA (with DoRA and rank stabilisation), which trainers of RLVR write. An adapter is put on the modules of a loaded
-base and taken off again, so a series of adapters loads its base once.
+An adapter gets modules of its own around the weights of a loaded base. What peft puts in the place of these modules,
+such as trained embeddings, norms or biases, the base never has. So a series of adapters loads its base once, and
+nothing has to be taken off again.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
@@ -29,6 +32,12 @@ if TYPE_CHECKING:
 
 _Checkpoint = TypeVar("_Checkpoint", bound=CheckpointRecord)
 
+_KINDS = (
+    *("LORA", "ADALORA", "BOFT", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR"),
+    *("MISS", "OFT", "OSF", "RANDLORA", "ROAD", "TRAINABLE_TOKENS", "VERA", "WAVEFT"),
+)
+"""Kinds that change modules and leave the base's tensors as they are; a test reads each of them. Prompts and prefixes
+would need tokens of their own before the text."""
 # These starts leave the base as it was; with others (PiSSA, OLoRA, …) training starts from a changed base.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _LONGEST_PATH = 4096
@@ -64,12 +73,13 @@ def base_of(checkpoint: _Checkpoint) -> _Checkpoint:
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter on an unchanged base. Raises TsaeError for other kinds of adapters."""
+    """adapter_config.json of an adapter on an unchanged base. Raises TsaeError for kinds that are not read."""
     config = json_object(folder / ADAPTER_CONFIG)
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
     merged = "Merge it into its base (merge_and_unload) and save the whole model."
-    if kind != "LORA":
-        raise TsaeError(f"is an adapter of type {kind}, expected LORA", where=folder, fix=merged)
+    if kind not in _KINDS:
+        what = f"is an adapter of type {kind}, expected one of {', '.join(_KINDS)}"
+        raise TsaeError(what, where=folder, fix=f"{merged} Prompts and prefixes cannot be merged or read.")
     if start not in _PLAIN_STARTS:
         raise TsaeError(
             f"started from init_lora_weights={start!r}, which changed its base",
@@ -88,32 +98,57 @@ def checked_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: CheckpointRecord, device: str) -> Any:
-    """Put an adapter on its loaded base.
+def is_lora(folder: Path) -> bool:
+    return bool(checked_config(folder)["peft_type"] == "LORA")
 
-    Returns:
-        a PeftModel. Its ``base_model.model`` is the base's own class with the adapter's modules in it; `unload()` gives
-        back the base as it was.
+
+class Adapter(NamedTuple):
+    """An adapter on its base."""
+
+    model: PreTrainedModel
+    """The base's own class, with the adapter's modules in it."""
+    config: Any
+    """peft's."""
+    added: list[str]
+    """Names of the parameters that are not the base's own: what was trained, and what peft computes it from."""
+
+
+def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: CheckpointRecord, device: str) -> Adapter:
+    """Put an adapter on a copy of its loaded base, which shares the base's weights and leaves them as they are.
 
     Raises:
-        TsaeError: where the adapter does not fit the base.
+        TsaeError: where the adapter does not fit the base, or peft does not know one of its settings.
     """
+    import torch
+
     try:
-        from peft import PeftConfig, PeftModel
+        from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, PeftType
     except ImportError as error:
         raise TsaeError("reading adapters needs peft", where=checkpoint.path, fix="pip install 'tsae[rl]'") from error
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     folder = folder_of(checkpoint)
+    settings = checked_config(folder)
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings["peft_type"])]
+    unknown = [
+        name for name, value in settings.items() if value and name not in {*kind.__dataclass_fields__, "peft_version"}
+    ]
+    if unknown:
+        what = f"has the setting {unknown[0]}, which the installed peft does not know and would ignore"
+        raise TsaeError(
+            what, where=folder / ADAPTER_CONFIG, fix="Install the version of peft that saved it, or a later one."
+        )
+    shell, shared = _apart(model)
     try:
-        config = PeftConfig.from_pretrained(str(folder))
-        config.inference_mode = True
-        with warnings.catch_warnings():
-            # peft calls what transformers has deprecated; users can do nothing about it.
-            warnings.simplefilter("ignore", FutureWarning)
-            # On the meta device first: a random start would use up random numbers, and is overwritten anyway.
-            wrapped = PeftModel(model, config, low_cpu_mem_usage=True)
-            found = wrapped.load_adapter(str(folder), "default", torch_device=device, low_cpu_mem_usage=True)
+        # peft draws random starts, which the adapter's weights overwrite.
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
+            warnings.simplefilter("ignore")  # peft's advice to those who train or merge; what does not fit is refused
+            config = kind.from_pretrained(str(folder))
+            config.inference_mode = True
+            wrapped: Any = PeftModel(shell, config)
+            with safe_open(weight_files(folder)[0], framework="pt") as file:
+                _give_own(wrapped, shared, set(file.keys()))
+            found = wrapped.load_adapter(str(folder), "default", torch_device="cpu" if device == "meta" else device)
     except (ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         what = f"cannot be put on {base.path} ({first_line(error)})"
         raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE) from error
@@ -121,7 +156,33 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
     if odd:
         what = f"does not fit {base.path}: {len(odd)} weights are missing or have no place there (first: {odd[0]})"
         raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE)
-    return wrapped
+    inner: PreTrainedModel = wrapped.base_model.model
+    inner.eval()
+    inner.requires_grad_(False)
+    return Adapter(inner, config, [name for name, p in inner.named_parameters() if id(p) not in shared])
+
+
+def _apart(model: PreTrainedModel) -> tuple[PreTrainedModel, set[int]]:
+    """A copy of a model with modules of its own around the same weights, and the ids of its parameters."""
+    from torch.nn import Parameter
+
+    # Tensors of a quantised layer have classes and states of their own: such an object is shared.
+    kept: dict[int, Any] = {
+        id(t): Parameter(t.detach(), requires_grad=False) if type(t) is Parameter else t
+        for t in chain(model.parameters(), model.buffers())
+    }
+    return copy.deepcopy(model, kept), {id(value) for value in kept.values()}
+
+
+def _give_own(model: Any, shared: set[int], names: set[str]) -> None:
+    """Give the model copies of those of the base's parameters that an adapter's file holds, such as trained biases:
+    peft writes into them."""
+    from torch.nn import Parameter
+
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in shared and f"{module_name}.{name}" in names:
+                setattr(module, name, Parameter(parameter.clone(), requires_grad=False))
 
 
 def _same_model(named: str, base: CheckpointRecord) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
 from tsae.base.usual_state import usual_state
-from tsae.checkpoints.adapters import base_of, put_on
+from tsae.checkpoints.adapters import Adapter, base_of, is_lora, put_on
 from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.own_length import rotate_rows_alone
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
+    check_stored,
     digests_of_files,
     ends_of_files,
     first_line,
     folder_of,
+    has_no_part,
     has_tokenizer,
     is_adapter,
     is_gguf,
@@ -47,12 +49,12 @@ _UNUSED = ("_name_or_path", "transformers_version")
 
 
 class ModelLoader:
-    """Loads checkpoints in turn. Adapters share their base, which is loaded once and never merged.
+    """Loads checkpoints in turn. Adapters share the weights of their base, which is loaded once and never merged.
 
-    A loaded model is valid until the next call of `load`, which takes its adapter off or lets go of it.
+    A loaded model is valid until the next call of `load`. What was loaded before leaves no trace in it.
 
     Args:
-        device: a torch device.
+        device: a torch device; "meta" checks that the weights have their places, and reads none.
         dtype: "auto" keeps the precision of the file; or float32, float64, bfloat16, float16.
         attention: Hugging Face's attn_implementation; "eager" for a model that has no "sdpa".
     """
@@ -63,7 +65,7 @@ class ModelLoader:
         self.device, self.dtype, self.attention = device, dtype, attention
         self._model: PreTrainedModel | None = None
         self._loaded: Path | None = None
-        self._adapter: Any = None
+        self._adapter: Adapter | None = None
 
     @usual_state()
     def load(self, checkpoint: CheckpointRecord) -> PreTrainedModel:
@@ -73,8 +75,8 @@ class ModelLoader:
         adapter this is its base's own class, with the adapter's modules in place. A model with noise is not reused.
 
         Raises:
-            TsaeError: where there are no weights, only a pickle, the weights do not fit the configuration, or an
-                adapter is of another base.
+            TsaeError: where there are no weights, only a pickle, weights are missing, have another shape or no place
+                in the model that the configuration describes, or an adapter is of another base.
         """
         if checkpoint.noise is not None:
             noisy = self.load(replace(checkpoint, noise=None))
@@ -90,24 +92,24 @@ class ModelLoader:
         if is_adapter(base_folder):
             raise TsaeError(f"is an adapter of {base.path}, which is an adapter too", where=folder)
         self._adapter = put_on(self._whole(base, base_folder), checkpoint, base, self.device)
-        model: PreTrainedModel = self._adapter.base_model.model
-        model.eval()
-        model.requires_grad_(False)
-        return model
+        return self._adapter.model
 
     @property
-    def trains_more(self) -> bool:
-        """Whether the adapter that is on has trained biases or whole modules beside its low-rank updates."""
-        configs = [] if self._adapter is None else list(self._adapter.peft_config.values())
-        return any(config.bias != "none" or config.modules_to_save for config in configs)
+    def not_plain(self) -> str | None:
+        """What the adapter that was loaded last has beside A and B of linear layers; None for plain LoRA."""
+        if self._adapter is None:
+            return None
+        if getattr(self._adapter.config, "target_parameters", None):
+            return "updates of single parameters (target_parameters)"
+        return next((n for n in self._adapter.added if ".lora_A." not in n and ".lora_B." not in n), None)
+
+    @property
+    def added(self) -> list[str]:
+        """Names of the parameters that the adapter that was loaded last adds to its base or has in place of its."""
+        return [] if self._adapter is None else self._adapter.added
 
     def _whole(self, checkpoint: CheckpointRecord, folder: Path) -> PreTrainedModel:
-        if self._adapter is not None:
-            # Trained biases overwrite the base's own, so such an adapter cannot be taken off.
-            changed = any(config.bias != "none" for config in self._adapter.peft_config.values())
-            self._model, self._adapter = self._adapter.unload(), None
-            if changed:
-                self._loaded = None
+        self._adapter = None
         if self._model is None or self._loaded != folder.resolve():
             self._model = self._loaded = None  # Let go of it before the next takes up memory.
             self._model = self._from_files(checkpoint, folder)
@@ -119,13 +121,15 @@ class ModelLoader:
         from transformers import AutoModelForCausalLM
 
         if not is_gguf(folder):
-            weight_files(folder)
+            check_stored(folder)
         with _loading, _quiet():
             options = {
                 **_source(folder),
                 "dtype": self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
                 "use_safetensors": None if is_gguf(folder) else True,
                 "output_loading_info": True,
+                "ignore_mismatched_sizes": True,  # they are refused below, by name
+                **({"device_map": "meta"} if self.device == "meta" else {}),
             }
             load: Any = AutoModelForCausalLM.from_pretrained
             try:
@@ -152,10 +156,7 @@ class ModelLoader:
                     where=checkpoint.path,
                     fix="Give a Hugging Face model directory with config.json and safetensors, or a GGUF file.",
                 ) from error
-        missing = sorted(info.get("missing_keys", ()))
-        if missing:
-            what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
-            raise TsaeError(what, where=checkpoint.path, fix="Give a complete checkpoint.")
+        _check_places(info, checkpoint.path)
         if is_gguf(folder) and getattr(model, "hf_quantizer", None) is not None:
             # The weights are plain floats by now, and transformers would neither train nor save the model.
             model.hf_quantizer.remove_quantization_config(model)
@@ -164,6 +165,42 @@ class ModelLoader:
         model.eval()
         model.requires_grad_(False)
         return model
+
+
+def check_places(checkpoints: Iterable[CheckpointRecord]) -> None:
+    """Check that the weights of all files have their places in the models, without reading them.
+
+    Quantised models and adapters of other kinds than LoRA are checked when they are loaded.
+
+    Raises:
+        TsaeError: as `ModelLoader.load`.
+    """
+    loader = ModelLoader(device="meta")
+    for checkpoint in checkpoints:
+        folder = folder_of(checkpoint)
+        whole = folder_of(base_of(checkpoint)) if is_adapter(folder) else folder
+        if not is_gguf(whole) and quantisation(whole) is None and (whole == folder or is_lora(folder)):
+            loader.load(replace(checkpoint, noise=None))
+
+
+def _check_places(info: Mapping[str, Any], where: str) -> None:
+    """Refuse a model that is not made of its file's weights: all that it has, and nothing else that would count."""
+    missing, shapes = sorted(info.get("missing_keys", ())), sorted(info.get("mismatched_keys", ()))
+    unused = [name for name in sorted(info.get("unexpected_keys", ())) if not has_no_part(name)]
+    fix = "Correct config.json, or save the model again with save_pretrained."
+    if unused and any(".lora_" in name for name in unused):
+        fix = "They are an adapter's: merge it into its base (merge_and_unload) and save the whole model."
+    if missing:
+        what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
+        also = f"; {len(unused)} in the file have other names (first: {unused[0]})" if unused else ""
+        raise TsaeError(what + also, where=where, fix=fix if unused else "Give a complete checkpoint.")
+    if shapes:
+        name, stored, expected = shapes[0]
+        what = f"{name} has the shape {tuple(stored)} in the file and {tuple(expected)} in the model of config.json"
+        raise TsaeError(f"{what}, as have {len(shapes) - 1} more" if shapes[1:] else what, where=where, fix=fix)
+    if unused:
+        what = f"{len(unused)} weights of the file have no place in the model of config.json (first: {unused[0]})"
+        raise TsaeError(f"{what}; without them it would compute something else", where=where, fix=fix)
 
 
 def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:

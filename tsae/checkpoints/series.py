@@ -25,7 +25,7 @@ from tsae.base.views import views
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.discovery import find
-from tsae.checkpoints.weight_files import is_adapter, is_hub_id, quantisation
+from tsae.checkpoints.weight_files import beside_the_model, is_adapter, is_hub_id, quantisation
 from tsae.errors import TsaeError
 
 _FIELDS = ("id", "path", "run", "step", "trained_on", "revision", "subfolder")
@@ -157,18 +157,26 @@ class CheckpointSeries:
         return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
 
     def _checked(self) -> CheckpointSeries:
-        """Itself, with a note on quantised weights, if every adapter on this machine is one of the base."""
+        """Itself, with notes on its weights, if every adapter on this machine is one of the base."""
         for checkpoint in self:
             if not checkpoint.is_base and is_adapter(Path(checkpoint.path)):
                 base_of(checkpoint)
-        kinds = {c.id: quantisation(Path(c.path) / (c.subfolder or "")) for c in self}
-        named = [f"{id} ({kind})" for id, kind in kinds.items() if kind]
-        if not named:
-            return self
-        note = f"quantised weights: {', '.join(named)}. What is read is what the quantised model computes"
-        if len(set(kinds.values())) > 1:
-            note += "; others of the series are not quantised so, and differences to them hold the rounding too"
-        return replace(self, notes=(*self.notes, f"{note}."))
+        folders = {c.id: Path(c.path) / (c.subfolder or "") for c in self}
+        kinds, notes = {id: quantisation(folder) for id, folder in folders.items()}, list(self.notes)
+        if named := [f"{id} ({kind})" for id, kind in kinds.items() if kind]:
+            note = f"quantised weights: {', '.join(named)}. What is read is what the quantised model computes"
+            if len(set(kinds.values())) > 1:
+                note += "; others of the series are not quantised so, and differences to them hold the rounding too"
+            notes.append(f"{note}.")
+        for id, folder in folders.items():
+            heads, files = beside_the_model(folder)
+            if heads:
+                notes.append(
+                    f"{id}: {heads[0]} and {len(heads) - 1} more weights are no part of its text model: left out."
+                )
+            if files:
+                notes.append(f"{id}: its index does not name {', '.join(files)}, which is not read.")
+        return replace(self, notes=tuple(notes))
 
     @classmethod
     def _from_json(cls, file: Path, without: Collection[Path] = ()) -> CheckpointSeries:

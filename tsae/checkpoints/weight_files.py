@@ -24,6 +24,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _DOWNLOADS = ("*.json", "model*.safetensors", ADAPTER_WEIGHTS, "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # Trainers leave these beside the weights. They are pickles too, but not the weights that a user asks for.
 _TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt|pth)")
+# Masks and tables that older versions of transformers saved. The model computes them.
+_TABLES = re.compile(r"(?:.+\.)?(?:rotary_emb\.\w+|(?:attn|attention)\.(?:masked_)?bias|position_ids)")
+# What stands beside a causal language model and takes no part in what it computes.
+_BESIDE = re.compile(
+    r"(?:model\.)?(?:v_head|value_head|value_model|score|reward_head|classifier|critic|mtp|mtp_layers|"
+    r"vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\..+"
+)
 _THREADS = 4
 """Files that are read at once; the lock of the interpreter is free meanwhile."""
 
@@ -113,10 +120,59 @@ def weight_files(folder: Path) -> list[Path]:
         raise TsaeError("holds no config.json", where=folder, fix="Give a Hugging Face model directory.")
     # In the order of transformers, which looks for no other names.
     if (folder / _WEIGHTS).is_file():
+        if (folder / _INDEX).is_file() and any(folder.glob("model-*.safetensors")):
+            what = f"holds weights twice: {_WEIGHTS}, and the files that {_INDEX} names"
+            raise TsaeError(what, where=folder, fix="Remove those of an earlier save.")
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():
         raise _no_weights(folder, _WEIGHTS, "model")
     return _indexed(folder)
+
+
+def has_no_part(name: str) -> bool:
+    """Whether a weight that the model has no place for takes no part in what it computes: masks, value heads."""
+    return bool(_TABLES.fullmatch(name) or _BESIDE.fullmatch(name))
+
+
+def beside_the_model(folder: Path) -> tuple[list[str], list[str]]:
+    """(weights of value heads and the like, files of weights that are not read) of a folder with a whole model.
+
+    Both are empty where its files cannot be read: loading them says what is wrong.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        files = [] if is_adapter(folder) else weight_files(folder)
+        names = [name for file in files for name in safe_open(file, framework="np").keys()]  # noqa: SIM118
+    except (TsaeError, SafetensorError, OSError):
+        return [], []
+    others = sorted({*folder.glob("model*.safetensors")} - {*files}) if files else []
+    return [name for name in names if _BESIDE.fullmatch(name)], [file.name for file in others]
+
+
+def check_stored(folder: Path) -> None:
+    """Refuse weights that lie in two files, and whole numbers whose scale nothing gives.
+
+    Raises:
+        TsaeError: as `weight_files`, too.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    seen: dict[str, str] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="np") as file:
+                kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return  # Loading it says what is wrong.
+        for name, kind in kinds.items():
+            if name in seen:
+                what = f"holds {name} twice: in {seen[name]} and {path.name}"
+                raise TsaeError(what, where=folder, fix="Save the model again into an empty folder.")
+            if kind[0] in "IU" and not has_no_part(name) and quantisation(folder) is None:
+                what = f"{name} is stored as whole numbers ({kind}), and config.json does not say how they are scaled"
+                raise TsaeError(what, where=folder, fix="Save the model without quantisation.")
+        seen |= dict.fromkeys(kinds, path.name)
 
 
 def quantisation(folder: Path) -> str | None:

@@ -23,6 +23,7 @@ from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.checkpoints.limits import reading_limits
 from tsae.checkpoints.loading import (
     ModelLoader,
+    check_places,
     load_tokenizer,
     need_unchanged,
     tokenizer_fingerprint,
@@ -67,12 +68,14 @@ def open_base(
         device: where, instead of `config.device`.
 
     Raises:
-        TsaeError: for tokenizers that do not fit the rollouts, trajectories longer than the context, unknown sites, a
-            precision that cannot be stored, or a base that is rewritten meanwhile.
+        TsaeError: for tokenizers that do not fit the rollouts, weights without a place in their model, trajectories
+            longer than the context, unknown sites, a precision that cannot be stored, or a base that is rewritten
+            meanwhile.
     """
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
     for checkpoint, tokenizer in zip(series, tokenizers, strict=True):
         check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
+    check_places(series)
     loader = _loader(config, device)
     before = weights_fingerprint(series.base)
     model = _load(series.base, config, loader)

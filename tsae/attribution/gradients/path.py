@@ -103,15 +103,13 @@ class TrainingPath:
         trained, alike = None, _Alike()
         for checkpoint in sorted(mine, key=lambda c: -c.step):  # the first stays loaded
             model = loader.load(checkpoint)
-            names = [name for name, _ in model.named_parameters() if ".lora_" in name]
-            odd = [name for name in names if ".lora_A." not in name and ".lora_B." not in name]
-            if odd or loader.trains_more:
+            if loader.not_plain is not None:
                 raise TsaeError(
-                    f"the adapter has {odd[0] if odd else 'biases or whole modules'} beside A and B",
+                    f"the adapter has {loader.not_plain} beside A and B",
                     where=checkpoint.path,
                     fix="Attribute plain LoRA of linear layers, or merge the adapters of all steps (merge_and_unload).",
                 )
-            trained = TrainedWeights(model, names)
+            trained = TrainedWeights(model, loader.added)
             alike.check(trained, checkpoint)
             knots[checkpoint.step] = trained.vector()
         assert trained is not None

@@ -25,7 +25,6 @@ def spread(model: PreTrainedModel) -> None:
     from accelerate.utils import get_balanced_memory
 
     whole = sorted(getattr(model, "_no_split_modules", None) or ())
-    model.tie_weights()
     memory = get_balanced_memory(model, dtype=model.dtype, no_split_module_classes=whole)
     places = infer_auto_device_map(model, max_memory=memory, dtype=model.dtype, no_split_module_classes=whole)
     if "disk" in places.values():

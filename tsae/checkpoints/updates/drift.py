@@ -18,9 +18,10 @@ import pandas as pd
 import torch
 
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import check_places
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates.lora import LoraUpdate, fitting_updates
-from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, json_object, weight_files
+from tsae.checkpoints.weight_files import folder_of, has_no_part, is_adapter, is_gguf, json_object, weight_files
 from tsae.errors import TsaeError
 
 _BLOCK = 1 << 24  # elements read at once
@@ -58,8 +59,8 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
                         checkpoint is stored more coarsely than the base
 
     Raises:
-        TsaeError: where weights are missing, have another shape, are quantised or not finite, or an adapter holds
-            other weights than LoRA's.
+        TsaeError: where weights are missing, have another shape or no place in the model, are quantised or not finite,
+            or an adapter holds other weights than LoRA's.
     """
     from tqdm.auto import tqdm
 
@@ -68,6 +69,8 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
     norms: dict[str, float] = {}
     for checkpoint in list(series)[1:]:
         after = _trained_tensors(checkpoint, base)
+        if base.has_class:
+            check_places([series.base, checkpoint])
         names = [*base.names, *(name for name in after if name not in base.names)]
         for name in tqdm(names, desc=f"drift of {checkpoint.id}", unit="tensor", disable=not progress):
             if base.dtype(name) in _FLOATS:
@@ -139,8 +142,11 @@ class _Tensors:
                 self._files |= dict.fromkeys(opened.keys(), opened)
         except (SafetensorError, OSError) as error:
             raise TsaeError(f"cannot be read ({error})", where=folder, fix="Complete the checkpoint.") from error
-        self.names = list(self._files)
-        self._tied = bool(json_object(folder / "config.json").get("tie_word_embeddings", False))
+        self.names = [name for name in self._files if not has_no_part(name)]
+        config = json_object(folder / "config.json")
+        self._tied = bool(config.get("tie_word_embeddings", False))
+        self.has_class = "model_type" in config and "auto_map" not in config
+        """Whether transformers can make the model."""
 
     def find(self, name: str) -> str | None:
         """The name that a weight has in the files: its own, or that of the weight it is tied to."""

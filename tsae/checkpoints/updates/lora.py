@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config
+from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import folder_of, weight_files
 from tsae.errors import TsaeError
@@ -140,6 +140,9 @@ def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
     from safetensors import SafetensorError, safe_open
 
     config = checked_config(folder)
+    if not is_lora(folder):
+        what = f"is an adapter of type {config['peft_type']}; updates are computed of LORA alone"
+        raise TsaeError(what, where=folder, fix="Merge the adapter into its base and save the whole model.")
     updates: dict[str, LoraUpdate] = {}
     try:
         with safe_open(weight_files(folder)[0], framework="pt") as file:

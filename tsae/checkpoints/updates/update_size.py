@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.noise import Noise, frobenius
 from tsae.checkpoints.updates.lora import fitting_updates
 from tsae.checkpoints.weight_files import folder_of, is_adapter
@@ -52,17 +53,15 @@ def update_of(checkpoint: Checkpoint) -> Update:
     Raises:
         TsaeError: where the weights are not those of the base by name or shape, are quantised, or are not finite.
     """
-    base = _base_of(checkpoint)
-    model = base.load_model()
+    base, loader = _base_of(checkpoint), ModelLoader()
+    model = loader.load(base)
     before = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(before)
-    folder = folder_of(checkpoint)
-    norms = {}
-    for name, update in (
-        _adapter_updates(checkpoint, base, before, tied)
-        if is_adapter(folder)
-        else _whole_updates(checkpoint, base, before, tied)
-    ):
+    norms, adapter = {}, is_adapter(folder_of(checkpoint))
+    if adapter:
+        loader.load(checkpoint)  # refuses weights that have no place in the base, which stays as it is
+    updates = _adapter_updates if adapter else _whole_updates
+    for name, update in updates(checkpoint, base, before, tied):
         norms[name] = frobenius(update)
         if not math.isfinite(norms[name]):
             raise TsaeError(f"{name} holds values that are not finite, there or in {base.path}", where=checkpoint.path)
@@ -92,6 +91,14 @@ def _whole_updates(
             f"(first: {(lost + new)[0]}), so its update has no size that noise could match",
             where=checkpoint.path,
             fix=fix,
+        )
+    own = {id(after[name]): name for name in before}
+    apart = next((name for name in sorted(tied & after.keys()) if id(after[name]) not in own), None)
+    if apart is not None:
+        raise TsaeError(
+            f"trained {apart} apart from the weight to which {base.path} ties it; noise there would move both",
+            where=checkpoint.path,
+            fix="Give a base whose weights are not tied either (tie_word_embeddings).",
         )
     for name, weight in before.items():
         other = after[name]
