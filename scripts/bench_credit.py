@@ -2,12 +2,14 @@
 
 Trains with credit for a few steps and times, within every step, what the rule takes (a forward pass of the reference,
 encoding, scores, shaping) and the whole step; both in one process, so that other work on the machine slows both.
+Ends with one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -35,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     low, middle, high = np.quantile(share, [0.25, 0.5, 0.75])
     print(f"step without credit {np.median(whole - rule):.2f} s, credit {np.median(rule):.2f} s")
     print(f"credit adds {middle:.1%} (quartiles {low:.1%} to {high:.1%}, {len(share)} steps)")
+    print(json.dumps({"name": "credit", "ratio": round(1 + middle, 3), "quartiles": [round(low, 3), round(high, 3)]}))
     return 0
 
 

@@ -103,7 +103,8 @@ def make_sae(folder: Path, store: Path, bench: Bench) -> None:
     """Random, with the threshold that k latents of a token exceed on average."""
     sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k), site=_SITE)
     sae.initialize(torch.zeros(bench.d_model), torch.Generator().manual_seed(0))
-    x = torch.from_numpy(next(tsae.ActivationStore(store).shards()).read(_SITE, np.arange(4096)))
+    shard = next(tsae.ActivationStore(store).shards())
+    x = torch.from_numpy(shard.read(_SITE, np.arange(min(4096, shard.n_tokens))))
     with torch.no_grad():
         active = sae.encode(x).flatten().sort(descending=True).values
         sae.threshold.fill_(float(active[bench.k * len(x)]))

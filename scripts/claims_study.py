@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if options.one is not None:
-            do(options.one[0], int(options.one[1]), options.out)
+            do(options.one[0], int(options.one[1]), options.out, options.steps)
             return 0
         options.out.mkdir(parents=True, exist_ok=True)
         if not options.gather_only:
@@ -114,6 +114,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; made if missing")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
     parser.add_argument("--seeds", type=int, default=5, help="runs per arm (default: 5)")
+    parser.add_argument("--steps", type=int, help="optimiser steps of every run: a smoke run (default: its arm's)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     parser.add_argument("--gather", type=Path, help="file to gather the records of all finished runs in")
     parser.add_argument("--gather-only", action="store_true", help="run nothing")
@@ -142,7 +143,7 @@ def run_all(options: argparse.Namespace) -> None:
                     record_of(options.out, *need).is_file() for need in needs(*item)
                 ):
                     waiting.remove(item)
-                    running[processes.submit(do, *item, options.out)] = item
+                    running[processes.submit(do, *item, options.out, options.steps)] = item
             if not running:
                 raise TsaeError(f"{waiting[0][0]} waits for an arm that is not asked for", where="--arms")
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -151,10 +152,14 @@ def run_all(options: argparse.Namespace) -> None:
                 bar.update()
 
 
-def do(name: str, seed: int, out: Path) -> None:
+def do(name: str, seed: int, out: Path, steps: int | None = None) -> None:
     """One run, or one base."""
     torch.set_num_threads(1)
-    (do_base if name in ALL_BASES else do_run)(name, seed, out)
+    if name in ALL_BASES:
+        do_base(name, seed, out)
+    else:
+        arm = ARMS[name]
+        do_run(name, seed, out, replace(arm, steps=steps or arm.steps))
 
 
 def needs(name: str, seed: int) -> list[tuple[str, int]]:
@@ -193,9 +198,9 @@ def do_base(name: str, seed: int, out: Path) -> None:
     write_json(record_of(out, name, seed), examining.rounded(record))
 
 
-def do_run(name: str, seed: int, out: Path) -> None:
+def do_run(name: str, seed: int, out: Path, arm: Arm) -> None:
     """Train one arm, measure on the way and at the end, write the record."""
-    arm, started = ARMS[name], time.monotonic()
+    started = time.monotonic()
     base = load(out, "base" if arm.start in ("near", "far") else arm.start, 0)
     model = load(out, *start_of(arm, seed, out))
     moved = examining.distance(model, base, problems_of("medium", 64), SEED) if arm.start in ("near", "far") else 0.0

@@ -109,7 +109,7 @@ def test_a_capture_killed_at_random_moments_ends_with_the_same_bytes(
     assert contents(folder) == contents(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_kills_at_random_points_of_a_longer_capture(series_folder: Path, fingerprint: str, tmp_path: Path) -> None:
     longer = make_rollouts(("base", "easy-10"), n_problems=50, n_samples=8, tokenizer=fingerprint)
     source = longer.write(tmp_path / "rollouts.parquet")

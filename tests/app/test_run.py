@@ -523,7 +523,7 @@ def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
     assert contents(out) == contents(finished[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_killed_while_it_trains(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]

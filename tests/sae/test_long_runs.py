@@ -105,7 +105,7 @@ def run_until_write(store: Path, folder: Path, n: int) -> None:
     run(store, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_a_kill_before_any_operation_on_files_leaves_a_run_that_goes_on(
     store: ActivationStore, whole: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,116 @@
+"""Every script at a tiny size: it ends well, and a bench with its line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support.demos import TINY as TINY_DEMO
+from tsae.demo import demo
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+SOLUTIONS = os.environ.get("TSAE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl")
+CAUSAL = "--demo demo --problems 4 --samples 1 --n-random 2"
+RUN = "--config.per-band 1 --config.steps 2 --config.groups 3 --config.samples 4"
+
+TINY = {
+    "bench_attribution_online.py": "--steps 1",
+    "bench_capture.py": f"--solutions {SOLUTIONS} --tokens 512 --batch-tokens 512 --rounds 1 --window-rounds 1 "
+    "--window-tokens 5000 --memory-tokens 2000 4000",
+    "bench_credit.py": "--reference remedies/reference --steps 1",
+    "bench_crosscoder.py": "--to crosscoder --steps 4 --seeds 1",
+    "bench_finetune.py": "--to finetune --base-tokens 8000 --tokens 8000 --rates 1 --seeds 1",
+    "bench_import.py": "--trajectories 16 --workers 1",
+    "bench_quality.py": "--to quality --store demo/activations --d-sae 32 --k 4 --steps 4 --batch-tokens 256 --seeds 1",
+    "bench_report.py": "--features 48 --problems 12 --tokens 12 --k 4 --rounds 1",
+    "bench_scale.py": "--problems 12 --samples 2 --tokens 20 --times 2 --d-model 8 --d-sae 64 --k 4",
+    "bench_train.py": "--d-model 16 --d-sae 64 --k 4 --pairs 64 --steps 1",
+    "bench_verification.py": "--to verification --problems 4 --samples 2 --tokens 20000",
+    "bench_warm_start.py": "--to warm --published-tokens 8000 --tokens 8000 --seeds 1",
+    "causal_testbed.py": f"{CAUSAL} --to causal",
+    "check_attribution.py": "--run mixed/run --retrained mixed/to --sae demo/sae --data mixed/data --n-features 2",
+    "check_changes.py": "--draws 20",
+    "check_claims.py": "",
+    "check_credit.py": "--reference remedies/reference --problems 40",
+    "check_influence.py": "--demo demo --features 4 --problems 4",
+    "check_null.py": "--weights --to null --problems 12 --seeds 1 --samples 2",
+    "check_reinforcement.py": "--demo demo",
+    "check_statements.py": "--draws 2",
+    "claims_features.py": "--out claims --seeds 1 --problems 4 --tokens 8000 --random 2",
+    "claims_study.py": "--out claims --arms easy medium hard --seeds 1 --steps 1",
+    "explain_hard_run.py": f"--to hard --seeds 1 --per-kind 2 {RUN}",
+    "explain_smollm2.sh": "demo explained",
+    "guard_hard_run.py": f"--to guard --seeds 0 --every 1 --problems 2 --responses 2 {RUN}",
+    "retrain_mixed.py": f"--run mixed/run --to mixed/to --halves 1 --most 0 --samplings replayed 1 {RUN}",
+    "run_remedies.py": "--out remedies --quick --seeds 1 --arms plain",
+    "simulate_scale.py": "simulate --parts 8 --workers 2 --draws 2",
+    "torture.py": "--cases 4",
+    "transplant_testbed.py": f"{CAUSAL} --features 2 --only direct-answer-of-hard-150-into-base --to transplant",
+}
+AFTER = {
+    "bench_credit.py": "run_remedies.py",
+    "check_attribution.py": "retrain_mixed.py",
+    "check_credit.py": "run_remedies.py",
+    "claims_features.py": "claims_study.py",
+}
+"""A script, and the one whose folder it reads."""
+ELSEWHERE = {
+    "bench_diff.py": "diff/test_diff.py",
+    "bench_gpu.py": "app/test_gpu_suite.py",
+    "build_testbed.py": "testbed/test_build.py",
+    "gpu_suite.sh": "app/test_gpu_suite.py",
+    "hard_end.py": "testbed/test_hard_end.py",
+    "llm_bands.py": "app/test_llm_bands.py",
+    "run_notebooks.py": "app/test_notebooks.py",
+    "smollm2_gsm8k.sh": "app/test_demo.py",
+    "soak_watch.py": "app/test_watch.py",
+}
+"""Run by another test."""
+NOT_RUN = {
+    "check_mutants.py": "needs the extra mutants, and the fast tests several times",
+    "docstring_tables.py": "a hook of mkdocs, which runs it when the site is built",
+    "gsm8k_log.py": "run by smollm2_gsm8k.sh",
+}
+
+
+def test_no_script_is_forgotten() -> None:
+    named = [*TINY, *ELSEWHERE, *NOT_RUN]
+    assert sorted(named) == sorted(path.name for path in SCRIPTS.iterdir() if path.suffix in (".py", ".sh"))
+    for name, file in ELSEWHERE.items():
+        assert name.partition(".")[0] in (ROOT / "tests" / file).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Run a script once, after the one that it needs, in a folder with a demo: its output."""
+    folder = tmp_path_factory.mktemp("scripts")
+    demo(replace(TINY_DEMO, to=folder / "demo"), progress=False)
+    environment = {**os.environ, "TSAE_BIN": str(Path(sys.executable).parent), "N": "1"}
+
+    @cache
+    def once(name: str) -> str:
+        if name in AFTER:
+            once(AFTER[name])
+        words = [*([sys.executable] if name.endswith(".py") else []), SCRIPTS / name, *TINY[name].split()]
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_it_ends_well(run: Callable[[str], str], name: str) -> None:
+    output = run(name)
+    if name.startswith("bench_"):
+        assert isinstance(json.loads(output.splitlines()[-1]), dict | list)
