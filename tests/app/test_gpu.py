@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from organism.mixed import MixedConfig, train
 
 import tsae
 from support.builders import make_rollouts, save_base_and_run
 from support.stand_in import stand_in_gpu
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.table import Rollouts
 from tsae.sae.fitting import sparse_codes
 from tsae.sae.fitting.loss import temporal_loss
 
@@ -86,7 +90,7 @@ def test_capture_training_and_encoding(world: dict[str, Any]) -> None:
     for mine, theirs in zip(*(store.shards() for store in stores.values()), strict=True):
         np.testing.assert_allclose(mine.read(SITE, slice(None)), theirs.read(SITE, slice(None)), atol=1e-3)
         np.testing.assert_allclose(mine.entropy, theirs.entropy, atol=1e-3, equal_nan=True)
-    store, training = stores["here"], tsae.TrainingConfig(tokens=20_000, batch_tokens=200, device="cuda")
+    store, training = stores["here"], tsae.TrainingConfig(tokens=8_000, batch_tokens=200, device="cuda")
     sae = tsae.train(store, tsae.SAEConfig(d_sae=64, k=4), training=training, progress=False)
     assert tsae.evaluate(sae.to("cpu"), store).as_dict() is not None
     here = tsae.encode(sae, store, device="cpu", progress=False).codes[:].toarray()
@@ -107,3 +111,18 @@ def test_sampling(llama: Path) -> None:
         for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": "cuda"}))
     ]
     assert found[0] == found[1]
+
+
+def test_attribution(tmp_path: Path) -> None:
+    config = MixedConfig(per_band=1, steps=2, groups=3, samples=4, learning_rate=1e-3)
+    run = train(config, tsae.testbed.series().base, tmp_path / "run", progress=False)
+    import_log(run, tmp_path / "log.parquet", progress=False)
+    log = Rollouts.read(tmp_path / "log.parquet")
+    found = {}
+    for device in ("cuda", "cpu"):
+        few = tsae.AttributionConfig(n_fixed=8, subsets=2, validate=3, singles=1, device=device)
+        series = tsae.CheckpointSeries.load(run)
+        found[device] = tsae.attribute(series, log, tmp_path / device, config=few, progress=False)
+    for name in ("samples", "groups", "targets"):
+        there, here = (getattr(found[device], name) for device in ("cuda", "cpu"))
+        pd.testing.assert_frame_equal(there, here, rtol=1e-2, atol=1e-4)

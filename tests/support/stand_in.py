@@ -127,6 +127,7 @@ def _device(value: Any) -> str | None:
 @contextmanager
 def stand_in_gpu() -> Iterator[None]:
     """While the block runs. The GPU's random numbers are the CPU's."""
-    random = {"get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None}
-    with mock.patch.multiple(torch.cuda, **random), _Operations(), _Calls():
+    own = {"get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None}
+    own["get_device_name"] = lambda *_: "stand-in"
+    with mock.patch.multiple(torch.cuda, **own), _Operations(), _Calls():
         yield
