@@ -108,7 +108,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a rehearsal")
     options = parser.parse_args()
     begin = time.monotonic()
-    os.environ["TSAE_GPU"] = options.device
     found = subprocess.run([sys.executable, "-c", _MACHINE, options.device], capture_output=True, text=True)
     if found.returncode:
         sys.exit(found.stderr.strip().splitlines()[-1])
@@ -135,7 +134,7 @@ def main() -> None:
             else:
                 code = run(command, seconds, log)
                 printed = log.read_bytes()[before:].decode(errors="replace")
-                print(printed, flush=True)
+                print("\n".join(line for line in printed.splitlines() if not line.startswith("{")), flush=True)
                 text += section(part, code, seconds, printed, tables)
             page.write_text(text, encoding="utf-8")
     print(f"The page is {page}")

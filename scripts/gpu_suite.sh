@@ -28,6 +28,6 @@ if [ "${1:-}" = --wheels ]; then
 fi
 
 # A wheel of pure Python can be imported as it is.
-PYTHONPATH="$PWD$(printf ':%s' "$PWD"/.wheels/*.whl)"
+PYTHONPATH="$PWD$(printf ':%s' "$PWD"/.wheels/*.whl)${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 exec "$python" scripts/gpu_suite.py "$@"

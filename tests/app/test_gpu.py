@@ -1,31 +1,41 @@
-"""What runs on a GPU gives what the CPU gives. Skipped without one; `scripts/gpu_suite.sh` runs these.
+"""What runs on a GPU gives what the CPU gives. `scripts/gpu_suite.sh` runs these where there is a GPU.
 
-Its rehearsal sets TSAE_GPU=cpu: then the CPU stands in for the GPU.
+Where there is none, a stand-in shows at least that no tensor meets one of the other device.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from organism.mixed import MixedConfig, train
 
 import tsae
 from support.builders import make_rollouts, save_base_and_run
+from support.stand_in import stand_in_gpu
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.table import Rollouts
 from tsae.sae.fitting import sparse_codes
 from tsae.sae.fitting.loss import temporal_loss
 
-GPU = os.environ.get("TSAE_GPU", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPU == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.gpu
 SITE = "blocks.1.hook_resid_post"
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> Iterator[None]:
+    if torch.cuda.is_available():
+        yield
+        return
+    with stand_in_gpu():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +65,7 @@ def loss(device: str, precision: Any = "float32") -> dict[str, torch.Tensor]:
 
 
 def test_the_loss_and_its_gradient() -> None:
-    ours, theirs = loss(GPU), loss("cpu")
+    ours, theirs = loss("cuda"), loss("cpu")
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=2e-3, atol=1e-5, msg=name)
 
@@ -63,7 +73,7 @@ def test_the_loss_and_its_gradient() -> None:
 @pytest.mark.parametrize("dense", [True, False])
 def test_bfloat16_with_dense_and_with_sparse_products(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_codes, "_DENSE_UP_TO", 1 << 20 if dense else 0)
-    ours, theirs = loss(GPU, "bfloat16"), loss("cpu", "bfloat16")
+    ours, theirs = loss("cuda", "bfloat16"), loss("cpu", "bfloat16")
     assert ours["total"].item() == pytest.approx(theirs["total"].item(), rel=1e-2)
     for name in ("W_enc", "W_dec"):
         cosine = torch.nn.functional.cosine_similarity(ours[name].flatten(), theirs[name].flatten(), dim=0)
@@ -72,7 +82,7 @@ def test_bfloat16_with_dense_and_with_sparse_products(dense: bool, monkeypatch: 
 
 def test_capture_training_and_encoding(world: dict[str, Any]) -> None:
     stores = {}
-    for name, device in (("there", GPU), ("here", "cpu")):
+    for name, device in (("there", "cuda"), ("here", "cpu")):
         config = tsae.CaptureConfig(device=device, token_statistics=True)
         stores[name] = tsae.capture(
             world["series"], world["rollouts"], [SITE], to=world["folder"] / name, config=config, progress=False
@@ -80,13 +90,13 @@ def test_capture_training_and_encoding(world: dict[str, Any]) -> None:
     for mine, theirs in zip(*(store.shards() for store in stores.values()), strict=True):
         np.testing.assert_allclose(mine.read(SITE, slice(None)), theirs.read(SITE, slice(None)), atol=1e-3)
         np.testing.assert_allclose(mine.entropy, theirs.entropy, atol=1e-3, equal_nan=True)
-    store, training = stores["here"], tsae.TrainingConfig(tokens=20_000, batch_tokens=200, device=GPU)
+    store, training = stores["here"], tsae.TrainingConfig(tokens=8_000, batch_tokens=200, device="cuda")
     sae = tsae.train(store, tsae.SAEConfig(d_sae=64, k=4), training=training, progress=False)
     assert tsae.evaluate(sae.to("cpu"), store).as_dict() is not None
     here = tsae.encode(sae, store, device="cpu", progress=False).codes[:].toarray()
-    live = tsae.LiveSource(world["series"], world["rollouts"], SITE, config=tsae.LiveConfig(device=GPU))
+    live = tsae.LiveSource(world["series"], world["rollouts"], SITE, config=tsae.LiveConfig(device="cuda"))
     for source in (store, live):
-        there = tsae.encode(sae, source, device=GPU, progress=False).codes[:].toarray()
+        there = tsae.encode(sae, source, device="cuda", progress=False).codes[:].toarray()
         # Last bits differ, and a code at the threshold may be there on one device alone.
         sure = np.abs(np.maximum(there, here) - sae.threshold.item()) > 1e-2
         assert sure.mean() > 0.99
@@ -98,6 +108,21 @@ def test_sampling(llama: Path) -> None:
     cold = tsae.SamplingConfig(n_samples=1, max_new_tokens=8, temperature=1e-4)
     found = [
         tsae.sample(Checkpoint("base", str(llama)), problems, config, progress=False).table["response_ids"].to_pylist()
-        for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": GPU}))
+        for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": "cuda"}))
     ]
     assert found[0] == found[1]
+
+
+def test_attribution(tmp_path: Path) -> None:
+    config = MixedConfig(per_band=1, steps=2, groups=3, samples=4, learning_rate=1e-3)
+    run = train(config, tsae.testbed.series().base, tmp_path / "run", progress=False)
+    import_log(run, tmp_path / "log.parquet", progress=False)
+    log = Rollouts.read(tmp_path / "log.parquet")
+    found = {}
+    for device in ("cuda", "cpu"):
+        few = tsae.AttributionConfig(n_fixed=8, subsets=2, validate=3, singles=1, device=device)
+        series = tsae.CheckpointSeries.load(run)
+        found[device] = tsae.attribute(series, log, tmp_path / device, config=few, progress=False)
+    for name in ("samples", "groups", "targets"):
+        there, here = (getattr(found[device], name) for device in ("cuda", "cpu"))
+        pd.testing.assert_frame_equal(there, here, rtol=1e-2, atol=1e-4)

@@ -3,33 +3,85 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_suite
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+_BARE = '''"""What a bare machine lacks; and a bench that fails."""
+import sys
+
+MISSING = "sae_lens transformer_lens plotly datasets trl peft accelerate pydantic gguf ray s3fs hypothesis".split()
+
+
+class Lacks:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Lacks())
+if "capture" in sys.orig_argv:
+    sys.exit("no room")
+'''
 
 
 @pytest.mark.slow
-def test_the_benches_run_and_write_their_page(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "bench_gpu.py", "--device", "cpu", "--scale", "tiny", "--rounds", "1"]
+def test_it_runs_on_a_bare_machine_and_a_bench_that_fails_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "sitecustomize.py").write_text(_BARE)
+    command = [ROOT / "scripts" / "gpu_suite.sh", "--minutes", "20", "--tiny", "--device", "cpu", "--out", tmp_path]
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "bare")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "measured-gpu.md").read_text("utf-8")
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    assert "5 passed" in sections["Tests"], done.stdout
+    assert "Ended with exit code 1: `no room`" in sections["Capture"]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
+    for title, part, figure in (
+        ("Training step in bfloat16", "train", "tokens_per_s"),
+        ("Profile of a training step", "profile", "ms"),
+        ("Training step in float32", "train", "tokens_per_s"),
+        ("Encoding", "encode", "tokens_per_s"),
+        ("Variants of a training step", "variants", "ms"),
+    ):
+        shown = [row for row in rows if row["part"] == part and f"| {row[figure]:,.1f} |" in sections[title]]
+        assert shown, title
+        assert "exit code" not in sections[title]
+
+
+def test_a_part_that_takes_too_long_keeps_its_rows(tmp_path: Path) -> None:
+    tables, log = tmp_path / "tables.md", tmp_path / "log.txt"
+    writes = f"import time; open({str(tables)!r}, 'w').write('\\n## Train\\n\\n| 1 |\\n'); print('row', flush=True)"
+    code = gpu_suite.run([sys.executable, "-c", f"{writes}; time.sleep(600)"], 3, log)
+    assert code is None
+    part = gpu_suite.Part("Training step", 90, ())
+    text = gpu_suite.section(part, code, 3, log.read_text(), tables)
+    assert text == "\n## Training step\n\n| 1 |\n\nCut off after 3 s.\n"
+    printed = "FAILED a.py::b - c\n== 1 failed, 4 passed ==\n"
+    failed = gpu_suite.section(gpu_suite.Part("Tests", 90, ()), 1, 3, printed, tmp_path / "none")
+    assert "1 failed, 4 passed\n\n- `FAILED a.py::b - c`\n" in failed
+
+
+@pytest.mark.slow
+def test_the_diff_runs_and_has_its_table(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts" / "bench_gpu.py", "--device", "cpu", "--scale", "tiny", "--parts", "diff"]
     done = subprocess.run([*command, "--to", tmp_path / "page.md"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for part in ("train", "capture", "encode", "diff"):
-        assert found[part]
-    page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert page.count("\n## ") == 4
-    shown = f"| {found['encode'][0]['tokens_per_s']:,.1f} |"
-    assert shown in page
+    (found,) = json.loads(done.stdout.splitlines()[-1])["diff"]
+    assert f"| {found['ratio']:,.1f} |" in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([ROOT / "scripts" / "gpu_suite.sh"], capture_output=True, text=True)
-    assert done.returncode == 2
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "scripts" / "gpu_suite.sh"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1
     assert done.stderr.strip() == "gpu_suite: torch sees no GPU on this machine"

@@ -616,8 +616,8 @@ def test_keys_and_behaviours_that_are_not_there(found: Intervention) -> None:
 # -- transplants
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_the_whole_stream_makes_a_model_of_two_halves(series: Any, use_cache: bool) -> None:
+@pytest.mark.parametrize(("use_cache", "padded"), [(True, True), (False, True), (True, False)])
+def test_the_whole_stream_makes_a_model_of_two_halves(series: Any, use_cache: bool, padded: bool) -> None:
     """The donor's blocks up to the site and the model's own above it."""
     own, other = (series[id].load_model() for id in ("base", "easy-10"))
     with torch.no_grad():
@@ -628,7 +628,7 @@ def test_the_whole_stream_makes_a_model_of_two_halves(series: Any, use_cache: bo
     for block in range(2):  # The site is the output of block 1.
         both.model.layers[block].load_state_dict(other.model.layers[block].state_dict())
     ids, mask = torch.tensor([[18, 18, 3, 5], [18, 7, 9, 4], [5, 12, 16, 7]]), torch.ones(3, 4, dtype=torch.long)
-    mask[0, :2] = mask[1, :1] = 0
+    mask[0, :2] = mask[1, :1] = 0 if padded else 1
     options: Any = {"do_sample": True, "max_new_tokens": 12, "pad_token_id": 18, "eos_token_id": None}
 
     def answers(model: Any, edit: FeatureEdit | None) -> list[list[int]]:

@@ -9,12 +9,14 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import tsae
 from support.damage import flip
+from support.stand_in import stand_in_gpu
 from tsae.activations.store import ActivationStore
 from tsae.base import part as parts
 from tsae.base.part import Part
@@ -200,3 +202,14 @@ def test_pieces_of_another_store_are_refused(sae: TemporalSAE, shards: Activatio
     (tmp_path / "pieces" / "encoding.json").unlink()
     with pytest.raises(TsaeError, match=r"holds pieces, but no encoding\.json"):
         encode(sae, shards, to=tmp_path, progress=False)
+
+
+def test_pieces_of_another_kind_of_gpu_are_refused(shards: ActivationStore, sae: TemporalSAE, tmp_path: Path) -> None:
+    """Their codes differ in the last bits."""
+    for device, where in (("cpu", nullcontext()), ("cuda", stand_in_gpu())):
+        with where:
+            assert encode_part(sae, shards, to=tmp_path / device, part=Part(0, 2), device=device, progress=False) > 0
+            encode_part(sae, shards, to=tmp_path / device, part=Part(1, 2), device=device, progress=False)
+    with stand_in_gpu(), mock.patch("torch.cuda.get_device_name", lambda *_: "another"):
+        with pytest.raises(TsaeError, match="pieces of another encoding"):
+            encode(sae, shards, to=tmp_path / "cuda", device="cuda", progress=False)

@@ -210,6 +210,12 @@ def test_codes_by_hand(small: TemporalSAE) -> None:
     torch.testing.assert_close(small.preactivations(torch.tensor([[-9.0, -9.0]])), torch.zeros(1, 3))
 
 
+def test_an_sae_that_lies_on_another_device_is_copied(small: TemporalSAE) -> None:
+    there = TemporalSAE.of(small, device="meta")
+    assert (there.W_dec.device.type, small.W_dec.device.type) == ("meta", "cpu")
+    assert TemporalSAE.of(small, device="cpu") is small
+
+
 def test_every_term_of_the_loss_by_hand(small: TemporalSAE) -> None:
     terms = temporal_loss(small, X, BOTH_WAYS, torch.tensor([False, False, True]))
     # High-level alone: (3, 0) and (1, 0), errors (0, 1) and (1, 4), over two tokens of two dimensions.

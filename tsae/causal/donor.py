@@ -57,7 +57,7 @@ class Donor:
             with suppress(PastLastSite):
                 output = self.model(
                     input_ids=given["input_ids"],
-                    attention_mask=given["attention_mask"],
+                    attention_mask=given.get("attention_mask"),
                     position_ids=given.get("position_ids"),
                     past_key_values=cache,
                     use_cache=theirs is not None,

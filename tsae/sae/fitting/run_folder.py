@@ -1,5 +1,7 @@
 """The folder of one training: a run that was killed at any moment resumes from it and ends with the same bits.
 
+On a GPU the last bits differ from run to run, killed or not: sparse products and `index_add` sum in any order there.
+
 ::
 
     folder/

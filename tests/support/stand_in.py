@@ -1,0 +1,133 @@
+"""A GPU that is not there: its tensors are computed on the CPU, and must not meet others.
+
+Inside `stand_in_gpu()` a tensor that is moved to "cuda", or made there, says that it lies there. So does whatever is
+computed from it. As with a GPU, an operation on tensors of both devices raises, and such a tensor gives numpy nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ALSO_FROM_ELSEWHERE = {"aten::copy_", "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+"""Operations that a CUDA tensor does with tensors on the CPU: copies, and indices."""
+
+
+def there(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies on the stand-in."""
+    if tensor.layout == torch.sparse_csr:
+        tensor = tensor.values()
+    return hasattr(tensor.untyped_storage(), "on_stand_in")
+
+
+def _put_there(tensor: torch.Tensor) -> None:
+    parts = [tensor]
+    if tensor.layout == torch.sparse_csr:
+        parts = [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    for part in parts:
+        part.untyped_storage().on_stand_in = True  # type: ignore[attr-defined]
+
+
+def _tensors(*of: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(of) if isinstance(leaf, torch.Tensor)]
+
+
+class _Operations(TorchDispatchMode):
+    """What is computed from a tensor on the stand-in lies there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _tensors(args, kwargs or {})
+        on_it = [there(tensor) for tensor in given]
+        if any(on_it) and func._schema.name not in _ALSO_FROM_ELSEWHERE:
+            for tensor, here in zip(given, on_it, strict=True):
+                if not here and tensor.dim():
+                    raise RuntimeError(f"{func} was given tensors on cuda and on the CPU, {tuple(tensor.shape)}")
+        found = func(*args, **(kwargs or {}))
+        if any(on_it[:1] if func._schema.name in _ALSO_FROM_ELSEWHERE else on_it):
+            for tensor in _tensors(found):
+                _put_there(tensor)
+        return found
+
+
+class _Calls(TorchFunctionMode):
+    """Reads "cuda" as the stand-in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        owner = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda", 0) if there(args[0]) else func(*args)
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return there(args[0])
+        if func is torch.device or name == "_parse_to":  # the latter of Module.to, which then moves every parameter
+            return func(*args, **kwargs)
+        if name in ("numpy", "__array__") and owner is not None and there(owner):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        if name == "backward" and owner is not None:  # in which our own backward passes must read "cuda", too
+            with self:
+                keep = bool(kwargs.get("retain_graph"))
+                return _engine_run_backward(
+                    (owner,), (torch.ones_like(owner),), keep, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        if func is torch.mm and "out_dtype" in kwargs:  # no such product on a CPU
+            return args[0].float() @ args[1].float()
+        devices = [value for value in (*args, *kwargs.values()) if _device(value) is not None]
+        if name == "cpu":
+            devices = [torch.device("cpu")]
+        like = owner if name == "new_tensor" and not devices else args[1] if name == "to" and len(args) > 1 else None
+        if isinstance(like, torch.Tensor):
+            devices = [torch.device("cuda" if there(like) else "cpu")]
+        wanted = _device(devices[0]) if devices else None
+        args = [torch.device("cpu") if _device(value) == "cuda" else value for value in args]
+        kwargs = {key: torch.device("cpu") if _device(value) == "cuda" else value for key, value in kwargs.items()}
+        found = func(*args, **kwargs)
+        if wanted is None or not isinstance(found, torch.Tensor) or there(found) == (wanted == "cuda"):
+            return found
+        with torch.no_grad() if not found.requires_grad or owner is None else torch.enable_grad():
+            moved = _Moved.apply(found, wanted == "cuda")
+        if owner is None:
+            moved = moved.detach().requires_grad_(found.requires_grad)
+        return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, to_it: bool) -> torch.Tensor:
+        ctx.to_it = to_it
+        return _copied(tensor, to_it)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _copied(gradients[0], not ctx.to_it), None
+
+
+def _copied(tensor: torch.Tensor, to_it: bool) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        found = tensor.detach().clone()
+    if to_it:
+        _put_there(found)
+    return found
+
+
+def _device(value: Any) -> str | None:
+    if isinstance(value, torch.device):
+        return value.type
+    return value.partition(":")[0] if isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda") else None
+
+
+@contextmanager
+def stand_in_gpu() -> Iterator[None]:
+    """While the block runs. The GPU's random numbers are the CPU's."""
+    own = {"get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None}
+    own["get_device_name"] = lambda *_: "stand-in"
+    with mock.patch.multiple(torch.cuda, **own), _Operations(), _Calls():
+        yield
