@@ -73,8 +73,9 @@ def open_base(
             meanwhile.
     """
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
+    plan = plan_readers([c.id for c in series], rollouts, config)
     for checkpoint, tokenizer in zip(series, tokenizers, strict=True):
-        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
+        check_tokenizer(checkpoint, rollouts, tokenizer, others=tokenizers, rows=plan[checkpoint.id])
     check_places(series)
     loader = _loader(config, device)
     before = weights_fingerprint(series.base)
@@ -104,7 +105,6 @@ def open_base(
         {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": hashed}
         for checkpoint, hashed in zip(series, weights, strict=True)
     ]
-    plan = plan_readers([c.id for c in series], rollouts, config)
     for checkpoint in list(series)[1:]:
         if (found := reading_limits(checkpoint)) != limits:  # else the base's have been checked
             check_context(rollouts, *found, rows=plan[checkpoint.id], of=f"reader {checkpoint.id}")
