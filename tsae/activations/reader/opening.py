@@ -83,7 +83,7 @@ def open_base(
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
     limits = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
-    check_context(rollouts, *limits)
+    check_context(rollouts, *limits, rows=plan[series.base.id])
     check_text_alone(rollouts, model.config)
     sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
     check_sites(sites, depth, series.base.path)
