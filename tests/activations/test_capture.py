@@ -415,7 +415,7 @@ def test_tokens_outside_the_vocabulary_are_refused(series: CheckpointSeries, tmp
     for ids, named in (([1, 20], 20), ([-1, 2], -1)):
         record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": ids, "outcome": "unknown"}
         with pytest.raises(
-            TsaeError, match=f"response_ids holds token id {named}, outside the model's vocabulary of 20"
+            TsaeError, match=f"trajectory 0 holds token id {named}, outside the model's vocabulary of 20"
         ):
             capture(series, Rollouts.from_records([record]), [SITE], to=tmp_path / "acts", progress=False)
     assert not (tmp_path / "acts").exists()

@@ -22,7 +22,6 @@ from scipy import stats
 import tsae
 from support.builders import BOS, EOS, SHARED, make_rollouts
 from support.cli import COMMANDS, SITE, run
-from tsae.activations.shards.manifest import write_manifest
 from tsae.cli import main
 from tsae.rollouts.problems import Problem, write_problems
 
@@ -385,10 +384,10 @@ def test_what_ends_a_step_must_be_known(pipeline: Path, tmp_path: Path, capsys: 
     said = fails(capsys, *command, "--partner", "step", *tokenizer)
     assert r"its tokenizer has no token whose text contains '\n'" in said
     store = copied(pipeline, tmp_path, "acts")
-    manifest = json.loads((store / "manifest.json").read_text())
-    write_manifest(store / "manifest.json", {**manifest, "tokenizer": "beef"})
+    rollouts = tsae.Rollouts.read(store / "rollouts.parquet")
+    tsae.Rollouts(rollouts.table, {**rollouts.info, "tokenizer": "beef"}).write(store / "rollouts.parquet")
     said = fails(capsys, "train", "--store", store, "--to", tmp_path / "sae", "--partner", "step", *tokenizer)
-    assert "is not that of the store (beef)" in said
+    assert "is not the one that the trajectories were tokenised with (beef)" in said
     assert not (tmp_path / "sae").exists()
 
 

@@ -205,12 +205,34 @@ def test_whole_models_and_adapters_make_no_path(llama: Path, run: Path, tmp_path
         TrainingPath.of(twice)
 
 
-def test_checkpoints_of_another_vocabulary_make_no_path(llama: Path, tmp_path: Path) -> None:
-    """Both sizes are named."""
-    model = Checkpoint("base", str(llama)).load_model()
-    size, width = model.get_input_embeddings().weight.shape
-    model.resize_token_embeddings(size + 3, mean_resizing=False)
-    model.save_pretrained(tmp_path / "run" / "checkpoint-1")
-    said = rf"the shape \({size + 3}, {width}\) for the weight \S+, and \S+ has the shape \({size}, {width}\)"
-    with pytest.raises(TsaeError, match=said):
-        TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "run"))
+def test_a_run_that_resized_the_vocabulary_begins_at_the_base(llama: Path, tmp_path: Path) -> None:
+    """More tokens, and spare ones cut off: those that both have begin with the base's weights."""
+    base = Checkpoint("base", str(llama))
+    for name, size in (("more", 24), ("fewer", 19)):
+        for step in (1, 2):
+            model = Checkpoint("run", str(save_perturbed(llama, tmp_path / f"{name}-{step}", seed=step))).load_model()
+            model.resize_token_embeddings(size, mean_resizing=False)
+            model.save_pretrained(tmp_path / name / f"checkpoint-{step}")
+        path = TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / name))
+        assert path.steps == [0, 1, 2]
+        assert path.notes[0].startswith("The run resized the vocabulary: tokens that base does not have")
+        first, n = list(tsae.CheckpointSeries.load(llama, tmp_path / name))[1].load_model(), min(size, 20)
+        path.put(0)
+        for key, weight in path.trained.parameters.items():
+            by_token = "embed_tokens" in key or "lm_head" in key
+            rows = n if by_token else len(weight)
+            assert torch.equal(weight[:rows], base.load_model().get_parameter(key)[:rows])
+            assert torch.equal(weight[rows:], first.get_parameter(key)[rows:])
+
+
+def test_checkpoints_of_other_sizes_make_no_path(llama: Path, tmp_path: Path) -> None:
+    """Both sizes are named; and a vocabulary that changes on the way is none that one run trained."""
+    save_model(tmp_path / "wide" / "checkpoint-1", d_model=24)
+    with pytest.raises(TsaeError, match=r"the shape \(\d+, 16\) for the weight \S+, and \S+ has the shape \(\d+, 24\)"):
+        TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "wide"))
+    for step, size in ((1, 20), (2, 24)):
+        model = Checkpoint("base", str(llama)).load_model()
+        model.resize_token_embeddings(size, mean_resizing=False)
+        model.save_pretrained(tmp_path / "grows" / f"checkpoint-{step}")
+    with pytest.raises(TsaeError, match=r"the shape \(24, 16\) for the weight \S+, and \S+ has the shape \(20, 16\)"):
+        TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "grows"))

@@ -587,7 +587,7 @@ def test_what_does_not_fit_together(
     rollouts = decided_features.rollouts
     strange = type(rollouts)(rollouts.table, {**rollouts.info, "tokenizer": "other"})
     refused("its tokenizer", table=replace(decided_features, rollouts=strange))
-    refused("tokenised with another tokenizer", problems=strange)
+    refused("is not the one that the trajectories were tokenised with", problems=strange)
     refused("no feature 99", exclude=[99])
     refused("the direction has shape", direction=torch.ones(3))
     refused("the direction has shape", direction=torch.full((D_MODEL,), float("nan")))

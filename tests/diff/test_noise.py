@@ -136,12 +136,12 @@ def resized(base: Path, folder: Path) -> Path:
 
 
 def test_weights_that_are_not_the_bases_are_refused_in_one_paragraph(llama: Path, tmp_path: Path) -> None:
-    series = of_paths(llama, resized(llama, tmp_path / "resized"), save_model(tmp_path / "qwen3", "qwen3"))
+    series = of_paths(llama, save_model(tmp_path / "wide", d_model=24), save_model(tmp_path / "qwen3", "qwen3"))
     with pytest.raises(TsaeError) as error:
-        update_of(series["resized"])
-    assert "model.embed_tokens.weight has the shape (24, 16), expected (20, 16)" in str(error.value)
+        update_of(series["wide"])
+    assert "model.embed_tokens.weight has the shape (20, 24), expected (20, 16)" in str(error.value)
     assert str(llama) in str(error.value)
-    assert str(tmp_path / "resized") in str(error.value)
+    assert str(tmp_path / "wide") in str(error.value)
     with pytest.raises(TsaeError, match=r"its weights are not those of .*: 0 are missing and \d+ new"):
         update_of(series["qwen3"])
     from safetensors.torch import load_file, save_file
@@ -265,18 +265,19 @@ def test_problems_come_from_every_band(
 
 @pytest.mark.slow
 def test_what_cannot_have_a_null_says_so_and_the_rest_goes_on(llama: Path, tmp_path: Path, fingerprint: str) -> None:
-    """A run without an update, one with another vocabulary, and one that was trained."""
+    """A run without an update, one of another architecture, one with another vocabulary, and one that was trained."""
     same = save_perturbed(llama, tmp_path / "same", amount=0.0)
-    series = of_paths(llama, same, resized(llama, tmp_path / "resized"), save_perturbed(llama, tmp_path / "run"))
+    others = resized(llama, tmp_path / "resized"), save_model(tmp_path / "qwen3", "qwen3")
+    series = of_paths(llama, same, *others, save_perturbed(llama, tmp_path / "run"))
     sae, features = reading(series, make_rollouts(tokenizer=fingerprint), tmp_path)
     found = noise_null(series, sae, features, QUICK, progress=False)
     assert found.info["same"]["update_norm"] == 0
     assert "nothing was trained" in found.info["same"]["note"]
-    assert "has the shape (24, 16), expected (20, 16)" in found.info["resized"]["note"]
-    assert found.info["run"]["note"] == ""
-    assert set(found.table.checkpoint) == {"run"}
+    assert "its weights are not those of" in found.info["qwen3"]["note"]
+    assert found.info["run"]["note"] == found.info["resized"]["note"] == ""
+    assert set(found.table.checkpoint) == {"run", "resized"}
     text = noise_lines(found.info)
-    assert len(text) == 3
+    assert len(text) == 4
     assert not any("\n" in line for line in text)
 
 

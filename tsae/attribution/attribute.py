@@ -48,7 +48,7 @@ from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import read_object, write_json
 from tsae.base.remote.mirror import removed
-from tsae.checkpoints.loading import tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
@@ -280,8 +280,7 @@ def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | No
     check_context(rollouts, getattr(path.trained.model.config, "max_position_embeddings", None), vocabulary)
     if sae is None and rollouts.info.get("tokenizer") is None:
         return []
-    tokenizer = series.base.load_tokenizer()
-    check_tokenizer(series.base, tokenizer_fingerprint(tokenizer), rollouts)
+    tokenizer = check_tokenizer(series.base, rollouts)
     if sae is None:
         return []
     if sae.d_model != width:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import torch
 
+from tsae.activations.reader.assignment import check_tokenizer
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import versions
 from tsae.causal.beyond import overlap
@@ -40,7 +41,6 @@ from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.bridge import TransformerLensReader
 from tsae.checkpoints.forward.hooks import check_sites, decoder_blocks, rewritten
-from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
@@ -227,26 +227,14 @@ def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint
             fix="Use an SAE trained on this model.",
         )
     features.need_weights(checkpoint)
-    found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), features.rollouts.info.get("tokenizer")
-    if expected not in (found, None):
-        raise TsaeError(
-            f"its tokenizer ({found}) is not that of the features ({expected})",
-            where=checkpoint.path,
-            fix="Give a checkpoint of the series that the features were captured from.",
-        )
+    check_tokenizer(checkpoint, features.rollouts)
 
 
 def _problems(given: Rollouts | Sequence[Problem], checkpoint: Checkpoint) -> tuple[list[Problem], dict[str, str]]:
     """The problems, each once, and their bands. Those of a table have the token ids that it has."""
     if not isinstance(given, Rollouts):
         return list(given), {}
-    found, expected = given.info.get("tokenizer"), tokenizer_fingerprint(checkpoint.load_tokenizer())
-    if found not in (None, expected):
-        raise TsaeError(
-            f"the problems were tokenised with another tokenizer ({found}) than that of {checkpoint.id} ({expected})",
-            where=given.origin,
-            fix="Give rollouts of this model, or problems as text.",
-        )
+    check_tokenizer(checkpoint, given)
     banded = given.frame[given.frame.band.notna()]
     return given.problems(), dict(zip(banded.problem_id, banded.band, strict=True))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -145,9 +146,11 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
             warnings.simplefilter("ignore")  # peft's advice to those who train or merge; what does not fit is refused
             config = kind.from_pretrained(str(folder))
             config.inference_mode = True
-            wrapped: Any = PeftModel(shell, config)
             with safe_open(weight_files(folder)[0], framework="pt") as file:
-                _give_own(wrapped, shared, set(file.keys()))
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            _resize(shell, shapes)
+            wrapped: Any = PeftModel(shell, config)
+            _give_own(wrapped, shared, shapes)
             found = wrapped.load_adapter(str(folder), "default", torch_device="cpu" if device == "meta" else device)
     except (ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         what = f"cannot be put on {base.path} ({first_line(error)})"
@@ -174,15 +177,29 @@ def _apart(model: PreTrainedModel) -> tuple[PreTrainedModel, set[int]]:
     return copy.deepcopy(model, kept), {id(value) for value in kept.values()}
 
 
-def _give_own(model: Any, shared: set[int], names: set[str]) -> None:
+def _resize(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Give the model as many tokens as an adapter's file has embeddings for: its run had resized the vocabulary."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [next(name for name, module in model.named_modules() if module is end) for end in ends]
+    keys = [[f"base_model.model.{name}.{of}weight" for of in ("", "base_layer.")] for name in names]
+    rows, head = (next((shapes[key][0] for key in of if key in shapes), None) for of in keys)
+    if rows not in (None, len(ends[0].weight)):
+        if head != rows and ends[1].weight is not ends[0].weight:
+            raise ValueError(f"it has {rows} embeddings, and a head for {head or len(ends[1].weight)} tokens")
+        model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def _give_own(model: Any, shared: set[int], names: Collection[str]) -> None:
     """Give the model copies of those of the base's parameters that an adapter's file holds, such as trained biases:
-    peft writes into them."""
+    peft writes into them. What was tied stays tied."""
     from torch.nn import Parameter
 
-    for module_name, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in shared and f"{module_name}.{name}" in names:
-                setattr(module, name, Parameter(parameter.clone(), requires_grad=False))
+    every = [(f"{at}.{name}", module, name) for at, module in model.named_modules() for name in module._parameters]
+    written = {id(p): p for full, module, name in every if full in names and id(p := getattr(module, name)) in shared}
+    own = {key: Parameter(parameter.clone(), requires_grad=False) for key, parameter in written.items()}
+    for _, module, name in every:
+        if (key := id(getattr(module, name))) in own:
+            setattr(module, name, own[key])
 
 
 def _same_model(named: str, base: CheckpointRecord) -> bool:

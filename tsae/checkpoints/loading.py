@@ -17,6 +17,7 @@ from tsae.checkpoints.adapters import Adapter, base_of, is_lora, put_on
 from tsae.checkpoints.noise import add_noise
 from tsae.checkpoints.own_length import rotate_rows_alone
 from tsae.checkpoints.record import CheckpointRecord
+from tsae.checkpoints.vocabulary import tokens_by_id, vocabulary_hash
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
     check_stored,
@@ -239,8 +240,7 @@ def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of the vocabulary (tokens with their ids): equal exactly where token ids mean the same."""
-    entries = sorted((id, token) for token, id in tokenizer.get_vocab().items())
-    return hashlib.sha256(repr(entries).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return vocabulary_hash(tokens_by_id(tokenizer))
 
 
 def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> str:

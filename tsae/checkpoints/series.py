@@ -25,7 +25,7 @@ from tsae.base.views import views
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.discovery import find
-from tsae.checkpoints.weight_files import beside_the_model, is_adapter, is_hub_id, quantisation
+from tsae.checkpoints.weight_files import beside_the_model, is_adapter, is_hub_id, quantisation, vocabulary_size
 from tsae.errors import TsaeError
 
 _FIELDS = ("id", "path", "run", "step", "trained_on", "revision", "subfolder")
@@ -168,6 +168,11 @@ class CheckpointSeries:
             if len(set(kinds.values())) > 1:
                 note += "; others of the series are not quantised so, and differences to them hold the rounding too"
             notes.append(f"{note}.")
+        sizes = {id: vocabulary_size(folder) for id, folder in folders.items()}
+        n = sizes[self.base.id]
+        if n and (other := [f"{id} ({size})" for id, size in sizes.items() if size not in (None, n)]):
+            note = f"the embeddings of {', '.join(other)} are not as many as those of the base ({n})"
+            notes.append(f"{note}: weights are compared for the tokens that both have.")
         for id, folder in folders.items():
             heads, files = beside_the_model(folder)
             if heads:

@@ -31,6 +31,8 @@ _BESIDE = re.compile(
     r"(?:model\.)?(?:v_head|value_head|value_model|score|reward_head|classifier|critic|mtp|mtp_layers|"
     r"vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\..+"
 )
+# Embeddings and heads: their rows are the tokens of the vocabulary.
+_BY_TOKEN = re.compile(r"(?:.+\.)?(?:embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.(?:weight|bias)")
 _THREADS = 4
 """Files that are read at once; the lock of the interpreter is free meanwhile."""
 
@@ -134,6 +136,13 @@ def has_no_part(name: str) -> bool:
     return bool(_TABLES.fullmatch(name) or _BESIDE.fullmatch(name))
 
 
+def common_rows(name: str, shape: Sequence[int], other: Sequence[int]) -> int | None:
+    """How many rows of a weight two models share: all of one shape, and the fewer of two vocabularies; else None."""
+    if tuple(shape) == tuple(other):
+        return shape[0] if len(shape) else 1
+    return min(shape[0], other[0]) if _BY_TOKEN.fullmatch(name) and tuple(shape[1:]) == tuple(other[1:]) else None
+
+
 def beside_the_model(folder: Path) -> tuple[list[str], list[str]]:
     """(weights of value heads and the like, files of weights that are not read) of a folder with a whole model.
 
@@ -187,6 +196,17 @@ def quantisation(folder: Path) -> str | None:
     bits = found.get("bits", loaded)
     method = str(found.get("quant_method", "method unknown"))
     return method if bits is None else f"{method}, {bits} bits"
+
+
+def vocabulary_size(folder: Path) -> int | None:
+    """How many tokens the config.json in a folder gives the text model; None where it does not say."""
+    try:
+        config = json_object(folder / "config.json")
+    except TsaeError:
+        return None  # Whoever loads it says what is wrong.
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("vocab_size")
+    return found if isinstance(found, int) else None
 
 
 def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:

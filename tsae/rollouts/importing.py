@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.vocabulary import vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.bookkeeping.contents import Contents
@@ -108,7 +108,7 @@ def import_log(
         if config.strict:
             refuse_disagreement(summary.second_look, path)
         log = {**summary.as_dict(), "rewards": spools.rewards}
-        info = {"tokenizer": tokenizer_fingerprint(tokens.tokenizer), "log": log}
+        info = {**vocabulary_facts(tokens.tokenizer), "log": log}
         spools.write(to, run.kept, info, run.policies.renamed)
     return summary
 

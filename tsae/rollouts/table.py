@@ -26,6 +26,7 @@ from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.vocabulary import joined_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages, group_names
 from tsae.rollouts.bands import Bands, find_bands
@@ -42,7 +43,8 @@ class Rollouts(TokenParts, Tables):
 
     Args:
         table: has at least the required columns of `tsae.rollouts.schema.SCHEMA`; others are kept.
-        info: what the token ids and bands mean: ``tokenizer`` (fingerprint), ``bands`` (reference and cut-offs), ….
+        info: what the token ids and bands mean: ``tokenizer`` and ``vocabulary``
+                (`tsae.checkpoints.vocabulary`), ``bands`` (reference and cut-offs), ….
         where: named in error messages.
 
     Raises:
@@ -264,17 +266,19 @@ class Rollouts(TokenParts, Tables):
     def concat(tables: Sequence[Rollouts]) -> Rollouts:
         """All tables after one another.
 
-        The info is the first one's. What bands were measured on is not known where the tables do not agree on it.
+        The info is the first one's, with the tokens that another one's tokenizer adds. What bands were measured on is
+        not known where the tables do not agree on it.
 
         Raises:
             TsaeError: for no tables, tables tokenised with different tokenizers, and columns of different types.
         """
         if not tables:
             raise TsaeError("gets no rollouts", where="Rollouts.concat", fix="Give at least one table.")
-        prints = {rollouts.info.get("tokenizer") for rollouts in tables}
-        if len(prints) > 1:
+        facts = joined_facts([rollouts.info for rollouts in tables])
+        if facts is None:
+            prints = sorted({str(rollouts.info.get("tokenizer")) for rollouts in tables})
             raise TsaeError(
-                f"rollouts tokenised with different tokenizers ({', '.join(map(str, sorted(prints, key=str)))})",
+                f"rollouts tokenised with different tokenizers ({', '.join(prints)})",
                 where="Rollouts.concat",
                 fix="Put together rollouts of models that share a tokenizer.",
             )
@@ -283,7 +287,7 @@ class Rollouts(TokenParts, Tables):
         except pa.ArrowTypeError as error:
             what = f"a column has several types ({error})"
             raise TsaeError(what, where="Rollouts.concat", fix="Make it of one type (with_column).") from error
-        info, bands = dict(tables[0].info), [rollouts.info.get("bands") for rollouts in tables]
+        info, bands = {**tables[0].info, **facts}, [rollouts.info.get("bands") for rollouts in tables]
         if any(found != bands[0] for found in bands):
             info.pop("bands", None)
         return Rollouts(together, info, tables[0].origin)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,13 @@ import pyarrow.compute as pc
 
 from tsae.activations.config import CaptureConfig, ReadingConfig
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import tokenizer_fingerprint
+from tsae.checkpoints.vocabulary import noted_tokens, tokens_by_id
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Piece(NamedTuple):
@@ -96,15 +101,74 @@ def _hash(id: str) -> int:
     return int.from_bytes(hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def check_tokenizer(checkpoint: Checkpoint, fingerprint: str, rollouts: Rollouts) -> None:
-    """Refuse a checkpoint with another tokenizer than that of the trajectories."""
+def check_tokenizer(
+    checkpoint: Checkpoint,
+    rollouts: Rollouts,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    others: Sequence[PreTrainedTokenizerBase] = (),
+    rows: np.ndarray | None = None,
+) -> PreTrainedTokenizerBase:
+    """Refuse a checkpoint to which a token of the trajectories means something else; tokens in none do not matter.
+
+    Args:
+        checkpoint: the reader.
+        rollouts: what it reads.
+        tokenizer: its own, by default loaded.
+        others: tokenizers of its series, which may be that of the trajectories; by default the base's.
+        rows: ids of the trajectories that it reads; by default all.
+
+    Returns:
+        its tokenizer.
+    """
+    tokenizer = checkpoint.load_tokenizer() if tokenizer is None else tokenizer
     expected = rollouts.info.get("tokenizer")
-    if expected is not None and expected != fingerprint:
+    if expected in (None, found := tokenizer_fingerprint(tokenizer)):
+        return tokenizer
+    own = tokens_by_id(tokenizer)
+    if not others and checkpoint.base is not None:
+        others = [checkpoint.base.load_tokenizer()]
+    theirs = noted_tokens(rollouts.info, [*map(tokens_by_id, others), own])
+    if theirs is None:
         raise TsaeError(
-            f"its tokenizer ({fingerprint}) is not the one that the trajectories were tokenised with ({expected})",
+            f"its tokenizer ({found}) is not the one that the trajectories were tokenised with ({expected})",
             where=checkpoint.path,
             fix="Use rollouts tokenised for this model; import the log again with its tokenizer.",
         )
+    other = [id for id in {*own, *theirs} if own.get(id) != theirs.get(id)]
+    if (place := first_with(rollouts, lambda ids: np.isin(ids, other), rows)) is not None:
+        row, id = place
+        here, there = (repr(of[id])[:60] if id in of else "no token" for of in (own, theirs))
+        raise TsaeError(
+            f"trajectory {row} holds token id {id}: {there} to the tokenizer of the trajectories, {here} to that of "
+            f"{checkpoint.id}",
+            where=checkpoint.path,
+            fix="Leave out trajectories with this token, or that checkpoint.",
+        )
+    return tokenizer
+
+
+def first_with(
+    rollouts: Rollouts, wanted: Callable[[np.ndarray], np.ndarray], rows: np.ndarray | None = None
+) -> tuple[int, int] | None:
+    """The first trajectory with one of some token ids, and the id; None where there is none.
+
+    Args:
+        rollouts: the trajectories.
+        wanted: ids -> bool for each.
+        rows: ids of the trajectories that count; by default all.
+    """
+    for name in ("prompt_ids", "response_ids"):
+        start = 0
+        for chunk in rollouts.table[name].chunks:  # joined, they would be copied into memory
+            ids, ends = chunk.flatten().to_numpy(zero_copy_only=False), chunk.value_lengths().to_numpy().cumsum()
+            at = np.flatnonzero(wanted(ids))
+            held = start + np.searchsorted(ends, at, side="right")
+            counted = np.flatnonzero(np.ones(len(at), dtype=bool) if rows is None else np.isin(held, rows))
+            if len(counted):
+                return int(held[counted[0]]), int(ids[at[counted[0]]])
+            start += len(chunk)
+    return None
 
 
 def check_text_alone(rollouts: Rollouts, config: Any) -> None:
@@ -154,14 +218,10 @@ def check_context(
         )
     if vocabulary is None:
         return
-    for name in ("prompt_ids", "response_ids"):
-        # Chunk by chunk: joined, they would be copied into memory.
-        found = [chunk.flatten().to_numpy() for chunk in rollouts.table[name].chunks if len(chunk)]
-        low, high = min(int(ids.min()) for ids in found), max(int(ids.max()) for ids in found)
-        if low < 0 or high >= vocabulary:
-            raise TsaeError(
-                f"{name} holds token id {high if high >= vocabulary else low}, "
-                f"outside {of}'s vocabulary of {vocabulary}",
-                where=rollouts.origin,
-                fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
-            )
+    place = first_with(rollouts, lambda ids: (ids < 0) | (ids >= vocabulary), rows)
+    if place is not None:
+        raise TsaeError(
+            f"trajectory {place[0]} holds token id {place[1]}, outside {of}'s vocabulary of {vocabulary}",
+            where=rollouts.origin,
+            fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
+        )

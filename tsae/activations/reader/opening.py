@@ -73,8 +73,9 @@ def open_base(
             meanwhile.
     """
     tokenizers = [load_tokenizer(checkpoint) for checkpoint in series]
+    plan = plan_readers([c.id for c in series], rollouts, config)
     for checkpoint, tokenizer in zip(series, tokenizers, strict=True):
-        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
+        check_tokenizer(checkpoint, rollouts, tokenizer, others=tokenizers, rows=plan[checkpoint.id])
     check_places(series)
     loader = _loader(config, device)
     before = weights_fingerprint(series.base)
@@ -82,7 +83,7 @@ def open_base(
     text_config = model.config.get_text_config()
     depth, d_model = text_config.num_hidden_layers, text_config.hidden_size
     limits = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
-    check_context(rollouts, *limits)
+    check_context(rollouts, *limits, rows=plan[series.base.id])
     check_text_alone(rollouts, model.config)
     sites = list(sites or [f"blocks.{depth // 2}.hook_resid_post"])
     check_sites(sites, depth, series.base.path)
@@ -104,7 +105,6 @@ def open_base(
         {**{name: getattr(checkpoint, name) for name in READER_INFO}, "weights": hashed}
         for checkpoint, hashed in zip(series, weights, strict=True)
     ]
-    plan = plan_readers([c.id for c in series], rollouts, config)
     for checkpoint in list(series)[1:]:
         if (found := reading_limits(checkpoint)) != limits:  # else the base's have been checked
             check_context(rollouts, *found, rows=plan[checkpoint.id], of=f"reader {checkpoint.id}")

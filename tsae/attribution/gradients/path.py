@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.weight_files import folder_of, is_adapter
+from tsae.checkpoints.weight_files import common_rows, folder_of, is_adapter
 from tsae.errors import TsaeError
 
 
@@ -45,7 +45,8 @@ class TrainingPath:
         """The base and the checkpoints of one run: whole models, or adapters on the base.
 
         A base that is itself a later step stands at that step. Of adapters one that was saved before the first step is
-        the path's beginning; else it has the A of the first one, and B = 0.
+        the path's beginning; else it has the A of the first one, and B = 0. Where the run resized the vocabulary,
+        tokens that the base lacks begin with the weights of the run's first checkpoint.
 
         Args:
             series: has them.
@@ -54,8 +55,7 @@ class TrainingPath:
 
         Raises:
             TsaeError: where several runs are there and none is named, steps are missing or there twice, an adapter has
-                weights beside A and B, or checkpoints differ in the weights that they have, such as of another
-                vocabulary.
+                weights beside A and B, or checkpoints differ in the weights that they have.
         """
         runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
         if run is None and len(runs) == 1:
@@ -91,11 +91,21 @@ class TrainingPath:
         if kinds == {True}:
             return cls._of_adapters(loader, mine)
         knots, whole = {}, _Alike()
-        for checkpoint in (series.base, *mine):
+        for checkpoint in mine:
             trained = TrainedWeights(loader.load(checkpoint))
             whole.check(trained, checkpoint)
             knots[checkpoint.step] = trained.vector()
-        return cls(TrainedWeights(loader.load(series.base)), knots)
+        base = TrainedWeights(loader.load(series.base))
+        if [p.shape for p in base.parameters.values()] == [p.shape for p in trained.parameters.values()]:
+            whole.check(base, series.base)
+            return cls(base, {series.base.step: base.vector(), **knots})
+        start, cut = _in_vocabulary_of(trained, base, knots[min(knots)])
+        whole.check(base, series.base, apart=cut)
+        assumed = (
+            f"The run resized the vocabulary: tokens that {series.base.id} does not have are taken to have had the "
+            f"weights of step {min(knots)} before the first step."
+        )
+        return cls(trained, {series.base.step: start, **knots}, [assumed])
 
     @classmethod
     def _of_adapters(cls, loader: ModelLoader, mine: Sequence[Checkpoint]) -> TrainingPath:
@@ -159,6 +169,22 @@ class TrainingPath:
         self.trained.put(self.weights(after))
 
 
+def _in_vocabulary_of(
+    trained: TrainedWeights, base: TrainedWeights, later: torch.Tensor
+) -> tuple[torch.Tensor, list[str]]:
+    """The weights of a base in the shapes that a run gave them, and the names of those with another vocabulary."""
+    parts, cut = dict(zip(trained.parameters, later.split(trained.sizes), strict=True)), []
+    for name, own in base.parameters.items():
+        shape = trained.parameters[name].shape if name in trained.parameters else own.shape
+        if own.shape == shape:
+            parts[name] = own.detach()
+        elif (n := common_rows(name, own.shape, shape)) is not None:
+            parts[name] = parts[name].view(shape).clone()
+            parts[name][:n] = own.detach()[:n]
+            cut.append(name)
+    return trained.join(parts), cut
+
+
 class _Alike:
     """Refuses checkpoints that do not have the same weights as the first: between them there is no line."""
 
@@ -166,12 +192,13 @@ class _Alike:
         self._first: dict[str, tuple[int, ...]] = {}
         self._of = ""
 
-    def check(self, trained: TrainedWeights, checkpoint: Checkpoint) -> None:
-        """Raise a TsaeError where the names or shapes of the weights differ."""
+    def check(self, trained: TrainedWeights, checkpoint: Checkpoint, apart: Collection[str] = ()) -> None:
+        """Raise a TsaeError where the names or shapes of the weights differ, but for those `apart`."""
         found = {name: tuple(parameter.shape) for name, parameter in trained.parameters.items()}
         if not self._first:
             self._first, self._of = found, checkpoint.id
-        name = next((n for n in {**self._first, **found} if self._first.get(n) != found.get(n)), None)
+        both = [n for n in {**self._first, **found} if n not in apart]
+        name = next((n for n in both if self._first.get(n) != found.get(n)), None)
         if name is not None:
             here, there = (f"the shape {of[name]}" if name in of else "nothing" for of in (found, self._first))
             raise TsaeError(

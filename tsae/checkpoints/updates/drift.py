@@ -21,7 +21,15 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import check_places
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates.lora import LoraUpdate, fitting_updates
-from tsae.checkpoints.weight_files import folder_of, has_no_part, is_adapter, is_gguf, json_object, weight_files
+from tsae.checkpoints.weight_files import (
+    common_rows,
+    folder_of,
+    has_no_part,
+    is_adapter,
+    is_gguf,
+    json_object,
+    weight_files,
+)
 from tsae.errors import TsaeError
 
 _BLOCK = 1 << 24  # elements read at once
@@ -34,6 +42,8 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: bool = True) -> pd.DataFrame:
     """How far every weight of every checkpoint is from the base's.
+
+    Where a run's vocabulary has another size, its embeddings and head are compared for the tokens that both have.
 
     Args:
         series: whole models and LoRA adapters.
@@ -182,6 +192,8 @@ class _Trained:
     """(start, stop, the base's rows) -> the checkpoint's rows, both as floats."""
     dtype: torch.dtype | None
     """As it is stored; None where it is computed."""
+    n_rows: int
+    """Compared with the base's: all, or those of the smaller vocabulary."""
     lora: LoraUpdate | None = None
     """Where the whole update is s·B·A."""
 
@@ -190,7 +202,10 @@ def _trained_tensors(checkpoint: Checkpoint, base: _Tensors) -> dict[str, _Train
     """The weights of a checkpoint by their names in the base, without those that an adapter leaves as they are."""
     if is_adapter(folder_of(checkpoint)):
         fitting = fitting_updates(checkpoint, lambda name: base.shape(name) if base.find(name) else None, base.where)
-        return {name: _Trained(update.rows, None, update if update.is_plain else None) for name, update in fitting}
+        return {
+            name: _Trained(update.rows, None, (*base.shape(name), 1)[0], update if update.is_plain else None)
+            for name, update in fitting
+        }
     own = _Tensors(checkpoint)
     lost = [name for name in base.names if own.find(name) is None]
     new = [name for name in own.names if base.find(name) is None]
@@ -203,12 +218,13 @@ def _trained_tensors(checkpoint: Checkpoint, base: _Tensors) -> dict[str, _Train
         )
     found = {}
     for name in dict.fromkeys([*base.names, *own.names]):
-        if own.shape(name) != base.shape(name):
+        n_rows = common_rows(name, own.shape(name), base.shape(name))
+        if n_rows is None:
             what = f"{name} has the shape {own.shape(name)}, in {base.where} {base.shape(name)}"
             raise TsaeError(what, where=checkpoint.path)
         stored = _float_dtype(own, base, name)
         if stored is not None:
-            found[name] = _Trained(_rows_of(own, name), stored)
+            found[name] = _Trained(_rows_of(own, name), stored, n_rows)
     return found
 
 
@@ -232,36 +248,39 @@ def _measure(
 ) -> dict[str, Any]:
     """Norms of one tensor and its update."""
     shape = base.shape(name)
+    if after is not None and shape:
+        shape = (after.n_rows, *shape[1:])
     n_weights = int(np.prod(shape, dtype=np.int64))
     largest, changed, rounding = np.nan, 0.0, 0.0
     if after is None or after.lora is not None:
         if name not in norms:
-            norms[name] = float(np.sqrt(sum(_squared(_as_float(rows)) for _, _, rows in _blocks(base, name))))
+            norms[name] = float(np.sqrt(sum(_squared(_as_float(rows)) for _, _, rows in _blocks(base, name, shape))))
+        norm = norms[name]
         singular = np.zeros(1) if after is None or after.lora is None else after.lora.singular_values()
         update, largest = float(np.sqrt((singular**2).sum())), float(singular[0])
         changed = 0.0 if after is None else np.nan
     else:
         sums = np.zeros(4)  # base, update, changed, rounding
-        for start, stop, rows in _blocks(base, name):
+        for start, stop, rows in _blocks(base, name, shape):
             before = _as_float(rows)
             new = after.rows(start, stop, before)
             sums[:3] += [_squared(before), _squared(new - before), float((new != before).sum())]
             if after.dtype not in (None, rows.dtype):
                 sums[3] += _squared(_as_float(rows.to(after.dtype)) - before)
-        norms[name], update = float(np.sqrt(sums[0])), float(np.sqrt(sums[1]))
+        norm, update = float(np.sqrt(sums[0])), float(np.sqrt(sums[1]))
         changed = sums[2] / max(n_weights, 1)
-        rounding = float(np.sqrt(sums[3])) / norms[name] if norms[name] else 0.0
+        rounding = float(np.sqrt(sums[3])) / norm if norm else 0.0
         if spectral and len(shape) == 2 and np.isfinite(update):
-            largest = _spectral_norm(base, name, after) if update > 0 else 0.0
-    if not (np.isfinite(norms[name]) and np.isfinite(update)):
+            largest = _spectral_norm(base, name, after, shape) if update > 0 else 0.0
+    if not (np.isfinite(norm) and np.isfinite(update)):
         raise TsaeError(f"{name} holds values that are not finite, there or in the checkpoint", where=base.where)
     if not spectral or len(shape) != 2:
         largest = np.nan
     return {
         "n_weights": n_weights,
-        "base_norm": norms[name],
+        "base_norm": norm,
         "update_norm": update,
-        "relative": update / norms[name] if norms[name] else np.nan,
+        "relative": update / norm if norm else np.nan,
         "spectral": largest,
         "stable_rank": (update / largest) ** 2 if largest > 0 else np.nan,
         "changed": changed,
@@ -269,9 +288,9 @@ def _measure(
     }
 
 
-def _blocks(base: _Tensors, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(start, stop, rows) of a tensor of the base, as stored."""
-    shape = base.shape(name) or (1,)
+def _blocks(base: _Tensors, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(start, stop, rows) of a tensor of the base, as stored, as far as the shape goes."""
+    shape = shape or (1,)
     step = max(1, _BLOCK // max(1, int(np.prod(shape[1:], dtype=np.int64))))
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
@@ -286,15 +305,15 @@ def _squared(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-def _spectral_norm(base: _Tensors, name: str, after: _Trained) -> float:
+def _spectral_norm(base: _Tensors, name: str, after: _Trained, shape: tuple[int, ...]) -> float:
     """Largest singular value of a tensor's update; NaN for one that is too large to be formed."""
     from scipy.sparse.linalg import LinearOperator, eigsh
 
-    m, n = base.shape(name)
+    m, n = shape
     if m * n > _IN_MEMORY:
         return np.nan
     D = torch.empty((m, n), dtype=torch.float64 if base.dtype(name) == "F64" else torch.float32)
-    for start, stop, rows in _blocks(base, name):
+    for start, stop, rows in _blocks(base, name, shape):
         before = _as_float(rows)
         D[start:stop] = after.rows(start, stop, before) - before
     if min(m, n) <= 64:

@@ -14,7 +14,7 @@ import torch
 
 from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.checkpoints.weight_files import folder_of, weight_files
+from tsae.checkpoints.weight_files import common_rows, folder_of, weight_files
 from tsae.errors import TsaeError
 
 _PREFIX = "base_model.model."
@@ -52,6 +52,15 @@ class LoraUpdate:
     def is_plain(self) -> bool:
         """Whether the whole update is s·B·A."""
         return self.A is not None and self.magnitude is None and self.whole is None
+
+    def cut(self, n_rows: int) -> None:
+        """Leave out the rows of tokens that the base does not have, where the run's vocabulary is larger."""
+        if common_rows(self.name, (0,), (n_rows,)) is not None:
+            for part in ("whole", "magnitude", *(() if self.transposed else ("B",))):
+                if getattr(self, part) is not None:
+                    setattr(self, part, getattr(self, part)[:n_rows])
+            if self.transposed and self.A is not None:
+                self.A = self.A[:, :n_rows]
 
     def check(self, shape: tuple[int, ...], base: str) -> None:
         """Refuse an update that does not fit a tensor of this shape."""
@@ -122,6 +131,7 @@ def fitting_updates(
         for name in (module_name, module_name.partition(".")[2]):
             shape = shape_of(name)
             if shape is not None:
+                update.cut(shape[0] if shape else 1)
                 update.check(shape, base)
                 yield name, update
                 break

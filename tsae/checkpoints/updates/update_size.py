@@ -13,7 +13,7 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.noise import Noise, frobenius
 from tsae.checkpoints.updates.lora import fitting_updates
-from tsae.checkpoints.weight_files import folder_of, is_adapter
+from tsae.checkpoints.weight_files import common_rows, folder_of, is_adapter
 from tsae.errors import TsaeError
 
 
@@ -102,7 +102,8 @@ def _whole_updates(
         )
     for name, weight in before.items():
         other = after[name]
-        if other.shape != weight.shape:
+        n = common_rows(name, other.shape, weight.shape)
+        if n is None:
             raise TsaeError(
                 f"{name} has the shape {tuple(other.shape)}, expected {tuple(weight.shape)} as in {base.path}: its "
                 "update has no size that noise could match",
@@ -111,6 +112,8 @@ def _whole_updates(
             )
         if weight.is_floating_point() and other.is_floating_point():
             exact = _exact(weight, other)
+            if weight.ndim:  # noise goes to all rows; those that the run lacks belong to tokens that no text holds
+                other, weight = other[:n], weight[:n]
             yield name, other.to(exact) - weight.to(exact)
         elif weight.dtype != other.dtype or not torch.equal(weight, other):
             raise TsaeError(

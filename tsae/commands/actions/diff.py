@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 import tsae
+from tsae.activations.reader.assignment import check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading, write_text
 from tsae.base.seal import check_seal, need_seal, write_whole
@@ -19,7 +20,7 @@ from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
 from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
+from tsae.checkpoints.loading import token_strings
 from tsae.claims.evidence import NAMES, attribution_in, inputs_of
 from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_in
@@ -102,15 +103,7 @@ def _strings(features: tsae.FeatureTable, base: Checkpoint) -> list[str]:
     Raises:
         TsaeError: where the tokenizer is not that of the features' tokens.
     """
-    tokenizer = base.load_tokenizer()
-    found, expected = tokenizer_fingerprint(tokenizer), features.rollouts.info.get("tokenizer")
-    if expected not in (found, None):
-        raise TsaeError(
-            f"its tokenizer ({found}) is not that of the features ({expected})",
-            where=base.path,
-            fix="Give the model whose tokens the rollouts hold.",
-        )
-    return token_strings(tokenizer)
+    return token_strings(check_tokenizer(base, features.rollouts))
 
 
 def _check(options: Diff) -> None:

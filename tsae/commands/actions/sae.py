@@ -11,12 +11,13 @@ from typing import Any
 import tyro
 
 import tsae
+from tsae.activations.reader.assignment import check_tokenizer
 from tsae.activations.source import Source
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
 from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
-from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
+from tsae.checkpoints.loading import token_strings
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Live, Train
 from tsae.errors import TsaeError
@@ -97,13 +98,7 @@ def _training(options: Train, store: Source) -> TrainingConfig:
             fix="Give --partner step with --tokenizer or with --step-ends, or none of these.",
         )
     checkpoint = load_series(options.tokenizer).base
-    found, expected = tokenizer_fingerprint(checkpoint.load_tokenizer()), store.manifest.get("tokenizer")
-    if expected not in (found, None):
-        raise TsaeError(
-            f"its tokenizer ({found}) is not that of the store ({expected})",
-            where=checkpoint.path,
-            fix="Give a checkpoint that the store was captured from.",
-        )
+    check_tokenizer(checkpoint, store.rollouts)
     return replace(training, step_ends=checkpoint.tokens_with(options.step_text or "\n"))
 
 

@@ -23,6 +23,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.config import CaptureConfig
+from tsae.activations.reader.assignment import first_with
 from tsae.activations.recording.capture import capture
 from tsae.base.remote.mirror import outside
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -97,7 +98,8 @@ def noise_null(
             fix="Give the checkpoints that read the features.",
         )
     special, of_features = sorted(set(series.base.load_tokenizer().all_special_ids)), features.info["special_ids"]
-    if special != sorted(of_features):
+    other = list({*special} ^ {*of_features})
+    if first_with(features.rollouts, lambda ids: np.isin(ids, other)) is not None:
         raise TsaeError(
             f"the special tokens of the base's tokenizer are {special}, and were {sorted(of_features)} when the "
             "features were read",

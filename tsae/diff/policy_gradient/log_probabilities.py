@@ -8,7 +8,6 @@ from tsae.activations.reader.assignment import check_context, check_tokenizer
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.checkpoints.forward.predictions import PredictingReader
-from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -51,10 +50,10 @@ def response_logprobs(
     for id in dict.fromkeys(policy):
         mine = np.flatnonzero(policy == id)
         checkpoint = series[id]
-        check_tokenizer(checkpoint, tokenizer_fingerprint(load_tokenizer(checkpoint)), rollouts)
+        check_tokenizer(checkpoint, rollouts, rows=rows[mine])
         model = checkpoint.load_model(device=device)
         config = model.config.get_text_config()
-        check_context(rollouts, getattr(config, "max_position_embeddings", None), config.vocab_size)
+        check_context(rollouts, getattr(config, "max_position_embeddings", None), config.vocab_size, rows=rows[mine])
         reader = PredictingReader(HuggingFaceReader(model, ["blocks.0.hook_resid_pre"]))
         texts = [np.concatenate(rollouts.tokens(int(rows[i]))) for i in mine]
         try:

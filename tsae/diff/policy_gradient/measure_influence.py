@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from tsae.activations.reader.assignment import check_context, check_tokenizer
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import check_sites
-from tsae.checkpoints.loading import ModelLoader, load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.loading import ModelLoader, load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.policy_gradient.derivatives import Fixed, Forward, padded
@@ -146,7 +146,7 @@ def _check(
         )
     tokenizer = load_tokenizer(checkpoint)
     for given in rollouts:
-        check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), given)
+        check_tokenizer(checkpoint, given, tokenizer)
         check_context(given, getattr(config, "max_position_embeddings", None), config.vocab_size)
     return list(tokenizer.all_special_ids)
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from tsae.activations.reader.assignment import check_tokenizer
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings, tokenizer_fingerprint
+from tsae.checkpoints.loading import token_strings
 from tsae.diff.feature import Feature
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
@@ -168,9 +168,7 @@ def _strongest(features: FeatureTable, row: int, n: int = 4) -> list[int]:
 
 
 def _strings(checkpoint: Checkpoint, rollouts: Rollouts) -> list[str]:
-    tokenizer = checkpoint.load_tokenizer()
-    check_tokenizer(checkpoint, tokenizer_fingerprint(tokenizer), rollouts)
-    return token_strings(tokenizer)
+    return token_strings(check_tokenizer(checkpoint, rollouts))
 
 
 def _texts(ids: np.ndarray, strings: Any) -> list[str]:

@@ -17,6 +17,7 @@ from tsae.base.remote.mirror import local
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.limits import text_limits, told_ends
 from tsae.checkpoints.loading import ModelLoader, need_unchanged, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.vocabulary import vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.problems import Problem
@@ -232,7 +233,7 @@ class _Sampling:
                         **({} if found is None else {COLUMN: found}),
                     }
                 )
-        info: dict[str, Any] = {"tokenizer": tokenizer_fingerprint(self.tokenizer)}
+        info: dict[str, Any] = vocabulary_facts(self.tokenizer)
         if self.server is not None:
             every = responses.values()
             info["served"] = {
