@@ -1,4 +1,4 @@
-"""Paths as users give them: `~`, relative, with spaces and Unicode, `Path`, `os.PathLike` and file:// URLs, everywhere."""
+"""Paths as users give them: `~`, spaces and Unicode, text, `Path`, `os.PathLike` and file:// URLs, everywhere."""
 
 from __future__ import annotations
 
