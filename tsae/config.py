@@ -9,6 +9,7 @@ from typing import get_args
 from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.attribution.config import AttributionConfig, Kind
+from tsae.base.files import expand_paths
 from tsae.base.ranges import need_at_most, need_numbers
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
@@ -91,10 +92,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        expand_paths(self)
         need_at_most(self, sample=100_000)
-        for name in ("path", "to", "log", "bands_from", "sae"):
-            if getattr(self, name) is not None:  # Python code may give strings.
-                object.__setattr__(self, name, Path(getattr(self, name)))
         if self.server.url and self.sample is None:
             raise TsaeError(
                 "a server is given, and nothing to sample", where="RunConfig", fix="Give sample (--sample)."
@@ -168,6 +167,7 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
+        expand_paths(self)
         need_at_most(self, problems=10_000, samples=10_000, band_samples=10_000)
         for name in ("problems", "samples", "band_samples"):
             if getattr(self, name) < 1:

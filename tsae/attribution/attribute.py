@@ -46,7 +46,7 @@ from tsae.attribution.trainer.log_fit import Batches, batches_between, check_set
 from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.wanted import Wanted, find_targets
-from tsae.base.files import read_object, write_json
+from tsae.base.files import as_path, read_object, write_json
 from tsae.base.remote.mirror import removed
 from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
@@ -93,7 +93,7 @@ def attribute(
     Raises:
         TsaeError: where log, checkpoints and settings do not fit together.
     """
-    config, to = config or AttributionConfig(), Path(to)
+    config, to = config or AttributionConfig(), as_path(to)
     sae = None if sae is None else TemporalSAE.of(sae, device=config.device)
     recipe = recipe if isinstance(recipe, Recipe) else find_recipe(series, run, recipe)
     notes: list[str] = []

@@ -15,7 +15,7 @@ import pandas as pd
 from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.base.files import read_object, reading
+from tsae.base.files import as_path, read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -236,7 +236,7 @@ class Attribution(Tables):
         Raises:
             TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
-        folder = Path(folder)
+        folder = as_path(folder)
         missing = [
             name for name in ("attribution.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / name).is_file()
         ]

@@ -9,9 +9,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 from uuid import uuid4
 
 from safetensors import SafetensorError
@@ -26,12 +27,28 @@ _PARTIAL = ".tsae.tmp"
 _KEPT = re.compile(r"\.(damaged|before-repair)(-\d+)?$")
 
 
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """The path that a user gives: ``~`` is a home folder, and file:///a%20b is /a b. Other URLs stay as they are."""
+    text = os.fspath(path)
+    if text.startswith("file:/"):  # Path makes one slash of three
+        text = unquote(re.sub(r"file:(//(localhost(?=/))?)?", "", text, count=1))
+    return Path(os.path.expanduser(text))
+
+
+def expand_paths(config: Any) -> None:
+    """Make the fields of a config that hold paths those of `as_path`, also where they were given as text."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if "Path" in str(each.type) and value is not None:
+            object.__setattr__(config, each.name, as_path(value))  # it may be frozen
+
+
 def partial_name(path: str | Path) -> Path:
     """The name beside a file under which it is written: hidden, and one that nobody gives to a file of their own.
 
     It is always the same, so that the next writer of the file finds what a killed process left.
     """
-    path = Path(path)
+    path = as_path(path)
     return path.with_name(f".{path.name}{_PARTIAL}")
 
 
@@ -53,7 +70,7 @@ def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
         path: missing folders are made.
         flush: wait until the content is on the disk before the file is renamed.
     """
-    path = Path(path)
+    path = as_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_name(path)
     partial.unlink(missing_ok=True)  # of a process that was killed
@@ -78,7 +95,7 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     Raises:
         TsaeError: where something is in the folder that is not to be replaced, or it is a link.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(as_path(path)))
     if path.is_symlink():
         raise TsaeError("is a link, and a folder is to be written", where=path, fix="Give the folder that it leads to.")
     if path.is_dir() and not replace and any(path.iterdir()):
@@ -99,7 +116,7 @@ def write_bytes(path: str | Path, content: bytes) -> Path:
     """Write bytes whole or not at all."""
     with replacing(path) as partial:
         partial.write_bytes(content)
-    return Path(path)
+    return as_path(path)
 
 
 def write_text(path: str | Path, content: str) -> Path:
@@ -118,7 +135,7 @@ def write_first(path: str | Path, content: Any) -> None:
     Raises:
         OSError: where nothing can be written.
     """
-    path = Path(path)
+    path = as_path(path)
     own = write_json(path.with_name(f"{path.name}.{uuid4().hex}"), content)
     try:
         os.link(own, path)  # fails where another was first
@@ -131,7 +148,7 @@ def write_first(path: str | Path, content: Any) -> None:
 
 def clear_first(path: str | Path) -> None:
     """Remove what processes left that were killed in `write_first`, once none can be in it any more."""
-    path = Path(path)
+    path = as_path(path)
     for left in path.parent.iterdir():
         if is_beginning(path, left.name):
             left.unlink(missing_ok=True)
@@ -151,7 +168,7 @@ def need_no_link(file: str | Path) -> None:
     Raises:
         TsaeError: where it is one.
     """
-    if Path(file).is_symlink():
+    if as_path(file).is_symlink():
         raise TsaeError("is a link, expected a file of this folder", where=file, fix="Remove the link.")
 
 
@@ -166,7 +183,7 @@ def append_line(file: str | Path, line: str, fix: str) -> None:
     Raises:
         TsaeError: where the file is a link, or the disk is full or fails.
     """
-    path = Path(file)
+    path = as_path(file)
     need_no_link(path)
     with writing(path, fix):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +196,7 @@ def append_line(file: str | Path, line: str, fix: str) -> None:
 
 def sha256(path: str | Path) -> str:
     """Checksum of a file's bytes."""
-    with Path(path).open("rb") as stream:
+    with as_path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -231,7 +248,7 @@ def read_object(file: str | Path, fix: str) -> dict[str, Any]:
         TsaeError: where the file is missing or damaged, or holds something else.
     """
     with reading(file, fix):
-        content = parse_json(Path(file).read_text(encoding="utf-8"))
+        content = parse_json(as_path(file).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it holds {type(content).__name__}, expected an object")
     return content

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import plain, read_object, replacing, sha256, write_json
+from tsae.base.files import as_path, plain, read_object, replacing, sha256, write_json
 from tsae.base.remote.mirror import removed
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
@@ -61,7 +61,7 @@ def write_sealed(folder: str | Path, name: str, content: Mapping[str, Any], othe
         content: of it.
         others: the other files, which are there already or do not exist.
     """
-    with replacing(Path(folder) / name) as partial:
+    with replacing(as_path(folder) / name) as partial:
         write_json(partial, {**content, "sealed": True})
         seal(folder, others, coming={name: partial})
 
@@ -88,7 +88,7 @@ def write_whole(
     Raises:
         TsaeError: where the folder has a seal that is damaged, or a URL at which nothing can be removed.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:  # names that are entered first are given last
         coming = {name: stack.enter_context(replacing(folder / name))}

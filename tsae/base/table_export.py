@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.files import replacing
+from tsae.base.files import as_path, replacing
 from tsae.errors import TsaeError
 
 
@@ -18,7 +18,7 @@ def write_table(file: str | Path, table: pd.DataFrame, *, index: bool = False, c
     """Write a table as Parquet, whole or not at all. A link at the file's place is replaced, and not followed."""
     with replacing(file) as partial:
         table.to_parquet(partial, index=index, compression=compression)
-    return Path(file)
+    return as_path(file)
 
 
 class Tables:
@@ -48,7 +48,7 @@ class Tables:
         frame = pa.Table.from_pandas(self.to_pandas(table), preserve_index=False)
         with replacing(file) as partial:
             pq.write_table(frame, partial, compression="zstd")
-        return Path(file)
+        return as_path(file)
 
     def to_polars(self, table: str | None = None) -> Any:
         """A table as a polars DataFrame; see `to_pandas`.

@@ -101,4 +101,4 @@ def in_usual_state(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
     found: Any = steps if isgeneratorfunction(function) else usual_state()(function)
     found.__module__, found.__qualname__ = "tsae", name
-    return found  # type: ignore[no-any-return]
+    return found

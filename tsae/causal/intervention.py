@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import is_kept, read_object, reading
+from tsae.base.files import as_path, is_kept, read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.statistics.bootstrap import counts, percentile_interval
@@ -306,7 +306,7 @@ class Intervention(Tables):
     @classmethod
     def load(cls, folder: str | Path) -> Intervention:
         """Read a folder that `save` wrote."""
-        folder = Path(folder)
+        folder = as_path(folder)
         for name in _FILES:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae causal`.")

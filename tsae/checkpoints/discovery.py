@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from tsae.base.files import as_path
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.weight_files import is_adapter, is_gguf, is_hub_id
@@ -71,7 +72,7 @@ def find(sources: Sequence[str], without: Collection[Path] = ()) -> Found:
 
 def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Checkpoint]:
     """Checkpoints of one source, with run and step; ids come later."""
-    path = Path(source).expanduser()
+    path = as_path(source)
     if is_gguf(path):
         return [_unnamed(path.resolve())]
     if path.is_dir():

@@ -6,13 +6,13 @@ also keeps the base of a longer text for the next one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
@@ -39,49 +39,26 @@ def rotated_alone(model: PreTrainedModel) -> Iterator[None]:
 
 def depends_on_length(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The modules whose rotations depend on a text's length."""
-    return [m for m in model.modules() if any(_changes(kind) for kind in _kinds(m).values())]
-
-
-def _kinds(module: torch.nn.Module) -> dict[str | None, Any]:
-    """Kind of rotary embedding, by type of layer where these differ."""
-    kind = getattr(module, "rope_type", None)
-    return kind if isinstance(kind, dict) else {None: kind}
-
-
-def _changes(kind: object) -> bool:
-    return isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind)
+    return [m for m in model.modules() if re.search("longrope|dynamic", str(getattr(m, "rope_type", "")))]
 
 
 def _each_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """What the module gives for rows of one length after another, each time as if it had read nothing before."""
     given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-    layer, places = given.get("layer_type"), given["position_ids"]  # (B, T)
-    kind = _kinds(module).get(layer)
-    if not _changes(kind) or places.ndim != 2:
-        return None
-    length, dynamic = places.amax(1) + 1, kind != "longrope"
-    if dynamic:
-        border = module.original_max_seq_len
-        own = length.where(length > border, 0)
-    else:
-        parameters = module.config.rope_parameters
-        own = length > (parameters if layer is None else parameters[layer])["original_max_position_embeddings"]
-    several = own.unique()
-    if len(several) == 1 and not dynamic:
-        return None
-    parts = [output] if isinstance(output, torch.Tensor) else list(output)
-    parts = [part.new_empty(len(places), *part.shape[1:]) for part in parts]
-    for each in several:
-        if dynamic:
-            _forget(module, "" if layer is None else f"{layer}_")
-        found = module.forward(**{**given, "position_ids": places[own == each]})
-        for part, rows in zip(parts, [found] if isinstance(found, torch.Tensor) else found, strict=True):
-            part[own == each] = rows
-    return parts[0] if isinstance(output, torch.Tensor) else tuple(parts)
+    places = given["position_ids"]  # (B, T)
+    length = places.amax(-1)
+    parts = [part.new_empty(len(places), *part.shape[1:]) for part in output]  # cosines and sines
+    for own in length.unique():
+        _forget(module, f"{given['layer_type']}_" if given.get("layer_type") else "")
+        found = module.forward(**{**given, "position_ids": places[length == own]})
+        for part, rows in zip(parts, found, strict=True):
+            part[length == own] = rows
+    return tuple(parts)
 
 
 def _forget(module: Any, prefix: str) -> None:
     """Forget the longest text that the module has read."""
     before = getattr(module, f"{prefix}inv_freq")
-    fresh = getattr(module, f"{prefix}original_inv_freq").to(before.device)
+    fresh = getattr(module, f"{prefix}original_inv_freq").clone().to(before.device)  # LongRoPE writes into it
     module.register_buffer(f"{prefix}inv_freq", fresh, persistent=False)
     setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

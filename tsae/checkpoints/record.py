@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from tsae.base.files import as_path
 from tsae.checkpoints.noise import Noise
 from tsae.errors import TsaeError
 
@@ -35,6 +36,8 @@ class CheckpointRecord:
     """The base of its series, which an adapter is put on. The series sets it."""
 
     def __post_init__(self) -> None:
+        if str(self.path).startswith(("~", "file:/")):
+            object.__setattr__(self, "path", str(as_path(self.path)))
         if not _SAFE_ID.fullmatch(self.id):
             raise TsaeError(
                 f"checkpoint id {self.id!r} cannot name a folder",

@@ -12,13 +12,14 @@ or is put together from trainers' folders, paths and Hugging Face ids (`tsae.che
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import reading, write_json
+from tsae.base.files import as_path, reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
@@ -112,7 +113,7 @@ class CheckpointSeries:
         Raises:
             TsaeError: where weights have noise, which no file holds.
         """
-        folder = Path(folder)
+        folder = as_path(folder)
         records = []
         for checkpoint in self.checkpoints:
             if checkpoint.noise is not None:
@@ -145,15 +146,15 @@ class CheckpointSeries:
             raise TsaeError("no checkpoints given", where="CheckpointSeries.load", fix="Give a folder of checkpoints.")
         for source in sources:
             with reading(str(source)[:200], "Check the path."):  # no user of that name, or too long for a path
-                file = Path(source).expanduser() / "series.json"
+                file = as_path(source) / "series.json"
                 there = file.is_file()
             if there:
                 if len(sources) > 1:
                     what = "holds a series.json, which names its own base and checkpoints"
                     raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
                 return cls._from_json(file, without)
-        found = find([str(source) for source in sources], without)
-        name = Path(sources[-1]).expanduser().resolve().name
+        found = find([os.fspath(source) for source in sources], without)
+        name = as_path(sources[-1]).resolve().name
         return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
 
     def _checked(self) -> CheckpointSeries:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import read_object, reading, write_json, writing
+from tsae.base.files import as_path, read_object, reading, write_json, writing
 from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
@@ -102,7 +102,7 @@ class Claims(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write claims.json into the run's folder, with its checksum."""
-        file = Path(folder) / FILE
+        file = as_path(folder) / FILE
         with writing(file, "Remove what lies in its place, or make its folder one that you may write to."):
             return write_json(file, with_checksum(self.as_dict()))
 
@@ -117,7 +117,7 @@ class Claims(Tables):
         Raises:
             TsaeError: where it is damaged, or of other rollouts or another SAE than the diff.
         """
-        file = Path(folder) / FILE
+        file = as_path(folder) / FILE
         if not os.path.lexists(file):
             return None
         found = read_sealed(file, _AGAIN)
@@ -148,7 +148,7 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
         raise TsaeError(
             f"no claim {unknown[0]!r}; there are {', '.join(TESTS)}", where="claims", fix="Give its letter."
         )
-    evidence = Evidence(Path(run), check)
+    evidence = Evidence(as_path(run), check)
     records = tuple(_judged(key, evidence).record() for key in TESTS if key in (only or TESTS))
     inputs = evidence.of_answers
     with suppress(Missing):

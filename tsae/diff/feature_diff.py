@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import read_object, reading
+from tsae.base.files import as_path, read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
@@ -356,7 +356,7 @@ class FeatureDiff(Tables):
         Raises:
             TsaeError: where a file is missing or damaged, or the features are others than those that were compared.
         """
-        folder = Path(folder)
+        folder = as_path(folder)
         files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
         for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
             if not needed.is_file():

@@ -27,6 +27,7 @@ from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
 from tsae.activations.token_statistics import with_entropy
 from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.files import as_path
 from tsae.base.memory import give_back
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
@@ -97,7 +98,7 @@ def encode(
     to = local(to)
     with sole_writer(to):
         pieces = Pieces(to, _identity(sae, store, batch_tokens))
-        keeping = None if kept is None else KeptPieces(Path(kept))
+        keeping = None if kept is None else KeptPieces(as_path(kept))
         n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress, keeping)
         nnz = sum(piece.nnz for piece in pieces.first(n))
         _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)

@@ -22,6 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from tsae.base.disk.hdf5 import HDF5Writer, places, words
+from tsae.base.files import as_path
 from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once
@@ -40,7 +41,7 @@ class StoredFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = as_path(path)
         with h5py.File(self.path, "r", locking=False) as file:
             self._places = places(file)
             self.attributes: dict[str, str] = {}

@@ -43,7 +43,7 @@ import torch
 from safetensors.torch import load_file
 
 from tsae.base.disk.tensors import write_tensors
-from tsae.base.files import read_object, reading
+from tsae.base.files import as_path, read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
@@ -172,7 +172,7 @@ class Credit:
         Raises:
             TsaeError: where a file is missing or damaged, or holds what no fit gives.
         """
-        folder, fix = Path(folder), "Make it with `tsae credit fit`."
+        folder, fix = as_path(folder), "Make it with `tsae credit fit`."
         for name in ("credit.json", "credit.safetensors"):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix=fix)

@@ -19,6 +19,7 @@ import torch
 
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
+from tsae.base.files import as_path
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.predictions import PredictingReader
 from tsae.errors import TsaeError
@@ -87,7 +88,7 @@ def write_credit(
     # A group stays in one table: its advantages must add up to 0.
     order = np.argsort(_groups(frame), kind="stable")
     tables = _tables(credit, features, rows[order], shaping, logprob)
-    return write_table(Path(path), SCHEMA, tables, {"kind": "token weights", "credit": credit.info})
+    return write_table(as_path(path), SCHEMA, tables, {"kind": "token weights", "credit": credit.info})
 
 
 def _need_logprob(logprob: np.ndarray, features: FeatureTable, rows: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import write_text
+from tsae.base.files import as_path, write_text
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, json_lines, parse_line, read_problems
 
@@ -54,7 +54,7 @@ def read_reformulations(path: str | Path) -> list[Reformulation]:
     """
     problems = read_problems(path)
     found = []
-    for problem, (number, line) in zip(problems, json_lines(Path(path)), strict=True):
+    for problem, (number, line) in zip(problems, json_lines(as_path(path)), strict=True):
         try:
             record = parse_line(line)
             parent, kind, accepted = record["parent"], record["kind"], record["accepted"]

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from tsae.base.files import reading
+from tsae.base.files import as_path, reading
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem, json_lines, parse_line, read_problems
@@ -101,7 +101,7 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
     Raises:
         TsaeError: for any other file.
     """
-    path = Path(path)
+    path = as_path(path)
     with reading(path, "Give JSON lines of problems."):
         lines = list(json_lines(path)) if path.is_file() else []
     if not any(b'"question"' in line for _, line in lines[:1]):

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tsae.base.files import as_path
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.vocabulary import vocabulary_facts
@@ -85,7 +86,7 @@ def import_log(
         TsaeError: naming file and line, for logs of no or several formats, for rows with wrong values, and with
             `ImportConfig.strict` for a log that does not agree with itself.
     """
-    path, to, config = Path(path), Path(to), config or ImportConfig()
+    path, to, config = as_path(path), as_path(to), config or ImportConfig()
     if workers is not None and not 1 <= workers <= MOST:
         raise TsaeError(f"workers={workers} is not 1 to {MOST}", where="import_log", fix="Give one a core, or none.")
     form, files, notes = find_log(path, config, only)
@@ -98,7 +99,7 @@ def import_log(
     tokens = Tokens(series.base, config)
     config = tokens.config = replace(config, pad_ids=find_pads(form, files, config, tokens))
     run, spools = Contents(form, files, series, tokens, config, notes=notes), Spools()
-    keeping = None if kept is None else Path(kept)
+    keeping = None if kept is None else as_path(kept)
     with Journal(to, settings(form, series, tokens, config), config.skip, run.policies.agrees, keeping) as journal:
         with closing(_read(run, series, journal, workers, progress=progress)) as read:
             for folder, state in read:
@@ -178,7 +179,7 @@ def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path:
     if isinstance(checkpoint, Checkpoint):
         return CheckpointSeries((replace(checkpoint, run=None),), name=checkpoint.id)
     if checkpoint is not None:
-        return tokenizer_alone(Path(checkpoint)) or CheckpointSeries.load(checkpoint)
+        return tokenizer_alone(as_path(checkpoint)) or CheckpointSeries.load(checkpoint)
     folder = run_folder(path if path.is_dir() else path.parent)
     for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
         if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):

@@ -34,7 +34,7 @@ _OUTLINE = ["problem_id", "policy", "outcome"]
 _FIX = "Give the Parquet file that `tsae rollouts` wrote."
 
 
-def read_pieces(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def read_pieces(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """All rows of a Parquet file in order, in pieces; first an empty table with its columns.
 
     Raises:
@@ -96,7 +96,7 @@ def mapped(tables: Iterable[pa.Table]) -> pa.Table:
     return pa.ipc.open_stream(pa.py_buffer(found)).read_all()
 
 
-def read_outline(path: str | Path) -> pd.DataFrame:
+def read_outline(path: Path) -> pd.DataFrame:
     """The outline of a file of `Rollouts.write`.
 
     Returns:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import write_text
+from tsae.base.files import as_path, write_text
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
@@ -43,7 +43,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     Raises:
         TsaeError: where the file is missing, a line is not JSON, a field is missing, or an id comes twice.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file():
         raise TsaeError("no such problem file", where=path, fix="Give a JSONL file of id, prompt and answer.")
     problems: list[Problem] = []

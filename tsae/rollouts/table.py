@@ -101,16 +101,17 @@ class Rollouts(TokenParts, Tables):
     @classmethod
     def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
         """Read some rows, (n,) bool, of a file that `write` wrote."""
+        file = local(path)
 
         def wanted() -> Iterator[pa.Table]:
             start = 0
-            for piece in read_pieces(path):
+            for piece in read_pieces(file):
                 end = start + piece.num_rows
-                yield typed(piece.take(pa.array(np.flatnonzero(rows[start:end]))), str(path))
+                yield typed(piece.take(pa.array(np.flatnonzero(rows[start:end]))), str(file))
                 start = end
 
         table = mapped(wanted())
-        return cls(table, read_info(table, path), str(path))
+        return cls(table, read_info(table, file), str(file))
 
     def write(self, path: str | Path) -> Path:
         """Write one Parquet file, whole or not at all; the same table gives the same bytes."""

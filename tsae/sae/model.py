@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tsae.activations.batches.outliers import distances
 from tsae.activations.source import Source
 from tsae.base.disk.tensors import write_tensors
-from tsae.base.files import read_object, reading, write_json
+from tsae.base.files import as_path, read_object, reading, write_json
 from tsae.base.seal import check_seal, need_seal, write_sealed
 from tsae.base.usual_state import usual_state
 from tsae.base.views import views
@@ -167,7 +167,7 @@ class TemporalSAE(torch.nn.Module):
 
     def save(self, folder: str | Path) -> Path:
         """Write sae.safetensors, config.json and training.json."""
-        folder = Path(folder)
+        folder = as_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "training.json", self.training_info)
         config = {"format": FORMAT, "d_model": self.d_model, "site": self.site, "sae": asdict(self.config)}
@@ -181,7 +181,7 @@ class TemporalSAE(torch.nn.Module):
         config = lens_config(
             self.config, self.d_model, self.site, architecture, dtype, self.norm_limit, self.norm_centre
         )
-        return write_folder(Path(folder), config, lens_weights(self.state_dict()))
+        return write_folder(as_path(folder), config, lens_weights(self.state_dict()))
 
     @classmethod
     def of(cls, sae: TemporalSAE | str | Path, *, device: str | None = None) -> TemporalSAE:
@@ -305,7 +305,7 @@ class ForeignSAE(TemporalSAE):
         if c.architecture == "topk":
             config |= {"k": c.k, "rescale_acts_by_decoder_norm": False}
             del weights["threshold"]
-        return write_folder(Path(folder), config, weights)
+        return write_folder(as_path(folder), config, weights)
 
 
 load_sae = TemporalSAE.load

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 from tsae.base.disk.tensors import write_tensors
-from tsae.base.files import reading, replacing
+from tsae.base.files import as_path, reading, replacing
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.forward.hooks import attach, check_sites, decoder_blocks
 from tsae.checkpoints.forward.site_names import site_names
@@ -96,7 +96,7 @@ class SteeringVector:
         Raises:
             TsaeError: where it is something else, or damaged.
         """
-        with reading(file, "Export it again."), safe_open(file, framework="pt") as stream:
+        with reading(file, "Export it again."), safe_open(as_path(file), framework="pt") as stream:
             metadata = stream.metadata() or {}
             return cls(stream.get_tensor("vector"), metadata["site"], parse_json(metadata["info"]))
 
@@ -133,4 +133,4 @@ class SteeringVector:
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
             writer.close()
-        return Path(file)
+        return as_path(file)

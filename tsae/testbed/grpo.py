@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.base.files import as_path
 from tsae.rollouts.problems import Problem
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 from tsae.testbed.verifier import verify
@@ -39,7 +40,7 @@ def grpo_on_cpu(folder: str | Path, *, prompts: int, samples: int, **options: An
     from trl import GRPOConfig
 
     of_batch = {"per_device_train_batch_size": prompts * samples, "num_generations": samples}
-    return GRPOConfig(output_dir=str(folder), **{**_SETTINGS, **of_batch, **options})
+    return GRPOConfig(output_dir=str(as_path(folder)), **{**_SETTINGS, **of_batch, **options})
 
 
 def data_set(problems: Iterable[Problem]) -> Dataset:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from tsae.activations.shards.manifest import read_manifest
 from tsae.base.disk.made_by import MadeBy, made_by
 from tsae.base.disk.sealed_parquet import check_parquet
-from tsae.base.files import read_object
+from tsae.base.files import as_path, read_object
 from tsae.base.progress import progress_bar
 from tsae.base.seal import digest
 from tsae.errors import TsaeError
@@ -93,7 +93,7 @@ def verify(paths: Sequence[str | Path], *, progress: bool = True) -> list[Findin
     """
     artefacts: dict[Path, Artefact] = {}
     strange = []
-    for path in (Path(os.path.abspath(path)) for path in paths):
+    for path in (Path(os.path.abspath(as_path(path))) for path in paths):
         if not path.exists():
             raise TsaeError("is not there", where=path, fix="Give a folder or file that tsae wrote.")
         found = find_artefacts(path)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.disk.tensors import tensors_replacing
-from tsae.base.files import reading
+from tsae.base.files import as_path, reading
 from tsae.base.seal import check_seal, need_seal, seal
 from tsae.checkpoints.forward.hooks import positions
 from tsae.errors import TsaeError
@@ -34,7 +34,7 @@ class Directions:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
 
     def keep(self, step: int, vectors: torch.Tensor) -> None:
         """Write those of a step, (n_targets, P)."""

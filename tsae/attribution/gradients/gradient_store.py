@@ -27,7 +27,7 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import gradients_and_spread
 from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.base.disk.tensors import tensors_replacing
-from tsae.base.files import reading, write_json
+from tsae.base.files import as_path, reading, write_json
 from tsae.base.progress import progress_bar
 from tsae.base.seal import check_seal, need_seal, read_sealed, seal, with_checksum
 from tsae.diff.policy_gradient.derivatives import padded
@@ -61,7 +61,7 @@ class GradientStore:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         path = self.folder / "gradients.json"
         if not path.is_file():
             raise TsaeError("holds no gradients.json", where=self.folder, fix="Build the gradients first.")
@@ -133,7 +133,7 @@ def build_gradients(
         TsaeError: where the gradients fit the budget in no precision, advantages are missing, or the folder holds
             another run's.
     """
-    to, n, size = Path(to), sum(map(len, batches.values())), len(path.trained)
+    to, n, size = as_path(to), sum(map(len, batches.values())), len(path.trained)
     if dtype == "auto":
         dtype = "float32" if n * size * 4 <= budget else "bfloat16"
     check_budget(n, size, budget, to, dtype)

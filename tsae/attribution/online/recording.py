@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.base.disk.tensors import tensors_replacing
-from tsae.base.files import reading, write_json
+from tsae.base.files import as_path, reading, write_json
 from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -47,7 +47,7 @@ class RecordingFolder:
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], *, every: int = 10) -> None:
-        self.path, self.every = Path(path), every
+        self.path, self.every = as_path(path), every
         if every < 1:
             raise TsaeError(f"every={every} is less than 1", where="RecordingFolder")
         if (self.path / SAMPLES).exists():
@@ -173,7 +173,7 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
     Raises:
         TsaeError: where the folder holds no recording, that of other weights, or a damaged one.
     """
-    path = Path(path)
+    path = as_path(path)
     if not (path / SAMPLES).is_file():
         raise TsaeError(f"holds no {SAMPLES}", where=path, fix="Give the folder that a recorder wrote.")
     knots = {}

@@ -16,7 +16,7 @@ import yaml
 
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
-from tsae.base.files import reading
+from tsae.base.files import as_path, reading
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
 
@@ -74,7 +74,7 @@ def read_recipe(where: str | Path, *, n_steps: int | None = None) -> Recipe:
         TsaeError: where there are no settings, they name what cannot be simulated, or the logged learning rates are
             others.
     """
-    where = Path(where)
+    where = as_path(where)
     folder = where if where.is_dir() else where.parent
     file = where if where.is_file() else next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:

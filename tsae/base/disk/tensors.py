@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tsae.base.files import partial_name
+from tsae.base.files import as_path, partial_name
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def tensors_replacing(
         tensors: contiguous, on any device.
         metadata: of the file.
     """
-    path = Path(path)
+    path = as_path(path)
     partial, room = partial_name(path), partial_name(path.with_name(f"{path.name}.writing"))
     _clear(partial, room)
     room.mkdir(parents=True)
@@ -49,7 +49,7 @@ def write_tensors(
 ) -> Path:
     """Write a safetensors file whole or not at all."""
     with tensors_replacing(path, tensors, metadata):
-        return Path(path)
+        return as_path(path)
 
 
 def _clear(*paths: Path) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tsae.base.files import partial_name
+from tsae.base.files import as_path, partial_name
 from tsae.base.remote import remote_files, room
 from tsae.base.remote.index import INDEX, Index, without
 from tsae.errors import TsaeError, without_secrets
@@ -74,10 +74,8 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
     Raises:
         TsaeError: where the URL cannot be reached.
     """
-    if str(path).startswith("file:/"):
-        return Path(str(path).removeprefix("file://").removeprefix("file:"))
     if not is_url(path):
-        return Path(path)
+        return as_path(path)
     url = url_of(path)
     room.limit()
     with _lock:

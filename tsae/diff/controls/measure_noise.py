@@ -25,6 +25,7 @@ import scipy.sparse as sp
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader.assignment import first_with
 from tsae.activations.recording.capture import capture
+from tsae.base.files import as_path
 from tsae.base.remote.mirror import outside
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -139,7 +140,7 @@ class _Reading:
         """The codes of the base and of the noisy checkpoints; the store of activations is deleted again."""
         assert checkpoint.base is not None
         series = CheckpointSeries((checkpoint.base, *noisy), name=f"{checkpoint.id} and noise")
-        scratch = None if self.scratch is None else outside(Path(self.scratch))
+        scratch = None if self.scratch is None else outside(as_path(self.scratch))
         if scratch is not None:
             scratch.mkdir(parents=True, exist_ok=True)
             for left in scratch.glob(f"{_STORE}*"):  # of a process that was killed

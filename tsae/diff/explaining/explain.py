@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
+from tsae.base.files import as_path
 from tsae.diff.config import ExplainConfig
 from tsae.diff.explaining.asking import Asked, Plan
 from tsae.diff.explaining.descriptors import Describer
@@ -86,7 +87,7 @@ def explain(
     if server is None:
         labeller = Describer(contexts)
     else:
-        labeller = asked = Asked(server, config, None if to is None else Path(to), progress=progress)
+        labeller = asked = Asked(server, config, None if to is None else as_path(to), progress=progress)
         plan = Plan(asked)
         scored(cases, plan, config)
         say(plan.told())

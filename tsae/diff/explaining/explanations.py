@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import read_object, reading
+from tsae.base.files import as_path, read_object, reading
 from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
@@ -99,7 +99,7 @@ class Explanations(Tables):
         Raises:
             TsaeError: where a file is missing or damaged, or holds what no labels are.
         """
-        folder = Path(folder)
+        folder = as_path(folder)
         for name in (FILE, _TABLE):
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae explain`.")

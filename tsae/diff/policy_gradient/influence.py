@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import read_object, reading
+from tsae.base.files import as_path, read_object, reading
 from tsae.base.filters import several
 from tsae.base.seal import check_seal, need_seal, write_whole
 from tsae.base.table_export import Tables, write_table
@@ -85,7 +85,7 @@ class Influence(Tables):
     @classmethod
     def load(cls, folder: str | Path) -> Influence:
         """Read a folder that `save` wrote."""
-        folder = Path(folder)
+        folder = as_path(folder)
         for name in _FILES:
             if not (folder / name).is_file():
                 raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae influence`.")

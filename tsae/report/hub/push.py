@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import partial_name, read_object, reading, write_json, write_text, writing
+from tsae.base.files import as_path, partial_name, read_object, reading, write_json, write_text, writing
 from tsae.base.seal import SEAL, check_seal, read_sealed, seal, sealed_names, with_checksum
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public, without_secrets
@@ -81,7 +81,7 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
         TsaeError: where no licence is given, the name is none of the Hub's, the SAE is not one of tsae's, something
             that was asked for is not there, or the folder holds something else.
     """
-    config, source, to = config or PushConfig(), Path(source), Path(os.path.abspath(to))
+    config, source, to = config or PushConfig(), as_path(source), Path(os.path.abspath(as_path(to)))
     if not to.name:
         raise TsaeError("is no folder that can be made", where=to, fix="Give another --to-folder.")
     if _NAME.fullmatch(repo) is None:
@@ -263,7 +263,7 @@ def _space(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
 
 
 def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
-    file = config.evaluation
+    file = None if config.evaluation is None else as_path(config.evaluation)
     if file is None:
         file = None if run is None else run.parent / "evaluation" / "evaluation.json"
         if file is None or not file.is_file():

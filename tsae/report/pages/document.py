@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from tsae.base.files import replacing
+from tsae.base.files import as_path, replacing
 from tsae.errors import TsaeError
 from tsae.report.packing import packed_plotly
 from tsae.report.templates import environment
@@ -122,9 +122,9 @@ def target(path: str | Path) -> Path:
     Raises:
         TsaeError: where it is a folder.
     """
-    if Path(path).is_dir():
+    if as_path(path).is_dir():
         raise TsaeError("is a folder", where=path, fix="Name the .html file to write.")
-    return Path(path)
+    return as_path(path)
 
 
 def written_with() -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import write_json
+from tsae.base.files import as_path, write_json
 from tsae.base.provenance import versions
 from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
@@ -58,7 +58,7 @@ class Difficulty(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, difficulty.json, and the page difficulty.html."""
-        folder = Path(folder)
+        folder = as_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in _TABLES:
             write_table(folder / f"{name}.parquet", getattr(self, name))

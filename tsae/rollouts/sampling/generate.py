@@ -132,7 +132,12 @@ class Generator:
         if depends_on_length(self.model) or config.model_type.startswith("llama4"):
             return False  # beyond the few tokens that are tried here
         short, long = ([token % config.vocab_size for token in range(4, n)] for n in (8, 17))
-        options = {"max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+        options: dict[str, Any] = {
+            "max_new_tokens": 3,
+            "min_new_tokens": 3,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
         alone, beside = (
             torch.stack(self._continued(*self._padded(prompts), do_sample=False, **options).logits, 1)[0].float()
             for prompts in ([short], [short, long])

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from tsae.base.disk.torch_file import read_torch_file
-from tsae.base.files import read_object, reading
+from tsae.base.files import as_path, read_object, reading
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.crosscoder.crosscoder import OF_PAIR, Crosscoder
@@ -52,7 +52,7 @@ def read_published(folder: str | Path, *, site: str, compared: tuple[str, str]) 
         TsaeError: where there is no such file, it needs a pickle, or it is computed in another way.
     """
     with reading(str(folder)[:200], _FIX):
-        file = _file_of(Path(folder))
+        file = _file_of(as_path(folder))
     if file is None:
         raise TsaeError(f"holds none of {', '.join(_FILES)}", where=folder, fix=_FIX)
     with reading(file, _FIX):

@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import reading
+from tsae.base.files import as_path, reading
 from tsae.errors import TsaeError
 from tsae.sae.exchange.foreign import FoundSAE, from_lens, is_saelens, load_folder
 from tsae.sae.exchange.published import read_published
@@ -45,7 +45,7 @@ def find_foreign(where: str | Path, site: str | None = None) -> tuple[Path, Foun
         TsaeError: where it cannot be reached, is damaged, or cannot be computed here.
     """
     if str(where).startswith(SAELENS):
-        return Path(where), _registered(str(where), site)
+        return as_path(where), _registered(str(where), site)
     path = located(where)
     found = read_published(path, site)
     if found is None and is_saelens(path):
@@ -60,7 +60,7 @@ def located(where: str | Path) -> Path:
     Raises:
         TsaeError: where there is neither such a path nor such a repository, or it cannot be reached.
     """
-    path, match = Path(where), _ON_HUB.fullmatch(Path(where).as_posix())
+    path, match = as_path(where), _ON_HUB.fullmatch(as_path(where).as_posix())
     try:
         if path.exists() or match is None or Path(path.parts[0]).exists():
             return path

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tsae.base.distributed import ALONE, Processes
-from tsae.base.files import read_object, reading, sha256, write_json, write_text
+from tsae.base.files import as_path, read_object, reading, sha256, write_json, write_text
 from tsae.base.provenance import write_run
 from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
 from tsae.base.untrusted import parse_json
@@ -61,7 +61,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, sae: SAEConfig, training: TrainingConfig, inputs: Mapping[str, Any]) -> None:
-        self.path, self.checkpoints = Path(path), Path(path) / "checkpoint"
+        self.path, self.checkpoints = as_path(path), as_path(path) / "checkpoint"
         # As run.json has them, where passwords in addresses are hidden.
         self.sae, self.training, self.inputs = sae, training, public(dict(inputs))
         self.identity = _identity({"sae": asdict(sae), "training": asdict(training)}, self.inputs)

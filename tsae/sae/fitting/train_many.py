@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tsae.activations.source import Source
 from tsae.activations.store import ActivationStore
+from tsae.base.files import as_path
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.train import train_plans
@@ -70,7 +71,7 @@ def train_many(
         store.d_model(site)  # An unknown site is said before anything is trained.
         for seed in numbers:
             one = replace(training, site=site, seed=seed, data_seed=data_seed)
-            folder = None if to is None else Path(to) / run_name(site, seed)
+            folder = None if to is None else as_path(to) / run_name(site, seed)
             plans[site, seed] = Plan.of(store, sae, one, to=folder)
     return dict(zip(plans, train_plans(store, list(plans.values()), progress=progress), strict=True))
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from einops import reduce
 
-from tsae.base.files import write_json
+from tsae.base.files import as_path, write_json
 from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
@@ -113,10 +113,10 @@ class Stability:
         Raises:
             TsaeError: where another file of the folder is damaged or missing: nothing is added to what is not whole.
         """
-        if (Path(folder) / SEAL).is_file():
+        if (as_path(folder) / SEAL).is_file():
             check_seal(folder, f"Mend it: tsae repair {folder}.", [n for n in sealed_names(folder) if n != FILE])
         file = self.write(folder)
-        if (Path(folder) / SEAL).is_file():
+        if (as_path(folder) / SEAL).is_file():
             seal(folder, [FILE])
         return file
 
@@ -131,7 +131,7 @@ class Stability:
             "cosine": [[None if np.isnan(c) else round(float(c), 4) for c in row] for row in self.cosine],
             "same_group": self.same_group.astype(int).tolist(),
         }
-        return write_json(Path(folder) / FILE, content)
+        return write_json(as_path(folder) / FILE, content)
 
     @classmethod
     def load(cls, folder: str | Path) -> Stability:
@@ -140,11 +140,11 @@ class Stability:
         Raises:
             TsaeError: where there is none, or the file is damaged.
         """
-        file = Path(folder) / FILE
+        file = as_path(folder) / FILE
         if not file.is_file():
             raise TsaeError(f"holds no {FILE}", where=folder, fix="Make it with `tsae evaluate --seeds`.")
         fix = "Make it anew with `tsae evaluate --seeds`, or remove it."
-        if (Path(folder) / SEAL).is_file():
+        if (as_path(folder) / SEAL).is_file():
             need_seal(folder, [file], fix)
             check_seal(folder, fix, [FILE])
         try:
@@ -168,7 +168,7 @@ class Stability:
     @classmethod
     def beside(cls, folder: str | Path, sae: str | None) -> Stability | None:
         """Load it from the folder of an SAE of this fingerprint, or of its features; None where there is none."""
-        return cls.load(folder).of(sae, folder) if (Path(folder) / FILE).is_file() else None
+        return cls.load(folder).of(sae, folder) if (as_path(folder) / FILE).is_file() else None
 
     def of(self, sae: str | None, where: str | Path) -> Stability:
         """Return this stability, after a check that it belongs to the SAE of this fingerprint.
