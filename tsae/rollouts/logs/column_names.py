@@ -31,8 +31,8 @@ _NAMES = {
     "advantage": "advantages adv",
     "finish_reason": "finish stop_reason",
     "level": "difficulty",
-    "prompt_ids": "prompt_token_ids prompt_tokens",
-    "response_ids": "completion_ids response_token_ids completion_token_ids output_ids output_token_ids",
+    "prompt_ids": "prompt_ids prompt_token_ids prompt_tokens",
+    "response_ids": "response_ids completion_ids response_token_ids completion_token_ids output_ids response_tokens",
     "response_mask": "completion_mask loss_mask",
 }
 _BY_WORD = ("prompt", "response", "reward", "correct")
@@ -51,11 +51,13 @@ def suggest(file: LogFile, config: ImportConfig) -> tuple[list[str], int]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     told = {field: name for field in _NAMES if (name := getattr(config.columns, field)) in names}
     found = {field: name for field, name in told.items() if field in _BY_WORD}
-    for pair in product(_candidates("prompt", names, found), _candidates("response", names, found)):
-        text = {**found, "prompt": pair[0], "response": pair[1]}
-        if pair[0] != pair[1] and (entries := _entries(file, config, text)):
-            break
-    else:
+    tried = (
+        {**found, **dict(zip(fields, pair, strict=True))}
+        for fields in (("prompt", "response"), ("prompt_ids", "response_ids"))
+        for pair in product(*(_candidates(field, names, found) for field in fields))
+    )
+    text, entries = next(((text, read) for text in tried if (read := _entries(file, config, text))), ({}, []))
+    if not entries:
         return [f"--column {field}=NAME" for field in ("prompt", "response") if field not in told], 0
     found = text | {field: name for field, name in told.items() if name not in text.values()}
     for field in _NAMES:
@@ -97,6 +99,8 @@ def _candidates(field: str, names: Sequence[str], found: dict[str, str]) -> list
 
 def _entries(file: LogFile, config: ImportConfig, found: dict[str, str], rewards: tuple[str, ...] = ()) -> list[Entry]:
     """What the first rows say with these columns; nothing if they cannot be read so."""
+    if len(set(found.values())) < len(found):
+        return []
     named = replace(config, format="plain", columns=replace(config.columns, **found), rewards=rewards or config.rewards)
     try:
         return [entry for entry in islice(plain.FORMAT.read(file, named), TRIED) if isinstance(entry, Entry)]
