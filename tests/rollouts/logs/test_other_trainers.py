@@ -6,12 +6,14 @@ The logs are written here in the shape that the trainers' own functions write, w
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -132,7 +134,8 @@ def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
 def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
     """Where several steps train on one batch, an evaluation logs, or a run went on from an older checkpoint."""
     log = tmp_path / "completions.jsonl"
-    for again, message in ((swift(2), "what the line before has"), (swift(1, ("#4", "#5")), "second line of step 1")):
+    evaluated = swift(1, ("#4", "#5"), prompt=["<bos>#2+2?<eos><bos>;"] * 2)
+    for again, message in ((swift(2), "what the line before has"), (evaluated, "second line of step 1, with other")):
         with pytest.raises(TsaeError, match=f"completions.jsonl:2, trajectory 1: .*{message}.*--skip repeated"):
             read(write(log, swift(1), again), chat)
         found = read(log, chat, skip=("repeated",))
@@ -142,6 +145,11 @@ def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="comes here again, and is another"):
         read(log, chat)
     assert column(read(log, chat, skip=("repeated",)), "response") == ["#4", "#5", "#6", "#7"]
+    # Resumed right after the step that it takes again: the training goes on from the second attempt.
+    write(log, swift(1), swift(2, ("#4", "#5")), swift(2, ("#6", "#7")), swift(3, ("#8", "#9")))
+    with pytest.raises(TsaeError, match=r"completions\.jsonl:3: .*comes here again, and is another"):
+        read(log, chat)
+    assert column(read(log, chat, skip=("repeated",)), "response") == ["#2", "1+1=3;#3", "#6", "#7", "#8", "#9"]
 
 
 def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
@@ -223,6 +231,33 @@ def test_slime(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "answer") == ["2"] * 5
     assert column(found, "round_trip") == [True, None, None, None, None]
     assert column(read(folder / "eval_1.pt", chat), "response_ids") == [[16, 9, EOS]]
+
+
+def test_slimes_whole_dump_is_read(chat: Checkpoint, tmp_path: Path) -> None:
+    """--dump-details writes train_data and the tokenizer too; rewards and metadata may be numpy's."""
+    dump = tmp_path / "run" / "dump"
+    numbers = {"reward": np.float32(1.0), "metadata": {"experts": np.zeros((2, 2), np.int32)}, "loss_mask": np.ones(2)}
+    save(
+        dump / "rollout_data" / "0.pt",
+        sample(RIGHT, **numbers),
+        sample(WRONG, reward={"score": np.float64(0), "acc": "False"}),
+    )
+    save(dump / "rollout_data" / "1.pt", sample(RIGHT, reward=torch.tensor(1.0)), rollout_id=1)
+    save(dump / "rollout_data" / "eval_0.pt", sample([16, 9, EOS]))
+    # Before and since version 2 of what each rank trained on.
+    trained = {"tokens": torch.tensor(ASKED + RIGHT), "response_lengths": 2, "advantages": torch.ones(2)}
+    for name, content in (
+        ("0_0.pt", {"rollout_data": {name: [value] for name, value in trained.items()}}),
+        ("rollout_1.pt", {"format_version": 2, "samples": [trained], "dp_shards": [{"rank": 0}]}),
+    ):
+        (dump / "train_data").mkdir(exist_ok=True)
+        torch.save({"rollout_id": 0, "rank": 0, **content}, dump / "train_data" / name)
+    chat.load_tokenizer().save_pretrained(dump / "tokenizer")
+    for found in (read(dump, chat), read(dump, None), read(dump / "rollout_data", None)):
+        reads_as(found, [RIGHT, WRONG, RIGHT])
+        assert column(found, "step") == [0, 0, 1]
+        assert column(found, "outcome") == ["success", "failure", "success"]
+        assert column(found, "reward") == [1.0, 0.0, 1.0]
 
 
 def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
@@ -589,6 +624,45 @@ def test_an_unknown_log_says_how_to_name_its_columns(
         with pytest.raises(TsaeError) as error:
             read(write(tmp_path / "other.jsonl", row), chat)
         assert options_shown in str(error.value)
+
+
+FLAT = [
+    {"prompt_hash": "ab", "question": "1+1?", "ground_truth": "2", "model_output": text, "is_correct": right, "id": i}
+    for i, (text, right) in enumerate((("#2", True), ("#3", False)))
+]
+BY_HAND: dict[str, tuple[list[dict[str, Any]], list[str], tuple[str, ...]]] = {
+    "flat": ([{**row, "checkpoint": "step_100", "finish_reason": "stop"} for row in FLAT], ["step_100"] * 2,
+             ("prompt=question", "response=model_output", "correct=is_correct", "answer=ground_truth",
+              "problem_id=prompt_hash", "policy=checkpoint")),
+    "text": ([{"hash": "x", "input_prompt": "1+1?", "predict": row["model_output"], "label": "2", "model": "m",
+               "global_step": "global_step_3", "score": str(float(row["is_correct"]))} for row in FLAT],
+             ["mine-00003"] * 2, ("prompt=input_prompt", "response=predict", "reward=score", "answer=label",
+                                 "step=global_step")),
+    "answers": ([{"problem": "1+1?", "answer": row["model_output"], "gold": "2", "passed": str(row["is_correct"]),
+                  "example_id": 7, "completion_tokens": 2} for row in FLAT], ["unknown"] * 2,
+                ("prompt=problem", "response=answer", "correct=passed", "answer=gold", "problem_id=example_id")),
+    "several": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": float(row["is_correct"]),
+                  "format_reward": 0.5} for row in FLAT], ["unknown"] * 2, ("prompt=query", "response=generated")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_suggested_command_works_and_keeps_what_the_log_knows(name: str, chat: Checkpoint, tmp_path: Path) -> None:
+    rows, policies, columns = BY_HAND[name]
+    log = write(tmp_path / "mine" / "samples.jsonl", *rows)
+    with pytest.raises(TsaeError, match=r"for example \(tried on 2 of its rows\): tsae rollouts import") as error:
+        read(log, chat)
+    _, _, *options = shlex.split(str(error.value).partition("rows): tsae ")[2].partition(". In Python")[0])
+    assert tuple(option for option in options[1:] if "=" in option) == columns
+    assert "--rewards" in options or name != "several"
+    said = ["rollouts", "import", *options, "--checkpoint", chat.path, "--to", str(tmp_path / "r.parquet")]
+    assert main(said) in (None, 0)
+    found = Rollouts.read(tmp_path / "r.parquet")
+    assert [ids[:2] for ids in column(found, "response_ids")] == [RIGHT, [16, 3]]
+    assert column(found, "outcome") == ["success", "failure"]
+    assert column(found, "policy") == policies
+    assert column(found, "answer") == ["" if name == "several" else "2"] * 2
+    assert len(set(column(found, "problem_id"))) == 1
 
 
 def test_columns_are_named_one_by_one() -> None:

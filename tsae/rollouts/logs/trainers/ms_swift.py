@@ -32,7 +32,7 @@ def _fits(row: Row, config: ImportConfig) -> bool:
 
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
-    before: tuple[object, Sequence[object]] = (None, ())
+    before: tuple[object, Sequence[tuple[Any, Any]]] = (None, ())
 
     def split(line: Fields) -> Sequence[Fields | Unusable]:
         nonlocal before
@@ -44,8 +44,9 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             again = ""
             if batch == before[1]:
                 again = "has what the line before has: several steps trained on one generation batch, or an evaluation"
-            elif step == before[0]:
-                again = f"is a second line of step {step}, as an evaluation logs it"
+            elif step == before[0] and _asked_for(batch) != _asked_for(before[1]):
+                # With the same prompts it is a second attempt at the step, of which the ledger keeps the last.
+                again = f"is a second line of step {step}, with other prompts, as an evaluation logs it"
             before = (step, batch)
             if again:
                 return [row.unusable("repeated", again, "Keep the first of them with --skip repeated") for row in rows]
@@ -92,6 +93,11 @@ def _entry(row: Fields) -> Entry:
     )
 
 
+def _asked_for(batch: Sequence[tuple[Any, Any]]) -> list[str]:
+    """The prompts of a batch, sorted."""
+    return sorted(str(prompt) for prompt, _ in batch)
+
+
 def _prompt(row: Fields) -> Any:
     return row.row.get("prompt", row.row.get("messages"))
 
@@ -108,13 +114,13 @@ def _reward_columns(row: Row) -> tuple[str, ...]:
     return tuple(names[names.index("completion") + 1 : end])
 
 
-def _groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """(sum of the rewards, advantage) of the trajectories, by prompt."""
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+def _groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, list[tuple[float | None, ...]]]:
+    """(advantage, sum of the rewards, reward, …) of the trajectories, by prompt."""
+    groups: dict[str, list[tuple[float | None, ...]]] = defaultdict(list)
     for row in rows:
-        reward, advantage = total({name: row.score(name) for name in names}), row.get("advantages")
-        if reward is not None and advantage is not None:
-            groups[str(_prompt(row))].append((reward, advantage))
+        scores, advantage = {name: row.score(name) for name in names}, row.number("advantages")
+        if (reward := total(scores)) is not None and advantage is not None:
+            groups[str(_prompt(row))].append((advantage, reward, *scores.values()))
     return groups
 
 

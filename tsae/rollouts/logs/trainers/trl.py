@@ -30,7 +30,7 @@ _COMPLETION_IDS = "completion_ids"
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     rewards = config.rewards or _reward_columns(file, config.columns)
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[str, list[tuple[float | None, ...]]] = defaultdict(list)
 
     def entry(row: Fields) -> Entry:
         missing = [name for name in rewards if name not in row]
@@ -42,7 +42,8 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         scores = {name: row.score(name) for name in rewards}
         found = _entry(row, scores)
         if found.reward is not None and found.advantage is not None:
-            groups[json.dumps(found.prompt, sort_keys=True, default=str)].append((found.reward, found.advantage))
+            prompt = json.dumps(found.prompt, sort_keys=True, default=str)
+            groups[prompt].append((found.advantage, found.reward, *scores.values()))
         return found
 
     yield from each_row(file, config, entry)
