@@ -559,7 +559,7 @@ def test_formats_are_told_by_columns_alone(tmp_path: Path) -> None:
     assert find_log(tmp_path / "somebody's.json", ImportConfig())[0].name == "rllm"
     assert find_log(save(tmp_path / "mine.pt", sample(RIGHT)), ImportConfig())[0].name == "slime"
     (tmp_path / "rows.json").write_text("[1]")
-    with pytest.raises(TsaeError, match=r"a JSON list, expected an object.*as JSON lines"):
+    with pytest.raises(TsaeError, match=r"row 0 is a JSON int, expected an object.*as JSON lines"):
         find_log(tmp_path / "rows.json", ImportConfig())
 
 

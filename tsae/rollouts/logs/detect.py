@@ -15,12 +15,14 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.fields import Row, writable
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
-from tsae.rollouts.logs.on_disk.leftovers import leftovers, refuse_copies
-from tsae.rollouts.logs.on_disk.log_files import LogFile, find_files, first_row, grows, kind_of, run_folder
+from tsae.rollouts.logs.on_disk.leftovers import leave_copies, leftovers
+from tsae.rollouts.logs.on_disk.log_files import WANDB_RUN, LogFile, find_files, first_row, grows, kind_of, run_folder
 from tsae.rollouts.logs.on_disk.packed import bare
 from tsae.rollouts.logs.trainers import (
     areal,
+    atropos,
     inspect_logs,
+    lm_eval,
     ms_swift,
     nemo_rl,
     open_instruct,
@@ -41,7 +43,7 @@ FORMATS = (
     *(module.FORMAT for module in (trl, verl, open_instruct, nemo_rl)),
     *(prime_rl.TRACES, prime_rl.TOKENS),
     *(module.FORMAT for module in (open_r1, ms_swift, slime, areal, roll, verifiers, rllm, skyrl, openrlhf)),
-    *(inspect_logs.FORMAT, plain.FORMAT),
+    *(inspect_logs.FORMAT, lm_eval.FORMAT, atropos.FORMAT, plain.FORMAT),
 )
 _BY_NAME = {form.name: form for form in FORMATS}
 
@@ -85,7 +87,7 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files with other names than the trainer's, are what the user says.
         return _ordered(chosen, matching or files, path, config)
-    unknown: Path | None = None
+    unknown, notes = None, list[str]()
     # Other trainers keep evaluations and tensors beside their logs. These are read only if there is no log.
     for tables in (True, False):
         group = [file for file in files if (kind_of(file) in TABLES) == tables]
@@ -108,14 +110,18 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
         raise _unknown_columns(path, unknown, first_row(unknown) or {}, config)
     ((name, matching),) = named.items()
     chosen = _BY_NAME[name]
-    if others:  # The files were recognised by their columns, and some have other columns.
+    if others and not tables:
+        shown = ", ".join(file.name for file in others[:3]) + f" and {len(others) - 3:,} more" * (len(others) > 3)
+        notes = [f"{len(others):,} files have other columns than a {chosen.title}, and are left out: {shown}"]
+    elif others:  # The files were recognised by their columns, and some have other columns.
         raise TsaeError(
             f"has not the columns of a {chosen.title}, as the other files have; its columns are "
             f"{', '.join(first_row(others[0]) or {})}",
             where=others[0],
             fix="Move it out of the folder.",
         )
-    return _ordered(chosen, matching + empty, path, config)
+    form, found, more = _ordered(chosen, matching + empty, path, config)
+    return form, found, [*notes, *more]
 
 
 def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path]]:
@@ -238,5 +244,7 @@ def _ordered(
                     where=b.path,
                     fix="Give the folder of one of them.",
                 )
-    refuse_copies(found)
-    return form, found, [*notes, *leftovers(found)]
+    runs = list(dict.fromkeys(file.run for file in found))
+    if len(runs) > 1 and all(WANDB_RUN.match(run) for run in runs):
+        notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")
+    return form, found, [*notes, *leave_copies(found), *leftovers(found)]

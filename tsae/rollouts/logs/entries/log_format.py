@@ -10,8 +10,8 @@ from pathlib import Path
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry, Parser, Unusable
-from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.on_disk.log_files import HalfLine, LogFile, kind_of
+from tsae.rollouts.logs.entries.fields import Fields, Row, read_list
+from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, HalfLine, LogFile, kind_of
 
 TABLES = (".jsonl", ".parquet")
 
@@ -33,7 +33,7 @@ class Format:
     """Whether the weights that sampled for a step are those right before its update."""
     validates: Callable[[Path], bool] | None = None
     """Whether a file is a validation's, by its name."""
-    suffixes: tuple[str, ...] = TABLES
+    suffixes: tuple[str, ...] = (*TABLES, *OTHER_TABLES)
     """Of its files, by `kind_of`."""
     cut: bool = True
     """Whether a file can be read from any of its lines: nothing is remembered from one line to the next."""
@@ -105,6 +105,30 @@ def _entry_of(part: Fields, entry: EntryOf) -> Iterator[Entry | Unusable]:
     if found is not None:
         found.number, found.extra = part.line, part.kept() | found.extra
         yield found
+
+
+def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: Iterable[str] = ()) -> Iterator[Fields]:
+    """The trajectories of a row that holds all responses to a problem.
+
+    Args:
+        fields: of the row.
+        column: the list of responses.
+        aligned: columns that hold a list with a value for each response, or nothing.
+        whole: columns that are not divided. Any other list of as many values is.
+
+    Raises:
+        TsaeError: for an aligned column that is not a list of as many values.
+    """
+    row: Row = {name: read_list(value) if name in (column, *aligned) else value for name, value in fields.row.items()}
+    n = len(row[column])
+    for name in aligned:
+        value = row.get(name)
+        if value is not None and (not isinstance(value, list) or len(value) != n):
+            found = len(value) if isinstance(value, list) else type(value).__name__
+            raise fields.error(f"{n} {column} but {name} is {found}", "Correct or drop that row: one value a response.")
+    lists = {name for name, value in row.items() if isinstance(value, list) and len(value) == n} - set(whole)
+    for index in range(n):
+        yield replace(fields, row={k: v[index] if k in lists else v for k, v in row.items()}, index=index)
 
 
 def each_of_a_batch(fields: Fields) -> list[Fields]:
