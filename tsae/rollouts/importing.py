@@ -182,6 +182,9 @@ def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path:
         if (above / "series.json").is_file() or any(above.glob("checkpoint-*")):
             found = CheckpointSeries.load(above)
             return replace(found, notes=(*found.notes, f"tokenizer and checkpoints are those of {above}"))
+    # slime's --dump-details keeps the tokenizer beside the rollouts.
+    if alone := tokenizer_alone(folder / "tokenizer"):
+        return alone
     raise TsaeError(
         "no checkpoint lies beside the log, and its tokenizer is needed",
         where=path,

@@ -251,7 +251,7 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
         (sample(RIGHT, label=torch.ones(2)), "is not built as its trainer writes it"),
         (sample(RIGHT, weight_versions=torch.ones(2)), "is not built as its trainer writes it"),
         (sample(RIGHT, prompt=[{"role": "user", (1, 2): 3}]), "is not built as its trainer writes it"),
-        (sample(RIGHT, reward={"score": "1.0", "acc": False}), "score is '1.0', expected a finite number"),
+        (sample(RIGHT, reward={"score": "one", "acc": False}), "score is 'one', expected a finite number"),
     ):
         with pytest.raises(TsaeError, match=rf"0\.pt: row 1: .*{message}"):
             read(save(tmp_path / "0.pt", sample(RIGHT), bad), chat)

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors and plain containers are read, and no code in them is run."""
+"""Files of torch.save: tensors, numpy's arrays and plain containers are read, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
         damaged: what to do about one that cannot be read.
 
     Raises:
-        TsaeError: where it holds other objects than tensors and plain containers, a tensor stands for more numbers than
+        TsaeError: where it holds other objects than tensors, arrays and plain containers, a tensor stands for more numbers than
             the file has, or it cannot be read.
     """
     import torch
@@ -33,8 +33,9 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
             check_zip(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        _check_tensors(found)
+            with torch.serialization.safe_globals(_numpy()):
+                found = torch.load(file, map_location="cpu", weights_only=True)
+        _check_tensors(found, file.stat().st_size)
         return found
     except UnpicklingError as error:
         raise TsaeError(
@@ -47,8 +48,19 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
         raise TsaeError(f"is no file of torch.save ({cause(error)})", where=file, fix=damaged) from error
 
 
-def _check_tensors(content: Any) -> None:
-    """Refuse a tensor that is larger than its data in the file. Looks into each container once."""
+def _numpy() -> list[Any]:
+    """What numbers and arrays of numpy are made of, under the names that numpy 1 and 2 give it."""
+    import numpy as np
+
+    made = (("_reconstruct", np.zeros(0).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0]))
+    named = [(f, f"numpy.{core}.multiarray.{name}") for name, f in made for core in ("core", "_core")]
+    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdSU"}
+    return [np.ndarray, np.dtype, *kinds, *named]
+
+
+def _check_tensors(content: Any, n_bytes: int) -> None:
+    """Refuse a tensor or array that is larger than its data in the file. Looks into each container once."""
+    import numpy as np
     import torch
 
     seen, waiting = set(), [content]
@@ -59,6 +71,8 @@ def _check_tensors(content: Any) -> None:
                 raise ValueError(f"it holds a tensor that is {found.layout}, {found.dtype} on {found.device.type}")
             if found.numel() * found.element_size() > found.untyped_storage().nbytes():
                 raise ValueError(f"a tensor of shape {tuple(found.shape)} stands for more numbers than the file holds")
+        elif isinstance(found, np.ndarray) and found.nbytes > n_bytes:
+            raise ValueError(f"an array of shape {found.shape} stands for more numbers than the file holds")
         elif isinstance(found, dict | list | tuple | set) and id(found) not in seen:
             seen.add(id(found))
             waiting += found.values() if isinstance(found, dict) else found

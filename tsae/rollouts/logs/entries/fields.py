@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.rollouts.logs.entries.entry import Unusable
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 
 Row = Mapping[str, Any]
+
+_LONG = "an integer of hundreds of digits"
+_STEP = re.compile(r"(?:global_?|train(?:ing)?_?)?(?:step|checkpoint|iter(?:ation)?)[_\- ]?(\d+)", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf(inity)?)", re.ASCII)
+_REPR = re.compile(r"^(?:np\.|numpy\.|torch\.)?\w+\(\[?([^][(),]*)\]?(?:, *\w+=[^()]*)?\)$")
+"""np.float64(1.0), array([1.]), tensor(1., device='cuda:0')."""
+_SPELLED = {
+    "true": True, "np.true_": True, "false": False, "np.false_": False, "": None, "none": None, "null": None,
+}  # fmt: skip
+_SCORE = re.compile(r"reward|score|accura|correct|(?<![a-z])acc(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +92,18 @@ class Fields:
         return value
 
     def number(self, name: str) -> float | None:
-        """A finite number."""
-        value = self.row.get(name)
+        """A finite number, or its text; see `read_number`."""
+        value = read_number(self.row.get(name))
         if value is None:
             return None
         if not is_finite(value):
-            shown = "an integer of hundreds of digits" if isinstance(value, int) else repr(value)[:80]
+            shown = _LONG if isinstance(value, int) else repr(value)[:80]
             raise self.error(f"{name} is {shown}, expected a finite number")
         return float(value)
 
     def score(self, name: str) -> float | None:
         """A reward; NaN, which is how torch and pandas write that there is none, becomes None."""
-        value = self.row.get(name)
+        value = read_number(self.row.get(name))
         return None if isinstance(value, float) and math.isnan(value) else self.number(name)
 
     def logged_score(self, name: str) -> float | None:
@@ -105,30 +117,26 @@ class Fields:
         return {name: self.score(name) for name in self.row}
 
     def whole(self, name: str, *, needed: bool = False) -> int | None:
-        """A whole number."""
-        if needed:
-            self.need(name)
-        found = self.number(name)
-        if found is None:
+        """A whole number; of a step also its name, such as global_step_10."""
+        logged = self.need(name) if needed else self.row.get(name)
+        named = _STEP.fullmatch(logged.strip()) if isinstance(logged, str) else None
+        value = read_number(logged if named is None else named[1])
+        if value is None and not needed:
             return None
-        value = self.row[name]
-        # As a float, an integer above 2⁵³ would be its neighbour.
-        exact = int(value if isinstance(value, int) else found)
-        if exact != value or exact.bit_length() > 63:
-            raise self.error(f"{name} is {value!r}, expected a whole number of at most 63 bits", "Correct that row.")
-        return exact
+        if not is_finite(value) or int(value) != value or not is_finite(int(value)):
+            shown = _LONG if isinstance(logged, int) and not is_finite(logged) else repr(logged)[:80]
+            raise self.error(f"{name} is {shown}, expected a whole number of at most 63 bits", "Correct that row.")
+        return int(value)
 
     def truth(self, name: str) -> bool | None:
-        """True or false: a flag, 0 or 1, or spelled out."""
-        value = self.row.get(name)
+        """True or false: a flag, 0 or 1, or the text of one."""
+        value = read_number(self.row.get(name))
         if value is None:
             return None
-        spelled = value.lower() if isinstance(value, str) else value
         # True == 1 == 1.0, so that the flags of other languages and of pandas are understood.
-        for right, spellings in ((True, (1, "true")), (False, (0, "false"))):
-            if spelled in spellings:
-                return right
-        raise self.error(f"{name} is {value!r}, expected true or false")
+        if value in (0, 1):
+            return bool(value)
+        raise self.error(f"{name} is {repr(value)[:80]}, expected true or false")
 
     def label(self, name: str, called: str = "") -> str | None:
         """A name, given as a text or a number; NaN, which is how pandas writes that there is none, becomes None.
@@ -203,6 +211,44 @@ def writable(value: Any) -> Any:
     if isinstance(value, dict):
         return {writable(name): writable(inside) for name, inside in value.items()}
     return [writable(inside) for inside in value] if isinstance(value, list) else value
+
+
+def read_number(value: Any) -> Any:
+    """A number that is given as text, as a list of one, or by numpy; None if the text says that there is none.
+
+    Texts are those of JSON and Python, of numpy and torch ("np.float64(1.0)", "tensor(1.)"), and "True" and "False".
+    Anything else stays what it is, for the error message.
+    """
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if math.prod(getattr(value, "shape", (0,))) == 1:
+        return value.item()
+    if not isinstance(value, str):
+        return value
+    text = _REPR.sub(r"\1", value.strip()).lower()
+    if text in _SPELLED:
+        return _SPELLED[text]
+    if not _NUMBER.fullmatch(text):
+        return value
+    # As a float, an integer above 2⁵³ would be its neighbour.
+    return int(text) if text.lstrip("+-").isdecimal() and len(text) < 100 else float(text)
+
+
+def read_list(value: Any) -> Any:
+    """A list, or the object, that is given as the text of JSON; anything else stays what it is."""
+    if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
+        try:
+            return parse_json(value)
+        except (ValueError, RecursionError):
+            pass
+    return value
+
+
+def is_score(name: str, value: Any) -> bool:
+    """Whether a further column of a log is a reward: it holds a number, or the text of one under a reward's name."""
+    if isinstance(value, str):
+        return bool(_SCORE.search(name.lower())) and isinstance(read_number(value), (int, float))
+    return isinstance(value, (int, float, np.number))
 
 
 def is_finite(value: Any) -> bool:

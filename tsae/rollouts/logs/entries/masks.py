@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields, is_finite
+from tsae.rollouts.logs.entries.fields import Fields, is_finite, read_number
 
 
 class Split(NamedTuple):
@@ -101,7 +101,7 @@ def logprobs_of(values: Any, response: np.ndarray, *, before: int = 0, n: int | 
 
 def _mean_over(fields: Fields, mask: np.ndarray) -> tuple[float | None, bool]:
     """The advantage, or the mean of the sampled tokens' advantages; and whether these differ."""
-    values = fields.get("advantages")
+    values = read_number(fields.get("advantages"))
     if values is None or isinstance(values, (int, float)):
         return fields.number("advantages"), False
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (1, len(mask)):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tsae.rollouts.logs.entries.conversations import asked, is_conversation, only_answer
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields
+from tsae.rollouts.logs.entries.fields import Fields, read_number
 from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -49,7 +49,7 @@ def _graded(found: Any) -> float | None:
     """A score as a number; None for a text or several values."""
     value = found.get("value") if isinstance(found, Mapping) else found
     if isinstance(value, str):
-        return _GRADES.get(value)
+        value = _GRADES.get(value, read_number(value))
     return float(value) if isinstance(value, (bool, int, float)) else None
 
 

@@ -98,11 +98,6 @@ def _prompt(row: Fields) -> Any:
 
 def _step(row: Fields) -> int:
     value = row.need("gen_step" if "gen_step" in row else "step")
-    # Megatron and Ray write a number.
-    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
-        value = int(value)
-    if isinstance(value, str):
-        raise row.error(f"step is {value[:40]!r}, expected a whole number", "Correct that line.")
     return row.inside({"step": value}).whole("step", needed=True) or 0
 
 

@@ -9,11 +9,12 @@ import numpy as np
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import asked, is_conversation, messages_of, only_answer
-from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields, Row, read_list
+from tsae.rollouts.logs.entries.entry import Entry, total
+from tsae.rollouts.logs.entries.fields import Fields, Row, is_score, read_list
 from tsae.rollouts.logs.entries.log_format import Format, by_row, each_response
 from tsae.rollouts.logs.entries.masks import split_by_mask
 
+_TOTAL = ("total", "reward", "score")
 _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band"}
 
 
@@ -61,6 +62,12 @@ def _entry(row: Fields) -> Entry:
             "is a table of rollouts already, not a log",
             "Give the file to the next stage as it is (Rollouts.read without a config).",
         )
+    # A table of texts keeps lists as JSON.
+    lists = (names.prompt_ids, names.response_ids, names.response_mask)
+    told = {name: read_list(row.row[name]) for name in (names.prompt, *lists) if name in row}
+    if not is_conversation(told.get(names.prompt)):
+        told.pop(names.prompt, None)
+    row = row.inside({**row.row, **told})
     # NaN is how pandas leaves a text empty.
     prompt, response = (None if value != value else value for value in map(row.get, (names.prompt, names.response)))
     if (messages := _dialogue(row.row, row.config)) is not None:
@@ -87,8 +94,7 @@ def _entry(row: Fields) -> Entry:
     if row.get(names.response_mask) is not None:
         prompt_ids, response_ids, sampled = _turns(row, prompt_ids, response_ids)
         response = None  # It is not known who wrote which words of the text.
-    reward = row.number(names.reward)
-    columns = row.config.rewards or (() if reward is None else (names.reward,))
+    rewards, reward = _rewards(row)
     step = row.whole(names.step)
     return Entry(
         row.where,
@@ -97,7 +103,7 @@ def _entry(row: Fields) -> Entry:
         response=response,
         response_ids=response_ids,
         sampled=sampled,
-        rewards={name: row.number(name) for name in columns},
+        rewards=rewards,
         reward=reward,
         unscored=False,
         correct=row.truth(names.correct),
@@ -110,6 +116,17 @@ def _entry(row: Fields) -> Entry:
         advantage=row.number(names.advantage),
         finish_reason=row.finish(names.finish_reason),
     )
+
+
+def _rewards(row: Fields) -> tuple[dict[str, float | None], float | None]:
+    """The rewards by name, and the total: a number, or an object of rewards with a total in it, or their sum."""
+    name = row.config.columns.reward
+    if isinstance(parts := read_list(row.get(name)), dict):
+        rewards = row.inside({n: value for n, value in parts.items() if is_score(n, value)}).scores()
+        return rewards, next((rewards[n] for n in _TOTAL if rewards.get(n) is not None), total(rewards))
+    reward = row.number(name)
+    named = row.config.rewards or (() if reward is None else (name,))
+    return {name: row.number(name) for name in named}, reward
 
 
 def _turns(

@@ -17,11 +17,12 @@ import numpy as np
 
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields
+from tsae.rollouts.logs.entries.fields import Fields, is_score
 from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 from tsae.rollouts.logs.entries.masks import Split, logprobs_of, split_by_mask
 
-_FILE = re.compile(r"(^|/)(?![^/]*eval)([^/]*_)?(?P<step>\d+)\.pt$")
+# --dump-details also writes train_data/{rollout_id}_{rank}.pt, what each rank trained on, which is not read.
+_FILE = re.compile(r"(^|/)(?<!/train_data/)(?![^/]*eval)([^/]*_)?(?P<step>\d+)\.pt$")
 _ENDS: dict[str, Literal["stop", "length"]] = {"completed": "stop", "truncated": "length"}
 
 
@@ -82,8 +83,7 @@ def _rewards(row: Fields) -> dict[str, float | None]:
     if not isinstance(found, Mapping):
         return {"reward": row.score("reward")}
     # Beside the total, which must be a number, the reward function may have returned anything.
-    numbers = {str(n): v for n, v in found.items() if n == "score" or isinstance(v, (bool, int, float))}
-    return row.inside({n: float(value) if isinstance(value, bool) else value for n, value in numbers.items()}).scores()
+    return row.inside({str(n): v for n, v in found.items() if n == "score" or is_score(str(n), v)}).scores()
 
 
 def _updates(row: Fields, rollout_id: int | None) -> tuple[int | None, str | None]:

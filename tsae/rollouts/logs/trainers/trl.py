@@ -13,6 +13,7 @@ optimiser step, once for every batch of generations.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.checks.look_advantages import check_sum
 from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry, Unusable, total
-from tsae.rollouts.logs.entries.fields import Fields, Row
+from tsae.rollouts.logs.entries.fields import Fields, Row, is_score
 from tsae.rollouts.logs.entries.hashes import hash64
 from tsae.rollouts.logs.entries.log_format import Format, each_row
 from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, LogFile, first_row, kind_of
@@ -128,7 +129,8 @@ def _table(row: Row) -> list[Row]:
     """The rows of the table of completions that trackio logged, if it did."""
     table = row.get("completions")
     rows = table.get("_value") if isinstance(table, Mapping) and table.get("_type") == "trackio.table" else None
-    return list(rows or ())
+    # NaN is a text there.
+    return [{k: math.nan if v == "NaN" and k not in _SAME[:2] else v for k, v in found.items()} for found in rows or ()]
 
 
 def _reward_columns(file: LogFile, first: Row, known: ColumnNames) -> tuple[str, ...]:
@@ -157,8 +159,9 @@ def _number_columns(file: LogFile, first: Row) -> dict[str, bool]:
         except (pa.ArrowException, OSError) as error:
             raise TsaeError("not a Parquet file", where=file.path, fix="Copy the file again.") from error
         if "prompt" in schema.names:
-            return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) for f in schema}
-    return {n: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for n, v in first.items()}
+            texts = {name for name, value in first.items() if isinstance(value, str) and is_score(name, value)}
+            return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) or f.name in texts for f in schema}
+    return {n: v is None or (is_score(n, v) and not isinstance(v, bool)) for n, v in first.items()}
 
 
 def _fits(row: Row, config: ImportConfig) -> bool:

@@ -13,7 +13,7 @@ import re
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.conversations import asked_or_text, only_answer
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields, Row
+from tsae.rollouts.logs.entries.fields import Fields, Row, is_score
 from tsae.rollouts.logs.entries.log_format import Format, by_row
 
 _NO_METRICS = {
@@ -23,7 +23,8 @@ _NO_METRICS = {
 
 
 def _fits(row: Row, config: ImportConfig) -> bool:
-    return {"task", "prompt", "completion", "reward"} <= row.keys() and bool(row.keys() & {"example_id", "id"})
+    # Since 0.2 there is no task.
+    return {"prompt", "completion", "reward"} <= row.keys() and ("example_id" in row or {"task", "id"} <= row.keys())
 
 
 def _entry(row: Fields) -> Entry | None:
@@ -70,7 +71,7 @@ def _metrics(row: Fields) -> Row:
     if isinstance(found, dict):
         return found
     others = {name: value for name, value in row.row.items() if name not in _NO_METRICS}
-    return {n: v for n, v in others.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {n: v for n, v in others.items() if is_score(n, v) and not isinstance(v, bool)}
 
 
 FORMAT = Format(

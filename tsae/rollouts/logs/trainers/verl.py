@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.fields import Fields, is_finite
+from tsae.rollouts.logs.entries.fields import Fields, is_finite, is_score, read_number
 from tsae.rollouts.logs.entries.log_format import Format, by_row, has
 
 _OWN = {"input", "output", "gts", "step", "uid", "request_id", "num_turns"}
 
 
 def _entry(row: Fields) -> Entry:
-    turns = row.get("num_turns")
+    turns = read_number(row.get("num_turns"))
     if isinstance(turns, (int, float)) and turns > 2:
         raise row.unusable(
             "multi-turn",
@@ -71,10 +71,10 @@ def _rewards(row: Fields) -> dict[str, float | None]:
     for name, value in row.row.items():
         if name == "acc":
             # numpy's booleans are logged as text.
-            right = row.truth(name) if isinstance(value, (str, bool)) else row.score(name)
-            rewards[name] = None if right is None else float(right)
-        elif name not in _OWN | rewards.keys() and isinstance(value, (int, float)):
-            rewards[name] = row.number(name) if isinstance(value, int) or is_finite(value) else None
+            rewards[name] = row.score(name)
+        elif name not in _OWN | rewards.keys() and is_score(name, value):
+            found = read_number(value)
+            rewards[name] = row.number(name) if isinstance(found, int) or is_finite(found) else None
     return rewards
 
 
@@ -85,7 +85,7 @@ def _total(row: Fields, rewards: dict[str, float | None]) -> float | None:
     found, penalty = rewards["score"], rewards.get("overlong_reward")
     if found is None or not penalty:
         return found
-    acc: Any = row.get("acc")
+    acc: Any = read_number(row.get("acc"))
     # If the function returned one number only, acc is that number, and score the sum with the penalty.
     alone = isinstance(acc, (int, float)) and not isinstance(acc, bool)
     return found if alone and abs(acc + penalty - found) < 1e-6 else found + penalty
