@@ -118,7 +118,7 @@ def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
     Raises:
         TsaeError: naming the row, if it has another number of fields, or a field of more than `most` characters.
     """
-    number = -1
+    number = 0
     try:
         with unpacked(path) as (file, _), io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             lines = csv.reader(text, delimiter="\t" if bare(path).suffix == ".tsv" else ",", strict=True)
@@ -127,13 +127,13 @@ def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
                 if row and not names:
                     refuse_twice(names := row, path)
                 elif row:
-                    number += 1
                     if len(row) != len(names):
-                        raise ValueError(f"row {number} has {len(row)} fields, expected {len(names)}")
+                        raise ValueError(f"{len(row)} fields, expected {len(names)}")
                     yield {name: value or None for name, value in zip(names, row, strict=True)}
+                    number += 1
     except (OSError, ValueError, csv.Error) as error:
         raise TsaeError(
-            f"cannot be read as CSV in UTF-8 beyond row {number} ({error})",
+            f"row {number} cannot be read as CSV in UTF-8 ({error})",
             where=path,
             fix="Put fields with commas, quotes or line breaks in quotes, and write a quote inside them twice.",
         ) from error

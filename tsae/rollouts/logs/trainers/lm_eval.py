@@ -33,7 +33,7 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         answers = row.row["resps"][0]
         if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
             return [row.unusable("empty", "has log-probabilities of choices, and no response")]
-        return each_response(row.inside({**row.row, "response": answers}), "response", ())
+        return each_response(row.inside({**row.row, "response": answers}), "response", (), whole=row.row)
 
     return each_row(file, config, _entry, split)
 
