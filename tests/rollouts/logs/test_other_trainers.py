@@ -172,8 +172,8 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"completion": ["#2"]}, "a line of columns, which are of different lengths .*completion 1"),
-        ({"step": "1"}, "different lengths .*step a single value"),
+        ({"completion": ["#2"]}, "2 values in step but 1 in completion"),
+        ({"step": "1"}, "2 values in .* but a str in step"),
         ({"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
         ({"step": ["x", "x"]}, "step is 'x', expected a whole number"),
         ({"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import shutil
 import sqlite3
 from pathlib import Path
@@ -126,11 +125,12 @@ def test_one_batch_that_is_logged_at_two_steps_is_not_two(plain: Checkpoint, tmp
 
 def test_two_runs_of_wandb_are_apart_unless_they_are_named(plain: Checkpoint, tmp_path: Path) -> None:
     table(tmp_path / MEDIA, 0, TWO)
-    table(tmp_path / MEDIA.replace("abc", "xyz"), 0, [[*row[:2], f"#{i}", *row[3:]] for i, row in enumerate(TWO, 4)] + MORE)
+    others = [[*row[:2], f"#{i}", *row[3:]] for i, row in enumerate(TWO, 4)]
+    table(tmp_path / MEDIA.replace("abc", "xyz"), 0, others + MORE)
     found = read(tmp_path, plain)
     assert len(found.policies) == 3
     assert "2 runs of wandb: if they are one training that was resumed, say --run NAME" in notes(found)
-    with pytest.raises(TsaeError, match="comes here again, and is another.*--skip repeated"):
+    with pytest.raises(TsaeError, match=r"comes here again, and is another.*--skip repeated"):
         read(tmp_path, plain, run="grpo")
     found = read(tmp_path, plain, run="grpo", skip=("repeated",))
     assert column(found, "response") == ["#4", "#5", "#2", "#2"]
@@ -171,13 +171,13 @@ def trackio(file: Path, *logged: tuple[str, int, list[list[Any]]], wal: bool = F
     file.parent.mkdir(parents=True, exist_ok=True)
     base = sqlite3.connect(file)
     base.execute(f"PRAGMA journal_mode = {'WAL' if wal else 'DELETE'}")
-    base.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, run_id TEXT, run_name TEXT, step INTEGER, metrics TEXT)")
+    base.execute("CREATE TABLE metrics (id INTEGER PRIMARY KEY, run_name TEXT, step INTEGER, metrics TEXT)")
     for run, step, rows in logged:
         found = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
         metrics = {"completions": {"_type": "trackio.table", "_value": found}} if rows else {"loss": 0.5}
         # orjson gives bytes.
-        values = ("x", run, step, json.dumps(metrics).encode())
-        base.execute("INSERT INTO metrics (run_id, run_name, step, metrics) VALUES (?, ?, ?, ?)", values)
+        values = (run, step, json.dumps(metrics).encode())
+        base.execute("INSERT INTO metrics (run_name, step, metrics) VALUES (?, ?, ?)", values)
     base.commit()
     return base
 
@@ -192,16 +192,18 @@ def test_tables_of_trackio(plain: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match=r"holds several runs: a, b\. Say which with --run"):
         read(tmp_path / "two", plain)
     assert column(read(tmp_path / "two", plain, run="a"), "response") == ["#2", "#3"]
-    with pytest.raises(TsaeError, match="has what the table before has.*--skip repeated"):
+    with pytest.raises(TsaeError, match=r"has what the table before has.*--skip repeated"):
         read(tmp_path / "two", plain, run="b")
     # An export to Parquet counts where its database is not there.
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in TWO]
-    export = [{"run_name": "a", "step": 0, "loss": 0.5}, {"run_name": "a", "completions": {"_type": "trackio.table", "_value": rows}}]
-    pq.write_table(pa.Table.from_pylist([{"completions": None, **row} for row in export]), tmp_path / "p.parquet")
+    tables = [None, {"_type": "trackio.table", "_value": rows}]
+    export = [{"run_name": "a", "step": step, "completions": found} for step, found in enumerate(tables)]
+    pq.write_table(pa.Table.from_pylist(export), tmp_path / "p.parquet")
     pq.write_table(pa.table({"run_name": ["a"], "cpu": [1]}), tmp_path / "p_system.parquet")
     assert column(read(tmp_path, plain, run="a"), "response") == ["#2", "#3"]
     with sqlite3.connect(tmp_path / "view.db") as other:
-        other.execute("CREATE VIEW metrics AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id FROM n) SELECT * FROM n")
+        endless = "WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id FROM n) SELECT * FROM n"
+        other.execute(f"CREATE VIEW metrics AS {endless}")
     with pytest.raises(TsaeError, match="holds no trajectories"):
         read(tmp_path / "view.db", plain)
     save(tmp_path / "text.db", "text")
@@ -233,7 +235,7 @@ def test_fields_of_a_spreadsheet(name: str, plain: Checkpoint, tmp_path: Path) -
     assert column(found, "outcome") == ["success", "failure"]
     assert column(found, "step") == [3, 4]
     assert column(found, "level") == ["007", None]
-    texts = [{**rows[0], "prompt": '1,+"\t1="', "response": "1,\r\n\n2 "}, {**rows[0], "prompt": long, "response": "[1]"}]
+    texts = [rows[0] | {"prompt": '1,+"\t1="', "response": "1,\r\n\n2 "}, rows[0] | {"prompt": long, "response": "[1]"}]
     (file,) = find_log(spreadsheet(tmp_path / name, texts), ImportConfig())[1]
     assert [row for _, row in file.rows()] == texts
     assert csv.field_size_limit() == limit
@@ -258,9 +260,10 @@ def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path) -> None:
     whole = pa.BufferOutputStream()
     with pa.ipc.new_stream(whole, pa.schema({"prompt": pa.string()})) as stream:
         stream.write_batch(pa.record_batch({"prompt": ["1" * 12345]}))
-    # A text that ends far outside of the file.
-    (tmp_path / "h.arrow").write_bytes(whole.getvalue().to_pybytes().replace(b"\0\0\0\0\x39\x30\0\0", b"\0" * 7 + b"\x40"))
-    with pytest.raises(TsaeError, match="cannot be read as Arrow beyond row 0 .*offset"):
+    data = bytearray(whole.getvalue().to_pybytes())
+    data[data.rfind(b"\0\0\0\0\x39\x30\0\0") + 7] = 0x40  # A text that ends far outside of the file.
+    (tmp_path / "h.arrow").write_bytes(data)
+    with pytest.raises(TsaeError, match=r"cannot be read as Arrow beyond row 0 .*offset"):
         read(tmp_path / "h.arrow", plain)
     outside = save(tmp_path / "outside.csv", "prompt,response\n1,2\n")
     (tmp_path / "log").mkdir()
@@ -269,10 +272,10 @@ def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path) -> None:
         read(tmp_path / "log", plain)
 
 
-@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"data": rows}, lambda rows: {"n": 2, "results": rows}])
-def test_a_json_file_of_rows(wrap: Any, plain: Checkpoint, tmp_path: Path) -> None:
+def test_a_json_file_of_rows(plain: Checkpoint, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "response": "#2", "reward": 1}, {"prompt": "1+1?", "response": "#3", "reward": 0}]
-    assert column(read(save(tmp_path / "r.json", wrap(rows)), plain), "reward") == [1.0, 0.0]
+    for content in (rows, {"data": rows}, {"n": 2, "results": rows}):
+        assert column(read(save(tmp_path / "r.json", content), plain), "reward") == [1.0, 0.0]
 
 
 def test_a_folder_that_datasets_saved(plain: Checkpoint, tmp_path: Path) -> None:
@@ -316,7 +319,7 @@ def test_a_row_with_all_responses_to_a_problem(chat: Checkpoint, tmp_path: Path)
     found = read(save(tmp_path / "ids.jsonl", ids), chat)
     assert column(found, "response_ids") == [[2, EOS], [3]]
     assert column(found, "prompt_ids") == [[BOS, 1]] * 2
-    for wrong, message in (([1.0], "2 out but r is 1"), (0.5, "2 out but r is float")):
+    for wrong, message in (([1.0], "2 values in out but 1 in r"), (0.5, "2 values in out but a float in r")):
         with pytest.raises(TsaeError, match=f"r.jsonl:1: {message}"):
             read(save(tmp_path / "r.jsonl", {**row, "r": wrong}), chat, columns=names)
     # Names that are usual for it.
@@ -325,7 +328,7 @@ def test_a_row_with_all_responses_to_a_problem(chat: Checkpoint, tmp_path: Path)
     assert column(found, "outcome") == ["success", "failure"]
     assert column(found, "answer") == ["2", "2"]
     for wrong in ({"rewards": [1.0]}, {"scores": [1.0] * 3}):
-        with pytest.raises(TsaeError, match=r"many.jsonl:1: 2 responses but (rewards|scores) is"):
+        with pytest.raises(TsaeError, match=r"many.jsonl:1: 2 values in responses but \d in (rewards|scores)"):
             read(save(tmp_path / "many.jsonl", {**many, **wrong}), chat)
 
 
@@ -337,9 +340,9 @@ def test_the_last_message_of_a_conversation_is_the_response(chat: Checkpoint, tm
     assert column(found, "response") == ["#2", "#2"]
     assert column(found, "prompt_ids")[0] == column(expected, "prompt_ids")[0]
     assert len(column(found, "prompt_ids")[1]) > len(column(found, "prompt_ids")[0])
-    called = [says[0], {"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "tool", "content": "2"}, says[1]]
+    called = [says[0], {"role": "assistant", "content": "", "tool_calls": [{}]}, says[1]]
     for wrong in ({"messages": called}, {"messages": says, "tools": [{}]}):
-        with pytest.raises(TsaeError, match="m.jsonl:1: .*--skip multi-turn"):
+        with pytest.raises(TsaeError, match=r"m.jsonl:1: .*--skip multi-turn"):
             read(save(tmp_path / "m.jsonl", wrong), chat)
 
 
@@ -349,7 +352,7 @@ def test_the_last_message_of_a_conversation_is_the_response(chat: Checkpoint, tm
 def test_samples_of_lm_eval(plain: Checkpoint, tmp_path: Path) -> None:
     def line(filtered: str, right: float, responses: list[Any]) -> str:
         return json.dumps({
-            "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?", "arg_1": {"until": []}}},
+            "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}},
             "resps": [responses], "filtered_resps": ["2"], "filter": filtered, "metrics": ["exact_match"],
             "doc_hash": "", "prompt_hash": "", "target_hash": "", "exact_match": right,
         })  # fmt: skip
@@ -366,7 +369,7 @@ def test_samples_of_lm_eval(plain: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="has no reward"):
         read(several, plain)
     assert column(read(several, plain, skip=("unscored",)), "reward/exact_match") == [1.0]
-    with pytest.raises(TsaeError, match="log-probabilities of choices.*--skip empty"):
+    with pytest.raises(TsaeError, match=r"log-probabilities of choices.*--skip empty"):
         read(save(several, line("none", 1.0, [[-1.5, False]])), plain)
 
 
@@ -381,5 +384,5 @@ def test_groups_of_atropos(plain: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "response_ids") == [[2, EOS], [3, 4, 5]]
     assert column(found, "reward") == [1.0, -1.0]
     assert len(set(column(found, "problem_id"))) == 1
-    with pytest.raises(TsaeError, match="2 tokens but scores is 1"):
+    with pytest.raises(TsaeError, match="2 values in tokens but 1 in scores"):
         read(save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]}), plain)

@@ -19,6 +19,9 @@ def _tells(*names: str, **sometimes: str) -> dict[str, str]:
     return dict.fromkeys(names, "yes") | {_NAMES[name]: when for name, when in sometimes.items()}
 
 
+_ATROPOS = _tells(*_IDS, log_probabilities="later", advantages="if switched on")
+
+
 class Known(NamedTuple):
     """A trainer's log."""
 
@@ -42,13 +45,7 @@ KNOWN = (
         "0.15 to 1.x: Parquet, tables of wandb, trackio",
         'log_completions=True; log_extra("completion_ids", completion_ids) in a reward function',
         "ids of responses without that; the template's arguments, the rewards' weights",
-        _tells(
-            *_TIME,
-            response_ids="if switched on",
-            advantages="since 0.19",
-            ends="if switched on",
-            answers="if switched on",
-        ),
+        _tells(*_TIME, advantages="since 0.19", **dict.fromkeys(("response_ids", "ends", "answers"), "if switched on")),
     ),
     Known(
         ("verl",),
@@ -123,14 +120,7 @@ KNOWN = (
     Known(("openrlhf",), "OpenRLHF", "to 0.10, batch inference", "", "step and policy", _tells()),
     Known(("inspect",), "Inspect", "0.3 (extra inspect)", "", "ids, step", _tells("ends", "answers", "policies")),
     Known(("lm-eval",), "lm-evaluation-harness", "0.4, text tasks", "--log_samples", "ids, step", _tells("answers")),
-    Known(
-        ("atropos",),
-        "Atropos",
-        "2026",
-        "--env.data_path_to_save_groups",
-        "step, policy, reference answers",
-        _tells(*_IDS, log_probabilities="later", advantages="if switched on"),
-    ),
+    Known(("atropos",), "Atropos", "2026", "--env.data_path_to_save_groups", "step, policy, answers", _ATROPOS),
     Known(
         ("plain",),
         "any other",

@@ -107,8 +107,8 @@ def _entry_of(part: Fields, entry: EntryOf) -> Iterator[Entry | Unusable]:
         yield found
 
 
-def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: Iterable[str] = ()) -> Iterator[Fields]:
-    """The trajectories of a row that holds all responses to a problem.
+def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: Iterable[str] = ()) -> list[Fields]:
+    """The trajectories of a row that holds all responses to a problem, or a batch.
 
     Args:
         fields: of the row.
@@ -124,31 +124,22 @@ def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: It
     for name in aligned:
         value = row.get(name)
         if value is not None and (not isinstance(value, list) or len(value) != n):
-            found = len(value) if isinstance(value, list) else type(value).__name__
-            raise fields.error(f"{n} {column} but {name} is {found}", "Correct or drop that row: one value a response.")
+            found = len(value) if isinstance(value, list) else f"a {type(value).__name__}"
+            what = f"{n} values in {column} but {found} in {name}"
+            raise fields.error(what, "Correct or drop that row: one value for each response.")
     lists = {name for name, value in row.items() if isinstance(value, list) and len(value) == n} - set(whole)
-    for index in range(n):
-        yield replace(fields, row={k: v[index] if k in lists else v for k, v in row.items()}, index=index)
+    return [
+        replace(
+            fields,
+            row={name: value[index] if name in lists else value for name, value in row.items()},
+            where=f"{fields.where}, trajectory {index + 1}",
+            index=index,
+        )
+        for index in range(n)
+    ]
 
 
 def each_of_a_batch(fields: Fields) -> list[Fields]:
-    """The trajectories of a line that is an object of columns; a line of single values is one trajectory.
-
-    Raises:
-        TsaeError: for columns of different lengths.
-    """
-    row = fields.row
-    lists = {name: values for name, values in row.items() if isinstance(values, list)}
-    rows = [row]
-    if lists:
-        lengths = {name: len(values) for name, values in lists.items()}
-        if len(lists) < len(row) or len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{name} {lengths.get(name, 'a single value')}" for name in row)
-            raise fields.error(
-                f"a line of columns, which are of different lengths ({shown})", "Correct or delete that line."
-            )
-        rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    return [
-        replace(fields, row=row, where=f"{fields.where}, trajectory {index + 1}", index=index)
-        for index, row in enumerate(rows)
-    ]
+    """The trajectories of a line that is an object of columns; a line of single values is one trajectory."""
+    first = next((name for name, value in fields.row.items() if isinstance(value, list)), None)
+    return [fields] if first is None else each_response(fields, first, fields.row)

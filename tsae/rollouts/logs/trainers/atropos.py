@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
 from tsae.rollouts.logs.entries.log_format import Format, by_row, each_response, has

@@ -39,20 +39,20 @@ def _split(row: Fields) -> Iterable[Fields]:
     told = (*(row.config.rewards or (names.reward,)), names.correct, names.advantage, names.finish_reason)
     texts, ids = read_list(row.get(names.response)), read_list(row.get(names.response_ids))
     # A response may be a text that looks like a list.
-    listed = isinstance(row.get(names.response), list) or any(isinstance(read_list(row.get(n)), list) for n in told[:-2])
-    if isinstance(texts, list) and listed and not is_conversation(texts):
+    listed = any(isinstance(value, list) for value in (row.get(names.response), *(read_list(row.get(n)) for n in told)))
+    if listed and _is_list_of((str, list, type(None)), texts):
         column = names.response
-    elif _is_nested(ids):
+    elif row.get(names.response) is None and _is_list_of(list, ids):
         column = names.response_ids
     else:
         return [row]
     whole = [name for name in (names.prompt, "messages") if is_conversation(row.get(name))]
-    whole += [names.answer] + [names.prompt_ids] * (not _is_nested(row.get(names.prompt_ids)))
+    whole += [names.answer] + [names.prompt_ids] * (not _is_list_of(list, row.get(names.prompt_ids)))
     return each_response(row, column, (names.response, names.response_ids, names.response_mask, *told), whole)
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(inside, list) for inside in value)
+def _is_list_of(kind: type | tuple[type, ...], value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(inside, kind) for inside in value)
 
 
 def _entry(row: Fields) -> Entry:

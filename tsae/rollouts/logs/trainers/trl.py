@@ -72,7 +72,7 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         found = _entry(row, scores, early=early)
         if once:
             # What several tables have counts once. Only early tables have other rows of a step.
-            same = f"{found.step}/" + (str(hash64(str(found.prompt), str(found.response), str(scores))) if early else "")
+            same = f"{found.step}/" + early * f"{hash64(str(found.prompt), str(found.response), str(scores))}"
             found.key = f"{same}/{seen[same]}"
             seen[same] += 1
         if found.reward is not None and found.advantage is not None:

@@ -54,8 +54,11 @@ def _entry(row: Fields) -> Entry:
 
 
 def _validates(path: Path) -> bool:
-    """Whether a file is a validation's, by the name of its folder, which the run's config gives it, or mlflow's name."""
-    return path.name.startswith("val_step") or re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", path.resolve().parent.name) is not None
+    """Whether a file is a validation's, by its name or that of its folder, which the run's config gives it."""
+    folder = path.resolve().parent.name
+    return (
+        path.name.startswith("val_step") or re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder) is not None
+    )
 
 
 def _trained_on(row: Fields) -> bool:
