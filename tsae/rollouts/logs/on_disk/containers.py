@@ -1,4 +1,4 @@
-"""Log files that are neither JSON lines nor Parquet: JSON, CSV, slime's ``.pt``, Inspect's ``.eval``, trackio's ``.db``.
+"""Log files other than JSON lines and Parquet: JSON, CSV, slime's ``.pt``, Inspect's ``.eval``, trackio's ``.db``.
 
 No code in a file is run: ``.pt`` files are loaded as tensors and plain containers only, and pickles are refused.
 """
@@ -73,9 +73,9 @@ def holds_rows(path: Path) -> bool:
 
 
 def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON file: a list of objects, or an object that holds one, or holds lists beside its columns' names.
+    """The rows of a JSON file, which is a list of objects, or an object with such a list. Any other object is one row.
 
-    Weights & Biases and mlflow write tables of the last kind. Any other object is one row.
+    Weights & Biases and mlflow write a table as the names of its columns, and a list of lists.
 
     Raises:
         TsaeError: if it holds anything else, or has more than `most` bytes.

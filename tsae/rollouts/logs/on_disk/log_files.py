@@ -156,9 +156,8 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
                         where=file,
                         fix="Give the log where it lies, or copy it into the folder.",
                     )
-            elif file.is_file() and (only is None or file in only):
-                if not _beside_a_log(file):
-                    found.append(file)
+            elif file.is_file() and (only is None or file in only) and not _beside_a_log(file):
+                found.append(file)
     if not found:
         raise NoLog(
             "holds no .jsonl or .parquet file, nor another table (.json, .csv, .tsv, .arrow, .feather), nor one that slime "
