@@ -132,7 +132,8 @@ def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
 def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
     """Where several steps train on one batch, an evaluation logs, or a run went on from an older checkpoint."""
     log = tmp_path / "completions.jsonl"
-    for again, message in ((swift(2), "what the line before has"), (swift(1, ("#4", "#5")), "second line of step 1")):
+    evaluated = swift(1, ("#4", "#5"), prompt=["<bos>#2+2?<eos><bos>;"] * 2)
+    for again, message in ((swift(2), "what the line before has"), (evaluated, "second line of step 1, with other")):
         with pytest.raises(TsaeError, match=f"completions.jsonl:2, trajectory 1: .*{message}.*--skip repeated"):
             read(write(log, swift(1), again), chat)
         found = read(log, chat, skip=("repeated",))
@@ -142,6 +143,11 @@ def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="comes here again, and is another"):
         read(log, chat)
     assert column(read(log, chat, skip=("repeated",)), "response") == ["#4", "#5", "#6", "#7"]
+    # Resumed right after the step that it takes again: the training goes on from the second attempt.
+    write(log, swift(1), swift(2, ("#4", "#5")), swift(2, ("#6", "#7")), swift(3, ("#8", "#9")))
+    with pytest.raises(TsaeError, match=r"completions\.jsonl:3: .*comes here again, and is another"):
+        read(log, chat)
+    assert column(read(log, chat, skip=("repeated",)), "response") == ["#2", "1+1=3;#3", "#6", "#7", "#8", "#9"]
 
 
 def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:

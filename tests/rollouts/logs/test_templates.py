@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -15,7 +17,11 @@ from support.chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
 from tsae.activations.spans import span_mask
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.tokenising.templates import ChatTemplate
+from tsae.rollouts.prompts import encode_prompt
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 
@@ -184,3 +190,101 @@ def test_a_model_that_writes_plain_headers_wrote_them_itself() -> None:
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = TURNS.format(before="", between=": ", after="\n") + ASK + "assistant: {% endif %}"
     assert not ChatTemplate(tokenizer).another_wrote("10\nuser: 1+1\nassistant: 2")
+
+
+# --- prompts that have been through the template before they were logged
+
+
+def import_prompt(name: str, prompt: str, tmp_path: Path, **config: Any) -> tuple[list[int], str]:
+    """(prompt ids, notes) of a table with one prompt, read with a tokenizer of that template."""
+    make_tokenizer(name).save_pretrained(tmp_path / "tokenizer")
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"prompt": prompt, "response": "It is 10.", "reward": 1.0}))
+    summary = import_log(log, tmp_path / "r.parquet", tmp_path / "tokenizer", ImportConfig(**config), progress=False)
+    (row,) = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    return row["prompt_ids"], "; ".join(summary.notes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "asks"), [("user", True), ("user", False), ("system", True), ("system and turns", True)]
+)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_templated_prompt_is_taken_as_it_is(name: str, shape: str, asks: bool, tmp_path: Path) -> None:
+    """The oracle is the tokenizer, given the template's own text."""
+    tokenizer = make_tokenizer(name)
+    text = tokenizer.apply_chat_template(CONVERSATIONS[shape], tokenize=False, add_generation_prompt=asks)
+    for prompt in (text, text + "<think>\n", "\n" + text):
+        ids, notes = import_prompt(name, prompt, tmp_path)
+        assert ids == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert "special tokens already: they were taken as they are" in notes
+    assert ("without a generation prompt" in notes) == (not asks and name != "mistral")
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "qwen3", "qwen3-always-thinking", "smollm2"])
+def test_a_templated_prompt_without_special_tokens_is_put_back(name: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(name)
+    for shape, asks, ends in (("user", True, ""), ("system", True, "<think>\n"), ("user", False, "")):
+        rendered = tokenizer.apply_chat_template(CONVERSATIONS[shape], tokenize=False, add_generation_prompt=asks)
+        expected = tokenizer(rendered + ends, add_special_tokens=False)["input_ids"]
+        text = tokenizer.decode(expected, skip_special_tokens=True)
+        ids, notes = import_prompt(name, text, tmp_path)
+        assert ids == expected
+        assert "logged without special tokens: those of the chat template were put back" in notes
+        # A text that somebody has stripped lacks the line break after "assistant".
+        if asks and not ends:
+            assert import_prompt(name, text.strip(), tmp_path)[0] == expected
+            with pytest.raises(TsaeError, match=r"does not give it again.*questions, say --prompt-format chat"):
+                import_prompt(name, text + "Sure, it", tmp_path)
+
+
+def test_the_templates_own_system_message_may_have_been_left_out(tmp_path: Path) -> None:
+    ids, notes = import_prompt("smollm2", "user\nHi\nassistant\n", tmp_path)
+    assert make_tokenizer("smollm2").decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert "prompts have no system message, though the chat template writes one of its own" in notes
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_questions_still_go_through_the_template(name: str, tmp_path: Path) -> None:
+    tokenizer, special = make_tokenizer(name), TEMPLATES[name][1]
+    questions = ["What is 5+5?", "user asked: system of", f"What does {special[0]}x{special[-1]} mean?", "assistant"]
+    for question in questions:
+        ids, notes = import_prompt(name, question, tmp_path)
+        assert ids == prompt_ids(tokenizer, question, None)
+        assert "prompts are questions alone" in notes
+        # It is what a problem's prompt becomes when it is sampled.
+        assert ids == encode_prompt(tokenizer, question)
+    whole = tokenizer.apply_chat_template([ASKED], tokenize=False, add_generation_prompt=True)
+    assert encode_prompt(tokenizer, whole) == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    twice = prompt_ids(tokenizer, whole, None)
+    assert import_prompt(name, whole, tmp_path, prompt_format="chat")[0] == twice
+    other = "<|im_start|>user\nHi<|im_end|>\n" if name in ("mistral", "gemma", "llama3") else "<start_of_turn>user\nHi"
+    with pytest.raises(TsaeError, match="another chat template than the checkpoint's"):
+        import_prompt(name, other, tmp_path)
+
+
+def test_a_begin_token_is_neither_lost_nor_doubled(tmp_path: Path) -> None:
+    """Llama's and Gemma's tokenizers put one before every text; a trainer's log may have it, lack it, or have two."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer("llama3")
+    bos = "<|begin_of_text|>"
+    tokenizer.bos_token = bos
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    text = tokenizer.apply_chat_template([ASKED], tokenize=False, add_generation_prompt=True)
+    once = prompt_ids(tokenizer, ASKED["content"], None)
+    log, config = tmp_path / "log.jsonl", ImportConfig(format="plain")
+    for template, prompt, expected in (
+        (True, text, once),
+        (True, text.removeprefix(bos), once),
+        (True, bos + text, once[:1] + once),
+        (False, text, once),
+        (False, text.removeprefix(bos), once),
+    ):
+        if not template:
+            (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+        log.write_text(json.dumps({"prompt": prompt, "response": "It is 10.", "reward": 1.0}))
+        import_log(log, tmp_path / "r.parquet", tmp_path / "tokenizer", config, progress=False)
+        assert pq.read_table(tmp_path / "r.parquet")["prompt_ids"].to_pylist() == [expected]

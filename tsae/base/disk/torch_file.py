@@ -23,8 +23,8 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
         damaged: what to do about one that cannot be read.
 
     Raises:
-        TsaeError: where it holds other objects than tensors, arrays and plain containers, a tensor stands for more numbers than
-            the file has, or it cannot be read.
+        TsaeError: where it holds other objects than tensors, arrays and plain containers, one of the first two stands
+            for more numbers than the file has, or it cannot be read.
     """
     import torch
 

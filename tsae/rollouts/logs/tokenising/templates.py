@@ -15,11 +15,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tsae.errors import TsaeError
-from tsae.rollouts.prompts import tokenize
+from tsae.rollouts.prompts import special_tokens, tokenize, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +40,8 @@ class Restored(NamedTuple):
     """Arguments of the template, beside those that were given, without which it does not give the text."""
     several: bool
     """Whether other conversations give the same text."""
+    bare: bool = False
+    """Whether it has no system message, though the template always writes one."""
 
 
 class ChatTemplate:
@@ -52,9 +54,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.arguments = tokenizer, dict(arguments or {})
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        # The longest first: one may be part of another.
-        self._special = sorted(special | {str(token) for token in tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._special = special_tokens(tokenizer)
         self._rendered: dict[str, list[str]] = {}
 
     def render(self, messages: Sequence[Message], *, goes_on: bool = False, **arguments: Any) -> str:
@@ -62,9 +62,7 @@ class ChatTemplate:
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **{**self.arguments, **arguments},
+            **{"add_generation_prompt": not goes_on, "continue_final_message": goes_on, **self.arguments, **arguments},
         )
         return str(text)
 
@@ -102,17 +100,40 @@ class ChatTemplate:
         """Whether a text contains special tokens."""
         return any(token in text for token in self._special)
 
-    def restore(self, stripped: str) -> Restored | None:
+    def restore(self, stripped: str, begun: str = "") -> Restored | None:
         """Reconstruct a prompt from its text without special tokens.
 
+        Args:
+            stripped: the text.
+            begun: the beginning of a response that was put behind the prompt, such as <think>.
+
         Returns:
-            None if no rendering decodes to `stripped`.
+            None if no rendering decodes to `stripped`, or to that with the white space at its end that it lost.
         """
-        for arguments in self.variants(stripped):
-            found = list(dict.fromkeys(self._fits(stripped, arguments)))
-            if found:
-                return Restored(list(found[0]), arguments, len(found) > 1 or self._hides_turns)
+        texts = (stripped, stripped + self._asking[len(self._asking.rstrip()) :])
+        for bare in (False, True) if self.own_system else (False,):
+            for arguments, text in product(self.variants(stripped), texts):
+                found = list(dict.fromkeys(self._fits(text, arguments, begun, bare=bare)))
+                if found:
+                    return Restored(list(found[0]), arguments, len(found) > 1 or self._hides_turns, bare)
         return None
+
+    @cached_property
+    def _asking(self) -> str:
+        """What a prompt ends in, without special tokens: "assistant" and a line break in most templates."""
+        try:
+            return _header(self._skeleton(("user",), {})[-1])
+        except Exception:  # templates raise what they like
+            return ""
+
+    @cached_property
+    def _opening(self) -> str:
+        """What a conversation begins with if its first turn is the user's, and the template's own system message is
+        left out."""
+        system = self._parts(("system",), {"add_generation_prompt": False})
+        opening = self._parts(("system", "user"), {})[1].removeprefix(system[-1])
+        turn = next((token for token in self._special if opening.startswith(token)), opening)
+        return system[0].partition(turn)[0] * (turn in system[0]) + opening
 
     @cached_property
     def _hides_turns(self) -> bool:
@@ -126,8 +147,22 @@ class ChatTemplate:
                 return True
         return False
 
-    def begins_or_ends(self, stripped: str) -> bool:
-        """Whether a text begins or ends as the template's conversations do without special tokens."""
+    def asks(self, rendered: str) -> bool:
+        """Whether a prompt with its special tokens ends by asking for the answer, and not with the user's turn."""
+        try:
+            end = self._parts(("user",), {"add_generation_prompt": False})[-1]
+            asking = self._parts(("user",), {})[-1].removeprefix(end).strip()
+            return asking in (rendered.rpartition(end.strip())[2] if end.strip() else rendered)
+        except Exception:  # templates raise what they like
+            return True
+
+    def begins_or_ends(self, stripped: str, edge: str = r"\w") -> bool:
+        """Whether a text begins or ends as the template's conversations do without special tokens.
+
+        Args:
+            stripped: the text.
+            edge: a pattern of the beginnings and ends that count.
+        """
         edges = []
         for roles in (("user",), ("system", "user")):
             try:
@@ -135,7 +170,7 @@ class ChatTemplate:
             except Exception:  # a template may know no system message
                 continue
             edges += [(first, stripped.startswith), (_header(last), stripped.endswith)]
-        return any(re.search(r"\w", edge) and there(edge) for edge, there in edges)
+        return any(re.search(edge, part) and there(part) for part, there in edges)
 
     def another_wrote(self, response: str) -> bool:
         """Whether a response without special tokens contains another's turn, after which the assistant continues."""
@@ -165,15 +200,18 @@ class ChatTemplate:
         return list(patterns.values())
 
     def variants(self, stripped: str) -> Iterator[dict[str, Any]]:
-        """Further arguments that may have been given: none; thinking or not; a date in the text."""
+        """Further arguments that may have been given: thinking or not, a date in the text, no generation prompt."""
         yield {}
         if "enable_thinking" in self.open_arguments:
             yield from ({"enable_thinking": value} for value in (False, True))
         if "date_string" in self.tokenizer.get_chat_template() and "date_string" not in self.arguments:
             yield from ({"date_string": date} for date in dict.fromkeys(_DATE.findall(stripped[:2000])))
+        line = self._asking.partition("\n")
+        if line[1] and "".join(line[:2]) not in stripped + "\n":
+            yield {"add_generation_prompt": False}
 
-    def _fits(self, stripped: str, arguments: dict[str, Any]) -> Iterator[tuple[int, ...]]:
-        """Token ids of the conversations that give the text, the most turns first."""
+    def _fits(self, stripped: str, arguments: dict[str, Any], begun: str, *, bare: bool) -> Iterator[tuple[int, ...]]:
+        """Token ids of the conversations that give the text, the most turns first, each with `begun` behind it."""
         turns = 1
         try:
             answer = _header(self._skeleton(("user", "assistant", "user"), arguments)[1])
@@ -183,13 +221,16 @@ class ChatTemplate:
             pass
         for n in range(turns, 0, -1):
             asked = ("user", *("assistant", "user") * (n - 1))
-            for roles in (asked, ("system", *asked)):
+            for roles in (asked,) if bare else (asked, ("system", *asked)):
                 try:
-                    skeleton = self._skeleton(roles, arguments)
-                    for contents in islice(_between(skeleton, stripped), _MOST_SPLITS):
+                    parts = self._parts(roles, arguments)
+                    parts = [self._opening, *parts[1:]] if bare else parts
+                    for contents in islice(_between([self._stripped(part) for part in parts], stripped), _MOST_SPLITS):
                         messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
-                        ids = tokenize(self.tokenizer, self.render(messages, **arguments), add_special_tokens=False)
-                        if self.tokenizer.decode(ids, skip_special_tokens=True) == stripped:
+                        joined = "".join(part + content for part, content in zip(parts, (*contents, ""), strict=True))
+                        text = joined if bare else self.render(messages, **arguments)
+                        ids = tokenize(self.tokenizer, text + begun, add_special_tokens=False)
+                        if self.tokenizer.decode(ids, skip_special_tokens=True) == stripped + begun:
                             yield tuple(ids)
                 except TsaeError:
                     raise
@@ -219,9 +260,7 @@ class ChatTemplate:
         return [*parts, rest]
 
     def _stripped(self, text: str) -> str:
-        for token in self._special:
-            text = text.replace(token, "")
-        return text
+        return without(text, self._special)
 
 
 def _header(part: str) -> str:

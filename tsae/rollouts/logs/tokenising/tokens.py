@@ -9,6 +9,7 @@ a prompt is reported.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,12 +25,17 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry, Unusable
 from tsae.rollouts.logs.tokenising.encoding import Encoder
 from tsae.rollouts.logs.tokenising.templates import ChatTemplate
-from tsae.rollouts.prompts import encode_prompt, tokenize
+from tsae.rollouts.prompts import encode_prompt, templated, tokenize
 from tsae.rollouts.responses.thinking import Spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_BEGUN = re.compile(r"<\w+>\s*$")
+_OTHER_TEMPLATE = re.compile(
+    r"\s*(<s>|<bos>|<\|begin_of_text\|>)?\s*"
+    r"(<\|(im_start|start_header_id|user|system)\|>|<start_of_turn>|\[INST\]|<｜User｜>)"
+)
 _KEPT_PROMPTS = 256  # A group's trajectories follow one another, so that few prompts need to be remembered.
 
 
@@ -221,15 +227,40 @@ class Tokens:
         if entry.prompt_is == "rendered" and style == "auto":
             return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
         if style == "plain" or self.template is None:
+            bos = self.tokenizer.bos_token
+            if style != "chat" and entry.prompt_is == "question" and bos and prompt.startswith(str(bos)):
+                return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
             # Reports what is wrong if a template was asked for.
             return (encode_prompt(self.tokenizer, prompt, style, entry.where),)
-        if style == "chat" or entry.prompt_is == "question":
+        if style == "chat":
             return self._encode_question(prompt, entry.where)
         if entry.prompt_is == "verbatim" or (
             entry.prompt_is == "perhaps stripped" and self.template.keeps_special(prompt)
         ):
             return (tokenize(self.tokenizer, prompt, where=entry.where),)
-        found = self.template.restore(prompt)
+        if (rendered := templated(self.tokenizer, prompt)) is not None:
+            return (
+                tokenize(self.tokenizer, rendered, add_special_tokens=False, where=entry.where),
+                "prompts have the chat template's special tokens already: they were taken as they are"
+                + ", behind the begin token that they lack" * (rendered != prompt)
+                + ", without a generation prompt" * (not self.template.asks(prompt)),
+            )
+        question = entry.prompt_is == "question"
+        found = None
+        if not question or self.template.begins_or_ends(prompt):
+            found = self.template.restore(prompt)
+            if found is None and (begun := _BEGUN.search(prompt)):
+                found = self.template.restore(prompt[: begun.start()], begun[0])
+        # A question may begin with the word "user", but hardly with a line of that word alone.
+        if question and found is None and not self.template.begins_or_ends(prompt, r"\w\W+$"):
+            if other := _OTHER_TEMPLATE.match(prompt):
+                raise TsaeError(
+                    f"the prompt begins with {other[0].strip()}, as with another chat template than the checkpoint's",
+                    where=entry.where,
+                    fix="Give the checkpoint that was trained. Or say how to read prompts: as they stand "
+                    "(--prompt-format plain), or as questions for the template (--prompt-format chat).",
+                )
+            return self._encode_question(prompt, entry.where)
         if found is not None:
             or_plain = entry.prompt_is == "perhaps stripped"
             assumed = [
@@ -239,6 +270,8 @@ class Tokens:
             assumed += [f"prompts were rendered with {json.dumps(found.arguments)}, as their text shows"] * bool(
                 found.arguments
             )
+            if found.bare:
+                assumed.append("prompts have no system message, though the chat template writes one of its own")
             if found.several:
                 assumed.append(
                     "prompts without special tokens may have been several conversations: the one with the most turns, "
@@ -256,7 +289,7 @@ class Tokens:
             where=entry.where,
             fix="Give the checkpoint that was trained, or what its template was given (--template-arguments), or "
             "tokenise prompts as they stand with --prompt-format plain: what the model read then lacks its special "
-            "tokens.",
+            "tokens." + " If they are questions, say --prompt-format chat." * (entry.prompt_is == "question"),
         )
 
     def _encode_question(self, question: str, where: str) -> tuple[Any, ...]:

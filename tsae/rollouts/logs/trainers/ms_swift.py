@@ -32,7 +32,7 @@ def _fits(row: Row, config: ImportConfig) -> bool:
 
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
-    before: tuple[object, Sequence[object]] = (None, ())
+    before: tuple[object, Sequence[tuple[Any, Any]]] = (None, ())
 
     def split(line: Fields) -> Sequence[Fields | Unusable]:
         nonlocal before
@@ -44,8 +44,9 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             again = ""
             if batch == before[1]:
                 again = "has what the line before has: several steps trained on one generation batch, or an evaluation"
-            elif step == before[0]:
-                again = f"is a second line of step {step}, as an evaluation logs it"
+            elif step == before[0] and _asked_for(batch) != _asked_for(before[1]):
+                # With the same prompts it is a second attempt at the step, of which the ledger keeps the last.
+                again = f"is a second line of step {step}, with other prompts, as an evaluation logs it"
             before = (step, batch)
             if again:
                 return [row.unusable("repeated", again, "Keep the first of them with --skip repeated") for row in rows]
@@ -90,6 +91,11 @@ def _entry(row: Fields) -> Entry:
         if len(names) > 1 and "advantages" not in row and not rewards
         else None,
     )
+
+
+def _asked_for(batch: Sequence[tuple[Any, Any]]) -> list[str]:
+    """The prompts of a batch, sorted."""
+    return sorted(str(prompt) for prompt, _ in batch)
 
 
 def _prompt(row: Fields) -> Any:
