@@ -22,6 +22,7 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.on_disk.log_files import NoLog
 from tsae.rollouts.table import Rollouts
 
 WANDB = "wandb/offline-run-20260101_000000-abc"
@@ -148,9 +149,12 @@ def test_the_first_versions_of_trl_log_before_the_step(chat: Checkpoint, tmp_pat
     assert sorted(column(found, "response")) == ["#2", "#2", "#3"]
     assert found.policies == ["grpo-00000"]
     assert all(ids[0] == BOS and ids[1] != BOS for ids in column(found, "prompt_ids"))
-    # 0.17 has the names of reward functions, and logs after the step.
-    table(tmp_path / "later" / MEDIA, 0, [["1", *row[1:]] for row in rows], [*columns[:3], "acc"])
-    assert read(tmp_path / "later", chat, run="grpo").policies == ["grpo-00000"]
+    # 0.17 has the names of reward functions, and logs after the step. 0.19 has advantages.
+    for number, more in enumerate((["acc"], ["acc", "advantage"])):
+        later = [["1", *row[1:], 0.5][: 3 + len(more)] for row in rows]
+        found = read(table(tmp_path / str(number) / MEDIA, 0, later, [*columns[:3], *more]), chat, run="grpo")
+        assert found.policies == ["grpo-00000"]
+        assert all(ids[0] == BOS and ids[1] != BOS for ids in column(found, "prompt_ids"))
 
 
 # --- mlflow, trackio
@@ -295,12 +299,16 @@ def test_what_lies_beside_a_log_is_not_read(plain: Checkpoint, tmp_path: Path) -
     rows = [{"prompt": "1+1?", "response": "#2", "reward": 1}]
     save(tmp_path / "metrics.csv", "loss\n1\n")
     save(tmp_path / "data.json", [{"question": "1+1?"}])
+    with pytest.raises(NoLog, match="no known log has the columns question"):
+        read(tmp_path, plain)
     save(tmp_path / "r.json", rows)
     found = read(tmp_path, plain)
     assert column(found, "response") == ["#2"]
     assert "2 files have other columns than a plain log, and are left out: data.json, metrics.csv" in notes(found)
     save(tmp_path / "log.jsonl", json.dumps({**rows[0], "response": "#3"}))
-    assert column(read(tmp_path, plain), "response") == ["#3"]
+    (tmp_path / "config.json").symlink_to(save(tmp_path.parent / f"{tmp_path.name}.json", {"hidden_size": 1}))
+    for config in ({}, {"format": "plain"}):
+        assert column(read(tmp_path, plain, **config), "response") == ["#3"]
 
 
 # --- lists and conversations in a row

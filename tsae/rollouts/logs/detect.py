@@ -16,7 +16,16 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.fields import Row, writable
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
 from tsae.rollouts.logs.on_disk.leftovers import leave_copies, leftovers
-from tsae.rollouts.logs.on_disk.log_files import WANDB_RUN, LogFile, find_files, first_row, grows, kind_of, run_folder
+from tsae.rollouts.logs.on_disk.log_files import (
+    WANDB_RUN,
+    LogFile,
+    NoLog,
+    find_files,
+    first_row,
+    grows,
+    kind_of,
+    run_folder,
+)
 from tsae.rollouts.logs.on_disk.packed import bare
 from tsae.rollouts.logs.trainers import (
     areal,
@@ -86,7 +95,8 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
             )
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files with other names than the trainer's, are what the user says.
-        return _ordered(chosen, matching or files, path, config)
+        matching = matching or list(files)
+        return _ordered(chosen, [f for f in matching if kind_of(f) in TABLES] or matching, path, config)
     unknown, notes = None, list[str]()
     # Other trainers keep evaluations and tensors beside their logs. These are read only if there is no log.
     for tables in (True, False):
@@ -107,7 +117,9 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     if not named:
         if unknown is None:
             raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
-        raise _unknown_columns(path, unknown, first_row(unknown) or {}, config)
+        error = _unknown_columns(path, unknown, first_row(unknown) or {}, config)
+        # There may be no log yet where other tables are.
+        raise error if path.is_file() or kind_of(unknown) in TABLES else NoLog(error.what, where=unknown, fix=error.fix)
     ((name, matching),) = named.items()
     chosen = _BY_NAME[name]
     if others and not tables:

@@ -38,7 +38,8 @@ def leave_copies(files: list[LogFile]) -> list[str]:
                         fix="Leave one of them out: its trajectories would count twice.",
                     )
                 left.append(second)
-    files[:] = [file for file in files if not any(file is one for one in left)]
+    gone = {file.path for file in left}
+    files[:] = [file for file in files if file.path not in gone]
     return [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []
 
 

@@ -149,6 +149,8 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
         below[:] = sorted(kept)
         for name in (*kept, *(name for name in names if _A_LOG.search(name))):
             file = Path(folder, name)
+            if _beside_a_log(file):
+                continue
             if file.is_symlink():
                 if not file.resolve().is_relative_to(root):
                     raise TsaeError(
@@ -156,12 +158,12 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
                         where=file,
                         fix="Give the log where it lies, or copy it into the folder.",
                     )
-            elif file.is_file() and (only is None or file in only) and not _beside_a_log(file):
+            elif file.is_file() and (only is None or file in only):
                 found.append(file)
     if not found:
         raise NoLog(
-            "holds no .jsonl or .parquet file, nor another table (.json, .csv, .tsv, .arrow, .feather), nor one that slime "
-            "(.pt), trackio (.db) or Inspect (.eval) wrote",
+            "holds no .jsonl or .parquet file, nor another table (.json, .csv, .tsv, .arrow, .feather), nor one that "
+            "slime (.pt), trackio (.db) or Inspect (.eval) wrote",
             where=path,
             fix="Give the folder into which the trainer writes its rollouts.",
         )
@@ -169,12 +171,11 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
 
 
 def _beside_a_log(file: Path) -> bool:
-    """Whether a file is JSON without a list of rows, or one of trackio's that does not hold what its database lacks."""
+    """Whether it is a JSON file without a list of rows, or an export of trackio's database that holds no more."""
     if kind_of(file) == ".json":
-        return not containers.holds_rows(file)
-    return file.suffix == ".parquet" and (
-        file.with_suffix(".db").is_file() or re.search(r"_(system|configs)$", file.stem) is not None
-    )
+        return file.is_file() and not containers.holds_rows(file)
+    exported = file.with_suffix(".db").is_file() or re.search(r"_(system|configs)$", file.stem) is not None
+    return file.suffix == ".parquet" and exported
 
 
 def kind_of(path: Path) -> str:

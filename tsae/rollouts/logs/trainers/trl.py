@@ -4,10 +4,10 @@ After the sources of TRL 0.15 to 1.16. ``output_dir/completions/completions_{ste
 order: step, prompt, completion, one float column a reward function, the columns that reward functions passed to
 ``log_extra``, and advantage. A file holds the last generation batch of its step only.
 
-Before 0.28 there is no such file, and the same table goes to Weights & Biases alone
-(``wandb/*run-*/files/media/table/completions_*.table.json``; as an artifact, ``completions.table.json``), or to trackio.
-Its step is a text. 0.17 and 0.18 have no advantages. 0.15 and 0.16 have one column reward, and log before the
-optimiser step, once for every batch of generations.
+Before 0.28 there is no such file. The same table goes only to trackio or to Weights & Biases
+(``wandb/*run-*/files/media/table/completions_*.table.json``; as an artifact, ``completions.table.json``), and its step
+is a text. 0.17 and 0.18 have no advantages. 0.15 and 0.16 have one column reward, and log before the optimiser step,
+once for every batch of generations.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         scores = {name: row.score(name) for name in rewards}
         found = _entry(row, scores, early=early)
         if once:
+            # Until 0.24, prompts are logged with their special tokens, and the tokenizer adds none.
+            found.prompt_is = "perhaps rendered" if "advantage" in row else "rendered"
             # What several tables have counts once. Only early tables have other rows of a step.
             same = f"{found.step}/" + early * f"{hash64(str(found.prompt), str(found.response), str(scores))}"
             found.key = f"{same}/{seen[same]}"
@@ -91,8 +93,7 @@ def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entr
     return Entry(
         row.where,
         prompt=prompt if is_conversation(prompt) else row.text("prompt"),
-        # Before advantages were logged, prompts were, with their special tokens.
-        prompt_is="perhaps stripped" if "advantage" in row else "rendered",
+        prompt_is="perhaps stripped",
         prompt_ids=row.optional_ids(names.prompt_ids),
         response=_completion(row),
         response_ids=row.optional_ids(_COMPLETION_IDS) if ids is None else ids,
