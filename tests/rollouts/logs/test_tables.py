@@ -234,8 +234,9 @@ def test_fields_of_a_spreadsheet(name: str, plain: Checkpoint, tmp_path: Path) -
     rows = [
         {"prompt": "1+1?", "response": "#2", "reward": "1.0", "correct": "True", "step": "3", "level": "007"},
         {"prompt": "1+1?", "response": "#3", "reward": "", "correct": "false", "step": "4", "level": ""},
+        {"prompt": "1+1?", "response": "", "reward": "1", "correct": "", "step": "", "level": ""},
     ]
-    found = read(spreadsheet(tmp_path / name, rows), plain)
+    found = read(spreadsheet(tmp_path / name, rows), plain, skip=("empty",))
     assert column(found, "outcome") == ["success", "failure"]
     assert column(found, "step") == [3, 4]
     assert column(found, "level") == ["007", None]
@@ -279,7 +280,9 @@ def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path) -> None:
 def test_a_json_file_of_rows(plain: Checkpoint, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "response": "#2", "reward": 1}, {"prompt": "1+1?", "response": "#3", "reward": 0}]
     for content in (rows, {"data": rows}, {"n": 2, "results": rows}):
-        assert column(read(save(tmp_path / "r.json", content), plain), "reward") == [1.0, 0.0]
+        save(tmp_path / "r.json", content)
+        for path in (tmp_path, tmp_path / "r.json"):
+            assert column(read(path, plain), "reward") == [1.0, 0.0]
 
 
 def test_a_folder_that_datasets_saved(plain: Checkpoint, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _LARGEST_SAMPLE = 1 << 28
 _LEAST = 1_000_000
 """Values that a small file may stand for too."""
 _ROWS = ("data", "results", "rows", "samples", "rollouts")
-_ROWS_BEGIN = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|\{\s*"(columns|%s)"\s*:\s*\[)' % "|".join(_ROWS).encode())
+_ROWS_BEGIN = re.compile(rb'^(\xef\xbb\xbf)?\s*\[\s*\{|"(columns|%s)"\s*:\s*\[' % "|".join(_ROWS).encode())
 
 
 def read_torch(path: Path) -> Iterator[dict[str, Any]]:
@@ -67,7 +67,7 @@ def holds_rows(path: Path) -> bool:
     """Whether a JSON file begins as a list of rows does, or is an episode of rLLM; folders are full of other JSON."""
     try:
         with unpacked(path) as (file, _):
-            return path.name.startswith("episode_hash") or _ROWS_BEGIN.match(file.read(1 << 10)) is not None
+            return path.name.startswith("episode_hash") or _ROWS_BEGIN.search(file.read(1 << 12)) is not None
     except OSError:
         return False
 

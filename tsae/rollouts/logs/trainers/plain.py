@@ -83,6 +83,8 @@ def _entry(row: Fields) -> Entry:
         or (prompt is None and has_ids[names.prompt_ids]),
         names.response: isinstance(response, str) or (response is None and has_ids[names.response_ids]),
     }
+    if there[names.prompt] and response is None and names.response in row and not has_ids[names.response_ids]:
+        raise row.unusable("empty", "the response is empty")
     missing = [name for name, found in there.items() if not found]
     if missing:
         raise row.error(

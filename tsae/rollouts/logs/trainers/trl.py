@@ -40,7 +40,8 @@ _SAME = ("prompt", "completion", "advantage")
 
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
-    first, run = first_row(file.path) or {}, None
+    first: Row = first_row(file.path) or {}
+    run = None
     if trackio := "run_name" in first:
         first, run = _first_of_trackio(file, config)
     rewards = config.rewards or _reward_columns(file, first, config.columns)
