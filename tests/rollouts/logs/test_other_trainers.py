@@ -6,6 +6,7 @@ The logs are written here in the shape that the trainers' own functions write, w
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import types
@@ -595,6 +596,45 @@ def test_an_unknown_log_says_how_to_name_its_columns(
         with pytest.raises(TsaeError) as error:
             read(write(tmp_path / "other.jsonl", row), chat)
         assert options_shown in str(error.value)
+
+
+FLAT = [
+    {"prompt_hash": "ab", "question": "1+1?", "ground_truth": "2", "model_output": text, "is_correct": right, "id": i}
+    for i, (text, right) in enumerate((("#2", True), ("#3", False)))
+]
+BY_HAND: dict[str, tuple[list[dict[str, Any]], list[str], tuple[str, ...]]] = {
+    "flat": ([{**row, "checkpoint": "step_100", "finish_reason": "stop"} for row in FLAT], ["step_100"] * 2,
+             ("prompt=question", "response=model_output", "correct=is_correct", "answer=ground_truth",
+              "problem_id=prompt_hash", "policy=checkpoint")),
+    "text": ([{"hash": "x", "input_prompt": "1+1?", "predict": row["model_output"], "label": "2", "model": "m",
+               "global_step": "global_step_3", "score": str(float(row["is_correct"]))} for row in FLAT],
+             ["mine-00003"] * 2, ("prompt=input_prompt", "response=predict", "reward=score", "answer=label",
+                                 "step=global_step")),
+    "answers": ([{"problem": "1+1?", "answer": row["model_output"], "gold": "2", "passed": str(row["is_correct"]),
+                  "example_id": 7, "completion_tokens": 2} for row in FLAT], ["unknown"] * 2,
+                ("prompt=problem", "response=answer", "correct=passed", "answer=gold", "problem_id=example_id")),
+    "several": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": float(row["is_correct"]),
+                  "format_reward": 0.5} for row in FLAT], ["unknown"] * 2, ("prompt=query", "response=generated")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_suggested_command_works_and_keeps_what_the_log_knows(name: str, chat: Checkpoint, tmp_path: Path) -> None:
+    rows, policies, columns = BY_HAND[name]
+    log = write(tmp_path / "mine" / "samples.jsonl", *rows)
+    with pytest.raises(TsaeError, match=r"for example \(tried on 2 of its rows\): tsae rollouts import") as error:
+        read(log, chat)
+    _, _, *options = shlex.split(str(error.value).partition("rows): tsae ")[2].partition(". In Python")[0])
+    assert tuple(option for option in options[1:] if "=" in option) == columns
+    assert "--rewards" in options or name != "several"
+    said = ["rollouts", "import", *options, "--checkpoint", chat.path, "--to", str(tmp_path / "r.parquet")]
+    assert main(said) in (None, 0)
+    found = Rollouts.read(tmp_path / "r.parquet")
+    assert [ids[:2] for ids in column(found, "response_ids")] == [RIGHT, [16, 3]]
+    assert column(found, "outcome") == ["success", "failure"]
+    assert column(found, "policy") == policies
+    assert column(found, "answer") == ["" if name == "several" else "2"] * 2
+    assert len(set(column(found, "problem_id"))) == 1
 
 
 def test_columns_are_named_one_by_one() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +24,7 @@ from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.checks import look_answers, look_logprobs
-from tsae.rollouts.logs.checks.look_advantages import FORMULAS, Recomputed, recompute
+from tsae.rollouts.logs.checks.look_advantages import FORMULAS, GDPO, Recomputed, recompute
 from tsae.rollouts.logs.checks.look_answers import Sampled, recheck
 from tsae.rollouts.logs.checks.second_look import Check, SecondLook
 from tsae.rollouts.logs.detect import find_log
@@ -311,6 +313,43 @@ def test_every_formula_is_known(kind: str, rewards: tuple[np.ndarray, np.ndarray
         found = recompute(values, logged, groups, np.zeros(36))
         assert (found.follow, found.contradict, found.unclear, found.constant) == (6, 0, 0, 1)
         assert next(iter(found.formulas)) == kind
+
+
+def gdpo(parts: np.ndarray, n: int, weights: Sequence[float]) -> np.ndarray:
+    """The advantages of TRL's normalize_then_sum, for one step's groups of n, by loops."""
+    sums = np.zeros(len(parts))
+    for start in range(0, len(parts), n):
+        for i, weight in enumerate(weights):
+            reward = parts[start : start + n, i]
+            if np.isfinite(reward).any():
+                scaled = (reward - np.nanmean(reward)) / (np.nanstd(reward, ddof=1) + 1e-4)
+                sums[start : start + n] += np.nan_to_num(weight * scaled)
+    return (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4)
+
+
+def test_rewards_that_are_normalised_one_by_one_are_no_contradiction(series: CheckpointSeries, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    parts = np.stack([rng.choice([0, 1.0], 48), rng.choice([0, 0.25, 0.5], 48), rng.choice([0, 1.0], 48)], axis=1)
+    parts[::5, 2] = np.nan
+    groups, steps = np.repeat(np.arange(8), 6), np.repeat([0, 1], 24)
+    for weights in ((1, 1, 1), (1.0, 0.5, 2.0)):
+        logged, reward = np.concatenate([gdpo(x, 6, weights) for x in np.split(parts, 2)]), np.nansum(parts, axis=1)
+        assert recompute(reward, logged, groups, steps).contradict >= 4
+        found = recompute(reward, logged, groups, steps, parts)
+        assert (found.follow, found.contradict) == (8, 0)
+        assert next(iter(found.formulas)) == GDPO
+        assert recompute(reward, np.roll(logged, 1), groups, steps, parts).contradict >= 4
+        # Without a group the mean of its step is another.
+        some = groups != 2
+        found = recompute(reward[some], logged[some], groups[some], steps[some], parts[some])
+        assert (found.follow, found.contradict) == (7, 0)
+    # TRL's file of a step, which was refused: its advantages do not follow from the sum.
+    columns = {"step": 1, "prompt": [f"{g}+1?" for g in groups[:24]], "completion": [f"#{i % 10}" for i in range(24)]}
+    columns |= dict(zip(("accuracy_reward", "format_reward", "length_reward"), parts[:24].T, strict=True))
+    log = tmp_path / "completions_00001.parquet"
+    pd.DataFrame(columns | {"advantage": gdpo(parts[:24], 6, (1, 1, 1))}).to_parquet(log)
+    summary = import_log(log, tmp_path / "r.parquet", series, ImportConfig(noisy_rewards=True), progress=False)
+    assert f"4 groups compared, 0 disagree; {GDPO} gives those of 4" in str(summary)
 
 
 def test_advantages_of_other_rows_contradict(rewards: tuple[np.ndarray, np.ndarray]) -> None:

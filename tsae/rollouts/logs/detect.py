@@ -13,6 +13,7 @@ from shlex import quote
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.column_names import suggest
 from tsae.rollouts.logs.entries.fields import Row, writable
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
 from tsae.rollouts.logs.on_disk.leftovers import leave_copies, leftovers
@@ -56,12 +57,6 @@ FORMATS = (
 )
 _BY_NAME = {form.name: form for form in FORMATS}
 
-# Typical names of such columns, the most telling first.
-_LIKE = {
-    "prompt": ("prompt", "question", "problem", "query", "input", "instruction", "messages"),
-    "response": ("response", "completion", "output", "generation", "answer", "text"),
-    "reward": ("reward", "score", "acc"),
-}
 _SHOWN = 40
 
 
@@ -179,24 +174,12 @@ def _unknown_columns(path: Path, file: Path, row: Row, config: ImportConfig) -> 
     """
     names = list(row)
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    named = {field: getattr(config.columns, field) for field in _LIKE}
-    missing = [field for field in ("prompt", "response") if named[field] not in row]
-    if named["reward"] not in row and not {config.columns.correct, *config.rewards} & row.keys():
-        missing.append("reward")
-    taken = {name for field, name in named.items() if field not in missing}
-    options = []
-    for field in missing:
-        # A column that may hold it, as an example; the user decides.
-        free = [name for name in names if name not in taken]
-        likely = next((name for like in _LIKE[field] for name in free if like in name.lower()), None)
-        if likely is not None:
-            taken.add(likely)
-        if likely is not None or field != "reward":
-            options.append("--column " + quote(f"{field}={likely or 'NAME'}"))
+    options, tried = suggest(LogFile(file, ""), config)
+    example = "for example" + f" (tried on {tried:,} of its rows)" * bool(tried)
     return TsaeError(
         f"no known log has the columns {shown}; known are {', '.join(_BY_NAME)}",
         where=file,
-        fix=f"Name the columns, for example: tsae rollouts import {quote(str(path))} {' '.join(options)}. "
+        fix=f"Name the columns, {example}: tsae rollouts import {quote(str(path))} {' '.join(options)}. "
         "In Python, tsae.rollouts.frames.read_frame takes any DataFrame.",
     )
 

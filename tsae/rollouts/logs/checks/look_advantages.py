@@ -2,10 +2,13 @@
 
 1. For every group of two or more, each of `FORMULAS` computes advantages from the rewards. They agree if they differ by
    at most 0.4 % of the largest, the precision of bfloat16. Batch-normalised ones are a line in reward and group mean
-   that a whole step shares; it is fitted to steps with groups of different means.
+   that a whole step shares; it is fitted to steps with groups of different means. GDPO (Liu et
+   al. 2026; normalize_then_sum in TRL) normalises every reward in its group, and their weighted sum over the step. The
+   weights are equal, or fitted to steps with more kinds of responses than weights.
 2. A problem that a step asks twice makes one group of two: equal parts of a group, in the order of the log, may each
    follow a formula.
-3. Nearly all of these formulas give equal advantages for equal rewards, and larger ones for larger rewards, on a line.
+3. Nearly all of these formulas give equal advantages for equal rewards, and larger ones for larger rewards, on a line
+   (on a plane in several rewards).
    A group that follows no formula but such a line may lack members, which the log or the import left out: it cannot
    be compared. Neither can a single member, nor means over tokens with different advantages.
 4. Any other group contradicts its rewards.
@@ -26,6 +29,7 @@ _TOLERANCE = 4e-3
 _NO_ADVANTAGE = 1e-2
 """Rounding of equal rewards, divided by a deviation of nearly 0, is as large as this."""
 _MOST_SPLITS = 6
+_EPSILON = 1e-4  # TRL's
 
 FORMULAS = (
     "(reward − mean) / standard deviation of n − 1",
@@ -35,6 +39,7 @@ FORMULAS = (
     "(reward − mean of the others) / their standard deviation",
     "normalised over a step",
 )
+GDPO = "each reward normalised in its group, and their sum over a step (GDPO)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class Recomputed:
     """Row of the first trajectory of the first group that contradicts."""
 
 
-def recompute(rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, steps: np.ndarray) -> Recomputed:
+def recompute(
+    rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, steps: np.ndarray, parts: np.ndarray | None = None
+) -> Recomputed:
     """Compare logged advantages with what the rewards give.
 
     Args:
@@ -63,16 +70,19 @@ def recompute(rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, s
         advantages: (n,) as logged; NaN if unknown.
         groups: (n,) labels.
         steps: (n,) labels of steps; a group lies in one step.
+        parts: (n, n_rewards) the rewards that make up the total, if there are several; NaN if unknown.
     """
     rows = np.flatnonzero(np.isfinite(rewards) & np.isfinite(advantages))
     told = np.unique(groups[np.isfinite(advantages)])
     if not len(rows):
         return Recomputed(0, 0, len(told))
     found = _Groups(rewards, advantages, groups, steps, rows)
-    by_formula = np.stack([found.within(expected) for expected in found.expected()])  # (n_formulas, n_groups)
-    follow = by_formula.any(axis=0) | found.quiet
+    several = np.zeros((len(found.rows), 0)) if parts is None else parts[found.rows]
+    decoupled = found.decoupled(several)
+    by_formula = np.stack([*(found.within(expected) for expected in found.expected()), decoupled & ~found.constant])
+    follow = by_formula.any(axis=0) | found.quiet | decoupled  # (n_groups,), of (n_formulas, n_groups)
     varied = ~found.constant
-    counts = {name: int((agrees & varied).sum()) for name, agrees in zip(FORMULAS, by_formula, strict=True)}
+    counts = {name: int((agrees & varied).sum()) for name, agrees in zip((*FORMULAS, GDPO), by_formula, strict=True)}
     open_ = ~follow & (found.size > 1)
     follow |= _follow_in_parts(found, open_)
     line = found.on_a_line()
@@ -81,6 +91,7 @@ def recompute(rewards: np.ndarray, advantages: np.ndarray, groups: np.ndarray, s
     mixed = (found.size > usual) & (found.size % usual == 0) & (usual > 1)
     follow &= found.size > 1
     wrong = ~follow & ~line & ~mixed & (found.size > 1)
+    wrong &= ~found.on_a_plane(several, wrong)
     first = found.rows[np.isin(found.group, np.flatnonzero(wrong))]
     return Recomputed(
         int(follow.sum()),
@@ -128,6 +139,15 @@ class _Groups:
         allowed = self._allowed(self.largest)
         return (slope >= 0) & (off <= allowed) | (self.largest <= allowed)
 
+    def on_a_plane(self, parts: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """(n_groups,) whether the advantages of a group are linear in its (n, n_rewards) rewards."""
+        found = np.zeros(len(self.size), dtype=bool)
+        for group in np.flatnonzero(which) if parts.shape[1] > 1 else ():
+            rows = slice(self.starts[group], self.starts[group] + self.size[group])
+            off = np.abs(_fitted(np.nan_to_num(parts[rows]), self.advantage[rows]) - self.advantage[rows])
+            found[group] = off.max() <= self._allowed(self.largest[group])
+        return found
+
     def expected(self) -> list[np.ndarray]:
         """(n,) the advantages by each of `FORMULAS`, with the small ε that fits better."""
         reward, group = self.reward, self.group
@@ -163,6 +183,23 @@ class _Groups:
         tells = (np.bincount(kinds, minlength=len(n)) > 1) & (slope > 0)
         return np.where(tells[self.step], mean_a[self.step] + slope[self.step] * dx, np.nan)
 
+    def decoupled(self, parts: np.ndarray) -> np.ndarray:
+        """(n_groups,) whether the advantages are those of GDPO, from (n, n_rewards) rewards."""
+        scores, follow = np.zeros(parts.shape), np.zeros(len(self.size), dtype=bool)
+        for reward, score in zip(parts.T, scores.T, strict=True):
+            if len(known := np.flatnonzero(np.isfinite(reward))):
+                score[known] = group_advantages(reward[known], self.group[known])
+        for step in np.unique(self.step) if parts.shape[1] > 1 else ():
+            rows = np.flatnonzero(self.step == step)
+            x, y, mine = scores[rows], self.advantage[rows], np.unique(self.group[rows])
+            total = x.sum(axis=1) - x.sum(axis=1).mean()
+            given = [total / (np.std(total, ddof=1) + _EPSILON)] if len(rows) > 1 else []
+            for expected in (*given, _fitted(x, y)):
+                off = np.zeros(len(self.group))
+                off[rows] = np.abs(expected - y)
+                follow[mine] |= (np.maximum.reduceat(off, self.starts) <= self._allowed(self.largest))[mine]
+        return follow
+
     def _closest(self, candidates: Sequence[np.ndarray]) -> np.ndarray:
         """For each group, the candidate that is closest to its advantages."""
         off = np.stack([np.maximum.reduceat(np.abs(self.advantage - c), self.starts) for c in candidates])
@@ -171,6 +208,14 @@ class _Groups:
 
     def _allowed(self, largest: np.ndarray) -> np.ndarray:
         return np.asarray(_TOLERANCE * largest + 1e-5)
+
+
+def _fitted(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(n,) the linear function of (n, k) `x` that is closest to `y`; NaN where any y would be one."""
+    x = np.c_[x, np.ones(len(x))]
+    if len(np.unique(np.round(x, 6), axis=0)) <= x.shape[1] + 1:
+        return np.full(len(y), np.nan)
+    return np.asarray(x @ np.linalg.lstsq(x, y, rcond=None)[0])
 
 
 def _follow_in_parts(found: _Groups, which: np.ndarray) -> np.ndarray:
@@ -196,11 +241,13 @@ def _follow_in_parts(found: _Groups, which: np.ndarray) -> np.ndarray:
     return follow
 
 
-def check_sum(groups: Mapping[str, Sequence[tuple[float, float]]], rewards: Sequence[str], where: str | Path) -> None:
-    """Check that logged advantages can follow from the sum of several reward columns.
+def check_sum(
+    groups: Mapping[str, Sequence[tuple[float | None, ...]]], rewards: Sequence[str], where: str | Path
+) -> None:
+    """Check that logged advantages can follow from the sum of several reward columns, or from each of them (GDPO).
 
     Args:
-        groups: (sum of the rewards, advantage) of the trajectories, by group.
+        groups: (advantage, sum of the rewards, reward, …) of the trajectories of a step, by group.
         rewards: names of the columns.
         where: file and line.
 
@@ -208,8 +255,8 @@ def check_sum(groups: Mapping[str, Sequence[tuple[float, float]]], rewards: Sequ
         TsaeError: if they do not in some group: a column is no reward, or has a weight.
     """
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
-    pairs = np.array([pair for group in groups.values() for pair in group], dtype=float).reshape(-1, 2)
-    if recompute(pairs[:, 0], pairs[:, 1], labels, np.zeros(len(labels))).contradict:
+    rows = np.array([row for group in groups.values() for row in group], dtype=float).reshape(-1, 2 + len(rewards))
+    if recompute(rows[:, 1], rows[:, 0], labels, np.zeros(len(labels)), rows[:, 2:]).contradict:
         raise TsaeError(
             f"the logged advantages do not follow from the sum of {', '.join(rewards)}: not all of them are rewards, "
             "or they have weights, which the log does not hold",

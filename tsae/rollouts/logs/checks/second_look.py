@@ -27,6 +27,7 @@ from tsae.rollouts.logs.entries.hashes import hash64
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 from tsae.rollouts.logs.tokenising.tokens import Prompt, Response, Tokens
 
+_MOST_PARTS = 16
 _NUMBERS = {"group": "Q", "asked": "Q", "answer": "Q", "step": "Q", "reward": "d", "advantage": "d"}
 
 
@@ -42,6 +43,8 @@ class SecondLook:
         self.prompts, self.answers, self.logprobs = Prompts(tokens), Reservoir(), LogProbs(checkpoints)
         self.numbers: dict[str, array[Any]] = {name: array(kind) for name, kind in _NUMBERS.items()}
         """One a trajectory: labels of group, prompt, reference answer (0 for none) and step; reward and advantage."""
+        self.parts: dict[str, array[Any]] = {}
+        """The rewards that make up a total: by name, one a trajectory; NaN where there is none."""
         self.n_answers = self.varying = 0
 
     def see(
@@ -83,6 +86,8 @@ class SecondLook:
         }
         for name, value in numbers.items():
             self.numbers[name].append(value)
+        several = entry.rewards if len(entry.rewards) > 1 else {}
+        self._add_parts({name: [float("nan") if r is None else r] for name, r in several.items()}, 1)
         if entry.answer:
             self.n_answers += 1
             if right is not None:
@@ -91,11 +96,22 @@ class SecondLook:
         if entry.logprobs is not None and entry.response_ids is not None and entry.sampled is None:
             self.logprobs.put(policy, prompt.ids, response.ids, entry.logprobs, entry.where)
 
+    def _add_parts(self, found: Mapping[str, Sequence[float]], n: int) -> None:
+        """Add rewards of the next `n` trajectories, whose numbers are there already."""
+        before = len(self.numbers["group"]) - n
+        for name in found:
+            if name not in self.parts and len(self.parts) < _MOST_PARTS:
+                self.parts[name] = array("d", [float("nan")] * before)
+        for name, values in self.parts.items():
+            values.extend(found.get(name, [float("nan")] * n))
+
     def state(self, file: Path) -> dict[str, Any]:
         """What was seen of a part of the log, for JSON; numbers of every trajectory go into a file."""
         with file.open("wb") as to:
-            np.save(to, self._table(), allow_pickle=False)
+            for values in (self._table(), *map(np.asarray, self.parts.values())):
+                np.save(to, values, allow_pickle=False)
         return {
+            "parts": list(self.parts),
             "n": [self.n_answers, self.varying],
             "prompts": self.prompts.state(),
             "answers": self.answers.state(),
@@ -110,9 +126,12 @@ class SecondLook:
 
     def add(self, file: Path, state: Mapping[str, Any]) -> None:
         """Add what was seen of the next part of the log."""
-        found = np.load(file, allow_pickle=False)
+        with file.open("rb") as stream:
+            found = np.load(stream, allow_pickle=False)
+            parts = {name: np.load(stream, allow_pickle=False) for name in state["parts"]}
         for name in _NUMBERS:
             self.numbers[name].frombytes(found[name].tobytes())
+        self._add_parts(parts, len(found))
         self.n_answers += state["n"][0]
         self.varying += state["n"][1]
         self.prompts.add(state["prompts"])
@@ -146,7 +165,9 @@ class SecondLook:
         if not np.isfinite(np.asarray(self.numbers["advantage"])).any():
             why = "they differ from token to token" if self.varying else "the log has none"
             return Check("advantages", "groups", 0, 0, note=why)
-        found = recompute(*self._numbers(rows, "reward", "advantage", "group", "step"))
+        parts = np.stack([np.asarray(v)[rows] for v in self.parts.values()], axis=1) if self.parts else None
+        reward, advantage, group, step = self._numbers(rows, "reward", "advantage", "group", "step")
+        found = recompute(reward, advantage, group, step, parts)
         notes = [f"{formula} gives those of {n:,}" for formula, n in list(found.formulas.items())[:1]]
         if found.constant:
             notes.append(f"in {found.constant:,} all rewards are equal")

@@ -114,13 +114,13 @@ def _reward_columns(row: Row) -> tuple[str, ...]:
     return tuple(names[names.index("completion") + 1 : end])
 
 
-def _groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """(sum of the rewards, advantage) of the trajectories, by prompt."""
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+def _groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, list[tuple[float | None, ...]]]:
+    """(advantage, sum of the rewards, reward, …) of the trajectories, by prompt."""
+    groups: dict[str, list[tuple[float | None, ...]]] = defaultdict(list)
     for row in rows:
-        reward, advantage = total({name: row.score(name) for name in names}), row.get("advantages")
-        if reward is not None and advantage is not None:
-            groups[str(_prompt(row))].append((reward, advantage))
+        scores, advantage = {name: row.score(name) for name in names}, row.number("advantages")
+        if (reward := total(scores)) is not None and advantage is not None:
+            groups[str(_prompt(row))].append((advantage, reward, *scores.values()))
     return groups
 
 

@@ -49,7 +49,8 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     # A table of 0.15 or 0.16.
     early = once and [*first] == ["step", "prompt", "completion", "reward"]
     seen, before = Counter[str](), list[Any]()
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    # By step and prompt: a table of a service may hold several steps.
+    groups: dict[int | None, dict[str, list[tuple[float | None, ...]]]] = defaultdict(lambda: defaultdict(list))
 
     def split(row: Fields) -> Iterable[Fields | Unusable]:
         nonlocal seen, before
@@ -79,12 +80,13 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
             found.key = f"{same}/{seen[same]}"
             seen[same] += 1
         if found.reward is not None and found.advantage is not None:
-            groups[json.dumps(found.prompt, sort_keys=True, default=str)].append((found.reward, found.advantage))
+            prompt = json.dumps(found.prompt, sort_keys=True, default=str)
+            groups[found.step][prompt].append((found.advantage, found.reward, *scores.values()))
         return found
 
     yield from each_row(file, config, entry, split)
-    if len(rewards) > 1 and not config.rewards:
-        check_sum(groups, rewards, file.path)
+    for step in groups.values() if len(rewards) > 1 and not config.rewards else ():
+        check_sum(step, rewards, file.path)
 
 
 def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entry:
