@@ -91,10 +91,6 @@ def test_tables_of_wandb_are_read_wherever_they_are_found(given: str, plain: Che
     assert [policy[-6:] for policy in found.policies] == ["-00000", "-00001"]
 
 
-def test_one_table_of_wandb(plain: Checkpoint, tmp_path: Path) -> None:
-    assert column(read(table(tmp_path / MEDIA, 0, TWO), plain), "response") == ["#2", "#3"]
-
-
 def test_what_several_tables_hold_counts_once(plain: Checkpoint, tmp_path: Path) -> None:
     # A growing table, and the increments of one that were downloaded as artifacts.
     table(tmp_path / "grows" / MEDIA, 0, TWO)

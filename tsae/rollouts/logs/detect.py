@@ -17,16 +17,7 @@ from tsae.rollouts.logs.column_names import suggest
 from tsae.rollouts.logs.entries.fields import Row, writable
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
 from tsae.rollouts.logs.on_disk.leftovers import leave_copies, leftovers
-from tsae.rollouts.logs.on_disk.log_files import (
-    WANDB_RUN,
-    LogFile,
-    NoLog,
-    find_files,
-    first_row,
-    grows,
-    kind_of,
-    run_folder,
-)
+from tsae.rollouts.logs.on_disk.log_files import LogFile, NoLog, find_files, first_row, grows, kind_of, run_folder
 from tsae.rollouts.logs.on_disk.packed import bare
 from tsae.rollouts.logs.trainers import (
     areal,
@@ -240,6 +231,6 @@ def _ordered(
                     fix="Give the folder of one of them.",
                 )
     runs = list(dict.fromkeys(file.run for file in found))
-    if len(runs) > 1 and all(WANDB_RUN.match(run) for run in runs):
+    if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")
     return form, found, [*notes, *leave_copies(found), *leftovers(found)]

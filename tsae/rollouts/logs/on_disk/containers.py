@@ -158,13 +158,11 @@ def read_trackio(path: Path, most: int) -> Iterator[dict[str, Any]]:
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True)) as base:
             base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
-            # Not a view, which could compute without end.
-            there = base.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics'").fetchone()
-            names = {row[1] for row in base.execute("PRAGMA table_info(metrics)")} if there else set()
-            if {"id", "run_name", "metrics"} <= names:
-                query = "SELECT run_name, metrics FROM metrics WHERE instr(metrics, 'trackio.table') ORDER BY id"
-                for run, logged in base.execute(query):
-                    yield {**parse_json(logged), "run_name": run}
+            # Not a view, which could compute without end. mlflow has another table of that name.
+            ours = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics' AND instr(sql, 'run_name')"
+            query = "SELECT run_name, metrics FROM metrics WHERE instr(metrics, 'trackio.table') ORDER BY id"
+            for run, logged in base.execute(query) if base.execute(ours).fetchone() else ():
+                yield {**parse_json(logged), "run_name": run}
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise TsaeError(
             f"cannot be read as a database of trackio ({error})", where=path, fix="Copy it again, with its -wal file."

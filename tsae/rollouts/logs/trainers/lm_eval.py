@@ -18,8 +18,6 @@ from tsae.rollouts.logs.entries.fields import Fields
 from tsae.rollouts.logs.entries.log_format import Format, each_response, each_row, has
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 
-_OWN = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter"}
-
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     # lm-eval itself calls a metric of a filter by this name: exact_match,strict-match.
@@ -40,8 +38,9 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
 def _entry(row: Fields) -> Entry:
     name, scores = str(row.get("filter") or "none"), {}
-    for metric in row.get("metrics") or [key for key in row.row if key not in _OWN]:
-        if isinstance(row.get(metric), (int, float)):
+    # Before 0.4.5, metrics are not listed.
+    for metric in row.get("metrics") or row.row:
+        if isinstance(row.get(metric), (int, float)) and metric != "doc_id":
             # A metric is of the first response alone.
             value = None if row.index else row.score(metric)
             scores[metric if name == "none" else f"{metric},{name}"] = value
