@@ -200,7 +200,11 @@ class _Watch:
             none = "no checkpoint is complete" if len(partial) == len(folders) else "nothing of the log is complete"
             self._wait(none + "".join(f"; {folder.name}: {why}" for folder, why in list(partial.items())[:1]))
             return None
-        _, of_log, _ = find_log(log, self.config.importing, sizes)
+        try:
+            _, of_log, _ = find_log(log, self.config.importing, sizes)
+        except NoLog:  # only tables of other things
+            self._wait("there is no rollout log yet")
+            return None
         sizes = {file.path: sizes[file.path] for file in of_log}
         grown = self._grown(before, frozenset(partial), sizes)
         try:

@@ -180,8 +180,8 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"completion": ["#2"]}, "a line of columns, which are of different lengths .*completion 1"),
-        ({"step": "1"}, "different lengths .*step a single value"),
+        ({"completion": ["#2"]}, "2 values in step but 1 in completion"),
+        ({"step": "1"}, "2 values in .* but a str in step"),
         ({"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
         ({"step": ["x", "x"]}, "step is 'x', expected a whole number"),
         ({"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),
@@ -594,7 +594,7 @@ def test_formats_are_told_by_columns_alone(tmp_path: Path) -> None:
     assert find_log(tmp_path / "somebody's.json", ImportConfig())[0].name == "rllm"
     assert find_log(save(tmp_path / "mine.pt", sample(RIGHT)), ImportConfig())[0].name == "slime"
     (tmp_path / "rows.json").write_text("[1]")
-    with pytest.raises(TsaeError, match=r"a JSON list, expected an object.*as JSON lines"):
+    with pytest.raises(TsaeError, match=r"row 0 is a JSON int, expected an object.*as JSON lines"):
         find_log(tmp_path / "rows.json", ImportConfig())
 
 

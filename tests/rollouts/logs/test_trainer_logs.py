@@ -581,7 +581,7 @@ def test_open_r1(chat: Checkpoint) -> None:
 
 def test_open_r1_lists_have_to_be_aligned(chat: Checkpoint, tmp_path: Path) -> None:
     (row,) = rows_of(LOGS / "open-r1" / "pass_rates.jsonl")
-    with pytest.raises(TsaeError, match="3 generations but pass_rate_rewards is 2"):
+    with pytest.raises(TsaeError, match="3 values in pass_rate_generations but 2 in pass_rate_rewards"):
         read(write(tmp_path / "x.jsonl", [{**row, "pass_rate_rewards": [1.0, 0.0]}]), chat)
     half = write(tmp_path / "y.jsonl", [{**row, "pass_rate_rewards": [1.0, 0.0, None]}])
     with pytest.raises(TsaeError, match="has no reward"):

@@ -16,12 +16,14 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.column_names import suggest
 from tsae.rollouts.logs.entries.fields import Row, writable
 from tsae.rollouts.logs.entries.log_format import TABLES, Format
-from tsae.rollouts.logs.on_disk.leftovers import leftovers, refuse_copies
-from tsae.rollouts.logs.on_disk.log_files import LogFile, find_files, first_row, grows, kind_of, run_folder
+from tsae.rollouts.logs.on_disk.leftovers import leave_copies, leftovers
+from tsae.rollouts.logs.on_disk.log_files import LogFile, NoLog, find_files, first_row, grows, kind_of, run_folder
 from tsae.rollouts.logs.on_disk.packed import bare
 from tsae.rollouts.logs.trainers import (
     areal,
+    atropos,
     inspect_logs,
+    lm_eval,
     ms_swift,
     nemo_rl,
     open_instruct,
@@ -42,7 +44,7 @@ FORMATS = (
     *(module.FORMAT for module in (trl, verl, open_instruct, nemo_rl)),
     *(prime_rl.TRACES, prime_rl.TOKENS),
     *(module.FORMAT for module in (open_r1, ms_swift, slime, areal, roll, verifiers, rllm, skyrl, openrlhf)),
-    *(inspect_logs.FORMAT, plain.FORMAT),
+    *(inspect_logs.FORMAT, lm_eval.FORMAT, atropos.FORMAT, plain.FORMAT),
 )
 _BY_NAME = {form.name: form for form in FORMATS}
 
@@ -79,8 +81,9 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
             )
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files with other names than the trainer's, are what the user says.
-        return _ordered(chosen, matching or files, path, config)
-    unknown: Path | None = None
+        matching = matching or list(files)
+        return _ordered(chosen, [f for f in matching if kind_of(f) in TABLES] or matching, path, config)
+    unknown, notes = None, list[str]()
     # Other trainers keep evaluations and tensors beside their logs. These are read only if there is no log.
     for tables in (True, False):
         group = [file for file in files if (kind_of(file) in TABLES) == tables]
@@ -100,17 +103,23 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     if not named:
         if unknown is None:
             raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
-        raise _unknown_columns(path, unknown, first_row(unknown) or {}, config)
+        error = _unknown_columns(path, unknown, first_row(unknown) or {}, config)
+        # There may be no log yet where other tables are.
+        raise error if path.is_file() or kind_of(unknown) in TABLES else NoLog(error.what, where=unknown, fix=error.fix)
     ((name, matching),) = named.items()
     chosen = _BY_NAME[name]
-    if others:  # The files were recognised by their columns, and some have other columns.
+    if others and not tables:
+        shown = ", ".join(file.name for file in others[:3]) + f" and {len(others) - 3:,} more" * (len(others) > 3)
+        notes = [f"{len(others):,} files have other columns than a {chosen.title}, and are left out: {shown}"]
+    elif others:  # The files were recognised by their columns, and some have other columns.
         raise TsaeError(
             f"has not the columns of a {chosen.title}, as the other files have; its columns are "
             f"{', '.join(first_row(others[0]) or {})}",
             where=others[0],
             fix="Move it out of the folder.",
         )
-    return _ordered(chosen, matching + empty, path, config)
+    form, found, more = _ordered(chosen, matching + empty, path, config)
+    return form, found, [*notes, *more]
 
 
 def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path]]:
@@ -221,5 +230,7 @@ def _ordered(
                     where=b.path,
                     fix="Give the folder of one of them.",
                 )
-    refuse_copies(found)
-    return form, found, [*notes, *leftovers(found)]
+    runs = list(dict.fromkeys(file.run for file in found))
+    if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
+        notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")
+    return form, found, [*notes, *leave_copies(found), *leftovers(found)]

@@ -19,6 +19,9 @@ def _tells(*names: str, **sometimes: str) -> dict[str, str]:
     return dict.fromkeys(names, "yes") | {_NAMES[name]: when for name, when in sometimes.items()}
 
 
+_ATROPOS = _tells(*_IDS, log_probabilities="later", advantages="if switched on")
+
+
 class Known(NamedTuple):
     """A trainer's log."""
 
@@ -39,15 +42,15 @@ KNOWN = (
     Known(
         ("trl",),
         "TRL, Unsloth",
-        "Parquet of TRL 1.x",
+        "0.15 to 1.x: Parquet, tables of wandb, trackio",
         'log_completions=True, logging_steps=1; log_extra("completion_ids", completion_ids) in a reward function',
         "ids of responses without that; the template's arguments, the rewards' weights",
-        _tells("advantages", *_TIME, response_ids="if switched on", ends="if switched on", answers="if switched on"),
+        _tells(*_TIME, advantages="since 0.19", **dict.fromkeys(("response_ids", "ends", "answers"), "if switched on")),
     ),
     Known(
         ("verl",),
         "verl",
-        "0.7 to 0.9, validation dumps",
+        "0.7 to 0.9, validation dumps, mlflow's val_step*.json",
         "trainer.rollout_data_dir",
         "ids, the end of a response, which tokens are a tool's",
         _tells("answers", *_TIME),
@@ -71,8 +74,8 @@ KNOWN = (
     ),
     Known(
         ("open-r1",),
-        "open-r1",
-        "data sets of generations",
+        "open-r1, tables with a row a problem",
+        "data sets of generations; lists of responses and rewards",
         "",
         "ids, the system prompt, policy, step",
         _tells("answers", ends="OpenR1-Math"),
@@ -116,10 +119,12 @@ KNOWN = (
     ),
     Known(("openrlhf",), "OpenRLHF", "to 0.10, batch inference", "", "step and policy", _tells()),
     Known(("inspect",), "Inspect", "0.3 (extra inspect)", "", "ids, step", _tells("ends", "answers", "policies")),
+    Known(("lm-eval",), "lm-evaluation-harness", "0.4, text tasks", "--log_samples", "ids, step", _tells("answers")),
+    Known(("atropos",), "Atropos", "2026", "--env.data_path_to_save_groups", "step, policy, answers", _ATROPOS),
     Known(
         ("plain",),
         "any other",
-        "JSON lines, Parquet",
+        "JSON lines, Parquet, JSON, CSV, TSV, Arrow, folders of save_to_disk",
         "--column prompt=NAME --column response=NAME",
         "what has no column",
         _tells(**dict.fromkeys(_NAMES, "a column")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tsae.rollouts.logs.entries.fields import Fields
+from tsae.rollouts.logs.entries.fields import Fields, read_list
 
 _TEXT = {"role", "content"}
 _ABOUT = {"id", "source", "model", "metadata"}
@@ -19,6 +19,14 @@ def is_conversation(value: Any) -> bool:
         and bool(value)
         and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
     )
+
+
+def messages_of(value: Any) -> list[dict[str, Any]] | None:
+    """Messages, which may be written as JSON, alone or as the only item of a list; None for anything else."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]
+    found = read_list(value)
+    return found if is_conversation(found) else None
 
 
 def asked_or_text(fields: Fields, name: str) -> str | list[dict[str, Any]]:

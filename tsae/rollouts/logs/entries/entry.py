@@ -23,10 +23,13 @@ class Entry:
     """Of the line or row in its file."""
     prompt: str | list[dict[str, Any]] | None = None
     """Text, or the messages of a conversation."""
-    prompt_is: Literal["question", "verbatim", "stripped", "perhaps stripped", "rendered"] = "question"
+    prompt_is: Literal["question", "verbatim", "stripped", "perhaps stripped", "rendered", "perhaps rendered"] = (
+        "question"
+    )
     """What a text is. question: the chat template is still to be applied. verbatim: exactly what the model read.
     stripped: that without its special tokens. perhaps stripped: one of the last two; the template shows which.
-    rendered: with all special tokens written out, so that the tokenizer adds none."""
+    rendered: with all special tokens written out, so that the tokenizer adds none. perhaps rendered: so if it has any,
+    and otherwise perhaps stripped."""
     prompt_ids: np.ndarray | None = None
     """(n_prompt,) integers."""
     response: str | None = None

@@ -10,8 +10,8 @@ from pathlib import Path
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry, Parser, Unusable
-from tsae.rollouts.logs.entries.fields import Fields, Row
-from tsae.rollouts.logs.on_disk.log_files import HalfLine, LogFile, kind_of
+from tsae.rollouts.logs.entries.fields import Fields, Row, read_list
+from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, HalfLine, LogFile, kind_of
 
 TABLES = (".jsonl", ".parquet")
 
@@ -33,7 +33,7 @@ class Format:
     """Whether the weights that sampled for a step are those right before its update."""
     validates: Callable[[Path], bool] | None = None
     """Whether a file is a validation's, by its name."""
-    suffixes: tuple[str, ...] = TABLES
+    suffixes: tuple[str, ...] = (*TABLES, *OTHER_TABLES)
     """Of its files, by `kind_of`."""
     cut: bool = True
     """Whether a file can be read from any of its lines: nothing is remembered from one line to the next."""
@@ -107,24 +107,39 @@ def _entry_of(part: Fields, entry: EntryOf) -> Iterator[Entry | Unusable]:
         yield found
 
 
-def each_of_a_batch(fields: Fields) -> list[Fields]:
-    """The trajectories of a line that is an object of columns; a line of single values is one trajectory.
+def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: Iterable[str] = ()) -> list[Fields]:
+    """The trajectories of a row that holds all responses to a problem, or a batch.
+
+    Args:
+        fields: of the row.
+        column: the list of responses.
+        aligned: columns that hold a list with a value for each response, or nothing.
+        whole: columns that are not divided. Any other list of as many values is.
 
     Raises:
-        TsaeError: for columns of different lengths.
+        TsaeError: for an aligned column that is not a list of as many values.
     """
-    row = fields.row
-    lists = {name: values for name, values in row.items() if isinstance(values, list)}
-    rows = [row]
-    if lists:
-        lengths = {name: len(values) for name, values in lists.items()}
-        if len(lists) < len(row) or len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{name} {lengths.get(name, 'a single value')}" for name in row)
-            raise fields.error(
-                f"a line of columns, which are of different lengths ({shown})", "Correct or delete that line."
-            )
-        rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    row: Row = {name: read_list(value) if name in (column, *aligned) else value for name, value in fields.row.items()}
+    n = len(row[column])
+    for name in aligned:
+        value = row.get(name)
+        if value is not None and (not isinstance(value, list) or len(value) != n):
+            found = len(value) if isinstance(value, list) else f"a {type(value).__name__}"
+            what = f"{n} values in {column} but {found} in {name}"
+            raise fields.error(what, "Correct or drop that row: one value for each response.")
+    lists = {name for name, value in row.items() if isinstance(value, list) and len(value) == n} - set(whole)
     return [
-        replace(fields, row=row, where=f"{fields.where}, trajectory {index + 1}", index=index)
-        for index, row in enumerate(rows)
+        replace(
+            fields,
+            row={name: value[index] if name in lists else value for name, value in row.items()},
+            where=f"{fields.where}, trajectory {index + 1}",
+            index=index,
+        )
+        for index in range(n)
     ]
+
+
+def each_of_a_batch(fields: Fields) -> list[Fields]:
+    """The trajectories of a line that is an object of columns; a line of single values is one trajectory."""
+    first = next((name for name, value in fields.row.items() if isinstance(value, list)), None)
+    return [fields] if first is None else each_response(fields, first, fields.row)

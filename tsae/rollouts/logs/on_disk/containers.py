@@ -1,24 +1,33 @@
-"""Log files that are neither JSON lines nor a table: slime's ``.pt``, Inspect's ``.eval``, rLLM's ``.json``.
+"""Log files other than JSON lines and Parquet: JSON, CSV, slime's ``.pt``, Inspect's ``.eval``, trackio's ``.db``.
 
 No code in a file is run: ``.pt`` files are loaded as tensors and plain containers only, and pickles are refused.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import re
+import sqlite3
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tsae.base.disk.torch_file import cause, read_torch_file
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.on_disk.packed import unpacked
+from tsae.rollouts.logs.on_disk.packed import bare, unpacked
 
 _LARGEST_SAMPLE = 1 << 28
 """Bytes of one sample of an Inspect log, unpacked."""
 _LEAST = 1_000_000
 """Values that a small file may stand for too."""
+_ROWS = ("data", "results", "rows", "samples", "rollouts")
+_ROWS_BEGIN = re.compile(rb'^(\xef\xbb\xbf)?\s*\[\s*\{|"(columns|%s)"\s*:\s*\[' % "|".join(_ROWS).encode())
 
 
 def read_torch(path: Path) -> Iterator[dict[str, Any]]:
@@ -54,11 +63,22 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
         yield {**sample, "rollout_id": found.get("rollout_id")}
 
 
+def holds_rows(path: Path) -> bool:
+    """Whether a JSON file begins as a list of rows does, or is an episode of rLLM; folders are full of other JSON."""
+    try:
+        with unpacked(path) as (file, _):
+            return path.name.startswith("episode_hash") or _ROWS_BEGIN.search(file.read(1 << 12)) is not None
+    except OSError:
+        return False
+
+
 def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
-    """The one object of a JSON file.
+    """The rows of a JSON file, which is a list of objects, or an object with such a list. Any other object is one row.
+
+    Weights & Biases and mlflow write a table as the names of its columns, and a list of lists.
 
     Raises:
-        TsaeError: if it is no object, or has more than `most` bytes.
+        TsaeError: if it holds anything else, or has more than `most` bytes.
     """
     try:
         with unpacked(path) as (file, _):
@@ -72,13 +92,89 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
         raise TsaeError(
             f"not a file of JSON in UTF-8 ({error})", where=path, fix="Correct or delete that file."
         ) from error
-    if not isinstance(found, dict):
+    del whole
+    rows, names = found, None
+    if isinstance(found, dict):
+        rows = next((found[name] for name in _ROWS if isinstance(found.get(name), list)), [found])
+        names = found.get("columns") if isinstance(found.get("columns"), list) else None
+        refuse_twice(names or (), path)
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        if names is not None and isinstance(row, list) and len(row) == len(names):
+            yield dict(zip(names, row, strict=True))
+        elif isinstance(row, dict):
+            yield row
+        else:
+            expected = "an object" if names is None else f"{len(names)} values, one for each of its columns"
+            raise TsaeError(
+                f"row {number} is a JSON {type(row).__name__}, expected {expected}",
+                where=path,
+                fix="Write it as JSON lines (.jsonl), a trajectory a line.",
+            )
+
+
+def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
+    """The rows of a CSV or TSV file under the names of its first line, as texts; an empty field is None.
+
+    Raises:
+        TsaeError: naming the row, if it has another number of fields, or a field of more than `most` characters.
+    """
+    number = 0
+    try:
+        with unpacked(path) as (file, _), io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            lines = csv.reader(text, delimiter="\t" if bare(path).suffix == ".tsv" else ",", strict=True)
+            names: list[str] = []
+            while (row := _next_line(lines, most)) is not None:
+                if row and not names:
+                    refuse_twice(names := row, path)
+                elif row:
+                    if len(row) != len(names):
+                        raise ValueError(f"{len(row)} fields, expected {len(names)}")
+                    yield {name: value or None for name, value in zip(names, row, strict=True)}
+                    number += 1
+    except (OSError, ValueError, csv.Error) as error:
         raise TsaeError(
-            f"a JSON {type(found).__name__}, expected an object",
+            f"row {number} cannot be read as CSV in UTF-8 ({error})",
             where=path,
-            fix="Write it as JSON lines (.jsonl), a trajectory a line.",
-        )
-    yield found
+            fix="Put fields with commas, quotes or line breaks in quotes, and write a quote inside them twice.",
+        ) from error
+
+
+def _next_line(lines: Iterator[list[str]], most: int) -> list[str] | None:
+    before = csv.field_size_limit(most)  # A setting of the whole process.
+    try:
+        return next(lines, None)
+    finally:
+        csv.field_size_limit(before)
+
+
+def read_trackio(path: Path, most: int) -> Iterator[dict[str, Any]]:
+    """What a run of trackio logged with tables, a row for each time; nothing for another database.
+
+    Raises:
+        TsaeError: for a damaged database.
+    """
+    # A database without a journal is opened without locks, which a folder that cannot be written to does not allow.
+    mode = "mode=ro" if path.with_name(path.name + "-wal").is_file() else "immutable=1"
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True)) as base:
+            base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
+            # Not a view, which could compute without end. mlflow has another table of that name.
+            ours = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics' AND instr(sql, 'run_name')"
+            query = "SELECT run_name, metrics FROM metrics WHERE instr(metrics, 'trackio.table') ORDER BY id"
+            for run, logged in base.execute(query) if base.execute(ours).fetchone() else ():
+                yield {**parse_json(logged), "run_name": run}
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        raise TsaeError(
+            f"cannot be read as a database of trackio ({error})", where=path, fix="Copy it again, with its -wal file."
+        ) from error
+
+
+def refuse_twice(names: Sequence[Any], path: Path) -> None:
+    """Refuse a table with two columns of one name."""
+    twice = [name for name, n in Counter(map(str, names)).items() if n > 1]
+    if twice:
+        what = f"has several columns {twice[0]!r}, and nothing says which of them counts"
+        raise TsaeError(what, where=path, fix="Rename or drop all but one of them.")
 
 
 def read_inspect(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, LogFile, kind_of
 
 
-def refuse_copies(files: Sequence[LogFile]) -> None:
-    """Refuse a file that is a copy of another of the same step, or of no known step: it would count twice.
+def leave_copies(files: list[LogFile]) -> list[str]:
+    """Find files that are copies of others of the same step, or of no known step: they would count twice.
+
+    Copies of tables that services keep, and of other tables that lie beside logs, are taken out, with a note.
 
     Raises:
-        TsaeError: naming both.
+        TsaeError: naming both, for a copy of a trainer's own log.
     """
+    left: list[LogFile] = []
     alike: dict[tuple[int | None, int], list[LogFile]] = {}
     for file in files:
         alike.setdefault((file.step, file.path.stat().st_size), []).append(file)
@@ -26,12 +29,18 @@ def refuse_copies(files: Sequence[LogFile]) -> None:
                 heads.setdefault(opened.read(1 << 12), []).append(file)
         for some in heads.values():
             for first, second in pairwise(some):
-                if filecmp.cmp(first.path, second.path, shallow=False):
+                if not filecmp.cmp(first.path, second.path, shallow=False):
+                    continue
+                if kind_of(second.path) not in OTHER_TABLES:
                     raise TsaeError(
                         f"is the same file as {first.path}, byte for byte",
                         where=second.path,
                         fix="Leave one of them out: its trajectories would count twice.",
                     )
+                left.append(second)
+    gone = {file.path for file in left}
+    files[:] = [file for file in files if file.path not in gone]
+    return [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []
 
 
 def leftovers(files: Sequence[LogFile]) -> list[str]:

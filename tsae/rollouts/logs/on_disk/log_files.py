@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,26 +22,33 @@ from tsae.rollouts.logs.on_disk.packed import bare, is_packed, unpacked
 from tsae.rollouts.parquet import rows_at_once
 
 _A_LOG = re.compile(
-    # Folders of checkpoints are full of .pt and .json files: only names as slime and rLLM give them are logs.
-    r"\.(jsonl(\.gz|\.zst)?|parquet|eval)$|^((rollout|data|debug)[^/]*_)?\d+\.pt$|"
-    r"^episode_hash[^/]*\.json(\.gz|\.zst)?$"
+    # Folders of checkpoints are full of .pt files: only names as slime gives them are logs. `datasets` keeps what it
+    # computed beside its data.
+    r"\.(jsonl(\.gz|\.zst)?|parquet|eval)$|^((rollout|data|debug)[^/]*_)?\d+\.pt$|\.([ct]sv|json)(\.gz|\.zst)?$|"
+    r"\.db$|^(?!cache-|indices)[^/]*\.(arrow|feather)$"
 )
 _CONTAINERS = {
     ".pt": containers.read_torch,
     ".eval": containers.read_inspect,
     ".json": lambda path: containers.read_json(path, LONGEST_LINE),
+    **dict.fromkeys((".csv", ".tsv"), lambda path: containers.read_csv(path, LONGEST_LINE)),
+    **dict.fromkeys((".arrow", ".feather"), lambda path: _read_arrow(path)),
+    ".db": lambda path: containers.read_trackio(path, LONGEST_LINE),
     ".pkl": containers.refuse_pickle,
     ".pickle": containers.refuse_pickle,
 }
+OTHER_TABLES = (".json", ".csv", ".tsv", ".arrow", ".feather", ".db")
+"""Files of rows that also lie beside logs: they are read where there is no other log."""
 LONGEST_LINE = 1 << 28
 """Bytes; a longer line is no trajectory, and reading it would need as much memory."""
 
 # Folders that trainers make below a run's own; the run is the first folder above them.
 _NOT_A_RUN = re.compile(
     r"(step|exp)_\d+|completions|rollouts?|rollout_data(_dir)?|validation_data(_dir)?|generations|traces|logs?|train|"
-    r"eval|all|effective|token_exports|monitors|file|stream"
+    r"eval|all|effective|token_exports|monitors|file|stream|files|media|table|artifacts|run-.+[:-]v\d+"
 )
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+WANDB_RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
 _MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put before UTF-8."""
 
@@ -94,7 +100,7 @@ class LogFile:
         kind, self.seen.bytes = kind_of(self.path), 0
         if not self.path.stat().st_size:  # The file of a step may still be empty.
             return
-        if is_packed(self.path) and kind not in (".jsonl", ".json"):
+        if is_packed(self.path) and kind not in (".jsonl", ".json", ".csv", ".tsv"):
             raise TsaeError(
                 f"a compressed {kind} file; of compressed files only text is read", where=self.path, fix="Unpack it."
             )
@@ -121,8 +127,8 @@ def run_folder(path: Path) -> Path:
 def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]:
     """The files that may be logs, sorted: those of a folder and its subfolders, or the one file.
 
-    Hidden folders and ``checkpoint-N`` are left out. Links that stay inside the folder are ignored, since their
-    targets are read where they lie.
+    Hidden folders, ``checkpoint-N`` and JSON without a list of rows are left out. Links that stay inside the folder are
+    ignored, since their targets are read where they lie.
 
     Args:
         path: a folder or a file.
@@ -138,9 +144,13 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
     root, found = path.resolve(), []
     for folder, below, names in os.walk(path):
         kept = [name for name in below if not name.startswith(".") and not _CHECKPOINT.fullmatch(name)]
+        if any(WANDB_RUN.match(name) for name in kept):  # A copy of a folder holds its link as a folder.
+            kept = [name for name in kept if name != "latest-run"]
         below[:] = sorted(kept)
         for name in (*kept, *(name for name in names if _A_LOG.search(name))):
             file = Path(folder, name)
+            if _beside_a_log(file):
+                continue
             if file.is_symlink():
                 if not file.resolve().is_relative_to(root):
                     raise TsaeError(
@@ -152,15 +162,24 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
                 found.append(file)
     if not found:
         raise NoLog(
-            "holds no .jsonl or .parquet file, nor one that slime (.pt), rLLM (.json) or Inspect (.eval) wrote",
+            "holds no .jsonl or .parquet file, nor another table (.json, .csv, .tsv, .arrow, .feather), nor one that "
+            "slime (.pt), trackio (.db) or Inspect (.eval) wrote",
             where=path,
             fix="Give the folder into which the trainer writes its rollouts.",
         )
     return sorted(found)
 
 
+def _beside_a_log(file: Path) -> bool:
+    """Whether it is a JSON file without a list of rows, or an export of trackio's database that holds no more."""
+    if kind_of(file) == ".json":
+        return file.is_file() and not containers.holds_rows(file)
+    exported = file.with_suffix(".db").is_file() or re.search(r"_(system|configs)$", file.stem) is not None
+    return file.suffix == ".parquet" and exported
+
+
 def kind_of(path: Path) -> str:
-    """The suffix that decides how a file is read: .parquet, .pt, .eval, .json or .pkl; .jsonl for any other."""
+    """The suffix that decides how a file is read, such as .parquet, .json or .csv; .jsonl for unknown ones."""
     suffix = bare(path).suffix
     return suffix if suffix in (".parquet", *_CONTAINERS) else ".jsonl"
 
@@ -233,10 +252,7 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
         # Buffered: otherwise whole columns of a row group are read at once.
         with pq.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as table:
             sizes, size = group_bytes(table), file.path.stat().st_size
-            twice = [name for name, n in Counter(table.schema_arrow.names).items() if n > 1]
-            if twice:
-                what = f"has several columns {twice[0]!r}, and nothing says which of them counts"
-                raise TsaeError(what, where=file.path, fix="Rename or drop all but one of them.")
+            containers.refuse_twice(table.schema_arrow.names, file.path)
             for group in range(file.start, len(sizes) if file.stop is None else file.stop):
                 for batch in table.iter_batches(rows_at_once(table, group, 256), [group], use_threads=False):
                     if batch.nbytes > LONGEST_LINE:
@@ -253,6 +269,30 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
             where=file.path,
             fix="Copy the file again, or leave it out.",
         ) from error
+
+
+def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of an Arrow file, or of a stream, as `datasets` saves it."""
+    number = 0
+    try:
+        with pa.memory_map(str(path)) as source:
+            try:
+                batches: Iterable[pa.RecordBatch] = pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:
+                file = pa.ipc.open_file(source)
+                batches = (file.get_batch(number) for number in range(file.num_record_batches))
+            for batch in batches:
+                containers.refuse_twice(batch.schema.names, path)
+                batch.validate(full=True)  # Offsets of a damaged file may lie outside of it.
+                for start in range(0, len(batch), 256):
+                    some = batch.slice(start, 256)
+                    if some.nbytes > LONGEST_LINE:
+                        _refuse_long_rows(some, number, path)
+                    yield from some.to_pylist()
+                    number += len(some)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        what = f"cannot be read as Arrow beyond row {number} ({_first(error)})"
+        raise TsaeError(what, where=path, fix="Copy the file again, or leave it out.") from error
 
 
 def _refuse_long_rows(batch: pa.RecordBatch, first: int, path: Path) -> None:

@@ -226,7 +226,10 @@ class Tokens:
         if isinstance(prompt, list):
             return self._encode_conversation(prompt, entry.where)
         assert prompt is not None
-        if entry.prompt_is == "rendered" and style == "auto":
+        shows = (
+            entry.prompt_is == "perhaps rendered" and self.template is not None and self.template.keeps_special(prompt)
+        )
+        if (entry.prompt_is == "rendered" or shows) and style == "auto":
             return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
         if style == "plain" or self.template is None:
             bos = self.tokenizer.bos_token
@@ -264,7 +267,7 @@ class Tokens:
                 )
             return self._encode_question(prompt, entry.where)
         if found is not None:
-            or_plain = entry.prompt_is == "perhaps stripped"
+            or_plain = entry.prompt_is.startswith("perhaps")
             assumed = [
                 "prompts were logged without special tokens: those of the chat template were put back"
                 + " (--prompt-format plain, if they were no conversations)" * or_plain
@@ -280,7 +283,7 @@ class Tokens:
                     "and without a system message where none can be seen, was taken"
                 )
             return (found.ids, *assumed)
-        if entry.prompt_is == "perhaps stripped" and not self.template.begins_or_ends(prompt):
+        if entry.prompt_is.startswith("perhaps") and not self.template.begins_or_ends(prompt):
             return (
                 tokenize(self.tokenizer, prompt, where=entry.where),
                 "prompts are no text that the chat template gives: they were taken as they stand",

@@ -1,14 +1,17 @@
-"""A plain log: JSON lines or Parquet with one trajectory a row, columns named by the user."""
+"""A plain log: a table with one trajectory a row, or one problem with all its responses; columns named by the user."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entries.conversations import is_conversation
+from tsae.rollouts.logs.entries.conversations import asked, is_conversation, messages_of, only_answer
 from tsae.rollouts.logs.entries.entry import Entry, total
 from tsae.rollouts.logs.entries.fields import Fields, Row, is_score, read_list
-from tsae.rollouts.logs.entries.log_format import Format, by_row
+from tsae.rollouts.logs.entries.log_format import Format, by_row, each_response
 from tsae.rollouts.logs.entries.masks import attended, split_by_mask
 
 _TOTAL = ("total", "reward", "score")
@@ -17,7 +20,39 @@ _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band
 
 def _fits(row: Row, config: ImportConfig) -> bool:
     names = config.columns
-    return (names.prompt in row or names.prompt_ids in row) and (names.response in row or names.response_ids in row)
+    answered = names.response in row or names.response_ids in row
+    return _dialogue(row, config) is not None or (answered and (names.prompt in row or names.prompt_ids in row))
+
+
+def _dialogue(row: Row, config: ImportConfig) -> list[dict[str, Any]] | None:
+    """The messages of a row in which the last one is the response."""
+    names = config.columns
+    if not row.keys().isdisjoint((names.response, names.response_ids)):
+        return None
+    found = (messages_of(row.get(name)) for name in (names.prompt, "messages"))
+    return next((messages for messages in found if messages and messages[-1]["role"] == "assistant"), None)
+
+
+def _split(row: Fields) -> Iterable[Fields]:
+    """The trajectories of a row, whose columns may be lists with a value for each response."""
+    names = row.config.columns
+    told = (*(row.config.rewards or (names.reward,)), names.correct, names.advantage, names.finish_reason)
+    texts, ids = read_list(row.get(names.response)), read_list(row.get(names.response_ids))
+    # A response may be a text that looks like a list.
+    listed = any(isinstance(value, list) for value in (row.get(names.response), *(read_list(row.get(n)) for n in told)))
+    if listed and _is_list_of((str, list, type(None)), texts):
+        column = names.response
+    elif row.get(names.response) is None and _is_list_of(list, ids):
+        column = names.response_ids
+    else:
+        return [row]
+    whole = [name for name in (names.prompt, "messages") if is_conversation(row.get(name))]
+    whole += [names.answer] + [names.prompt_ids] * (not _is_list_of(list, row.get(names.prompt_ids)))
+    return each_response(row, column, (names.response, names.response_ids, names.response_mask, *told), whole)
+
+
+def _is_list_of(kind: type | tuple[type, ...], value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(inside, kind) for inside in value)
 
 
 def _entry(row: Fields) -> Entry:
@@ -35,6 +70,12 @@ def _entry(row: Fields) -> Entry:
     row = row.inside({**row.row, **told})
     # NaN is how pandas leaves a text empty.
     prompt, response = (None if value != value else value for value in map(row.get, (names.prompt, names.response)))
+    if (messages := _dialogue(row.row, row.config)) is not None:
+        if row.get("tools"):
+            raise row.unusable("multi-turn", "its prompt had tools, which the template writes out elsewhere")
+        prompt, response = asked(messages[:-1], row) or None, only_answer(messages[-1:], row)
+    elif is_conversation(response):
+        response = only_answer(response, row)
     has_ids = {name: row.get(name) is not None for name in (names.prompt_ids, names.response_ids)}
     there = {
         names.prompt: isinstance(prompt, str)
@@ -42,6 +83,8 @@ def _entry(row: Fields) -> Entry:
         or (prompt is None and has_ids[names.prompt_ids]),
         names.response: isinstance(response, str) or (response is None and has_ids[names.response_ids]),
     }
+    if there[names.prompt] and response is None and names.response in row and not has_ids[names.response_ids]:
+        raise row.unusable("empty", "the response is empty")
     missing = [name for name, found in there.items() if not found]
     if missing:
         raise row.error(
@@ -122,4 +165,4 @@ def _turns(
     return (None if prompt is None else split.prompt), split.response, split.sampled
 
 
-FORMAT = Format("plain", "plain log", by_row(_entry), _fits)
+FORMAT = Format("plain", "plain log", by_row(_entry, _split), _fits)

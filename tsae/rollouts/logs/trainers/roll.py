@@ -8,11 +8,9 @@ others.
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from tsae.base.untrusted import parse_json
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entries.conversations import is_conversation
+from tsae.rollouts.logs.entries.conversations import messages_of
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
 from tsae.rollouts.logs.entries.log_format import Format, by_row, each_of_a_batch
@@ -27,7 +25,7 @@ def _entry(row: Fields) -> Entry:
     level, problem = row.row.get("difficulty", row.get(row.config.columns.level)), row.label("id")
     return Entry(
         row.where,
-        prompt=_messages(row.get("messages")) or row.text("prompt"),
+        prompt=messages_of(row.get("messages")) or row.text("prompt"),
         prompt_is="verbatim",
         response=row.text("responses"),
         rewards={"scores": row.score("scores")},
@@ -38,14 +36,6 @@ def _entry(row: Fields) -> Entry:
         step=step,
         updates=step,
     )
-
-
-def _messages(found: Any) -> list[dict[str, Any]] | None:
-    try:
-        messages = parse_json(found) if isinstance(found, str) else found
-    except ValueError:
-        return None
-    return messages if is_conversation(messages) else None
 
 
 FORMAT = Format(

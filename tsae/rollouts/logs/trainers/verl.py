@@ -2,7 +2,8 @@
 
 After the source of verl 0.8 (``RayPPOTrainer``, main, 2026). ``{dir}/{global_steps}.jsonl`` has input, output, gts,
 score, step, and whatever the reward function returned beside the score (``acc``, ``pred``, …); older versions have no
-gts, newer ones a request_id.
+gts, newer ones a request_id. With mlflow as its logger, verl saves some validation samples (input, output, score) as
+``artifacts/val_step{global_steps}.json``.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def _entry(row: Fields) -> Entry:
 
 
 def _validates(path: Path) -> bool:
-    """Whether a file is a validation's, by the name of its folder, which the run's config gives it."""
-    return re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", path.resolve().parent.name) is not None
+    """Whether a file is a validation's, by its name or that of its folder, which the run's config gives it."""
+    folder = path.resolve().parent.name
+    return (
+        path.name.startswith("val_step") or re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder) is not None
+    )
 
 
 def _trained_on(row: Fields) -> bool:
@@ -95,7 +99,7 @@ FORMAT = Format(
     "verl rollout data",
     by_row(_entry),
     has("input", "output", "score"),
-    re.compile(r"(^|/)(?P<step>\d+)\.jsonl$"),
+    re.compile(r"(^|/)(val_step(?=\d+\.json$)|(?=\d+\.jsonl$))(?P<step>\d+)\.jsonl?$"),
     a_file_a_step=True,
     validates=_validates,
 )
