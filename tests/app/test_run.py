@@ -960,7 +960,7 @@ def test_the_sae_by_what_there_is(store: Any) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
 def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot."""

@@ -47,7 +47,7 @@ TINY = {
     "check_statements.py": "--draws 2",
     "claims_features.py": "--out claims --seeds 1 --problems 4 --tokens 8000 --random 2",
     "claims_study.py": "--out claims --arms easy medium hard --seeds 1 --steps 1",
-    "explain_hard_run.py": f"--to hard --seeds 1 --per-kind 2 {RUN}",
+    "explain_hard_run.py": "--to hard --seeds 1 --per-kind 8 --config.per-band 4 --config.steps 2 --config.groups 12",
     "explain_smollm2.sh": "demo explained",
     "guard_hard_run.py": f"--to guard --seeds 0 --every 1 --problems 2 --responses 2 {RUN}",
     "retrain_mixed.py": f"--run mixed/run --to mixed/to --halves 1 --most 0 --samplings replayed 1 {RUN}",
