@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -153,8 +154,9 @@ def profile(bench: Bench) -> None:
             bench_train.synchronize(bench.device)
         # An operation is there as what called it, on the CPU, and what it started, on the GPU.
         events = seen.key_averages()
-        calls = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-        kernels = [event for event in events if event not in calls and not getattr(event, "is_user_annotation", False)] or calls
+        calls = [event for event in events if event.device_type.name == "CPU"]
+        kernels = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
+        kernels = kernels or calls
         alone = {event.key: getattr(event, f"self_{kind}_time_total") / 1e3 for event in kernels}
         bench.keep("profile", {**begin, "of": "the whole step", "ms": sum(alone.values())})
         for event in calls:
@@ -198,7 +200,7 @@ def variants(bench: Bench) -> None:
             with mock.patch.object(*change), mock.patch.object(sparse_codes, "_TENSOR_CORES", ("cpu", "cuda")):
                 step()
 
-        seconds = bench.timed({name: lambda change=change: run(change) for name, change in changed.items()})
+        seconds = bench.timed({name: partial(run, change) for name, change in changed.items()})
         for name, value in seconds.items():
             bench.keep("variants", {**begin, "variant": name, "ms": value * 1e3})
 
@@ -318,9 +320,7 @@ def encode(bench: Bench) -> None:
                 sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
             at_once = tokens_at_once(sae)
 
-            def ours(
-                sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once
-            ) -> None:
+            def ours(sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once) -> None:
                 with tqdm(disable=True) as bar:
                     encode_shard(sae, source, shard, at_once, bar)
 
