@@ -1,11 +1,10 @@
-"""Training step, capture, encoding and diff at the sizes that GPUs are for, each against its floor.
+"""Training step, capture and encoding at the sizes that GPUs are for, each against its floor.
 
 - train: one T-SAE step (`scripts/bench_train.py`) against one dense encode and one fused Adam step.
 - profile: where the time of that step goes, by torch's profiler.
 - variants: the step with single decisions of `tsae.sae.fitting.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
-- diff: `scripts/bench_diff.py`, which runs on the CPU, at the same number of features.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
@@ -18,8 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,7 +43,7 @@ from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.fitting import sparse_codes
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "profile", "variants", "capture", "encode", "diff"]
+Part = Literal["train", "profile", "variants", "capture", "encode"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -55,7 +52,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "variants", "capture", "encode", "diff")
+    parts: tuple[Part, ...] = ("train", "profile", "variants", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -335,17 +332,6 @@ def encode(bench: Bench) -> None:
             })  # fmt: skip
 
 
-def diff(bench: Bench) -> None:
-    size = ["--trajectories", "5000", "--d-sae", "32768"]
-    if bench.scale == "tiny":
-        size = ["--trajectories", "480", "--tokens", "40", "--d-sae", "512", "--k", "8", "--n-permutations", "200"]
-        size += ["--n-bootstrap", "100", "--small", "160", "40", "4", "128"]
-    command = [sys.executable, str(Path(__file__).with_name("bench_diff.py")), *size]
-    found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-    kept = {name: found[name] for name in ("seconds", "peak_gb", "non_zeros", "ratio")}
-    bench.keep("diff", {**kept, "ratio_to_one_pass": found["floor"]["ratio"]})
-
-
 _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
@@ -354,7 +340,6 @@ _SAYS = {
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
-    "diff": "A diff, which runs on the CPU.",
 }
 
 
