@@ -1,11 +1,10 @@
-"""Training step, capture, encoding and diff at the sizes that GPUs are for, each against its floor.
+"""Training step, capture and encoding at the sizes that GPUs are for, each against its floor.
 
 - train: one T-SAE step (`scripts/bench_train.py`) against one dense encode and one fused Adam step.
 - profile: where the time of that step goes, by torch's profiler.
 - variants: the step with single decisions of `tsae.sae.fitting.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
-- diff: `scripts/bench_diff.py`, which runs on the CPU, at the same number of features.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
@@ -18,11 +17,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -45,7 +43,7 @@ from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.fitting import sparse_codes
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "profile", "variants", "capture", "encode", "diff"]
+Part = Literal["train", "profile", "variants", "capture", "encode"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -54,7 +52,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "variants", "capture", "encode", "diff")
+    parts: tuple[Part, ...] = ("train", "profile", "variants", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -153,8 +151,9 @@ def profile(bench: Bench) -> None:
             bench_train.synchronize(bench.device)
         # An operation is there as what called it, on the CPU, and what it started, on the GPU.
         events = seen.key_averages()
-        calls = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-        kernels = [event for event in events if event not in calls and not getattr(event, "is_user_annotation", False)] or calls
+        calls = [event for event in events if event.device_type.name == "CPU"]
+        kernels = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
+        kernels = kernels or calls
         alone = {event.key: getattr(event, f"self_{kind}_time_total") / 1e3 for event in kernels}
         bench.keep("profile", {**begin, "of": "the whole step", "ms": sum(alone.values())})
         for event in calls:
@@ -198,7 +197,7 @@ def variants(bench: Bench) -> None:
             with mock.patch.object(*change), mock.patch.object(sparse_codes, "_TENSOR_CORES", ("cpu", "cuda")):
                 step()
 
-        seconds = bench.timed({name: lambda change=change: run(change) for name, change in changed.items()})
+        seconds = bench.timed({name: partial(run, change) for name, change in changed.items()})
         for name, value in seconds.items():
             bench.keep("variants", {**begin, "variant": name, "ms": value * 1e3})
 
@@ -318,9 +317,7 @@ def encode(bench: Bench) -> None:
                 sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
             at_once = tokens_at_once(sae)
 
-            def ours(
-                sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once
-            ) -> None:
+            def ours(sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once) -> None:
                 with tqdm(disable=True) as bar:
                     encode_shard(sae, source, shard, at_once, bar)
 
@@ -335,17 +332,6 @@ def encode(bench: Bench) -> None:
             })  # fmt: skip
 
 
-def diff(bench: Bench) -> None:
-    size = ["--trajectories", "5000", "--d-sae", "32768"]
-    if bench.scale == "tiny":
-        size = ["--trajectories", "480", "--tokens", "40", "--d-sae", "512", "--k", "8", "--n-permutations", "200"]
-        size += ["--n-bootstrap", "100", "--small", "160", "40", "4", "128"]
-    command = [sys.executable, str(Path(__file__).with_name("bench_diff.py")), *size]
-    found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-    kept = {name: found[name] for name in ("seconds", "peak_gb", "non_zeros", "ratio")}
-    bench.keep("diff", {**kept, "ratio_to_one_pass": found["floor"]["ratio"]})
-
-
 _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
@@ -354,7 +340,6 @@ _SAYS = {
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
-    "diff": "A diff, which runs on the CPU.",
 }
 
 

@@ -132,9 +132,7 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     return step
 
 
-def timed(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, most: float = math.inf
-) -> dict[str, float]:
+def timed(steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, most: float = math.inf) -> dict[str, float]:
     """Median seconds of each, taken in turn, so that a busy machine slows all alike. The first round does not count.
 
     After `most` seconds no further round begins; one that counts is taken in any case.

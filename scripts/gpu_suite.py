@@ -1,13 +1,12 @@
 """The tests and benches of `scripts/gpu_suite.sh`, each bounded in time, and their page.
 
-A part gets its share of the minutes, and what the parts before it left. It runs in a process of its own, so that neither
-a crash nor a bench that hangs takes the others with it.
+A part gets its share of the minutes, and what the parts before it left. It runs in a process of its own: neither a
+crash nor a bench that hangs takes the others with it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -59,7 +58,8 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
         return Part(title, seconds, ("scripts/bench_gpu.py", "--parts", *options, *common))
 
     half = ("--precisions", "bfloat16")
-    tests = ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "tests/app/test_gpu.py")
+    # -v: of a run that is cut off, too, the log says which tests passed
+    tests = ("-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "tests/app/test_gpu.py")
     return [
         Part("Tests", 90, tests),
         bench("Training step in bfloat16", 100, "train", *half, *sizes),

@@ -70,15 +70,6 @@ def test_a_part_that_takes_too_long_keeps_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_diff_runs_and_has_its_table(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "bench_gpu.py", "--device", "cpu", "--scale", "tiny", "--parts", "diff"]
-    done = subprocess.run([*command, "--to", tmp_path / "page.md"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout.splitlines()[-1])["diff"]
-    assert f"| {found['ratio']:,.1f} |" in (tmp_path / "page.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     env = {**os.environ, "PYTHON": sys.executable}

@@ -210,6 +210,9 @@ def test_pieces_of_another_kind_of_gpu_are_refused(shards: ActivationStore, sae:
         with where:
             assert encode_part(sae, shards, to=tmp_path / device, part=Part(0, 2), device=device, progress=False) > 0
             encode_part(sae, shards, to=tmp_path / device, part=Part(1, 2), device=device, progress=False)
-    with stand_in_gpu(), mock.patch("torch.cuda.get_device_name", lambda *_: "another"):
-        with pytest.raises(TsaeError, match="pieces of another encoding"):
-            encode(sae, shards, to=tmp_path / "cuda", device="cuda", progress=False)
+    with (
+        stand_in_gpu(),
+        mock.patch("torch.cuda.get_device_name", return_value="another"),
+        pytest.raises(TsaeError, match="pieces of another encoding"),
+    ):
+        encode(sae, shards, to=tmp_path / "cuda", device="cuda", progress=False)

@@ -92,30 +92,19 @@ class _Calls(TorchFunctionMode):
         found = func(*args, **kwargs)
         if wanted is None or not isinstance(found, torch.Tensor) or there(found) == (wanted == "cuda"):
             return found
-        with torch.no_grad() if not found.requires_grad or owner is None else torch.enable_grad():
-            moved = _Moved.apply(found, wanted == "cuda")
-        if owner is None:
-            moved = moved.detach().requires_grad_(found.requires_grad)
-        return moved
+        if owner is None and found.requires_grad:  # a leaf that is made here
+            return _on(wanted, found.detach().clone()).requires_grad_()
+        return _on(wanted, found.clone())
 
 
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, to_it: bool) -> torch.Tensor:
-        ctx.to_it = to_it
-        return _copied(tensor, to_it)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _copied(gradients[0], not ctx.to_it), None
-
-
-def _copied(tensor: torch.Tensor, to_it: bool) -> torch.Tensor:
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        found = tensor.detach().clone()
-    if to_it:
-        _put_there(found)
-    return found
+def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that was just made, put on the stand-in or taken from it. Gradients do not move."""
+    storage = tensor.untyped_storage()
+    if device == "cuda":
+        storage.on_stand_in = True  # type: ignore[attr-defined]
+    elif there(tensor):
+        del storage.on_stand_in  # type: ignore[attr-defined]
+    return tensor
 
 
 def _device(value: Any) -> str | None:

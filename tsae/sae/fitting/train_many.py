@@ -5,8 +5,9 @@ than memory; from memory, loading is a small part of a step. Sites come one afte
 windows, as their activations lie in different datasets.
 
 Every run folder is what `train` alone writes with the same seed and data_seed, bit for bit, and a pass that was killed
-resumes with the same bits; on a GPU up to the order of sums (`tsae.sae.fitting.run_folder`). The seeds share the data's order, so that they differ in initial weights alone. Stability
-across seeds is usually measured so (Paulo & Belrose, arXiv 2501.16615).
+resumes with the same bits; on a GPU up to the order of sums (`tsae.sae.fitting.run_folder`). The seeds share the data's
+order, so that they differ in initial weights alone. Stability across seeds is usually measured so (Paulo & Belrose,
+arXiv 2501.16615).
 """
 
 from __future__ import annotations
