@@ -53,7 +53,7 @@ def noted_tokens(info: Mapping[str, Any], known: Sequence[Mapping[int, str]]) ->
     Returns:
         token by id; None where these do not tell.
     """
-    noted = info.get("vocabulary")
+    noted: Any = info.get("vocabulary")
     for tokens in known:
         if vocabulary_hash(tokens) == info.get("tokenizer"):
             return tokens
