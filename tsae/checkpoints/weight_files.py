@@ -216,18 +216,6 @@ def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
     return [(_name_and_size(file), found.encode()) for file, found in zip(files, digests, strict=True)]
 
 
-def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
-    """(name and size, first and last MiB) of every file. Earlier versions compared only these."""
-    found = []
-    for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            first = stream.read(1 << 20)
-            stream.seek(max(0, size - (1 << 20)))
-            found.append((_name_and_size(file), first + stream.read(1 << 20)))
-    return found
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
