@@ -132,8 +132,10 @@ def test_two_sets_of_weights_in_a_folder(llama: Path, tmp_path: Path) -> None:
     right = logits(series)
     assert series.notes == ()
     shutil.copy(llama / "model.safetensors", shards / "model-00009-of-00009.safetensors")
+    (shards / "pytorch_model.bin").write_bytes(b"of an earlier save")
     assert CheckpointSeries.load(llama, tmp_path / "run").notes == (
-        "run-00001: its index does not name model-00009-of-00009.safetensors, which is not read.",
+        "run-00001: beside the weights that are read lie others, which are not: model-00009-of-00009.safetensors, "
+        "pytorch_model.bin.",
     )
     assert all(torch.equal(a, b) for a, b in zip(logits(series), right, strict=True))
     index = shards / "model.safetensors.index.json"
