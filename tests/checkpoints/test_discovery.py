@@ -474,6 +474,21 @@ def test_sampling_keeps_the_base_of_adapters_loaded(adapters: Path) -> None:
     assert len({r.fingerprint for r in shared}) == 3
 
 
+def test_sampling_leaves_a_loaded_model_as_it_was(adapters: Path, tmp_path: Path) -> None:
+    """What ends a response stands in its generation_config.json, and counts in the second sampling as in the first."""
+    folder = Path(shutil.copytree(adapters, tmp_path / "ends"))
+    (folder / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(10)], "top_k": 1}))
+    edit(folder / "out" / "checkpoint-5" / "adapter_config.json", base_model_name_or_path=str(folder / "base"))
+    series = CheckpointSeries.load(folder / "base", folder / "out" / "checkpoint-5")
+    problems = tsae.testbed.generate_problems("medium", 6, 0)
+    config, loader = tsae.SamplingConfig(n_samples=4, max_new_tokens=8), ModelLoader()
+    for checkpoint in (series.base, *series):
+        alone = tsae.sample(checkpoint, problems, config, progress=False)
+        assert tsae.sample(checkpoint, problems, config, loader=loader, progress=False).table.equals(alone.table)
+        assert (alone.frame.finish_reason == "stop").mean() > 0.8
+    assert loader.load(series.base).generation_config.eos_token_id == [*range(10)]
+
+
 def test_quantised_weights_are_said_and_refused_in_words(tmp_path: Path) -> None:
     save_model(tmp_path / "plain")
     for method, words in (("bitsandbytes", {"load_in_4bit": True}), ("awq", {"bits": 4, "version": "gemm"})):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,9 +51,6 @@ class Generator:
         self.config, self.where, self.around = config, checkpoint.path, around
         self.model: Any = model if model is not None else (loader or ModelLoader(device=config.device)).load(checkpoint)
         self.ends = end_tokens(self.model, tokenizer, checkpoint.path)
-        # A checkpoint may come with top_p, top_k or a repetition penalty. They are ignored: we sample from the policy
-        # itself.
-        self.model.generation_config = type(self.model.generation_config)()
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.ends[0]
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
@@ -83,6 +80,7 @@ class Generator:
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts]).to(device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(device)
         with (
+            _as_it_is(self.model),
             torch.random.fork_rng(devices=[device] if device != "cpu" else []),
             torch.no_grad(),
             nullcontext() if self.around is None else self.around(self.model, ids, mask),
@@ -101,6 +99,19 @@ class Generator:
             )
         found: list[list[int]] = output[:, width:].tolist()
         return found
+
+
+@contextmanager
+def _as_it_is(model: Any) -> Iterator[None]:
+    """While it is open, ignore top_p, top_k or a repetition penalty of a checkpoint: we sample from the policy itself.
+
+    Its configuration is put back: whoever uses the loaded model next reads there what ends a response.
+    """
+    own, model.generation_config = model.generation_config, type(model.generation_config)()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
