@@ -119,7 +119,9 @@ def weight_files(folder: Path) -> list[Path]:
             raise _no_weights(folder, ADAPTER_WEIGHTS, "adapter")
         return [folder / ADAPTER_WEIGHTS]
     if not (folder / "config.json").is_file():
-        raise TsaeError("holds no config.json", where=folder, fix="Give a Hugging Face model directory.")
+        named = ", ".join(sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")))
+        fix = f"Give one of its adapters: {named}." if named else "Give a Hugging Face model directory."
+        raise TsaeError("holds no config.json", where=folder, fix=fix)
     # In the order of transformers, which looks for no other names.
     if (folder / _WEIGHTS).is_file():
         if (folder / _INDEX).is_file() and any(folder.glob("model-*.safetensors")):
@@ -152,8 +154,8 @@ def beside_the_model(folder: Path) -> tuple[list[str], list[str]]:
         kinds = _stored(folder)
     except (TsaeError, OSError):
         return [], []
-    patterns = ("adapter_model*",) if is_adapter(folder) else ("model*.safetensors", "pytorch_model*.bin")
-    others = {path.name for pattern in patterns for path in folder.glob(pattern)} - {*kinds}
+    patterns = ("adapter_model*", "*/adapter_model*") if is_adapter(folder) else ("model*.safetensors", "*model*.bin")
+    others = {str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern)} - {*kinds}
     return [name for of_file in kinds.values() for name in of_file if _BESIDE.fullmatch(name)], sorted(others)
 
 
