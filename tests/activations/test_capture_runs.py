@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import partial_name
 from tsae.base.part import Part
-from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -221,27 +219,6 @@ def test_a_checkpoint_that_is_removed_once_it_is_loaded_reads_on(
     monkeypatch.setattr(recording, "capture_shard", removed_before)
     capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
     assert contents(tmp_path / "acts") == contents(whole)
-
-
-def test_a_store_with_fingerprints_of_an_earlier_version_is_gone_on_with(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old: Any = {"to": tmp_path / "acts", "config": CONFIG, "progress": False}
-    with monkeypatch.context() as earlier:
-        earlier.setattr(opening, "weights_fingerprint", partial(weights_fingerprint, like="0" * 16))
-        folder = capture(series, rollouts, SITES, **old).path
-    before, weights = contents(folder), [reader["weights"] for reader in read_manifest(folder)["readers"]]
-    assert not any(":" in found for found in weights)
-    edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
-    shutil.rmtree(folder / "easy-10")
-    capture(series, rollouts, SITES, **old)
-    assert contents(folder) == before
-    flip(folder / "base" / "00002.h5")
-    assert [repair.same for repair in repair_store(folder, series, check_store(folder), progress=False)] == [True]
-    other = save_perturbed(Path(series.base.path), tmp_path / "other", seed=9)
-    moved = replace(series, checkpoints=(replace(series.base, path=str(other)), *list(series)[1:]))
-    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
-        capture(moved, rollouts, SITES, **old)
 
 
 def test_a_capture_does_not_write_through_a_link(

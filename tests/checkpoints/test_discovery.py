@@ -91,36 +91,6 @@ def test_an_adapter_alone_finds_its_base_and_uses_no_random_numbers(adapters: Pa
     assert torch.equal(model.model.layers[1].mlp.up_proj.base_layer.weight, saved)
 
 
-def test_trained_biases_do_not_stay_on_the_base(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", "qwen2")
-    save_adapter(base, tmp_path / "adapter", bias="all")
-    series = CheckpointSeries.load(base, tmp_path / "adapter")
-    loader = ModelLoader()
-    logits = [loader.load(c)(IDS).logits for c in (*series, series.base)]
-    assert torch.equal(logits[0], logits[2])
-    assert torch.equal(logits[1], peft_logits(base, tmp_path / "adapter"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_dora": True},
-        {"use_rslora": True, "alpha_pattern": {"q_proj": 32}},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
-        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
-    ],
-    ids=str,
-)
-def test_other_forms_of_lora_are_put_on_and_taken_off(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    series = CheckpointSeries.load(llama, save_adapter(llama, tmp_path / "adapter", **options))
-    loader = ModelLoader()
-    logits = [loader.load(c)(IDS).logits for c in (*series, series.base)]
-    assert torch.equal(logits[0], logits[2])
-    assert torch.equal(logits[1], peft_logits(llama, tmp_path / "adapter"))
-    assert (logits[0] - logits[1]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in ("qwen2", "qwen3"))) for name in ARCHITECTURES],
@@ -502,6 +472,21 @@ def test_sampling_keeps_the_base_of_adapters_loaded(adapters: Path) -> None:
     alone = [tsae.sample(c, problems, config, progress=False) for c in series]
     assert [r.fingerprint for r in shared] == [r.fingerprint for r in alone]
     assert len({r.fingerprint for r in shared}) == 3
+
+
+def test_sampling_leaves_a_loaded_model_as_it_was(adapters: Path, tmp_path: Path) -> None:
+    """What ends a response stands in its generation_config.json, and counts in the second sampling as in the first."""
+    folder = Path(shutil.copytree(adapters, tmp_path / "ends"))
+    (folder / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(10)], "top_k": 1}))
+    edit(folder / "out" / "checkpoint-5" / "adapter_config.json", base_model_name_or_path=str(folder / "base"))
+    series = CheckpointSeries.load(folder / "base", folder / "out" / "checkpoint-5")
+    problems = tsae.testbed.generate_problems("medium", 6, 0)
+    config, loader = tsae.SamplingConfig(n_samples=4, max_new_tokens=8), ModelLoader()
+    for checkpoint in (series.base, *series):
+        alone = tsae.sample(checkpoint, problems, config, progress=False)
+        assert tsae.sample(checkpoint, problems, config, loader=loader, progress=False).table.equals(alone.table)
+        assert (alone.frame.finish_reason == "stop").mean() > 0.8
+    assert loader.load(series.base).generation_config.eos_token_id == [*range(10)]
 
 
 def test_quantised_weights_are_said_and_refused_in_words(tmp_path: Path) -> None:

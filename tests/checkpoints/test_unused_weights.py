@@ -132,8 +132,10 @@ def test_two_sets_of_weights_in_a_folder(llama: Path, tmp_path: Path) -> None:
     right = logits(series)
     assert series.notes == ()
     shutil.copy(llama / "model.safetensors", shards / "model-00009-of-00009.safetensors")
+    (shards / "pytorch_model.bin").write_bytes(b"of an earlier save")
     assert CheckpointSeries.load(llama, tmp_path / "run").notes == (
-        "run-00001: its index does not name model-00009-of-00009.safetensors, which is not read.",
+        "run-00001: beside the weights that are read lie others, which are not: model-00009-of-00009.safetensors, "
+        "pytorch_model.bin.",
     )
     assert all(torch.equal(a, b) for a, b in zip(logits(series), right, strict=True))
     index = shards / "model.safetensors.index.json"
@@ -175,6 +177,23 @@ def test_a_head_that_was_trained_by_itself_is_not_tied_again(tmp_path: Path) -> 
                 update_of(list(series)[1])
         else:
             assert set(update_of(list(series)[1]).norms.values()) == {0.0}
+
+
+def test_several_adapters_in_a_folder(llama: Path, tmp_path: Path) -> None:
+    """peft saves the one named "default" into the folder itself, and others into folders in it."""
+    adapter = save_adapter(llama, tmp_path / "run" / "checkpoint-1")
+    right = logits(CheckpointSeries.load(llama, tmp_path / "run"))
+    save_adapter(llama, adapter / "reference", seed=7)
+    series = CheckpointSeries.load(llama, tmp_path / "run")
+    assert series.notes == (
+        "run-00001: beside the weights that are read lie others, which are not: reference/adapter_model.safetensors.",
+    )
+    assert all(torch.equal(a, b) for a, b in zip(logits(series), right, strict=True))
+    for file in adapter.glob("adapter_*"):
+        file.unlink()
+    with pytest.raises(TsaeError, match=r"holds no config\.json\. Give one of its adapters: reference\."):
+        logits(CheckpointSeries.load(llama, tmp_path / "run"))
+    assert not torch.equal(logits(CheckpointSeries.load(llama, adapter / "reference"))[1], right[1])
 
 
 def test_an_adapter_whose_weights_find_no_place_is_refused_by_all(llama: Path, tmp_path: Path) -> None:

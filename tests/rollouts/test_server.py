@@ -31,14 +31,12 @@ from support.children import free_port
 from tsae import testbed
 from tsae.base.part import Part
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import weights_fingerprint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.config import EndpointConfig, SamplingConfig, ServerConfig
 from tsae.rollouts.problems import Problem, write_problems
 from tsae.rollouts.sampling import endpoint
-from tsae.rollouts.sampling import sample as sampling
 from tsae.rollouts.sampling.agreement import agreement
 from tsae.rollouts.sampling.batches import Response
 from tsae.rollouts.sampling.endpoint import Endpoint
@@ -202,21 +200,6 @@ def test_what_was_answered_is_kept(policy: Checkpoint, served: Served, tmp_path:
     found = sample(policy, PROBLEMS, CONFIG, server=one, pieces=tmp_path, progress=False)
     assert found.table.equals(whole.table)
     assert len(served.bodies) == 24 + 1 - 5 * (len(done) - 1)
-
-
-def test_batches_of_an_earlier_version_are_gone_on_with(
-    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It wrote fingerprints of the ends of the weights' files alone."""
-    one: Any = {"pieces": tmp_path, "progress": False}
-    with monkeypatch.context() as earlier:
-        earlier.setattr(sampling, "weights_fingerprint", lambda c, like: weights_fingerprint(c, like="0" * 16))
-        found = sample(policy, PROBLEMS[:1], CONFIG, **one)
-    told = tmp_path / "base" / "sampling.json"
-    before = told.read_bytes()
-    assert ":" not in json.loads(before)["weights"]
-    assert sample(policy, PROBLEMS[:1], CONFIG, **one).table.equals(found.table)
-    assert told.read_bytes() == before
 
 
 def test_batches_of_other_prompts_are_not_taken(policy: Checkpoint, tmp_path: Path) -> None:

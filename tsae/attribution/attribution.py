@@ -195,7 +195,7 @@ class Attribution(Tables):
             if step not in given:
                 self._need_same(step, "not there", self.info["inputs"]["checkpoints"][str(step)], where)
             elif told is not None:
-                self._need_same(step, weights_fingerprint(given[step], like=told), told, where)
+                self._need_same(step, weights_fingerprint(given[step]), told, where)
 
     @staticmethod
     def _need_same(step: int, found: str, told: str, where: str) -> None:

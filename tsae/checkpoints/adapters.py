@@ -131,9 +131,8 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
     folder = folder_of(checkpoint)
     settings = checked_config(folder)
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings["peft_type"])]
-    unknown = [
-        name for name, value in settings.items() if value and name not in {*kind.__dataclass_fields__, "peft_version"}
-    ]
+    known = {*kind.__dataclass_fields__, "peft_version", "unsloth_fixed"}
+    unknown = [name for name, value in settings.items() if value and name not in known]
     if unknown:
         what = f"has the setting {unknown[0]}, which the installed peft does not know and would ignore"
         raise TsaeError(
@@ -180,11 +179,11 @@ def _apart(model: PreTrainedModel) -> tuple[PreTrainedModel, set[int]]:
 def _resize(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Give the model as many tokens as an adapter's file has embeddings for: its run had resized the vocabulary."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = [next(name for name, module in model.named_modules() if module is end) for end in ends]
+    names = [next((name for name, module in model.named_modules() if module is end), "none") for end in ends]
     keys = [[f"base_model.model.{name}.{of}weight" for of in ("", "base_layer.")] for name in names]
     rows, head = (next((shapes[key][0] for key in of if key in shapes), None) for of in keys)
     if rows not in (None, len(ends[0].weight)):
-        if head != rows and ends[1].weight is not ends[0].weight:
+        if head != rows and ends[1] is not None and ends[1].weight is not ends[0].weight:
             raise ValueError(f"it has {rows} embeddings, and a head for {head or len(ends[1].weight)} tokens")
         model.resize_token_embeddings(rows, mean_resizing=False)
 

@@ -22,7 +22,6 @@ from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
     check_stored,
     digests_of_files,
-    ends_of_files,
     first_line,
     folder_of,
     has_no_part,
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
-_WHOLE = "sha256:"
-"""Begins a fingerprint of weights that were read from end to end, but for their configuration."""
 _MODEL = "sha256+config:"
 """Begins a fingerprint of the weights, read from end to end, and of the configuration that says what they compute."""
 _loading = threading.Lock()
@@ -243,7 +240,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return vocabulary_hash(tokens_by_id(tokenizer))
 
 
-def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> str:
+def weights_fingerprint(checkpoint: CheckpointRecord) -> str:
     """Hash of a checkpoint's weight files (names, sizes, and every byte), of its config.json, and of its noise.
 
     In config.json every value counts but for `_name_or_path` and `transformers_version`; its layout does not. For an
@@ -251,28 +248,23 @@ def weights_fingerprint(checkpoint: CheckpointRecord, like: object = None) -> st
 
     Args:
         checkpoint: whose weights.
-        like: a fingerprint that the result will be compared with. One of an earlier version is of less, and so is the
-            result then: "sha256:…" is of the weights alone, one without a prefix of the first and last MiB of each
-            file.
 
     Raises:
         TsaeError: where there are no weights, or config.json cannot be read.
     """
-    told = like if isinstance(like, str) else _MODEL
-    kind = next(prefix for prefix in (_MODEL, _WHOLE, "") if told.startswith(prefix))
     folder = folder_of(checkpoint)
     digest = hashlib.sha256(b"" if checkpoint.noise is None else repr(checkpoint.noise).encode())
     files = [folder] if is_gguf(folder) else weight_files(folder)
     if is_adapter(folder):
         files = [*files, folder / ADAPTER_CONFIG]
-        digest.update(weights_fingerprint(base_of(checkpoint), like).encode())
-    elif kind == _MODEL and not is_gguf(folder):
+        digest.update(weights_fingerprint(base_of(checkpoint)).encode())
+    elif not is_gguf(folder):
         config = read_object(folder / "config.json", "Give a complete checkpoint.")
         used = {name: value for name, value in config.items() if name not in _UNUSED}
         digest.update(json.dumps(used, sort_keys=True).encode())
-    for name, content in digests_of_files(files) if kind else ends_of_files(files):
+    for name, content in digests_of_files(files):
         digest.update(name.encode() + content)
-    return kind + digest.hexdigest()[:16]
+    return _MODEL + digest.hexdigest()[:16]
 
 
 def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = False) -> None:
@@ -291,7 +283,7 @@ def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = 
     """
     if loaded and not Path(checkpoint.path, checkpoint.subfolder or "").exists():
         return  # or of the Hugging Face cache, in which nothing is rewritten
-    found = weights_fingerprint(checkpoint, like=before)
+    found = weights_fingerprint(checkpoint)
     if found != before:
         raise TsaeError(
             f"its weights or its config changed while they were in use (hash {found}, before {before})",

@@ -181,7 +181,7 @@ class CheckpointSeries:
                     f"{id}: {heads[0]} and {len(heads) - 1} more weights are no part of its text model: left out."
                 )
             if files:
-                notes.append(f"{id}: its index does not name {', '.join(files)}, which is not read.")
+                notes.append(f"{id}: beside the weights that are read lie others, which are not: {', '.join(files)}.")
         return replace(self, notes=tuple(notes))
 
     @classmethod

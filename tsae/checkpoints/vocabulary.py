@@ -53,7 +53,7 @@ def noted_tokens(info: Mapping[str, Any], known: Sequence[Mapping[int, str]]) ->
     Returns:
         token by id; None where these do not tell.
     """
-    noted = info.get("vocabulary")
+    noted: Any = info.get("vocabulary")
     for tokens in known:
         if vocabulary_hash(tokens) == info.get("tokenizer"):
             return tokens
@@ -68,16 +68,12 @@ def noted_tokens(info: Mapping[str, Any], known: Sequence[Mapping[int, str]]) ->
 
 def joined_facts(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The facts of tables put together: those of the one that has the tokens of all; None where there is none."""
-    if len({info.get("tokenizer") for info in infos}) == 1:
-        return {name: infos[0][name] for name in ("tokenizer", "vocabulary") if name in infos[0]}
     try:  # a file may say anything
-        noted = [info["vocabulary"] for info in infos]
-        tail = {id: token for one in noted for id, token in one["added"].items()}
-        if any((one["ids"], one["hash"]) != (noted[0]["ids"], noted[0]["hash"]) for one in noted):
-            return None
-        if any(tail[id] != token for one in noted for id, token in one["added"].items()):
-            return None
-        whole = next(info for info, one in zip(infos, noted, strict=True) if one["added"] == tail)
-        return {"tokenizer": whole["tokenizer"], "vocabulary": whole["vocabulary"]}
-    except (KeyError, TypeError, AttributeError, StopIteration):
+        if len({info.get("tokenizer") for info in infos}) == 1:
+            return {name: infos[0][name] for name in ("tokenizer", "vocabulary") if name in infos[0]}
+        whole = max(infos, key=lambda info: len(info["vocabulary"]["added"]))
+        same = [{**info["vocabulary"], "added": None} == {**whole["vocabulary"], "added": None} for info in infos]
+        held = [info["vocabulary"]["added"].items() <= whole["vocabulary"]["added"].items() for info in infos]
+        return {name: whole[name] for name in ("tokenizer", "vocabulary")} if all(same + held) else None
+    except (KeyError, TypeError, AttributeError):
         return None

@@ -119,7 +119,9 @@ def weight_files(folder: Path) -> list[Path]:
             raise _no_weights(folder, ADAPTER_WEIGHTS, "adapter")
         return [folder / ADAPTER_WEIGHTS]
     if not (folder / "config.json").is_file():
-        raise TsaeError("holds no config.json", where=folder, fix="Give a Hugging Face model directory.")
+        named = ", ".join(sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")))
+        fix = f"Give one of its adapters: {named}." if named else "Give a Hugging Face model directory."
+        raise TsaeError("holds no config.json", where=folder, fix=fix)
     # In the order of transformers, which looks for no other names.
     if (folder / _WEIGHTS).is_file():
         if (folder / _INDEX).is_file() and any(folder.glob("model-*.safetensors")):
@@ -144,19 +146,17 @@ def common_rows(name: str, shape: Sequence[int], other: Sequence[int]) -> int | 
 
 
 def beside_the_model(folder: Path) -> tuple[list[str], list[str]]:
-    """(weights of value heads and the like, files of weights that are not read) of a folder with a whole model.
+    """(weights of value heads and the like, files of weights that are not read) of a folder.
 
     Both are empty where its files cannot be read: loading them says what is wrong.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
-        files = [] if is_adapter(folder) else weight_files(folder)
-        names = [name for file in files for name in safe_open(file, framework="np").keys()]  # noqa: SIM118
-    except (TsaeError, SafetensorError, OSError):
+        kinds = _stored(folder)
+    except (TsaeError, OSError):
         return [], []
-    others = sorted({*folder.glob("model*.safetensors")} - {*files}) if files else []
-    return [name for name in names if _BESIDE.fullmatch(name)], [file.name for file in others]
+    patterns = ("adapter_model*", "*/adapter_model*") if is_adapter(folder) else ("model*.safetensors", "*model*.bin")
+    others = {str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern)} - {*kinds}
+    return [name for of_file in kinds.values() for name in of_file if _BESIDE.fullmatch(name)], sorted(others)
 
 
 def check_stored(folder: Path) -> None:
@@ -165,23 +165,34 @@ def check_stored(folder: Path) -> None:
     Raises:
         TsaeError: as `weight_files`, too.
     """
-    from safetensors import SafetensorError, safe_open
-
     seen: dict[str, str] = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="np") as file:
-                kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError):
-            return  # Loading it says what is wrong.
-        for name, kind in kinds.items():
+    try:
+        kinds = _stored(folder)
+    except OSError:
+        return  # Loading it says what is wrong.
+    for file, of_file in kinds.items():
+        for name, kind in of_file.items():
             if name in seen:
-                what = f"holds {name} twice: in {seen[name]} and {path.name}"
+                what = f"holds {name} twice: in {seen[name]} and {file}"
                 raise TsaeError(what, where=folder, fix="Save the model again into an empty folder.")
             if kind[0] in "IU" and not has_no_part(name) and quantisation(folder) is None:
                 what = f"{name} is stored as whole numbers ({kind}), and config.json does not say how they are scaled"
                 raise TsaeError(what, where=folder, fix="Save the model without quantisation.")
-        seen |= dict.fromkeys(kinds, path.name)
+        seen |= dict.fromkeys(of_file, file)
+
+
+def _stored(folder: Path) -> dict[str, dict[str, str]]:
+    """How every weight is stored (``F32``), by file and name. Raises OSError where a file cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    try:
+        for path in weight_files(folder):
+            with safe_open(path, framework="np") as file:
+                found[path.name] = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    return found
 
 
 def quantisation(folder: Path) -> str | None:
@@ -214,18 +225,6 @@ def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(digest, files))
     return [(_name_and_size(file), found.encode()) for file, found in zip(files, digests, strict=True)]
-
-
-def ends_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
-    """(name and size, first and last MiB) of every file. Earlier versions compared only these."""
-    found = []
-    for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            first = stream.read(1 << 20)
-            stream.seek(max(0, size - (1 << 20)))
-            found.append((_name_and_size(file), first + stream.read(1 << 20)))
-    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -190,7 +190,7 @@ class FeatureTable:
             TsaeError: where its weights or its config are others.
         """
         known = {reader["id"]: reader.get("weights") for reader in self.info["readers"]}.get(checkpoint.id)
-        if known is not None and known != weights_fingerprint(checkpoint, like=known):
+        if known is not None and known != weights_fingerprint(checkpoint):
             raise TsaeError(
                 f"its weights or its config are not those that reader {checkpoint.id} of the features had",
                 where=checkpoint.path,

@@ -55,7 +55,7 @@ from tsae.base.provenance import run_content
 from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
-from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
+from tsae.checkpoints.loading import need_unchanged
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -330,7 +330,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
             raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
         write_first(manifest, with_checksum(wanted))  # where another part was first, its manifest is compared
     found = read_manifest(to)
-    _check_same_capture(found, _named_alike(found, wanted, series), to)
+    _check_same_capture(found, wanted, to)
     for reader in found["readers"]:
         for shard in reader["shards"]:
             if not there(inside(to, shard["file"])):
@@ -358,16 +358,6 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
             published(file)
-
-
-def _named_alike(found: dict[str, Any], wanted: dict[str, Any], series: CheckpointSeries) -> dict[str, Any]:
-    """The manifest that is wanted, with fingerprints of weights of the version that the found one has."""
-    named = {reader.get("id"): reader.get("weights") for reader in found["readers"]}
-    readers = [
-        {**reader, "weights": weights_fingerprint(series[reader["id"]], like=named.get(reader["id"]))}
-        for reader in wanted["readers"]
-    ]
-    return {**wanted, "readers": readers}
 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tsae.base.files import read_object, reading, write_json, writing
+from tsae.base.files import reading, write_json, writing
 from tsae.base.part import check_same_work, digest_of, remove_work
 from tsae.base.remote.mirror import published, refreshed
 from tsae.base.seal import read_sealed, with_checksum
@@ -60,16 +60,6 @@ def cut_batches(lengths: Sequence[int], n_samples: int, batch_size: int) -> list
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     requests = [Request(i, s) for i in order for s in range(n_samples)]
     return [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
-
-
-def weights_before(folder: Path, policy: str) -> object:
-    """The fingerprint of the weights that batches of a policy were begun with; None where there are none.
-
-    Raises:
-        TsaeError: where sampling.json is damaged.
-    """
-    file = folder / policy / _OF
-    return read_object(file, f"Remove {file.parent}.").get("weights") if file.is_file() else None
 
 
 def remove_batches(folder: Path, policy: str) -> None:

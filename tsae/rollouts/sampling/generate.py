@@ -6,8 +6,8 @@ Prompts of a batch are padded on the left. Some models read padding (RWKV, Recur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -59,9 +59,6 @@ class Generator:
         self.config, self.where, self.around = config, checkpoint.path, around
         self.model: Any = model if model is not None else (loader or ModelLoader(device=config.device)).load(checkpoint)
         self.ends = end_tokens(self.model, tokenizer, checkpoint.path)
-        # A checkpoint may come with top_p, top_k or a repetition penalty. They are ignored: we sample from the policy
-        # itself.
-        self.model.generation_config = type(self.model.generation_config)()
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.ends[0]
 
     def generate(self, prompts: Sequence[list[int]], seed: int) -> list[Response]:
@@ -118,7 +115,8 @@ class Generator:
     def _continued(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
         import torch
 
-        with torch.no_grad(), rotated_alone(self.model):  # it may be a model that the caller loaded
+        # It may be a model that the caller loaded.
+        with torch.no_grad(), rotated_alone(self.model), _as_it_is(self.model):
             return self.model.generate(
                 input_ids=ids, attention_mask=mask, pad_token_id=self.pad, eos_token_id=self.ends, **options
             )
@@ -144,6 +142,19 @@ class Generator:
         )  # (3, vocabulary)
         error = float((alone - beside).abs().max() / alone.std())
         return error < (1e-3 if self.model.dtype == torch.float32 else 0.05)
+
+
+@contextmanager
+def _as_it_is(model: Any) -> Iterator[None]:
+    """While it is open, ignore top_p, top_k or a repetition penalty of a checkpoint: we sample from the policy itself.
+
+    Its configuration is put back: whoever uses the loaded model next reads there what ends a response.
+    """
+    own, model.generation_config = model.generation_config, type(model.generation_config)()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:

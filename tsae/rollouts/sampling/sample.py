@@ -25,7 +25,7 @@ from tsae.rollouts.prompts import encode_prompt
 from tsae.rollouts.responses.thinking import Spans
 from tsae.rollouts.responses.token_parts import COLUMN
 from tsae.rollouts.sampling.agreement import agreement
-from tsae.rollouts.sampling.batches import Batches, Request, Response, cut_batches, weights_before
+from tsae.rollouts.sampling.batches import Batches, Request, Response, cut_batches
 from tsae.rollouts.sampling.generate import Around, Generator, check_lengths
 from tsae.rollouts.sampling.server import Server
 from tsae.rollouts.schema import outcome_name
@@ -133,7 +133,7 @@ class _Sampling:
         ]
         self.batches = cut_batches([len(prompt) for prompt in self.prompts], config.n_samples, config.batch_size)
         folder = None if pieces is None else local(pieces)
-        identity = {} if folder is None else self._identity(weights_before(folder, checkpoint.id))
+        identity = {} if folder is None else self._identity()
         self.weights: str | None = identity.get("weights")
         self.done = Batches(folder, checkpoint.id, identity)
 
@@ -243,16 +243,12 @@ class _Sampling:
             }
         return Rollouts.from_records(records, info)
 
-    def _identity(self, before: object) -> dict[str, Any]:
-        """What responses depend on.
-
-        Args:
-            before: the fingerprint of the weights that it will be compared with.
-        """
+    def _identity(self) -> dict[str, Any]:
+        """What responses depend on."""
         asked = json.dumps([asdict(problem) for problem in self.problems], sort_keys=True)
         return {
             "problems": hashlib.sha256(asked.encode()).hexdigest(),
-            "weights": weights_fingerprint(self.checkpoint, like=before),
+            "weights": weights_fingerprint(self.checkpoint),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             # The fingerprint is of the vocabulary. A chat template, or merges, make other prompts of the same problems.
             "prompts": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),

@@ -95,7 +95,7 @@ def loss_recovered(
     model = (loader or ModelLoader(device=str(device))).load(checkpoint)
     expected = store.reader_info(checkpoint.id).get("weights")
     # After loading, so that a rewrite in between is seen.
-    if expected is not None and expected != weights_fingerprint(checkpoint, like=expected):
+    if expected is not None and expected != weights_fingerprint(checkpoint):
         raise TsaeError(
             f"its weights or its config are not those that reader {checkpoint.id} had when {store.path} was captured",
             where=checkpoint.path,
