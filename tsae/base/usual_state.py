@@ -89,14 +89,14 @@ def in_usual_state(name: str, function: Callable[..., Any]) -> Callable[..., Any
     @wraps(function)
     def found(*args: Any, **options: Any) -> Any:
         with usual_state():
-            value = function(*args, **options)
+            value: Any = function(*args, **options)
         return _stepwise(value) if isgenerator(value) else value
 
     found.__module__, found.__qualname__ = "tsae", name
     return found
 
 
-def _stepwise(running: Generator[Any, None, None]) -> Generator[Any, None, None]:
+def _stepwise(running: Any) -> Generator[Any, None, None]:
     try:
         while True:
             with usual_state():
