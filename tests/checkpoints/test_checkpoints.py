@@ -582,9 +582,10 @@ def test_a_single_checkpoint_is_a_series(llama: Path, tmp_path: Path) -> None:
         CheckpointSeries.load(tmp_path)
     with pytest.raises(TsaeError, match="no such folder"):
         CheckpointSeries.load(tmp_path / "missing")
-    for name in ("a" * 5000, "~nobody-of-this-name/x"):
-        with pytest.raises(TsaeError, match="cannot be read"):
-            CheckpointSeries.load(name)
+    with pytest.raises(TsaeError, match="no such folder"):
+        CheckpointSeries.load("~nobody-of-this-name/x")
+    with pytest.raises(TsaeError, match="cannot be read"):
+        CheckpointSeries.load("a" * 5000)
     shutil.copytree(llama, tmp_path / "runs" / "checkpoint-5")
     with pytest.raises(TsaeError, match="no checkpoint is complete"):
         CheckpointSeries.load(tmp_path / "runs", without={(tmp_path / "runs" / "checkpoint-5").resolve()})

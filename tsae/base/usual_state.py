@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from inspect import isgeneratorfunction
+from inspect import isgenerator
 from typing import Any
 
 _lock = threading.Lock()
@@ -79,7 +79,7 @@ def _of_process() -> Iterator[None]:
 
 
 def in_usual_state(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A public function of `tsae` that runs in the usual state; a generator does between two values.
+    """A public function of `tsae` that runs in the usual state. A generator that it gives does between two values.
 
     Args:
         name: under which `tsae` has it, and pickle finds it.
@@ -87,18 +87,22 @@ def in_usual_state(name: str, function: Callable[..., Any]) -> Callable[..., Any
     """
 
     @wraps(function)
-    def steps(*args: Any, **options: Any) -> Generator[Any, None, None]:
-        running = function(*args, **options)
-        try:
-            while True:
-                with usual_state():
-                    value = next(running, _END)
-                if value is _END:
-                    return
-                yield value
-        finally:
-            running.close()
+    def found(*args: Any, **options: Any) -> Any:
+        with usual_state():
+            value: Any = function(*args, **options)
+        return _stepwise(value) if isgenerator(value) else value
 
-    found: Any = steps if isgeneratorfunction(function) else usual_state()(function)
     found.__module__, found.__qualname__ = "tsae", name
     return found
+
+
+def _stepwise(running: Any) -> Generator[Any, None, None]:
+    try:
+        while True:
+            with usual_state():
+                value = next(running, _END)
+            if value is _END:
+                return
+            yield value
+    finally:
+        running.close()

@@ -145,7 +145,7 @@ class CheckpointSeries:
         if not sources:
             raise TsaeError("no checkpoints given", where="CheckpointSeries.load", fix="Give a folder of checkpoints.")
         for source in sources:
-            with reading(str(source)[:200], "Check the path."):  # no user of that name, or too long for a path
+            with reading(str(source)[:200], "Check the path."):  # it may be too long for one
                 file = as_path(source) / "series.json"
                 there = file.is_file()
             if there:

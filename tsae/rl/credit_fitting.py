@@ -27,6 +27,7 @@ import torch
 from scipy.sparse.linalg import lsmr
 
 from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.base.usual_state import usual_state
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import outcome_comparison
 from tsae.diff.contrast.draw_contrast import draw
@@ -45,6 +46,7 @@ _DENSE = 2**25
 _CONFIDENCE = 0.95  # of the intervals
 
 
+@usual_state()
 def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None = None) -> Credit:
     """Learn what features say about success from a reference's rollouts.
 

@@ -89,7 +89,7 @@ class Recorder:
         self.batch = BatchGradients(trained, dtype=dtype, n_directions=len(targets.names))
         """Of the step that is going on."""
         self._facts: list[Mapping[str, Any]] = []
-        self._weights = torch.ones(0)
+        self._weights = torch.ones(0, dtype=torch.float32)
         self._norm = self._clipped = 0.0
         self._frames: list[pd.DataFrame] = []
         self.values: dict[int, np.ndarray] = {}
@@ -125,7 +125,7 @@ class Recorder:
         with self.batch.micro_batch(len(facts)):
             yield
         self._facts += facts
-        self._weights = torch.cat([self._weights, torch.ones(len(facts))])
+        self._weights = torch.cat([self._weights, torch.ones(len(facts), dtype=torch.float32)])
         self._norm = self._gradient_norm()
 
     @property
