@@ -641,6 +641,10 @@ BY_HAND: dict[str, tuple[list[dict[str, Any]], list[str], tuple[str, ...]]] = {
     "answers": ([{"problem": "1+1?", "answer": row["model_output"], "gold": "2", "passed": str(row["is_correct"]),
                   "example_id": 7, "completion_tokens": 2} for row in FLAT], ["unknown"] * 2,
                 ("prompt=problem", "response=answer", "correct=passed", "answer=gold", "problem_id=example_id")),
+    "total": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": int(row["is_correct"]),
+                "format_reward": 0.5, "total_reward": 0.5 + row["is_correct"], "answer": "2"} for row in FLAT],
+              ["unknown"] * 2, ("prompt=query", "response=generated", "reward=total_reward",
+                                "correct=accuracy_reward")),
     "several": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": float(row["is_correct"]),
                   "format_reward": 0.5} for row in FLAT], ["unknown"] * 2, ("prompt=query", "response=generated")),
 }  # fmt: skip
@@ -654,7 +658,7 @@ def test_the_suggested_command_works_and_keeps_what_the_log_knows(name: str, cha
         read(log, chat)
     _, _, *options = shlex.split(str(error.value).partition("rows): tsae ")[2].partition(". In Python")[0])
     assert tuple(option for option in options[1:] if "=" in option) == columns
-    assert "--rewards" in options or name != "several"
+    assert ("--rewards" in options) == (name == "several")
     said = ["rollouts", "import", *options, "--checkpoint", chat.path, "--to", str(tmp_path / "r.parquet")]
     assert main(said) in (None, 0)
     found = Rollouts.read(tmp_path / "r.parquet")

@@ -22,7 +22,7 @@ TRIED = 256
 _NAMES = {
     "prompt": "prompt question problem query input instruction messages task",
     "response": "response completion model_output output generated generation prediction predict pred answer text",
-    "reward": "reward score rewards return acc accuracy",
+    "reward": "reward score rewards total_reward return acc accuracy",
     "correct": "is_correct correct correctness passed success solved right acc accuracy",
     "answer": "ground_truth answer gold target reference reference_answer label solution gts gt expected",
     "problem_id": "example_id question_id prompt_id task_id problem prompt_hash unique_id uid qid id index idx",
@@ -69,7 +69,9 @@ def suggest(file: LogFile, config: ImportConfig) -> tuple[list[str], int]:
                 found[field] = name
                 break
     others = {name for field, name in found.items() if field != "reward"}
-    several = [name for name in names if name not in others and "reward" in _words(name)]
+    # Beside a total its parts would count twice.
+    total = "_".join(_words(found.get("reward", ""))) in _NAMES["reward"].split()
+    several = [name for name in names if name not in others and "reward" in _words(name) and not total]
     rewards = several if len(several) > 1 and _scores(file, config, found, several) else []
     options = [
         "--column " + quote(f"{field}={found[field]}")

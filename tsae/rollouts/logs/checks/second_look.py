@@ -3,7 +3,7 @@
 Five comparisons: prompts (`look_prompts`) and responses, if a log has both their token ids and a text; advantages with
 rewards (`look_advantages`); outcomes with reference answers (`look_answers`); log-probabilities with those of the
 checkpoint (`look_logprobs`). What cannot be compared is counted separately, and is no disagreement. Memory holds 48
-bytes a trajectory, and samples of a fixed size.
+bytes a trajectory and 8 for each of several rewards, and samples of a fixed size.
 """
 
 from __future__ import annotations

@@ -110,19 +110,18 @@ class ChatTemplate:
         Returns:
             None if no rendering decodes to `stripped`, or to that with the white space at its end that it lost.
         """
-        texts = (stripped, stripped + self._asking[len(self._asking.rstrip()) :])
-        for bare in (False, True) if self.own_system else (False,):
-            for arguments, text in product(self.variants(stripped), texts):
+        for bare, arguments in product((False, True)[: 1 + self.own_system], self.variants(stripped)):
+            end = self._end(arguments)
+            for text in (stripped, stripped + end[len(end.rstrip()) :]):
                 found = list(dict.fromkeys(self._fits(text, arguments, begun, bare=bare)))
                 if found:
                     return Restored(list(found[0]), arguments, len(found) > 1 or self._hides_turns, bare)
         return None
 
-    @cached_property
-    def _asking(self) -> str:
+    def _end(self, arguments: Mapping[str, Any]) -> str:
         """What a prompt ends in, without special tokens: "assistant" and a line break in most templates."""
         try:
-            return _header(self._skeleton(("user",), {})[-1])
+            return self._skeleton(("user",), arguments)[-1]
         except Exception:  # templates raise what they like
             return ""
 
@@ -206,7 +205,7 @@ class ChatTemplate:
             yield from ({"enable_thinking": value} for value in (False, True))
         if "date_string" in self.tokenizer.get_chat_template() and "date_string" not in self.arguments:
             yield from ({"date_string": date} for date in dict.fromkeys(_DATE.findall(stripped[:2000])))
-        line = self._asking.partition("\n")
+        line = _header(self._end({})).partition("\n")
         if line[1] and "".join(line[:2]) not in stripped + "\n":
             yield {"add_generation_prompt": False}
 

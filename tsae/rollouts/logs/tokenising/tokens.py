@@ -243,7 +243,7 @@ class Tokens:
             entry.prompt_is == "perhaps stripped" and self.template.keeps_special(prompt)
         ):
             return (tokenize(self.tokenizer, prompt, where=entry.where),)
-        if (rendered := templated(self.tokenizer, prompt)) is not None:
+        if self.template.keeps_special(prompt) and (rendered := templated(self.tokenizer, prompt)) is not None:
             return (
                 tokenize(self.tokenizer, rendered, add_special_tokens=False, where=entry.where),
                 "prompts have the chat template's special tokens already: they were taken as they are"
