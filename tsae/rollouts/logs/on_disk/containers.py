@@ -137,7 +137,7 @@ def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
         raise TsaeError(
             f"row {number} cannot be read as CSV in UTF-8 ({error})",
             where=path,
-            fix="Save it in UTF-8, with quotes around fields that have commas, quotes or line breaks, and quotes twice.",
+            fix="Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice.",
         ) from error
 
 
