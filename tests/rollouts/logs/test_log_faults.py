@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from support.chat_templates import make_tokenizer
 from tsae import Rollouts
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
@@ -55,7 +58,7 @@ def completions(path: Path, prompts: list[Any], **columns: Any) -> Path:
     return path
 
 
-def imported(log: Path, checkpoint: Path, to: Path, **config: Any) -> tuple[Rollouts, Summary]:
+def imported(log: Path, checkpoint: Any, to: Path, **config: Any) -> tuple[Rollouts, Summary]:
     to.mkdir(exist_ok=True)
     summary = import_log(log, to / "r.parquet", checkpoint, ImportConfig(**config), progress=False)
     return Rollouts.read(to / "r.parquet"), summary
@@ -164,6 +167,86 @@ def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokeniz
     found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
     assert found.table["reward/accuracy_reward"].to_pylist() == [1.0]
     assert found.table["answer"].to_pylist() == ["7"]
+
+
+def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_path: Path) -> None:
+    """TRL's default, logging_steps=10."""
+    folder = str(tokenizers("chatml"))
+    later = (Checkpoint(f"run-{step:05d}", folder, run="run", step=step) for step in (10, 20))
+    series = CheckpointSeries((Checkpoint("base", folder), *later), name="run")
+    for step in (10, 20, 30):
+        log = completions(tmp_path / "run" / "completions" / f"completions_{step:05d}.parquet", ["1?", "2?"])
+        pd.read_parquet(log).assign(step=step, completion=[f"{step}", "x"]).to_parquet(log)
+    found, summary = imported(tmp_path / "run" / "completions", series, tmp_path / "to")
+    assert found.table["step"].to_pylist() == [10, 10, 20, 20, 30, 30]
+    (note,) = (note for note in summary.notes if "every 10th" in note)
+    assert note.startswith(
+        "the log has 3 of the steps 10 to 30, about every 10th: pass rates, bands, behaviours by step"
+    )
+    assert "the base sampled none of them" in note
+    assert "`tsae attribute` refuses it" in note
+    assert note.endswith("TRL and ms-swift log every step with logging_steps=1")
+    completions(tmp_path / "run" / "completions" / "completions_00001.parquet", ["1?", "2?"])
+    _, summary = imported(tmp_path / "run" / "completions", series, tmp_path / "to")
+    assert any("4 of the steps 1 to 30, about every 10th" in note and "the base" not in note for note in summary.notes)
+    completions(
+        tmp_path / "run" / "completions" / "completions_00002.parquet", ["1?", "2?"], step=2, completion=["3", "4"]
+    )
+    _, summary = imported(tmp_path / "run" / "completions", series, tmp_path / "to")
+    assert not any("of the steps" in note for note in summary.notes)
+
+
+# --- numbers as text
+
+
+@pytest.mark.parametrize(
+    "right", ["1", "1.0", " 1.0 ", "True", "1e0", "np.float64(1.0)", "tensor(1., device='cuda:0')", [1.0]]
+)
+def test_numbers_may_be_text(right: Any, tokenizers: Any, tmp_path: Path) -> None:
+    wrong = [0.0] if isinstance(right, list) else right.replace("1", "0").replace("True", "False")
+    logs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("trl", "verl", "open-instruct", "plain", "flag")}
+    for i, value in enumerate((right, wrong)):
+        asked = {"prompt": "1?", "response": f"{i}", "step": "global_step_7", "advantage": "0.5"}
+        logs["trl"].append({**asked, "completion": f"{i}", "accuracy_reward": value, "answer": "7"})
+        logs["verl"].append({"input": INPUT, "output": f"{i}", "step": "7", "score": value, "acc": value, "pred": "7"})
+        ids = {"prompt_tokens": [1], "response_tokens": [2 + i], "sample_idx": i}
+        logs["open-instruct"].append({**ids, "step": "7.0", "reward": value})
+        logs["plain"].append(asked | {"reward": value})
+        logs["flag"].append(asked | {"correct": value})
+    for name, rows in logs.items():
+        config = {"format": "plain" if name == "flag" else name}
+        log = lines(tmp_path / name / "a.jsonl", *rows)
+        found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", **config)
+        assert found.table["step"].to_pylist() == [7, 7], name
+        assert found.table["outcome"].to_pylist() == ["success", "failure"], name
+        assert found.table["reward"].to_pylist() == [1.0, 0.0], name
+        assert "reward/pred" not in found.table.column_names
+
+
+def test_texts_that_are_no_numbers_are_refused_and_objects_of_rewards_are_read(tokenizers: Any, tmp_path: Path) -> None:
+    row = {"prompt": "1?", "response": "a", "step": "3", "reward": "0.5"}
+    for change in (
+        {"reward": "high"},
+        {"reward": "0,5"},
+        {"reward": "1_0"},
+        {"step": "first"},
+        {"advantage": "[1, 2]"},
+    ):
+        log = lines(tmp_path / "run" / "a.jsonl", row, row | change)
+        ((name, value),) = change.items()
+        with pytest.raises(TsaeError, match=rf"a\.jsonl:2: {name} is {re.escape(repr(value))}, expected a"):
+            imported(log, tokenizers("chatml"), tmp_path / "to")
+    both = {"accuracy": "1.0", "format": 0.5, "why": "right"}
+    for parts, total in ((both, 1.5), (json.dumps(both), 1.5), (both | {"total": 0.7}, 0.7)):
+        found, _ = imported(
+            lines(tmp_path / "run" / "a.jsonl", row | {"reward": parts}),
+            tokenizers("chatml"),
+            tmp_path / "to",
+            outcome="accuracy",
+        )
+        assert found.table["reward"].to_pylist() == [total]
+        assert found.table["reward/format"].to_pylist() == [0.5]
+        assert found.table["outcome"].to_pylist() == ["success"]
 
 
 # --- verl

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tsae import Rollouts
-from tsae.rollouts.config import ImportConfig
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.rollouts.config import ImportConfig, name_columns
 from tsae.rollouts.importing import import_log
 
 LOGS = Path(__file__).resolve().parents[4] / "shared" / "data" / "trainer-logs"
@@ -117,6 +118,35 @@ def test_every_trajectory_comes_in_as_it_was_sampled(name: str, tmp_path: Path) 
     assert {what: n for what, n in wrong.items() if n and what not in untold} == {}
     if "prompt_ids" in untold:
         assert any(f"{len(found)} prompts are questions alone" in note for note in summary.notes)
+
+
+BY_HAND = ("prompt=question", "response=model_output", "correct=is_correct", "answer=ground_truth", "policy=checkpoint")
+USERS: dict[str, tuple[dict[str, Any], int]] = {
+    "hand_flat": ({"columns": name_columns(BY_HAND)}, 32),
+    "verifiers_0.2.1_results": ({}, 32),
+    "min_templated_prompt": ({}, 1),
+    "min_trl_step_text": ({}, 1),
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_logs_as_users_have_them_come_in(name: str, tmp_path: Path) -> None:
+    log = LOGS.parent / "logs-of-users" / name / "run"
+    if not log.is_dir():
+        pytest.skip("shared/data/logs-of-users is not here")
+    options, n = USERS[name]
+    import_log(log, tmp_path / "r.parquet", LOGS / "run", ImportConfig(run="run", **options), progress=False)
+    found = Rollouts.read(tmp_path / "r.parquet").table.to_pylist()
+    assert len(found) == n
+    told = sampled(log) if n > 1 else []
+    for row, x in zip(found, told, strict=n > 1):
+        assert row["prompt_ids"] == x["prompt_ids"]
+        assert core(row["response_ids"]) == core(x["response_ids"]) or row["response"] == x["text"]
+        assert (row["reward"], row["outcome"]) == (x["score"], "success" if x["right"] else "failure")
+    if not told:
+        expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        tokenizer = Checkpoint("base", str(LOGS / "run" / "base")).load_tokenizer()
+        assert found[0]["prompt_ids"] == tokenizer(expected, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["verl_mt", "verl_nan"])

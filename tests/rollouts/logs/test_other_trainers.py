@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -230,6 +231,33 @@ def test_slime(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "answer") == ["2"] * 5
     assert column(found, "round_trip") == [True, None, None, None, None]
     assert column(read(folder / "eval_1.pt", chat), "response_ids") == [[16, 9, EOS]]
+
+
+def test_slimes_whole_dump_is_read(chat: Checkpoint, tmp_path: Path) -> None:
+    """--dump-details writes train_data and the tokenizer too; rewards and metadata may be numpy's."""
+    dump = tmp_path / "run" / "dump"
+    numbers = {"reward": np.float32(1.0), "metadata": {"experts": np.zeros((2, 2), np.int32)}, "loss_mask": np.ones(2)}
+    save(
+        dump / "rollout_data" / "0.pt",
+        sample(RIGHT, **numbers),
+        sample(WRONG, reward={"score": np.float64(0), "acc": "False"}),
+    )
+    save(dump / "rollout_data" / "1.pt", sample(RIGHT, reward=torch.tensor(1.0)), rollout_id=1)
+    save(dump / "rollout_data" / "eval_0.pt", sample([16, 9, EOS]))
+    # Before and since version 2 of what each rank trained on.
+    trained = {"tokens": torch.tensor(ASKED + RIGHT), "response_lengths": 2, "advantages": torch.ones(2)}
+    for name, content in (
+        ("0_0.pt", {"rollout_data": {name: [value] for name, value in trained.items()}}),
+        ("rollout_1.pt", {"format_version": 2, "samples": [trained], "dp_shards": [{"rank": 0}]}),
+    ):
+        (dump / "train_data").mkdir(exist_ok=True)
+        torch.save({"rollout_id": 0, "rank": 0, **content}, dump / "train_data" / name)
+    chat.load_tokenizer().save_pretrained(dump / "tokenizer")
+    for found in (read(dump, chat), read(dump, None), read(dump / "rollout_data", None)):
+        reads_as(found, [RIGHT, WRONG, RIGHT])
+        assert column(found, "step") == [0, 0, 1]
+        assert column(found, "outcome") == ["success", "failure", "success"]
+        assert column(found, "reward") == [1.0, 0.0, 1.0]
 
 
 def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
@@ -613,6 +641,10 @@ BY_HAND: dict[str, tuple[list[dict[str, Any]], list[str], tuple[str, ...]]] = {
     "answers": ([{"problem": "1+1?", "answer": row["model_output"], "gold": "2", "passed": str(row["is_correct"]),
                   "example_id": 7, "completion_tokens": 2} for row in FLAT], ["unknown"] * 2,
                 ("prompt=problem", "response=answer", "correct=passed", "answer=gold", "problem_id=example_id")),
+    "total": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": int(row["is_correct"]),
+                "format_reward": 0.5, "total_reward": 0.5 + row["is_correct"], "answer": "2"} for row in FLAT],
+              ["unknown"] * 2, ("prompt=query", "response=generated", "reward=total_reward",
+                                "correct=accuracy_reward")),
     "several": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": float(row["is_correct"]),
                   "format_reward": 0.5} for row in FLAT], ["unknown"] * 2, ("prompt=query", "response=generated")),
 }  # fmt: skip
@@ -626,7 +658,7 @@ def test_the_suggested_command_works_and_keeps_what_the_log_knows(name: str, cha
         read(log, chat)
     _, _, *options = shlex.split(str(error.value).partition("rows): tsae ")[2].partition(". In Python")[0])
     assert tuple(option for option in options[1:] if "=" in option) == columns
-    assert "--rewards" in options or name != "several"
+    assert ("--rewards" in options) == (name == "several")
     said = ["rollouts", "import", *options, "--checkpoint", chat.path, "--to", str(tmp_path / "r.parquet")]
     assert main(said) in (None, 0)
     found = Rollouts.read(tmp_path / "r.parquet")

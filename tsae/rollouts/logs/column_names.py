@@ -22,7 +22,7 @@ TRIED = 256
 _NAMES = {
     "prompt": "prompt question problem query input instruction messages task",
     "response": "response completion model_output output generated generation prediction predict pred answer text",
-    "reward": "reward score rewards return acc accuracy",
+    "reward": "reward score rewards total_reward return acc accuracy",
     "correct": "is_correct correct correctness passed success solved right acc accuracy",
     "answer": "ground_truth answer gold target reference reference_answer label solution gts gt expected",
     "problem_id": "example_id question_id prompt_id task_id problem prompt_hash unique_id uid qid id index idx",
@@ -31,8 +31,8 @@ _NAMES = {
     "advantage": "advantages adv",
     "finish_reason": "finish stop_reason",
     "level": "difficulty",
-    "prompt_ids": "prompt_token_ids prompt_tokens",
-    "response_ids": "completion_ids response_token_ids completion_token_ids output_ids output_token_ids",
+    "prompt_ids": "prompt_ids prompt_token_ids prompt_tokens",
+    "response_ids": "response_ids completion_ids response_token_ids completion_token_ids output_ids response_tokens",
     "response_mask": "completion_mask loss_mask",
 }
 _BY_WORD = ("prompt", "response", "reward", "correct")
@@ -51,11 +51,13 @@ def suggest(file: LogFile, config: ImportConfig) -> tuple[list[str], int]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     told = {field: name for field in _NAMES if (name := getattr(config.columns, field)) in names}
     found = {field: name for field, name in told.items() if field in _BY_WORD}
-    for pair in product(_candidates("prompt", names, found), _candidates("response", names, found)):
-        text = {**found, "prompt": pair[0], "response": pair[1]}
-        if pair[0] != pair[1] and (entries := _entries(file, config, text)):
-            break
-    else:
+    tried = (
+        {**found, **dict(zip(fields, pair, strict=True))}
+        for fields in (("prompt", "response"), ("prompt_ids", "response_ids"))
+        for pair in product(*(_candidates(field, names, found) for field in fields))
+    )
+    text, entries = next(((text, read) for text in tried if (read := _entries(file, config, text))), ({}, []))
+    if not entries:
         return [f"--column {field}=NAME" for field in ("prompt", "response") if field not in told], 0
     found = text | {field: name for field, name in told.items() if name not in text.values()}
     for field in _NAMES:
@@ -67,7 +69,9 @@ def suggest(file: LogFile, config: ImportConfig) -> tuple[list[str], int]:
                 found[field] = name
                 break
     others = {name for field, name in found.items() if field != "reward"}
-    several = [name for name in names if name not in others and "reward" in _words(name)]
+    # Beside a total its parts would count twice.
+    total = "_".join(_words(found.get("reward", ""))) in _NAMES["reward"].split()
+    several = [name for name in names if name not in others and "reward" in _words(name) and not total]
     rewards = several if len(several) > 1 and _scores(file, config, found, several) else []
     options = [
         "--column " + quote(f"{field}={found[field]}")
@@ -97,6 +101,8 @@ def _candidates(field: str, names: Sequence[str], found: dict[str, str]) -> list
 
 def _entries(file: LogFile, config: ImportConfig, found: dict[str, str], rewards: tuple[str, ...] = ()) -> list[Entry]:
     """What the first rows say with these columns; nothing if they cannot be read so."""
+    if len(set(found.values())) < len(found):
+        return []
     named = replace(config, format="plain", columns=replace(config.columns, **found), rewards=rewards or config.rewards)
     try:
         return [entry for entry in islice(plain.FORMAT.read(file, named), TRIED) if isinstance(entry, Entry)]

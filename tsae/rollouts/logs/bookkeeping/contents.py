@@ -156,6 +156,7 @@ class Contents:
             shown = ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
             yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {shown}"
         yield from self.policies.assumed()
+        yield from self._steps_between()
         for what, times in counts[_ASSUMED].items():
             yield f"{times:,} {what}"
         lacking = [name for name in _told(Entry("")) if not counts[_HAS][name]]
@@ -176,6 +177,23 @@ class Contents:
                 "(--max-response-tokens, if you know the run's limit)"
             )
         yield from self.verdicts.notes(n, counts["outcome"]["unknown"])
+
+    def _steps_between(self) -> Iterator[str]:
+        """What follows if the log lacks the steps between those that it has."""
+        steps = sorted({step for _, step in self.ledger.sources if step is not None})
+        gaps = np.diff(steps)
+        if len(steps) < 2 or gaps.min() < 2:
+            return
+        bases = {checkpoint.id for checkpoint in self.policies.checkpoints if checkpoint.is_base}
+        lacks = bases and bases.isdisjoint(name for name, _ in self.ledger.sources)
+        yield (
+            f"the log has {len(steps):,} of the steps {steps[0]:,} to {steps[-1]:,}, about every {np.median(gaps):g}th"
+            ": pass rates, bands, behaviours by step and claims rest on these alone"
+            + ", the base sampled none of them (its bands need --bands-from or --sample)"
+            * bool(lacks)
+            + ", and `tsae attribute` refuses it, since it replays every step. TRL and ms-swift log every step with "
+            "logging_steps=1"
+        )
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         _check_steps(entry, file)

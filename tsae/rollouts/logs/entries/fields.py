@@ -245,8 +245,8 @@ def read_list(value: Any) -> Any:
 
 
 def is_score(name: str, value: Any) -> bool:
-    """Whether a further column of a log is a reward: it holds a number, or the text of one under a reward's name."""
-    if isinstance(value, str):
+    """Whether a further column of a log is a reward: it holds a number, or under a reward's name one as text."""
+    if isinstance(value, (str, list)):
         return bool(_SCORE.search(name.lower())) and isinstance(read_number(value), (int, float))
     return isinstance(value, (int, float, np.number))
 
