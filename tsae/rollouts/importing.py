@@ -64,7 +64,7 @@ def import_log(
     ends.
 
     Args:
-        path: the log: a .jsonl or .parquet file, or the folder into which the trainer writes them.
+        path: the log: a file, or the folder into which the trainer writes its files.
         to: Parquet file to write, whole or not at all.
         checkpoint: its tokenizer, chat template and context length are used. From a series the base is used, and
             policies get the ids of its checkpoints. By default the checkpoints that lie beside the log.

@@ -76,8 +76,7 @@ class Rollouts(TokenParts, Tables):
         """Read a Parquet file that `write` wrote, or a trainer's log.
 
         Args:
-            path: the file; or the log of TRL, verl, open-instruct, NeMo-RL, prime-rl or open-r1, or a plain one: a
-                folder, a .jsonl file, or a .parquet file.
+            path: the file; or a log, which is a folder or a file (``tsae rollouts formats`` lists what is read).
             checkpoint: for logs; see `tsae.rollouts.importing.import_log`.
             config: how a log is read; with it, a Parquet file is a log. ``info["log"]`` then says what was assumed and
                 left out.

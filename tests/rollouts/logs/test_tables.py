@@ -22,6 +22,7 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.logs.on_disk import log_files
 from tsae.rollouts.logs.on_disk.log_files import NoLog
 from tsae.rollouts.table import Rollouts
 
@@ -246,8 +247,11 @@ def test_fields_of_a_spreadsheet(name: str, plain: Checkpoint, tmp_path: Path) -
     assert column(read(spreadsheet(tmp_path / name, [many]), plain), "reward") == [1.0, 0.0]
 
 
-def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path) -> None:
+def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
     for name, text, message in (
+        ("long.csv", "prompt,response\n1," + "2" * (1 << 20), "row 0 .*a line of more than 1 MiB"),
+        ("long.json", "[" + " " * (1 << 20), "has more than 1 MiB"),
         ("a.csv", "prompt,response\n1,2\n1,2,3\n", "row 1 cannot be read as CSV in UTF-8 .3 fields, expected 2"),
         ("b.csv", 'prompt,response\n1,"2\n', "unexpected end of data"),
         ("c.csv", "prompt,prompt\n1,2\n", "several columns 'prompt'"),

@@ -51,9 +51,10 @@ class Import:
     Logs of TRL and Unsloth (log_completions), verl (rollout_data_dir), open-instruct (save_traces),
     NeMo-RL (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions),
     slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
-    rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference) and Inspect (.eval) are known by their names and
-    columns; of any other JSON lines or Parquet the columns are named below (--column). Text may be
-    compressed (.gz, .zst). Run a stopped import of a long log again to resume it.
+    rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference), Inspect (.eval), lm-eval (log_samples) and
+    Atropos (groups) are known by their names and columns, also in tables of wandb, mlflow and trackio; of any other
+    table (JSON lines, Parquet, JSON, CSV, Arrow) the columns are named below (--column). Text may be compressed
+    (.gz, .zst). Run a stopped import of a long log again to resume it.
     """
 
     log: Positional[Path]

@@ -121,7 +121,9 @@ def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
     number = 0
     try:
         with unpacked(path) as (file, _), io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            lines = csv.reader(text, delimiter="\t" if bare(path).suffix == ".tsv" else ",", strict=True)
+            lines = csv.reader(
+                _bounded(text, most), delimiter="\t" if bare(path).suffix == ".tsv" else ",", strict=True
+            )
             names: list[str] = []
             while (row := _next_line(lines, most)) is not None:
                 if row and not names:
@@ -135,8 +137,15 @@ def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
         raise TsaeError(
             f"row {number} cannot be read as CSV in UTF-8 ({error})",
             where=path,
-            fix="Put fields with commas, quotes or line breaks in quotes, and write a quote inside them twice.",
+            fix="Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice.",
         ) from error
+
+
+def _bounded(text: io.TextIOWrapper, most: int) -> Iterator[str]:
+    while line := text.readline(most + 1):
+        if len(line) > most:
+            raise ValueError(f"a line of more than {most >> 20} MiB")
+        yield line
 
 
 def _next_line(lines: Iterator[list[str]], most: int) -> list[str] | None:

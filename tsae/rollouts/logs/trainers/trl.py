@@ -118,7 +118,7 @@ def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entr
 
 def _first_of_trackio(file: LogFile, config: ImportConfig) -> tuple[Row, str | None]:
     """(first row of a table, run that counts)."""
-    firsts: dict[str, Row] = {}
+    firsts: dict[Any, Row] = {}
     for _, row in file.rows():
         if found := _table(row):
             firsts.setdefault(row["run_name"], found[0])
@@ -126,15 +126,19 @@ def _first_of_trackio(file: LogFile, config: ImportConfig) -> tuple[Row, str | N
         shown = ", ".join(map(str, firsts))
         raise TsaeError(f"holds several runs: {shown}", where=file.path, fix="Say which with --run.")
     run = config.run if config.run in firsts else next(iter(firsts), None)
-    return firsts.get(str(run), {}), run
+    return firsts.get(run, {}), run
 
 
 def _table(row: Row) -> list[Row]:
     """The rows of the table of completions that trackio logged, if it did."""
     table = row.get("completions")
-    rows = table.get("_value") if isinstance(table, Mapping) and table.get("_type") == "trackio.table" else None
+    rows = table.get("_value") if isinstance(table, Mapping) and table.get("_type") == "trackio.table" else ()
     # NaN is a text there.
-    return [{k: math.nan if v == "NaN" and k not in _SAME[:2] else v for k, v in found.items()} for found in rows or ()]
+    return [
+        {name: math.nan if value == "NaN" and name not in _SAME[:2] else value for name, value in found.items()}
+        for found in rows or ()
+        if isinstance(found, Mapping)
+    ]
 
 
 def _reward_columns(file: LogFile, first: Row, known: ColumnNames) -> tuple[str, ...]:
