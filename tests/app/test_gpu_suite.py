@@ -43,7 +43,7 @@ def test_it_runs_on_a_bare_machine_and_a_bench_that_fails_costs_no_other(tmp_pat
     page = (tmp_path / "measured-gpu.md").read_text("utf-8")
     sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
     assert re.match(r"\n\d+ passed in ", sections["Tests"]), done.stdout
-    assert "Ended with exit code 1: `no room`" in sections["Capture"]
+    assert "Ended with exit code 1: `SystemExit: no room`" in sections["Capture"]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text("utf-8").splitlines()]
     for title, part, figure in (
         ("Training step in bfloat16", "train", "tokens_per_s"),
