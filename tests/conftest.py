@@ -54,11 +54,11 @@ class _Resume:
             self.passed = set(config.workerinput["passed"])
             return
         commit, changes = (
-            subprocess.run(["git", *words], cwd=config.rootpath, capture_output=True, text=True, check=True).stdout
+            subprocess.run(["git", *words], cwd=config.rootpath, capture_output=True, text=True).stdout.strip()
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         )
-        if not changes:
-            self.file = config.rootpath / "build" / "passed" / commit.strip()
+        if commit and not changes:
+            self.file = config.rootpath / "build" / "passed" / commit
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.touch()
         self.passed = set(self.file.read_text().splitlines() if self.file else ())
