@@ -172,11 +172,7 @@ def test_a_head_that_was_trained_by_itself_is_not_tied_again(tmp_path: Path) -> 
             (shard,) = store.shards(store.readers[1])
             found[device] = shard.logprob
         np.testing.assert_allclose(found["cpu"], found["auto"], atol=1e-5)
-        if name == "other":
-            with pytest.raises(TsaeError, match=r"trained lm_head.weight apart from the weight to which .* ties it"):
-                update_of(list(series)[1])
-        else:
-            assert set(update_of(list(series)[1]).norms.values()) == {0.0}
+        assert set(update_of(list(series)[1]).norms.values()) == {0.0}  # of the head no activation depends
 
 
 def test_several_adapters_in_a_folder(llama: Path, tmp_path: Path) -> None:
