@@ -48,8 +48,8 @@ def update_of(checkpoint: Checkpoint) -> Update:
     """Measure how far a checkpoint of a series is from its base, tensor by tensor, as both are loaded.
 
     A head that was trained apart from the embeddings to which the base ties it is left out: no activation depends on
-    it. An adapter's update is computed without rounding, as if merged. Memory holds two models for a whole checkpoint, one
-    for an adapter.
+    it. An adapter's update is computed without rounding, as if merged. Memory holds two models for a whole checkpoint,
+    one for an adapter.
 
     Raises:
         TsaeError: where the weights are not those of the base by name or shape, are quantised, or are not finite.
