@@ -74,8 +74,7 @@ REFUSED: dict[str, tuple[Callable[[Weights], object], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["run", "both"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("name", "both"), [*((name, False) for name in REFUSED), ("layers", True), ("lora", True)])
 def test_weights_without_a_place_are_refused_by_all_that_read_them(
     name: str, both: bool, llama: Path, tmp_path: Path
 ) -> None:
