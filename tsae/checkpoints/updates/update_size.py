@@ -47,8 +47,9 @@ class Update:
 def update_of(checkpoint: Checkpoint) -> Update:
     """Measure how far a checkpoint of a series is from its base, tensor by tensor, as both are loaded.
 
-    An adapter's update is computed without rounding, as if merged. Memory holds two models for a whole checkpoint, one
-    for an adapter.
+    A head that was trained apart from the embeddings to which the base ties it is left out: no activation depends on
+    it. An adapter's update is computed without rounding, as if merged. Memory holds two models for a whole checkpoint,
+    one for an adapter.
 
     Raises:
         TsaeError: where the weights are not those of the base by name or shape, are quantised, or are not finite.
@@ -91,14 +92,6 @@ def _whole_updates(
             f"(first: {(lost + new)[0]}), so its update has no size that noise could match",
             where=checkpoint.path,
             fix=fix,
-        )
-    own = {id(after[name]): name for name in before}
-    apart = next((name for name in sorted(tied & after.keys()) if id(after[name]) not in own), None)
-    if apart is not None:
-        raise TsaeError(
-            f"trained {apart} apart from the weight to which {base.path} ties it; noise there would move both",
-            where=checkpoint.path,
-            fix="Give a base whose weights are not tied either (tie_word_embeddings).",
         )
     for name, weight in before.items():
         other = after[name]
