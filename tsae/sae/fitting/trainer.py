@@ -116,7 +116,7 @@ class Trainer:
                     return
             if not usable:
                 raise TsaeError(
-                    f"no two tokens that make a pair have norms about the centre below {self.windows.norms.limit:g}",
+                    f"no two tokens that make a pair have norms below {self.windows.norms.limit:g} about the centre",
                     where=self.windows.store.path,
                     fix="Raise max_norm (--max-norm), or choose another token span.",
                 )
