@@ -49,7 +49,7 @@ class Trainer:
         # Computed now: a live source holds these tokens only at the start. `finish` may need them.
         sample = windows.first_tokens
         self.scale = windows.d_model**0.5 / windows.norms.mean
-        self.centre = torch.tensor(windows.norms.centre)
+        self.centre = torch.tensor(windows.norms.centre, dtype=torch.float32)
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
@@ -116,7 +116,7 @@ class Trainer:
                     return
             if not usable:
                 raise TsaeError(
-                    f"no two tokens that make a pair have norms about the centre below {self.windows.norms.limit:g}",
+                    f"no two tokens that make a pair have norms below {self.windows.norms.limit:g} about the centre",
                     where=self.windows.store.path,
                     fix="Raise max_norm (--max-norm), or choose another token span.",
                 )
@@ -172,7 +172,7 @@ class Trainer:
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """(n, d_model) tokens as the SAE takes them in training: about the centre, of mean norm √d_model."""
-        return (x.to(self.device).float() - self.centre) * self.scale
+        return (x.to(self.device).float() - self.centre).mul_(self.scale)
 
     def _schedule(self, step: int) -> float:
         """Share of the full learning rate: up, level, down."""
