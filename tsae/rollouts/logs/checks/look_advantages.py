@@ -195,7 +195,7 @@ class _Groups:
             total = x.sum(axis=1) - x.sum(axis=1).mean()
             scale = np.std(total, ddof=1) + _EPSILON if len(rows) > 1 else 1
             off[:, rows] = np.abs([total / scale - y, _fitted(x, y) - y])
-        return (np.maximum.reduceat(off, self.starts, axis=1) <= self._allowed(self.largest)).any(axis=0)
+        return np.asarray((np.maximum.reduceat(off, self.starts, axis=1) <= self._allowed(self.largest)).any(axis=0))
 
     def _closest(self, candidates: Sequence[np.ndarray]) -> np.ndarray:
         """For each group, the candidate that is closest to its advantages."""
