@@ -48,8 +48,8 @@ def batches_between(
             f"lacks step {missing[0]}{others} of the steps {first} to {last} between the checkpoints; it has "
             f"{len(batches)} steps, {min(batches)} to {max(batches)}",
             where=rollouts.origin,
-            fix="Give the log of every step (TRL writes it with logging_steps=1), or the stretch between two checkpoints "
-            "that it covers (steps).",
+            fix="Give the log of every step (logging_steps=1 in TRL), or the stretch between two checkpoints that it "
+            "covers (steps).",
         )
     beyond = [step for step in batches if not first <= step <= last]
     if beyond:

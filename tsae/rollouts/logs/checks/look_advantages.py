@@ -185,20 +185,17 @@ class _Groups:
 
     def decoupled(self, parts: np.ndarray) -> np.ndarray:
         """(n_groups,) whether the advantages are those of GDPO, from (n, n_rewards) rewards."""
-        scores, follow = np.zeros(parts.shape), np.zeros(len(self.size), dtype=bool)
+        scores, off = np.zeros(parts.shape), np.full((2, len(self.rows)), np.inf)
         for reward, score in zip(parts.T, scores.T, strict=True):
             if len(known := np.flatnonzero(np.isfinite(reward))):
                 score[known] = group_advantages(reward[known], self.group[known])
-        for step in np.unique(self.step) if parts.shape[1] > 1 else ():
-            rows = np.flatnonzero(self.step == step)
-            x, y, mine = scores[rows], self.advantage[rows], np.unique(self.group[rows])
+        by_step = np.split(np.argsort(self.step, kind="stable"), np.cumsum(np.bincount(self.step))[:-1])
+        for rows in by_step if parts.shape[1] > 1 else ():
+            x, y = scores[rows], self.advantage[rows]
             total = x.sum(axis=1) - x.sum(axis=1).mean()
-            given = [total / (np.std(total, ddof=1) + _EPSILON)] if len(rows) > 1 else []
-            for expected in (*given, _fitted(x, y)):
-                off = np.zeros(len(self.group))
-                off[rows] = np.abs(expected - y)
-                follow[mine] |= (np.maximum.reduceat(off, self.starts) <= self._allowed(self.largest))[mine]
-        return follow
+            scale = np.std(total, ddof=1) + _EPSILON if len(rows) > 1 else 1
+            off[:, rows] = np.abs([total / scale - y, _fitted(x, y) - y])
+        return np.asarray((np.maximum.reduceat(off, self.starts, axis=1) <= self._allowed(self.largest)).any(axis=0))
 
     def _closest(self, candidates: Sequence[np.ndarray]) -> np.ndarray:
         """For each group, the candidate that is closest to its advantages."""
