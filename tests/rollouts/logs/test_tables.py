@@ -217,7 +217,7 @@ def test_tables_of_trackio(plain: Checkpoint, tmp_path: Path) -> None:
 
 def spreadsheet(file: Path, rows: list[dict[str, Any]]) -> Path:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]), delimiter="\t" if ".tsv" in file.name else ",")
+    writer = csv.DictWriter(text, list(rows[0]), delimiter={".tsv": "\t", ".gz": ";"}.get(file.suffix, ","))
     writer.writeheader()
     writer.writerows(rows)
     data = b"\xef\xbb\xbf" + text.getvalue().encode()
@@ -338,6 +338,8 @@ def test_a_row_with_all_responses_to_a_problem(chat: Checkpoint, tmp_path: Path)
     found = read(save(tmp_path / "many.jsonl", many), chat)
     assert column(found, "outcome") == ["success", "failure"]
     assert column(found, "answer") == ["2", "2"]
+    single = {"question": "1+1?", "completions": ["#2", "#3"], "reward": [1.0, 0.0]}
+    assert column(read(save(tmp_path / "single.jsonl", single), chat), "outcome") == ["success", "failure"]
     for wrong in ({"rewards": [1.0]}, {"scores": [1.0] * 3}):
         with pytest.raises(TsaeError, match=r"many.jsonl:1: 2 values in responses but \d in (rewards|scores)"):
             read(save(tmp_path / "many.jsonl", {**many, **wrong}), chat)

@@ -13,6 +13,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +21,7 @@ from urllib.parse import quote
 from tsae.base.disk.torch_file import cause, read_torch_file
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.on_disk.packed import bare, unpacked
+from tsae.rollouts.logs.on_disk.packed import unpacked
 
 _LARGEST_SAMPLE = 1 << 28
 """Bytes of one sample of an Inspect log, unpacked."""
@@ -115,15 +116,17 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
 def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
     """The rows of a CSV or TSV file under the names of its first line, as texts; an empty field is None.
 
+    What parts the fields is what the first line has most of: tabs, semicolons or commas.
+
     Raises:
         TsaeError: naming the row, if it has another number of fields, or a field of more than `most` characters.
     """
     number = 0
     try:
         with unpacked(path) as (file, _), io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            lines = csv.reader(
-                _bounded(text, most), delimiter="\t" if bare(path).suffix == ".tsv" else ",", strict=True
-            )
+            bounded = _bounded(text, most)
+            head = next(bounded, "")
+            lines = csv.reader(chain([head], bounded), delimiter=max("\t;,", key=head.count), strict=True)
             names: list[str] = []
             while (row := _next_line(lines, most)) is not None:
                 if row and not names:

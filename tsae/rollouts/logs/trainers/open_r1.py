@@ -17,9 +17,8 @@ from tsae.rollouts.logs.entries.fields import Fields, Row, read_list
 from tsae.rollouts.logs.entries.log_format import Format, by_row, each_response
 
 _GENERATIONS = ("pass_rate_generations", "generations", "responses", "completions")
-_REWARDS = ("pass_rate_rewards", "rewards", "scores")
-_CORRECT = ("correctness_math_verify", "is_correct", "correct")
-_TOLD = (*_REWARDS, *_CORRECT, "finish_reasons")
+_REWARDS = ("pass_rate_rewards", "rewards", "scores", "score")
+_CORRECT = ("correctness_math_verify", "is_correct")
 _PROMPTS = ("problem", "question")
 
 
@@ -33,8 +32,9 @@ def _fits(row: Row, config: ImportConfig) -> bool:
 
 
 def _split(row: Fields) -> Iterator[Fields]:
-    """The generations of a row, each with its own value of the columns of `_TOLD`."""
+    """The generations of a row, each with its own reward, correctness and finish reason."""
     names = row.config.columns
+    told = (*_REWARDS, names.reward, *_CORRECT, names.correct)
     column = next((name for name in _GENERATIONS if isinstance(read_list(row.get(name)), list)), None)
     prompt = row.get(names.prompt, *_PROMPTS)
     if column is None or not (isinstance(prompt, str) or is_conversation(prompt)):
@@ -43,17 +43,19 @@ def _split(row: Fields) -> Iterator[Fields]:
             "Name the column of the prompt (--column prompt=NAME).",
         )
     # Of these names, others use some for a number of the whole problem.
-    about = {name for name in (*_REWARDS[1:], *_CORRECT[1:]) if not isinstance(read_list(row.get(name)), list)}
+    about = {name for name in told if not isinstance(read_list(row.get(name)), list)} - {_REWARDS[0], _CORRECT[0]}
     row = replace(row, row={name: value for name, value in row.row.items() if name not in about})
-    for each in each_response(row, column, _TOLD, whole=(names.prompt, *_PROMPTS, names.answer, "solution")):
+    for each in each_response(
+        row, column, (*told, "finish_reasons"), whole=(names.prompt, *_PROMPTS, names.answer, "solution")
+    ):
         yield replace(each, row={**each.row, "generation": each.row[column]})
 
 
 def _entry(row: Fields) -> Entry:
     names = row.config.columns
-    name = next((name for name in _REWARDS if name in row), _REWARDS[0])
+    name = next((name for name in (*_REWARDS, names.reward) if name in row), names.reward)
     value = row.score(name)
-    correct = next((name for name in _CORRECT if name in row), _CORRECT[0])
+    correct = next((name for name in (*_CORRECT, names.correct) if name in row), names.correct)
     return Entry(
         row.where,
         prompt=row.get(names.prompt, *_PROMPTS),
