@@ -109,7 +109,7 @@ def import_log(
             refuse_disagreement(summary.second_look, path)
         log = {**summary.as_dict(), "rewards": spools.rewards}
         info = {"tokenizer": tokenizer_fingerprint(tokens.tokenizer), "log": log}
-        spools.write(to, run.kept, info, run.policies.renamed)
+        spools.write(to, run.kept, info, run.renamed)
     return summary
 
 
