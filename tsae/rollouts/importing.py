@@ -110,7 +110,7 @@ def import_log(
             refuse_disagreement(summary.second_look, path)
         log = {**summary.as_dict(), "rewards": spools.rewards}
         info = {**vocabulary_facts(tokens.tokenizer), "log": log}
-        spools.write(to, run.kept, info, run.policies.renamed)
+        spools.write(to, run.kept, info, run.renamed)
     return summary
 
 

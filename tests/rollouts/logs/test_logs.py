@@ -149,7 +149,8 @@ def test_token_ids_are_taken_as_they_are(policy: Checkpoint, tmp_path: Path) -> 
 def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [BARE, {**BARE, "problem_id": None}, {**BARE, "prompt": "2?"}, {**BARE, "problem_id": 0}]
     rows.append({**BARE, "answer": "3"})
-    ids = column(read(log(tmp_path / "log.jsonl", rows), policy), "problem_id")
+    with pytest.warns(UserWarning, match="1 prompts have several problem ids each, 3 in all"):
+        ids = column(read(log(tmp_path / "log.jsonl", rows), policy), "problem_id")
     assert ids[0] == ids[1]
     assert ids[3] == "0"
     assert len({ids[0], *ids[2:]}) == 4

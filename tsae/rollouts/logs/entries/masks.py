@@ -26,7 +26,7 @@ def attended(
 ) -> tuple[np.ndarray | None, np.ndarray | None, frozenset[str]]:
     """Which ids of a prompt and a response were read, by the attention masks of a row.
 
-    A mask is of both together (``attention_mask``) or of one of them (that, ``prompt_mask``, ``completion_mask``).
+    A mask is of both together (``attention_mask``) or of one of them (``prompt_mask``, ``completion_mask``).
 
     Returns:
         (n_prompt,) and (n_response,) bool, None for a side without a mask; and the names of the sides that have one.
@@ -34,27 +34,17 @@ def attended(
     Raises:
         TsaeError: for a mask of another length.
     """
-    lengths = {"prompt": 0 if prompt is None else len(prompt), "response": 0 if response is None else len(response)}
+    n = [0 if ids is None else len(ids) for ids in (prompt, response)]
     found: dict[str, np.ndarray] = {}
-    for name, sides in (
-        ("attention_mask", (("prompt", "response"), ("response",), ("prompt",))),
-        ("prompt_mask", (("prompt",),)),
-        ("prompt_attention_mask", (("prompt",),)),
-        ("completion_mask", (("response",),)),
-    ):
-        if fields.get(name) is None:
-            continue
-        marks = fields.marks(name)
-        of = next((side for side in sides if sum(lengths[part] for part in side) == len(marks)), None)
-        if of is None:
-            raise fields.error(
-                f"{name} has {len(marks)} marks for {lengths['prompt']} ids of the prompt and {lengths['response']} of "
-                "the response",
-                "Correct that row.",
-            )
-        # A trainer masks whole completions that it does not train on.
-        parts = np.split(marks, [lengths["prompt"]]) if len(of) == 2 else [marks]
-        found |= {side: part for side, part in zip(of, parts, strict=True) if part.any()}
+    for name, sides in (("attention_mask", n), ("prompt_mask", n[:1]), ("completion_mask", n[1:])):
+        if fields.get(name) is not None:
+            marks, ends = fields.marks(name), "completion" in name
+            if len(marks) != sum(sides):
+                what = f"{name} has {len(marks)} marks for {n[0]} ids of the prompt and {n[1]} of the response"
+                raise fields.error(what, "Correct that row.")
+            parts = [np.zeros(0, bool), marks] if ends else np.split(marks, n[:1])
+            # A trainer masks whole completions that it does not train on.
+            found |= {side: part for side, part in zip(("prompt", "response"), parts, strict=True) if part.any()}
     return found.get("prompt"), found.get("response"), frozenset(found)
 
 

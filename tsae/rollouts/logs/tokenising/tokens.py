@@ -86,7 +86,7 @@ class Tokens:
         end: Any = self.tokenizer.eos_token_id
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
-        self._encode = Encoder(self.tokenizer)
+        self.encode = Encoder(self.tokenizer)
         self.spans = Spans(self.tokenizer)
         self.lost_markers = self.spans.lost(self.tokenizer.get_vocab())
         """Markers of thinking that are lost in texts without special tokens."""
@@ -143,7 +143,7 @@ class Tokens:
                 where=entry.where,
                 fix="Give a log with token ids and masks, if the trainer writes one (tsae rollouts formats)",
             )
-        tokens = self._encode(entry.response, entry.where)
+        tokens = self.encode(entry.response, entry.where)
         same = self.tokenizer.decode(np.asarray(tokens, dtype=np.int32)) == entry.response
         # If the number of tokens differs, other tokens were sampled.
         same = same and entry.response_length in (None, len(tokens))
@@ -338,20 +338,17 @@ class Tokens:
               "(--template-arguments)"] * bool(names),
         )  # fmt: skip
 
-    def encoded(self, text: str, where: str) -> list[int]:
-        """Token ids of a text as it stands."""
-        return self._encode(text, where)
-
     @cached_property
     def own_edges(self) -> tuple[set[int], set[int]]:
-        """The token ids with which the tokenizer or the chat template begins a prompt by itself, and ends one."""
+        """The special tokens with which the tokenizer or the chat template begins a prompt by itself, and ends one."""
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         prompts: list[list[int]] = []
         with suppress(Exception):  # no such letter, or no template, which raises what it likes
             prompts.append(tokenize(self.tokenizer, "1"))
             if self.template is not None:
                 text = self.template.render([{"role": "user", "content": "1"}])
                 prompts.append(tokenize(self.tokenizer, text, add_special_tokens=False))
-        return {ids[0] for ids in prompts if ids}, {ids[-1] for ids in prompts if ids}
+        return {ids[0] for ids in prompts if ids} & special, {ids[-1] for ids in prompts if ids} & special
 
     def written(self, id: int) -> str:
         """A token as texts with special tokens have it."""

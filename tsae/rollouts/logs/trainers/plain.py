@@ -116,7 +116,7 @@ def _entry(row: Fields) -> Entry:
         correct=row.truth(names.correct),
         answer=row.answer(names.answer),
         level=row.label(names.level),
-        problem_id=row.label(names.problem_id),
+        problem_id=None if names.by_prompt else row.label(names.problem_id),
         policy=row.label(names.policy),
         step=step,
         updates=step,
