@@ -125,7 +125,8 @@ class ColumnNames:
     response: str = "response"
     """Text of the response."""
     problem_id: str = "problem_id"
-    """Problem id; without it, trajectories with the same prompt and answer belong to one problem."""
+    """Problem id; without it, trajectories with the same prompt and answer belong to one problem, and with "prompt"
+    those with the same prompt."""
     answer: str = "answer"
     """Reference answer; only needed for a verifier."""
     correct: str = "correct"
@@ -148,6 +149,11 @@ class ColumnNames:
     """Token ids of the response, with its end token."""
     response_mask: str = "response_mask"
     """For several turns: 1 for every token id of the response that the policy sampled, 0 for the others."""
+
+    @property
+    def by_prompt(self) -> bool:
+        """Whether equal prompts are one problem, whatever ids the log has."""
+        return self.problem_id in ("prompt", self.prompt)
 
 
 _COLUMN_HELP = (
@@ -194,6 +200,9 @@ class ImportConfig:
     trainer's own config, if it lies beside the log (verl's .hydra/config.yaml)."""
     system_prompt: str | None = None
     """The run's system message, if the log has only the questions."""
+    pad_ids: tuple[int, ...] | None = None
+    """Token ids that pad prompts and responses, and are left out at their edges; by default found in the first rows.
+    Give -1 for none."""
     max_response_tokens: int | None = None
     """The run's limit, in tokens. If a log has only text, a shorter response counts as ended by its end token."""
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
@@ -205,6 +214,11 @@ class ImportConfig:
     line at a file's end, where a run still writes or was killed)."""
     strict: bool = False
     """Refuse a log that contradicts itself: what the second look prints is then an error, and nothing is written."""
+    merge_prompts: bool = False
+    """A problem id with several prompts is one problem; by default every prompt is a problem of its own."""
+    copies: Literal["auto", "drop", "keep"] = "auto"
+    """Trajectories that repeat others word for word, in groups that consist of equal parts: "drop" counts them once,
+    "keep" all of them, "auto" once where chance hardly gives that."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)

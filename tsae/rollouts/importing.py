@@ -38,6 +38,7 @@ from tsae.rollouts.logs.running.bar import Bar
 from tsae.rollouts.logs.running.journal import Job, Journal, begin, finish, settings
 from tsae.rollouts.logs.running.spool import Spool, Spools
 from tsae.rollouts.logs.running.workers import MOST, default_workers, read_in_workers, setup
+from tsae.rollouts.logs.tokenising.padding import find_pads
 from tsae.rollouts.logs.tokenising.template_settings import find_settings
 from tsae.rollouts.logs.tokenising.tokens import Tokens, tokenizer_alone
 
@@ -95,6 +96,7 @@ def import_log(
         told_so = f"the chat template is given {config.template_arguments}, as {trainers.file} says"
         series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
+    config = tokens.config = replace(config, pad_ids=find_pads(form, files, config, tokens))
     run, spools = Contents(form, files, series, tokens, config, notes=notes), Spools()
     keeping = None if kept is None else Path(kept)
     with Journal(to, settings(form, series, tokens, config), config.skip, run.policies.agrees, keeping) as journal:
@@ -107,7 +109,7 @@ def import_log(
             refuse_disagreement(summary.second_look, path)
         log = {**summary.as_dict(), "rewards": spools.rewards}
         info = {"tokenizer": tokenizer_fingerprint(tokens.tokenizer), "log": log}
-        spools.write(to, run.kept, info, run.policies.renamed)
+        spools.write(to, run.kept, info, run.renamed)
     return summary
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -92,6 +94,44 @@ def typed(table: pa.Table, where: str) -> pa.Table:
     return pa.table(columns, metadata=table.schema.metadata)
 
 
+def by_row(values: Any, n: int, where: str) -> Any:
+    """Values in the order of the n rows; a Series is aligned by its index, as pandas does.
+
+    Raises:
+        TsaeError: for a Series whose index is not the numbers of the rows.
+    """
+    if not isinstance(values, pd.Series) or values.index.equals(pd.RangeIndex(n)):
+        return values
+    if len(values) == n and values.index.sort_values().equals(pd.RangeIndex(n)):
+        return values.sort_index()
+    raise TsaeError(
+        f"the index of the Series {values.name!r} is not the rows 0 to {n - 1}",
+        where=where,
+        fix="Give its values in the order of the rows (.to_numpy()).",
+    )
+
+
+def check_same_problems(tables: Sequence[tuple[pa.Table, str]]) -> None:
+    """Check that a problem id is one problem in all (table, its name).
+
+    Raises:
+        TsaeError: for an id with another prompt, none of which contains the other, and no equal answers.
+    """
+    known: dict[str, tuple[str, str, str]] = {}
+    for table, where in tables:
+        first = np.flatnonzero(~table["problem_id"].to_pandas().duplicated())
+        for row in table.select(["problem_id", "prompt", "answer"]).take(pa.array(first)).to_pylist():
+            id, prompt, answer = row["problem_id"], row["prompt"] or "", row["answer"] or ""
+            other, told, place = known.setdefault(id, (prompt, answer, where))
+            if prompt not in other and other not in prompt and (answer != told or not answer):
+                raise TsaeError(
+                    f"problem id {id!r} has the prompt {prompt[:60]!r}, and {other[:60]!r} in {place}",
+                    where=where,
+                    fix="Give different problems different ids: with_column('problem_id', ...), or import the log with "
+                    "--column problem_id=prompt.",
+                )
+
+
 def _lists_of_items(kind: pa.DataType) -> pa.DataType:
     """The same type with pyarrow's own name for what is in a list. Parquet has another name, so that a table that was
     read would be written with other bytes."""
@@ -120,6 +160,9 @@ def checked(table: pa.Table, where: str) -> pa.Table:
         nulls = sum(chunk.flatten().null_count for chunk in table[name].chunks)
         if nulls:
             raise TsaeError(f"{name} holds {nulls} null token ids", where=where, fix="Drop those trajectories.")
+        if any((ids := chunk.flatten().to_numpy()).size and ids.min() < 0 for chunk in table[name].chunks):
+            fix = "Read the table with a checkpoint and an ImportConfig, which leaves padding out."
+            raise TsaeError(f"{name} holds mask values below 0, not token ids alone", where=where, fix=fix)
         empty = np.flatnonzero(list_lengths(table[name]) == 0)
         if len(empty):
             what = f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})"

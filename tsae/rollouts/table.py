@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +35,9 @@ from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.python_tables import NAME, PythonTable
 from tsae.rollouts.responses.token_parts import COLUMN, TokenParts
-from tsae.rollouts.schema import BANDS, OUTCOMES, checked, type_of, typed
+from tsae.rollouts.schema import BANDS, OUTCOMES, by_row, check_same_problems, checked, type_of, typed
 
 
 class Rollouts(TokenParts, Tables):
@@ -65,7 +68,7 @@ class Rollouts(TokenParts, Tables):
     @classmethod
     def read(
         cls,
-        path: str | Path,
+        path: str | Path | Any,
         checkpoint: Checkpoint | CheckpointSeries | str | Path | None = None,
         config: ImportConfig | None = None,
         *,
@@ -75,7 +78,8 @@ class Rollouts(TokenParts, Tables):
 
         Args:
             path: the file; or the log of TRL, verl, open-instruct, NeMo-RL, prime-rl or open-r1, or a plain one: a
-                folder, a .jsonl file, or a .parquet file.
+                folder, a .jsonl file, or a .parquet file. A table of Python is read as a plain log
+                (`tsae.rollouts.frames.read_frame`).
             checkpoint: for logs; see `tsae.rollouts.importing.import_log`.
             config: how a log is read; with it, a Parquet file is a log. ``info["log"]`` then says what was assumed and
                 left out.
@@ -84,17 +88,37 @@ class Rollouts(TokenParts, Tables):
         Raises:
             TsaeError: for files that are neither, and for what is wrong in them.
         """
+        if not isinstance(path, (str, Path)):
+            return cls._of_table(path, checkpoint, replace(config or ImportConfig(), format="plain"))
         path, given = local(path), path
         where = origin or (url_of(given) if is_url(given) else str(path))
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rollouts.parquet"
-                import_log(path, file, checkpoint, config, progress=False)
+                for note in import_log(path, file, checkpoint, config, progress=False).odd:
+                    warnings.warn(note, stacklevel=3)
                 return cls.read(file, origin=str(path))
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
         table = mapped(typed(piece, where) for piece in read_pieces(path))
         return cls(table, read_info(table, where), where)
+
+    @classmethod
+    def _of_table(
+        cls, given: Any, checkpoint: Checkpoint | CheckpointSeries | str | Path | None, config: ImportConfig
+    ) -> Rollouts:
+        names = {*asdict(config.columns).values(), *config.rewards, *config.keep_columns}
+        with tempfile.TemporaryDirectory() as folder:
+            # The run is named after the folder of a log, where it has no other name.
+            file = Path(folder) / "frame" / "frame.parquet"
+            file.parent.mkdir()
+            table = PythonTable(given, names, file)
+            try:
+                found = cls.read(file, checkpoint, config)
+            except TsaeError as error:
+                raise TsaeError(table.named(error.what), where=table.named(str(error.where)), fix=error.fix) from None
+        found.info, found.origin = json.loads(table.named(json.dumps(found.info))), NAME
+        return found
 
     @classmethod
     def read_rows(cls, path: str | Path, rows: np.ndarray) -> Rollouts:
@@ -229,8 +253,8 @@ class Rollouts(TokenParts, Tables):
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
         """The given rows (a boolean mask or positions), in order."""
-        rows = np.asarray(rows)
-        picked = np.flatnonzero(rows) if rows.dtype == bool else rows
+        mask = np.asarray(rows).dtype == bool
+        picked = np.flatnonzero(by_row(rows, len(self), self.origin)) if mask else np.asarray(rows)
         return Rollouts(self.table.take(pa.array(picked, pa.int64())), self.info, self.origin)
 
     def where(self, **columns: Any) -> Rollouts:
@@ -252,7 +276,8 @@ class Rollouts(TokenParts, Tables):
         return self.select(mask)
 
     def with_column(self, name: str, values: Any) -> Rollouts:
-        """A copy with one column set."""
+        """A copy with one column set; a Series is aligned by its index, the numbers of the rows."""
+        values = by_row(values, len(self), self.origin)
         array, table = pa.array(values, type=type_of(name), from_pandas=True), self.table
         if name in table.column_names:
             table = table.set_column(table.column_names.index(name), name, array)
@@ -267,7 +292,8 @@ class Rollouts(TokenParts, Tables):
         The info is the first one's. What bands were measured on is not known where the tables do not agree on it.
 
         Raises:
-            TsaeError: for no tables, tables tokenised with different tokenizers, and columns of different types.
+            TsaeError: for no tables, tables tokenised with different tokenizers, columns of different types, and ids
+                that are of different problems.
         """
         if not tables:
             raise TsaeError("gets no rollouts", where="Rollouts.concat", fix="Give at least one table.")
@@ -278,6 +304,7 @@ class Rollouts(TokenParts, Tables):
                 where="Rollouts.concat",
                 fix="Put together rollouts of models that share a tokenizer.",
             )
+        check_same_problems([(rollouts.table, rollouts.origin) for rollouts in tables])
         try:
             together = pa.concat_tables([rollouts.table for rollouts in tables], promote_options="default")
         except pa.ArrowTypeError as error:
@@ -310,7 +337,8 @@ class Rollouts(TokenParts, Tables):
             a copy with the columns band, pass_rate, pass_rate_low and pass_rate_high.
 
         Raises:
-            TsaeError: where a problem was not measured, a band is empty, or both are the same rollouts.
+            TsaeError: where a problem was not measured, a band is empty, both are the same rollouts, or their ids are
+                of different problems.
         """
         id = reference.id if isinstance(reference, Checkpoint) else reference
         other = None if measured_on is None else measured_on.frame
@@ -320,6 +348,8 @@ class Rollouts(TokenParts, Tables):
                 where=measured_on.origin,
                 fix="Leave it out (--measured-on): each half is then measured on the other.",
             )
+        if measured_on is not None:
+            check_same_problems([(self.table, self.origin), (measured_on.table, measured_on.origin)])
         found = find_bands(self.frame, self.origin, id, cutoffs, other)
         found.check()
         return self.in_bands(found)

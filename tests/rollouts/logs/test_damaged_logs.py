@@ -166,7 +166,8 @@ def test_files_without_trajectories_are_counted(policy: Checkpoint, tmp_path: Pa
         written(tmp_path / "log" / f"{name}.jsonl", data)
     written(tmp_path / "log" / "6.jsonl.gz", b"")
     (tmp_path / "log" / "7.parquet").touch()
-    found = read(tmp_path / "log", policy)
+    with pytest.warns(UserWarning, match="4 problem ids have several prompts each"):
+        found = read(tmp_path / "log", policy)
     assert len(found) == 10
     notes = found.info["log"]["notes"]
     assert "5 files hold no trajectories: 2.jsonl, 3.jsonl, 4.jsonl and 2 more" in notes

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -25,7 +26,8 @@ from tsae.rollouts.logs.entries.hashes import hash64
 from tsae.rollouts.logs.entries.log_format import Format
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 from tsae.rollouts.logs.on_disk.parts import Part
-from tsae.rollouts.logs.tokenising.tokens import Prompt, Tokens
+from tsae.rollouts.logs.tokenising.padding import strip
+from tsae.rollouts.logs.tokenising.tokens import Tokens
 from tsae.rollouts.responses.thinking import told
 from tsae.rollouts.responses.token_parts import COLUMN
 from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
@@ -33,6 +35,7 @@ from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
 _STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
 _LEDGER, _LOOK = "ledger", "look.npy"
 _ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "responses"
+_PADDED = "padded"
 _RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
 
 
@@ -144,10 +147,27 @@ class Contents:
         files = self.policies.files
         self.kept = self.ledger.kept(files, self.config, copies=self.form.name == "trl")
         self.ledger.rename(self.policies.renamed)
-        notes = [*self.notes, *self.policies.notes, *self._assumed()]
+        odd = [*self._padded(), *self.ledger.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
+        notes = [*self.notes, *self.policies.notes, *odd, *self._assumed()]
         found = self.ledger.summary(self.form.title, len(files), self.kept, notes)
         place = partial(self.ledger.place, files)
-        return replace(found, second_look=self.look.checks(*self.ledger.round_trips(), self.kept, place))
+        return replace(
+            found, odd=tuple(odd), second_look=self.look.checks(*self.ledger.round_trips(), self.kept, place)
+        )
+
+    def renamed(self, table: pa.Table, rows: np.ndarray) -> dict[str, list[str]]:
+        """Columns of rows of the table, by their numbers, with the names that policies and problems get in the end."""
+        found, policies, several = dict[str, list[str]](), self.policies.renamed, self.ledger.groups.several.index
+        if policies:
+            found["policy"] = [policies.get(name, name) for name in table["policy"].to_pylist()]
+        if len(several) and not self.config.merge_prompts:
+            asked = zip(table["problem_id"].to_pylist(), self._prompts[rows].tolist(), strict=True)
+            found["problem_id"] = [f"{id}/{prompt >> 32:08x}" if hash64(id) in several else id for id, prompt in asked]
+        return found
+
+    @cached_property
+    def _prompts(self) -> np.ndarray:
+        return self.ledger.prompts()
 
     def _assumed(self) -> Iterator[str]:
         n, counts = len(self.ledger), self.counts
@@ -156,6 +176,7 @@ class Contents:
             shown = ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
             yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {shown}"
         yield from self.policies.assumed()
+        yield from self.ledger.groups.notes(odd=False)
         for what, times in counts[_ASSUMED].items():
             yield f"{times:,} {what}"
         lacking = [name for name in _told(Entry("")) if not counts[_HAS][name]]
@@ -177,8 +198,19 @@ class Contents:
             )
         yield from self.verdicts.notes(n, counts["outcome"]["unknown"])
 
+    def _padded(self) -> Iterator[str]:
+        padded, tokens = self.counts[_PADDED], self.tokens
+        if padded["ids"]:
+            pads = "".join(f"{id} {tokens.written(id)!r}, " for id in self.config.pad_ids or () if id >= 0)
+            yield (
+                f"{padded['prompts']:,} prompts and {padded['responses']:,} responses have padding: {padded['ids']:,} "
+                f"ids at their edges ({pads}mask values below 0) were left out (--pad-ids, if other tokens pad it)"
+            )
+
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         _check_steps(entry, file)
+        n, m = strip(entry, self.config.pad_ids or (), self.tokens)
+        self.counts[_PADDED].update({"prompts": n > 0, "responses": m > 0, "ids": n + m})
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, entry.where)
         right = self.verdicts.right(entry, response.text)
@@ -189,7 +221,11 @@ class Contents:
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
             what = f"its rewards add up to {reward:g}, expected {LARGEST_REWARD:g} at most"
             raise TsaeError(what, where=entry.where, fix="Correct or drop that row, or scale rewards down.")
-        problem, policy = entry.problem_id or _problem(entry, prompt), self.policies.policy(entry, file)
+        asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
+        by_prompt = self.config.columns.by_prompt
+        # An id made of the question and its answer is equal in all logs of one kind.
+        own = f"{hash64(asked, *[entry.answer] * (not by_prompt)):016x}"
+        problem, policy = own if by_prompt else entry.problem_id or own, self.policies.policy(entry, file)
         assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]
         assumed += [*prompt.assumed, *told(found, entry.sampled)]
         retokenised, outcome = not response.logged, outcome_name(right)
@@ -213,6 +249,7 @@ class Contents:
             file_number,
             problem,
             policy,
+            prompt=hash64(asked),
             tokens=(prompt.ids.tobytes(), response.ids.tobytes(), entry.apart),
             finish_reason=response.finish_reason,
             reward=reward,
@@ -223,7 +260,8 @@ class Contents:
         # The trainer's own reward and outcome, whichever rewards or verifier are asked for here.
         trained_on = entry.reward if entry.reward is not None or self.verdicts.verify is not None else reward
         logged = self.verdicts.logged(entry)
-        self.look.see(entry, file, prompt, response, problem=problem, policy=policy, reward=trained_on, right=logged)
+        group = problem if entry.group or self.config.merge_prompts else f"{problem}/{hash64(asked):x}"
+        self.look.see(entry, file, prompt, response, problem=group, policy=policy, reward=trained_on, right=logged)
         record = {
             "problem_id": problem,
             "policy": policy,
@@ -269,9 +307,3 @@ def _told(entry: Entry) -> dict[str, bool]:
         "problem id": entry.problem_id is not None,
         "number of the policy's updates": entry.updates is not None or entry.policy is not None,
     }
-
-
-def _problem(entry: Entry, prompt: Prompt) -> str:
-    """An id made of the question and its answer: equal in all logs of one kind."""
-    asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
-    return f"{hash64(asked, entry.answer):016x}"

@@ -7,6 +7,7 @@ searched bucket by bucket: memory does not grow with the log.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pandas as pd
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.bookkeeping.counts import Counts
+from tsae.rollouts.logs.bookkeeping.groups import Groups
 from tsae.rollouts.logs.bookkeeping.summary import Summary
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.hashes import hash64
@@ -30,6 +32,7 @@ _LINE = np.dtype(
         ("file", "u4"),
         ("number", "u8"),  # Of the line or row.
         ("problem", "u8"),  # Hash of the problem id.
+        ("prompt", "u8"),  # Hash of the prompt, as it was logged.
         ("key", "u8"),  # Hash of the log's own id of the trajectory; 0 if it has none.
         ("trajectory", "u8"),  # Hash of policy, step, problem, prompt and response.
         ("content", "u8"),  # Hash of problem, prompt, response and advantage.
@@ -71,6 +74,7 @@ class Ledger:
         problem: str,
         policy: str,
         *,
+        prompt: int,
         tokens: tuple[bytes, bytes, str],
         finish_reason: str,
         reward: float | None,
@@ -85,6 +89,7 @@ class Ledger:
             file: its file's number.
             problem: id.
             policy: name.
+            prompt: hash of the prompt.
             tokens: prompt and response ids as bytes, and `Entry.apart`.
             finish_reason: stop, length or unknown.
             reward: None if unknown.
@@ -97,6 +102,7 @@ class Ledger:
             file,
             entry.number,
             hash64(problem),
+            prompt,
             0 if entry.key is None else hash64(policy, entry.key),
             hash64(policy, str(entry.step), problem, entry.answer, finish_reason, *tokens),
             hash64(problem, str(entry.advantage), *tokens),
@@ -175,6 +181,10 @@ class Ledger:
             self._drop_copies(kept, files, config)
         if not config.noisy_rewards:
             self._check_rewards(kept, files)
+        self.groups = Groups(partial(self._buckets, kept=kept), config)
+        if len(copied := self.groups.dropped):
+            kept[copied] = False
+            self.counts["skipped"]["repeated"] += len(copied)
         return kept
 
     def _check_rewards(self, kept: np.ndarray, files: Sequence[LogFile]) -> None:
@@ -235,6 +245,10 @@ class Ledger:
         if pending:
             yield current, first, np.concatenate(pending)
 
+    def prompts(self) -> np.ndarray:
+        """(n,) hash of the prompt of every trajectory."""
+        return np.concatenate([lines["prompt"] for _, lines in self.lines()])
+
     def rename(self, policies: Mapping[str, str]) -> None:
         """Give policies other names; `policies` has them by their old names."""
         self.sources = {(policies.get(name, name), step): number for (name, step), number in self.sources.items()}
@@ -244,6 +258,7 @@ class Ledger:
         sources = list(self.sources)
         counts, problems = np.zeros((len(sources), len(_COUNTED)), dtype=np.int64), 0
         for _, lines in self._buckets("problem", kept):
+            lines["problem"] = self.groups.problem(lines)
             counts += _counts(lines, len(sources))
             problems += len(np.unique(lines["problem"]))
         total = dict(zip(_COUNTED, counts.sum(axis=0).tolist(), strict=True)) | {"problems": problems}

@@ -28,6 +28,8 @@ class Summary:
     """Trajectories left out, by kind."""
     notes: tuple[str, ...]
     """What was assumed."""
+    odd: tuple[str, ...] = ()
+    """Those of the notes that are about padding, problem ids and copies: what most logs do not have."""
     second_look: tuple[Check, ...] = ()
     """Comparisons of what the log says twice."""
 

@@ -34,6 +34,8 @@ class Entry:
     """(n_response,) integers, with the end token where the model gave one."""
     sampled: np.ndarray | None = None
     """(n_response,) bool: which of these the policy sampled, if others wrote tokens between them; None for all."""
+    masked: frozenset[str] = frozenset()
+    """Of prompt and response, those whose padding a mask of the log has shown; it is left out here."""
     response_rendered: bool = False
     """Special tokens are written out in the text: a response without an end token was cut off."""
     response_length: int | None = None

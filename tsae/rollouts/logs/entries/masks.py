@@ -21,6 +21,33 @@ class Split(NamedTuple):
     """(n_response,) bool: which tokens of the response were sampled; None for all."""
 
 
+def attended(
+    fields: Fields, prompt: np.ndarray | None, response: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None, frozenset[str]]:
+    """Which ids of a prompt and a response were read, by the attention masks of a row.
+
+    A mask is of both together (``attention_mask``) or of one of them (``prompt_mask``, ``completion_mask``).
+
+    Returns:
+        (n_prompt,) and (n_response,) bool, None for a side without a mask; and the names of the sides that have one.
+
+    Raises:
+        TsaeError: for a mask of another length.
+    """
+    n = [0 if ids is None else len(ids) for ids in (prompt, response)]
+    found: dict[str, np.ndarray] = {}
+    for name, sides in (("attention_mask", n), ("prompt_mask", n[:1]), ("completion_mask", n[1:])):
+        if fields.get(name) is not None:
+            marks, ends = fields.marks(name), "completion" in name
+            if len(marks) != sum(sides):
+                what = f"{name} has {len(marks)} marks for {n[0]} ids of the prompt and {n[1]} of the response"
+                raise fields.error(what, "Correct that row.")
+            parts = [np.zeros(0, bool), marks] if ends else np.split(marks, n[:1])
+            # A trainer masks whole completions that it does not train on.
+            found |= {side: part for side, part in zip(("prompt", "response"), parts, strict=True) if part.any()}
+    return found.get("prompt"), found.get("response"), frozenset(found)
+
+
 def split_by_mask(ids: np.ndarray, mask: np.ndarray, fields: Fields) -> Split:
     """Divide a sequence whose sampled tokens are marked, and drop what follows the last of them.
 
@@ -70,6 +97,7 @@ def masked_entry(
         prompt_ids=prompt,
         response_ids=response,
         sampled=inside,
+        masked=frozenset({"response"}),
         rewards=rewards,
         step=step,
         updates=updates,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from tsae.rollouts.parquet import write_table
 from tsae.rollouts.responses.token_parts import COLUMN, FIELD, check_parts
 from tsae.rollouts.schema import SCHEMA
 
+Rename = Callable[[pa.Table, np.ndarray], Mapping[str, list[str]]]
+"""(rows, their numbers) -> columns with other names."""
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _OTHERS = "others"
 """Rewards and extra columns of a row as one JSON object: their names are known at the end."""
@@ -103,17 +105,17 @@ class Spools:
             self._extras.setdefault(name, set()).update(kinds)
         self._files.append(file)
 
-    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], policies: Mapping[str, str]) -> None:
-        """Write the kept rows to one file. `policies` maps the old name of a policy to its new name."""
+    def write(self, to: Path, kept: np.ndarray, info: Mapping[str, Any], rename: Rename) -> None:
+        """Write the kept rows to one file."""
         types = dict.fromkeys(self._rewards, pa.float64())
         for name, kinds in self._extras.items():
             types[name] = next((kind for kind, fitting in _TYPES if kinds <= fitting), pa.string())
         others = [pa.field(name, kind) for name, kind in types.items()]
         schema = pa.schema([*SCHEMA, *[FIELD] * self._parts_known, _STEP, _ROUND_TRIP, *others])
-        write_table(to, schema, self._batches(schema, others, kept, policies), info)
+        write_table(to, schema, self._batches(schema, others, kept, rename), info)
 
     def _batches(
-        self, schema: pa.Schema, others: list[pa.Field], kept: np.ndarray, policies: Mapping[str, str]
+        self, schema: pa.Schema, others: list[pa.Field], kept: np.ndarray, rename: Rename
     ) -> Iterator[pa.Table]:
         start = 0
         for path in self._files:
@@ -122,6 +124,7 @@ class Spools:
                 for group in range(file.num_row_groups):
                     table = file.read_row_group(group, use_threads=False)
                     rows = np.flatnonzero(kept[start : start + len(table)])
+                    numbers = start + rows
                     start += len(table)
                     if not len(rows):
                         continue
@@ -131,9 +134,8 @@ class Spools:
                     for field in others:
                         values = [_value(row.get(field.name), field.type) for row in found]
                         table = table.append_column(field, pa.array(values, field.type))
-                    if policies:
-                        named = pa.array([policies.get(name, name) for name in table["policy"].to_pylist()])
-                        table = table.set_column(table.column_names.index("policy"), "policy", named)
+                    for name, values in rename(table, numbers).items():
+                        table = table.set_column(table.column_names.index(name), name, pa.array(values))
                     yield table.select(schema.names).cast(schema)
 
 

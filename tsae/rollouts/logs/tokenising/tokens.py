@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -78,7 +80,7 @@ class Tokens:
         end: Any = self.tokenizer.eos_token_id
         self.end: int | None = end if end is not None else next(iter(ends), None)
         self.ends = ends | ({self.end} if self.end is not None else set())
-        self._encode = Encoder(self.tokenizer)
+        self.encode = Encoder(self.tokenizer)
         self.spans = Spans(self.tokenizer)
         self.lost_markers = self.spans.lost(self.tokenizer.get_vocab())
         """Markers of thinking that are lost in texts without special tokens."""
@@ -135,7 +137,7 @@ class Tokens:
                 where=entry.where,
                 fix="Give a log with token ids and masks, if the trainer writes one (tsae rollouts formats)",
             )
-        tokens = self._encode(entry.response, entry.where)
+        tokens = self.encode(entry.response, entry.where)
         same = self.tokenizer.decode(np.asarray(tokens, dtype=np.int32)) == entry.response
         # If the number of tokens differs, other tokens were sampled.
         same = same and entry.response_length in (None, len(tokens))
@@ -300,6 +302,22 @@ class Tokens:
               "(--template-arguments)"] * bool(names),
         )  # fmt: skip
 
+    @cached_property
+    def own_edges(self) -> tuple[set[int], set[int]]:
+        """The special tokens with which the tokenizer or the chat template begins a prompt by itself, and ends one."""
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        prompts: list[list[int]] = []
+        with suppress(Exception):  # no such letter, or no template, which raises what it likes
+            prompts.append(tokenize(self.tokenizer, "1"))
+            if self.template is not None:
+                text = self.template.render([{"role": "user", "content": "1"}])
+                prompts.append(tokenize(self.tokenizer, text, add_special_tokens=False))
+        return {ids[0] for ids in prompts if ids} & special, {ids[-1] for ids in prompts if ids} & special
+
+    def written(self, id: int) -> str:
+        """A token as texts with special tokens have it."""
+        return str(self.tokenizer.decode([id]))
+
     def _decode(self, ids: np.ndarray) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -314,8 +332,14 @@ class Tokens:
         return (text, *(str(self.tokenizer.decode(part)) for part in (ids, body)))
 
     def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
-        if ((ids < 0) | (ids >= self.vocabulary)).any():
-            bad = int(ids[(ids < 0) | (ids >= self.vocabulary)][0])
+        if (ids < 0).any():
+            raise TsaeError(
+                f"the {what} has {int(ids.min())} between its tokens, which is a mask value and not a token id",
+                where=where,
+                fix="Give all token ids, and a column that marks the sampled ones (--column response_mask=NAME).",
+            )
+        if (ids >= self.vocabulary).any():
+            bad = int(ids[ids >= self.vocabulary][0])
             raise TsaeError(
                 f"the {what} has the token id {bad}; the tokenizer of {self.path} has 0 to {self.vocabulary - 1}",
                 where=where,

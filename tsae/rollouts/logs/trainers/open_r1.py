@@ -52,7 +52,9 @@ def _entry(row: Fields) -> Entry:
         correct=row.truth(_TOLD[1]),
         answer=row.answer(names.answer, "solution"),
         level=row.label(names.level),
-        problem_id=row.inside({names.problem_id: row.get(names.problem_id, "uuid")}).label(names.problem_id),
+        problem_id=None
+        if names.by_prompt
+        else row.inside({names.problem_id: row.get(names.problem_id, "uuid")}).label(names.problem_id),
         policy=row.label(names.policy),
         finish_reason=row.finish(_TOLD[2]),
     )

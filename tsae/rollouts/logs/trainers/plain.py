@@ -9,7 +9,7 @@ from tsae.rollouts.logs.entries.conversations import is_conversation
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields, Row
 from tsae.rollouts.logs.entries.log_format import Format, by_row
-from tsae.rollouts.logs.entries.masks import split_by_mask
+from tsae.rollouts.logs.entries.masks import attended, split_by_mask
 
 _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band"}
 
@@ -42,10 +42,14 @@ def _entry(row: Fields) -> Entry:
             "Name the columns that hold them (--column prompt=NAME --column response=NAME).",
         )
     prompt_ids, response_ids = row.optional_ids(names.prompt_ids), row.optional_ids(names.response_ids)
-    sampled = None
+    sampled, (read, heard, masked) = None, attended(row, prompt_ids, response_ids)
+    prompt_ids = prompt_ids if prompt_ids is None or read is None else prompt_ids[read]
     if row.get(names.response_mask) is not None:
-        prompt_ids, response_ids, sampled = _turns(row, prompt_ids, response_ids)
+        prompt_ids, response_ids, sampled = _turns(row, prompt_ids, response_ids, heard)
+        masked |= {"response"}
         response = None  # It is not known who wrote which words of the text.
+    elif response_ids is not None and heard is not None:
+        response_ids = response_ids[heard]
     reward = row.number(names.reward)
     columns = row.config.rewards or (() if reward is None else (names.reward,))
     step = row.whole(names.step)
@@ -56,13 +60,14 @@ def _entry(row: Fields) -> Entry:
         response=response,
         response_ids=response_ids,
         sampled=sampled,
+        masked=masked,
         rewards={name: row.number(name) for name in columns},
         reward=reward,
         unscored=False,
         correct=row.truth(names.correct),
         answer=row.answer(names.answer),
         level=row.label(names.level),
-        problem_id=row.label(names.problem_id),
+        problem_id=None if names.by_prompt else row.label(names.problem_id),
         policy=row.label(names.policy),
         step=step,
         updates=step,
@@ -72,7 +77,7 @@ def _entry(row: Fields) -> Entry:
 
 
 def _turns(
-    row: Fields, prompt: np.ndarray | None, response: np.ndarray | None
+    row: Fields, prompt: np.ndarray | None, response: np.ndarray | None, heard: np.ndarray | None
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray | None]:
     """(prompt ids, response ids, which of these were sampled) of a response with a mask."""
     names = row.config.columns
@@ -87,6 +92,8 @@ def _turns(
             f"{names.response_mask} has {len(sampled)} marks for the {len(response)} tokens of {names.response_ids}",
             "Correct that row.",
         )
+    if heard is not None:
+        response, sampled = response[heard], sampled[heard]
     before = np.zeros(0, dtype=np.int64) if prompt is None else prompt
     mask = np.concatenate([np.zeros(len(before), dtype=bool), sampled])
     split = split_by_mask(np.concatenate([before, response]), mask, row)

@@ -109,6 +109,7 @@ def _trace_entry(trace: Fields) -> Entry | None:
         prompt_ids=prompt,
         response_ids=response,
         sampled=inside,
+        masked=frozenset({"response"}),
         rewards=rewards,
         reward=total(rewards),
         unscored=total(rewards) is None,

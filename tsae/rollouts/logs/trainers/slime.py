@@ -43,6 +43,7 @@ def _entry(row: Fields) -> Entry:
         prompt_ids=prompt,
         response_ids=response,
         sampled=sampled,
+        masked=frozenset() if row.get("loss_mask") is None else frozenset({"response"}),
         # The text includes what others wrote after the last sampled token.
         response=str(row.row["response"]) if row.get("response") and len(response) == length else None,
         rewards=rewards,

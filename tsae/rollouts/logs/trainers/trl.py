@@ -66,7 +66,7 @@ def _entry(row: Fields, scores: dict[str, float | None]) -> Entry:
         unscored=reward is None,
         answer=row.answer(names.answer),
         level=row.label(names.level),
-        problem_id=row.label(names.problem_id),
+        problem_id=None if names.by_prompt else row.label(names.problem_id),
         step=step,
         # It is logged after the optimiser step that it was generated for.
         updates=None if step is None else step - 1,
