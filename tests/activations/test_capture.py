@@ -412,11 +412,12 @@ def test_activations_beyond_half_precision_are_refused(
 
 
 def test_tokens_outside_the_vocabulary_are_refused(series: CheckpointSeries, tmp_path: Path) -> None:
-    for ids, named in (([1, 20], 20), ([-1, 2], -1)):
+    for ids, message in (
+        ([1, 20], "token id 20, outside the model's vocabulary of 20"),
+        ([-1, 2], "mask values below 0"),
+    ):
         record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": ids, "outcome": "unknown"}
-        with pytest.raises(
-            TsaeError, match=f"response_ids holds token id {named}, outside the model's vocabulary of 20"
-        ):
+        with pytest.raises(TsaeError, match=f"response_ids holds {message}"):
             capture(series, Rollouts.from_records([record]), [SITE], to=tmp_path / "acts", progress=False)
     assert not (tmp_path / "acts").exists()
 

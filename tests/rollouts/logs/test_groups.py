@@ -147,10 +147,11 @@ def test_one_step_that_a_log_holds_twice_counts_once(policy: Checkpoint) -> None
 def test_a_batch_that_was_logged_at_two_steps_is_counted(policy: Checkpoint) -> None:
     rows = [{"problem_id": "p", "prompt": "1?", "response": f"#{i}", "reward": 1.0} for i in range(4)]
     twice = [{**row, "step": step} for step in (1, 2) for row in rows] + [{**rows[0], "step": 3}]
-    with pytest.warns(UserWarning, match="4 trajectories come again under another step or policy, word for word: all"):
-        assert len(Rollouts.read(twice, policy)) == 9
-    with pytest.warns(UserWarning, match="the first count"):
-        assert Rollouts.read(twice, policy, ImportConfig(copies="drop")).frame.step.tolist() == [1] * 4 + [3]
+    found = Rollouts.read(twice, policy)
+    assert len(found) == 9
+    assert notes(found, "4 trajectories come again under another step or policy, word for word: all of them count")
+    found = Rollouts.read(twice, policy, ImportConfig(copies="drop"))
+    assert found.frame.step.tolist() == [1] * 4 + [3]
 
 
 @pytest.mark.parametrize("words", [1, 2, 3])

@@ -96,7 +96,7 @@ class Groups:
                 + ("hardly gives: " if self._sure else "may give: ")
                 + ("they count once (--copies keep)" if len(self.dropped) else "all of them count (--copies drop)")
             )
-        if odd and (n := len(self._again)):
+        if not odd and (n := len(self._again)):
             yield (
                 f"{n:,} trajectories come again under another step or policy, word for word: "
                 + ("the first count" if self.config.copies == "drop" else "all of them count (--copies drop)")
