@@ -118,8 +118,6 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
                 unseen = plans[here[0]].unseen(store)
                 windows = plans[here[0]].windows(store) if windows is None else windows.at(site)
                 saes.update(zip(here, _train(windows, unseen, [plans[i] for i in here], processes, bar), strict=True))
-            if windows is not None:
-                windows.discard()
     return [Crosscoder.from_sae(saes[i]) if isinstance(store, Pair) else saes[i] for i in range(len(plans))]
 
 
