@@ -376,7 +376,6 @@ def test_another_buffer_is_another_training(source: LiveSource, series: Any, rol
     for change, message in [
         ({"buffer_tokens": 500}, r"inputs\.capture\.buffer_tokens was 400, is 500"),
         ({"batch_tokens": 64}, r"inputs\.capture\.batch_tokens was 128, is 64"),
-        ({"cache": tmp_path / "cache"}, r"inputs\.capture\.cache_gb was absent, is 50.0"),
     ]:
         other = LiveSource(series, rollouts, SITE, config=replace(CONFIG, **change))
         with pytest.raises(TsaeError, match=message):

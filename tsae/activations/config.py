@@ -126,17 +126,8 @@ class LiveConfig(ReadingConfig):
     held last, the next epoch reads first, and is not computed again."""
     models: int | None = None
     """Models held on the device at once; by default all. With fewer, every buffer loads them in turn."""
-    cache: Path | None = None
-    """Folder for activations on disk, which then take the place of the buffer in memory: a batch mixes what the cache
-    holds, and a killed training finds it again. One training uses it at a time, and removes it at its end. Processes of
-    torchrun on one machine share it."""
-    cache_gb: float = 50.0
-    """Gigabytes (10^9 bytes) that the cache takes at most. If an epoch fits, every trajectory is read once. If not, an
-    epoch saves the forward passes of what the cache holds."""
 
     def __post_init__(self) -> None:
         need_numbers(self)
         super().__post_init__()
         expand_paths(self)
-        if not self.cache_gb > 0:
-            raise TsaeError(f"cache_gb={self.cache_gb} is not above 0", where=type(self).__name__)

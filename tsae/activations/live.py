@@ -1,8 +1,7 @@
 """Activations straight from the models: training and encoding without a store.
 
 A store of 100 M tokens of a 7B model takes most of a terabyte. Here the readers compute activations while training
-runs, and a bounded number of tokens is held: `LiveConfig.buffer_tokens` in memory, or `LiveConfig.cache_gb` on disk
-(`tsae.activations.ring`).
+runs, and memory holds a bounded number of tokens, `LiveConfig.buffer_tokens` (`tsae.activations.ring`).
 
 1. The windows of an epoch are those of `tsae.activations.batches`. Their trajectories are divided into portions of
    similar length: what one forward pass reads, always the same. Portions are shuffled and cut into blocks of about
@@ -17,14 +16,14 @@ a third fits, each later epoch saves a third.
 
 Which tokens an epoch reads, and in which order, is known without a model, and a portion has the same bits whenever it
 is computed. So a resumed training skips finished blocks: it computes the first, on which norms are estimated, and the
-one in which it stopped, as far as a cache on disk does not hold them. A portion that does not fit into memory is read
+one in which it stopped. A portion that does not fit into memory is read
 with half the tokens in a forward pass. A warning says so, and training.json keeps it (`short_of_memory`): the same
 training gives the same bits where memory runs out at the same sizes again.
 
-Encoding reads every trajectory once, in the order of the shards that a capture would write, and caches nothing.
+Encoding reads every trajectory once, in the order of the shards that a capture would write, and holds nothing.
 
-Cost: forward passes through the layers up to the site for what is not held, in every process (a cache on disk divides
-them among the processes of a machine); training waits while a block is filled. A held token takes d_model values of the
+Cost: forward passes through the layers up to the site for what is not held, in every process; training waits
+while a block is filled. A held token takes d_model values of the
 stored precision, and 12 bytes of memory besides. Token ids take 4 bytes for every token of every reader, and the index
 12 bytes a window.
 """
@@ -32,7 +31,6 @@ stored precision, and 12 bytes of memory besides. Token ids take 4 bytes for eve
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -49,9 +47,9 @@ from tsae.activations.config import LiveConfig
 from tsae.activations.reader.assignment import Piece, cut
 from tsae.activations.reader.forward_passes import OutOfMemory, read_batches, stored_texts
 from tsae.activations.reader.opening import open_base, open_reader
-from tsae.activations.ring import Ring, RingOnDisk
+from tsae.activations.ring import Ring
 from tsae.activations.shards.manifest import FORMAT, VERSION
-from tsae.activations.shards.shard import DTYPES, Shard, as_float32, as_stored
+from tsae.activations.shards.shard import Shard, as_float32, as_stored
 from tsae.activations.source import Source
 from tsae.base.torchrun import world_size
 from tsae.base.usual_state import usual_state
@@ -96,8 +94,8 @@ class LiveSource(Source):
         self._pieces: dict[str, list[np.ndarray]] = {checkpoint.id: [] for checkpoint in series}
         for piece in cut(base.plan, lengths, _SHARD_TOKENS):
             self._pieces[piece.reader].append(piece.rows)
-        # Where the models run, how many are held, and where the cache lies changes no batch.
-        unimportant = {"device", "models", "cache"} | (set() if self.config.cache else {"cache_gb"})
+        # Where the models run, and how many are held, changes no batch.
+        unimportant = {"device", "models"}
         self.manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -130,9 +128,6 @@ class LiveSource(Source):
 
     def windows(self, site: str, **options: Any) -> Windows:
         return LiveWindows(self, site, **options)
-
-    def training_windows(self, site: str, **options: Any) -> Windows:
-        return LiveWindows(self, site, cached=True, **options)
 
     def budget(self, n_tokens: int) -> int:
         """Tokens of one of the forward passes that read so many, with padding.
@@ -216,14 +211,13 @@ class LiveWindows(Windows):
     Args:
         store: live.
         site: its site.
-        cached: hold them in the folder that `LiveConfig.cache` names, if it does.
         options: of `Windows`.
     """
 
     store: LiveSource
 
-    def __init__(self, store: LiveSource, site: str, *, cached: bool = False, **options: Any) -> None:
-        self._folder, self._balance = store.config.cache if cached else None, options.get("balance", ())
+    def __init__(self, store: LiveSource, site: str, **options: Any) -> None:
+        self._most = store.config.buffer_tokens
         self._ring: Ring | None = None
         self._filled: list[int] = []  # portions that the batches are of
         store.short_of_memory = {}  # may be an earlier training's
@@ -240,9 +234,10 @@ class LiveWindows(Windows):
         """
         if self._most < 2 * batch_tokens:
             raise TsaeError(
-                f"{self._limit} must hold at least two batches of batch_tokens={batch_tokens}, better a hundred",
+                f"buffer_tokens={self._most} must hold at least two batches of batch_tokens={batch_tokens}, better a "
+                "hundred",
                 where="LiveConfig",
-                fix=f"Raise {self._limit_name}.",
+                fix="Raise buffer_tokens.",
             )
         first = 0
         for block, (portions, windows) in enumerate(self._portions.blocks(number)):
@@ -254,35 +249,8 @@ class LiveWindows(Windows):
                 np.random.default_rng([self.seed, number, block, 2]).shuffle(windows)
                 yield from self._batches(self._packed(windows), number, numbers, start, share)
 
-    def discard(self) -> None:
-        if self._ring is not None:
-            self._ring.discard()
-            self._ring, self._filled = None, []
-
-    @cached_property
-    def _most(self) -> int:
-        """Tokens that are held at most."""
-        if self._folder is None:
-            return self.store.config.buffer_tokens
-        bytes_each = self.d_model * np.dtype(DTYPES[self.store.manifest["dtype"]]).itemsize
-        return int(self.store.config.cache_gb * 1e9) // bytes_each
-
-    @property
-    def _limit_name(self) -> str:
-        return "buffer_tokens" if self._folder is None else "cache_gb"
-
-    @property
-    def _limit(self) -> str:
-        if self._folder is None:
-            return f"buffer_tokens={self._most}"
-        return f"cache_gb={self.store.config.cache_gb:g} ({self._most} tokens)"
-
     def _beginning(self) -> np.ndarray:
         portions, windows = self._portions.blocks(0)[0]
-        # Of a cache that holds more than memory would, a part is enough.
-        total = self._portions.size[portions].cumsum()
-        portions = portions[: max(1, np.searchsorted(total, self.store.config.buffer_tokens, side="right"))]
-        windows = windows[np.isin(self._portions.of(windows), portions)]
         self._fill(portions)
         np.random.default_rng([self.seed, 0, 0, 2]).shuffle(windows)
         return self._packed(windows)
@@ -305,9 +273,9 @@ class LiveWindows(Windows):
         )
         if found.size.max() > self._most:
             raise TsaeError(
-                f"a trajectory of {found.size.max()} counted tokens does not fit into {self._limit}",
+                f"a trajectory of {found.size.max()} counted tokens does not fit into buffer_tokens={self._most}",
                 where="LiveConfig",
-                fix=f"Raise {self._limit_name}, or leave such trajectories out.",
+                fix="Raise buffer_tokens, or leave such trajectories out.",
             )
         return found
 
@@ -317,12 +285,15 @@ class LiveWindows(Windows):
         if wanted == self._filled:
             return
         self._filled, every = [], self._portions
-        self._ring = ring = self._ring or self._opened_ring()
+        if self._ring is None:
+            held = min(self._most, self.n_tokens)
+            self._ring = Ring(held, self.d_model, self.store.manifest["dtype"])
+        ring = self._ring
         missing = ring.missing({portion: int(every.size[portion]) for portion in wanted})
         # Reader after reader, where not all models are held.
-        for portion in ring.mine(sorted(missing, key=lambda portion: int(every.reader[portion]))):
+        for portion in sorted(missing, key=lambda portion: int(every.reader[portion])):
             ring.put(portion, missing[portion], self._computed(portion))
-        ring.all_put(missing, wanted)
+        ring.use(wanted)
         segments = np.concatenate([every.segments_of[portion] for portion in wanted])
         length = self.segments[segments, 2].astype(np.int64)
         order = np.argsort(segments)
@@ -332,13 +303,6 @@ class LiveWindows(Windows):
         self._row = np.concatenate(ring.rows(wanted))[token_places(begin[order], length[order])]
         self._begin = length[order].cumsum() - length[order]
         self._filled = wanted
-
-    def _opened_ring(self) -> Ring:
-        size = min(self._most, self.n_tokens), self.d_model, self.store.manifest["dtype"]
-        if self._folder is None:
-            return Ring(*size)
-        plan = zlib.crc32(self._portions.of_text.tobytes() + self.segments.tobytes())
-        return RingOnDisk(self._folder, [self.store.identity(self.site, self._balance), plan], *size)
 
     def _computed(self, portion: int) -> np.ndarray:
         """(n, d_model) the counted tokens of a portion, in the stored precision."""

@@ -14,7 +14,3 @@ class Source(Catalogue):
     def windows(self, site: str, **options: Any) -> Windows:
         """Shuffled batches of tokens and their partners; see `tsae.activations.batches.windows.Windows`."""
         raise NotImplementedError
-
-    def training_windows(self, site: str, **options: Any) -> Windows:
-        """The same for a training, whose live activations may be held on disk until it calls `Windows.discard`."""
-        return self.windows(site, **options)

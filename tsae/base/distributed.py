@@ -4,8 +4,7 @@
 - Training: n processes take the same batches and the same steps as one process, up to the order of sums and to which
   of equal codes BatchTopK keeps. Every process reads every n-th window of the batch and computes its tokens' part of
   the loss. What the loss compares across the batch is sent (`tsae.sae.fitting.loss`), gradients are added up, and all
-  processes take the same optimizer step, so that weights stay equal without being sent. Where a dictionary is too large
-  for that, they divide its latents instead (`tsae.sae.fitting.sharding`).
+  processes take the same optimizer step, so that weights stay equal without being sent.
 """
 
 from __future__ import annotations

@@ -15,11 +15,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
-def local_world_size() -> int:
-    """Number of processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-
-
 def first_process() -> bool:
     """Whether this process is the first, which prints and writes for all."""
     return os.environ.get("RANK", "0") == "0"

@@ -199,12 +199,6 @@ def _encode_missing(
     keeping: KeptPieces | None = None,
 ) -> int:
     """Encode the shards of a part that have no piece yet; gives the number of all shards."""
-    if isinstance(store, LiveSource) and store.config.cache is not None:
-        raise TsaeError(
-            f"cache={store.config.cache} is for trainings: an encoding reads every trajectory once",
-            where="LiveConfig",
-            fix="Leave the cache out (--live.cache).",
-        )
     # A part reads its own shards alone: comparing checksums of the others would take as long as its work.
     shards = list(store.outlines())
     mine = [(number, shard) for number, shard in enumerate(shards) if number % part.n == part.index]

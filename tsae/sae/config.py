@@ -168,9 +168,6 @@ class TrainingConfig:
     """Precision of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where
     dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes,
     similarities, losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
-    shard_dictionary: bool = False
-    """Under torchrun, divide the latents among the processes, not the batch: for a dictionary that is too large for one
-    device. Each process holds every n-th latent with its gradient and Adam's moments, and reads the whole batch."""
     save_every_steps: int = 500
     """Steps between checkpoints, from the last of which a run that was killed goes on."""
     resume: Literal["auto", "never"] = "auto"

@@ -185,9 +185,6 @@ class Windows:
             other.__dict__.pop(name, None)
         return other
 
-    def discard(self) -> None:
-        """Delete temporary files. These windows read a store and have none."""
-
     @cached_property
     def _maps(self) -> list[Any]:
         # Looking a dataset up in its file takes longer than reading a few windows of it.

@@ -37,9 +37,6 @@ selection is computed on the selected codes alone (`tsae.sae.fitting.sparse_code
 On several processes (`tsae.base.distributed`) each holds a share of the batch's tokens, and all of the above is of the
 whole batch: codes are selected among all processes' pre-activations, a pair is contrasted with all pairs, means and the
 residual's variance are over all tokens. A share may have no pairs, or no tokens.
-
-Where processes divide the dictionary instead (`tsae.sae.fitting.sharding`), each holds the whole batch and some
-latents, and gives the whole loss.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ import torch
 from tsae.base.distributed import ALONE, Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import Precision
-from tsae.sae.fitting import sharding, sparse_codes, temporal_term
+from tsae.sae.fitting import sparse_codes, temporal_term
 from tsae.sae.model import TemporalSAE
 
 
@@ -59,7 +56,7 @@ class LossTerms(NamedTuple):
     """Terms of the loss, unweighted, and what the trainer tracks. Scalars unless said.
 
     Of processes that divide a batch, the terms are this one's parts, which add up to those of the batch; so do the
-    gradients. Of processes that divide the dictionary, the terms are the batch's, and `fired` is of the own latents.
+    gradients.
     """
 
     total: torch.Tensor
@@ -92,7 +89,7 @@ def temporal_loss(
     """The loss of one batch.
 
     Args:
-        sae: in the units of x; a `DictionaryShard` where processes divide the dictionary.
+        sae: in the units of x.
         x: (n, d_model) tokens.
         pairs: (N, 2) rows of x: (partner, token t). Rows from n on are those of others.
         dead: (d_sae,) bool, latents for AuxK; none by default.
@@ -101,19 +98,17 @@ def temporal_loss(
         copies: (n + m,) equal for tokens that are copies of one another (`TokenBatch.copies`); by default none are.
         temporal_share: of the temporal weight that counts (`TrainingConfig.temporal_rise_share`).
         precision: of the large matrix products (`TrainingConfig.precision`).
-        processes: that hold the batch; x and pairs are this one's share. Alone, where they divide the dictionary.
+        processes: that hold the batch; x and pairs are this one's share.
 
     Raises:
         TsaeError: where the temporal term has a weight but the batch has no pairs, or none of another trajectory.
     """
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
-    shards = sae.among if isinstance(sae, sharding.DictionaryShard) else ALONE
-    bounds = [(sharding.held_before(a, shards), sharding.held_before(b, shards)) for a, b in config.group_bounds]
-    encoder = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes, shards)
+    encoder, bounds = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes), config.group_bounds
     codes = sparse_codes.encode_topk(x, *encoder)
-    residual, errors = x - sharding.shared(sae.b_dec, shards), []
-    for of_group in sparse_codes.decode(codes, sae.W_dec, bounds, config.k / shards.size, precision):
-        residual = residual - sharding.added(of_group, shards)
+    residual, errors = x - sae.b_dec, []
+    for of_group in sparse_codes.decode(codes, sae.W_dec, bounds, config.k, precision):
+        residual = residual - of_group
         errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
     total = torch.stack([weight * error for weight, error in zip(config.weights, errors, strict=True)]).sum()
 
@@ -130,7 +125,6 @@ def temporal_loss(
         if others is not None:
             apart = sparse_codes.encode_topk(others, *encoder)
             high, tokens = high.followed_by(apart.columns(*bounds[0])), torch.cat([x, others])
-        high = sharding.together(high, shards)
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
             total = total + temporal_share * config.temporal_weight * config.weights[0] * temporal
@@ -150,9 +144,9 @@ def temporal_loss(
 
     aux = x.new_zeros(())
     dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
-    if dead is not None and sum(shards.counts(len(dead))) > 0:
+    if dead is not None and len(dead):
         residual = residual.detach()
-        error = _aux_error(sae, x, residual, dead, precision, shards) / (n_tokens * sae.d_model)
+        error = _aux_error(sae, x, residual, dead, precision) / (n_tokens * sae.d_model)
         # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
@@ -182,21 +176,12 @@ def _weighted_l1(sae: TemporalSAE, x: torch.Tensor, high: sparse_codes.Codes, pa
 
 
 def _aux_error(
-    sae: TemporalSAE,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    dead: torch.Tensor,
-    precision: Precision,
-    shards: Processes,
+    sae: TemporalSAE, x: torch.Tensor, residual: torch.Tensor, dead: torch.Tensor, precision: Precision
 ) -> torch.Tensor:
     """Sum over tokens of ‖residual − its reconstruction by the strongest dead latents‖²."""
     weight = sae.W_enc[:, dead]
     bias = sae.b_enc[dead] - sae.b_dec @ weight
     pre = sparse_codes.matmul(x, weight, precision) + bias
-    most = max(1, sae.d_model // 2)
-    values, indices = pre.relu().topk(min(len(dead), most), dim=1, sorted=False)
-    if shards.size > 1:
-        values = values * (values.detach() >= sharding.strongest(values, most, shards)[:, None])
+    values, indices = pre.relu().topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    found = sharding.added(sparse_codes.matmul(codes, sae.W_dec[dead], precision), shards)
-    return (residual - found).pow(2).sum()
+    return (residual - sparse_codes.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()

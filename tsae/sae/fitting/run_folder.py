@@ -7,7 +7,7 @@ On a GPU the last bits differ from run to run, killed or not: sparse products an
     folder/
       metrics.jsonl              appended while training; cut back to the checkpoint when a run resumes
       checkpoint/0000000500/     state after 500 steps: written as `partial`, flushed to disk, then renamed
-        state.safetensors        weights, Adam's moments, counters; with a divided dictionary, a file for every process
+        state.safetensors        weights, Adam's moments, counters
         state.json               what is trained, on what
       sae.safetensors, config.json, training.json
       run.json                   written last: the training is finished, and checkpoint/ is removed
@@ -31,7 +31,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.distributed import ALONE, Processes
 from tsae.base.files import as_path, read_object, reading, sha256, write_json, write_text
 from tsae.base.provenance import write_run
 from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
@@ -39,14 +38,13 @@ from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.exchange.saelens_files import FORMAT
-from tsae.sae.fitting.sharding import load_latents
 from tsae.sae.model import TemporalSAE
 
 _FIRST_ROW = b'{"step": 0, "loss": '
 """How metrics.jsonl begins."""
 _SCALED = "about the centre"
 """What the weights in a checkpoint take."""
-_NOT_COMPARED = ("site", "device", "shard_dictionary", "save_every_steps", "resume", "log_to")
+_NOT_COMPARED = ("site", "device", "save_every_steps", "resume", "log_to")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
 
@@ -138,11 +136,8 @@ class RunFolder:
                 f"holds {lies[0]}, which no training here wrote", where=self.path, fix="Give another folder."
             )
 
-    def load(self, shards: Processes = ALONE) -> dict[str, torch.Tensor] | None:
-        """The tensors of the latest checkpoint, if there is one: those of the latents that this process holds.
-
-        Args:
-            shards: that hold the dictionary now, as many or as few as wrote it.
+    def load(self) -> dict[str, torch.Tensor] | None:
+        """The tensors of the latest checkpoint, if there is one.
 
         Raises:
             TsaeError: where they are damaged.
@@ -151,25 +146,17 @@ class RunFolder:
         if latest is None:
             return None
         with reading(latest, _ANEW):
-            files = sorted(latest.glob("state*.safetensors"))
-            # None in those of earlier versions.
-            expected = _read_json(latest / "state.json").get("tensors", {file.name: None for file in files})
-            if sorted(expected) != [file.name for file in files]:
-                raise TsaeError(
-                    f"holds {len(files)} files of tensors, expected {len(expected)}", where=latest, fix=_ANEW
-                )
-            for file in files:
-                if expected[file.name] not in (None, sha256(file)):
-                    raise TsaeError("is damaged: its bytes have changed since it was written", where=file, fix=_ANEW)
-            return load_file(files[0]) if len(files) == shards.size == 1 else load_latents(files, shards)
+            file = latest / "state.safetensors"
+            if _read_json(latest / "state.json").get("tensors") != {file.name: sha256(file)}:
+                raise TsaeError("is damaged: its bytes have changed since it was written", where=file, fix=_ANEW)
+            return load_file(file)
 
-    def save(self, steps: int, tensors: Mapping[str, torch.Tensor], shards: Processes = ALONE) -> None:
+    def save(self, steps: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the state after a number of steps. The checkpoint before stays until this one is whole.
 
         Args:
             steps: their number.
-            tensors: of the latents that this process holds.
-            shards: that hold the dictionary; all of them save together.
+            tensors: of `Trainer.state`, and what else a rerun needs.
 
         Raises:
             TsaeError: where it cannot be written, for instance on a full disk. The checkpoint before is then untouched.
@@ -184,27 +171,19 @@ class RunFolder:
         }
         with self._writing():
             try:
-                if shards.first:
-                    shutil.rmtree(partial, ignore_errors=True)
-                    partial.mkdir(parents=True)
-                shards.wait()
-                of = "" if shards.size == 1 else f"-{shards.rank:05d}-of-{shards.size:05d}"
-                file = partial / f"state{of}.safetensors"
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                file = partial / "state.safetensors"
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, file)
                 _flush(file)
-                shards.wait()
-                if not shards.first:
-                    return
-                written = {file.name: sha256(file) for file in sorted(partial.glob("state*.safetensors"))}
-                write_json(partial / "state.json", with_checksum({**state, "tensors": written}))
+                write_json(partial / "state.json", with_checksum({**state, "tensors": {file.name: sha256(file)}}))
                 for path in (partial / "state.json", partial, self.path):
                     _flush(path)
                 _flush(self.path / "metrics.jsonl")
                 partial.rename(whole)
                 _flush(self.checkpoints)
             except BaseException:
-                if shards.first:
-                    shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(partial, ignore_errors=True)
                 raise
         for other in self.checkpoints.iterdir():
             if other != whole:

@@ -4,8 +4,7 @@ Of n · d_sae pre-activations BatchTopK keeps k · n (0.4 % at k 32 of 8,192). O
 Decoding, both weight gradients and the temporal terms (`tsae.sae.fitting.temporal_term`) cost in proportion to the
 codes that are kept. The values equal those of the dense formulas of `tsae.sae.fitting.loss`; tests compare them.
 
-Where a process holds a share of a batch (`tsae.base.distributed`) or of the dictionary (`tsae.sae.fitting.sharding`),
-the codes are selected among those of all processes.
+Where a process holds a share of a batch (`tsae.base.distributed`), the codes are selected among those of all processes.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def encode_topk(
     k: int,
     precision: Precision = "float32",
     processes: Processes = ALONE,
-    shards: Processes = ALONE,
 ) -> Codes:
     """BatchTopK(ReLU((x − centre) W + b)) as sparse codes.
 
@@ -95,18 +93,13 @@ def encode_topk(
         k: codes kept per token, on average over the tokens of all processes.
         precision: of the products with x.
         processes: that hold the batch.
-        shards: that hold the dictionary, of which weight and bias are this one's part. One of these two is alone.
     """
-    wanted, among = k * len(x), processes
-    if shards.size > 1:  # all of them together as many as one with the whole dictionary
-        ends = [wanted * rank // shards.size for rank in (shards.rank, shards.rank + 1)]
-        wanted, among = ends[1] - ends[0], shards
-    values, token, latent = _EncodeTopK.apply(x, weight, bias, centre, wanted, precision, among)
+    values, token, latent = _EncodeTopK.apply(x, weight, bias, centre, k * len(x), precision, processes)
     return Codes(values, token, latent, len(x))
 
 
 def decode(
-    codes: Codes, rows: torch.Tensor, groups: Sequence[tuple[int, int]], k: float, precision: Precision = "float32"
+    codes: Codes, rows: torch.Tensor, groups: Sequence[tuple[int, int]], k: int, precision: Precision = "float32"
 ) -> tuple[torch.Tensor, ...]:
     """Of every group of latents (n, d_model): Σ over a token's codes in it of value · decoder row.
 

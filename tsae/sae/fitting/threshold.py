@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 
-from tsae.base.distributed import ALONE, Processes
 from tsae.sae.model import TemporalSAE
 
 FEWEST = 20
@@ -24,13 +23,12 @@ _CHUNK = 1024  # tokens whose pre-activations are held at once
 
 
 @torch.no_grad()
-def calibrate(sae: TemporalSAE, x: torch.Tensor, shards: Processes = ALONE) -> None:
+def calibrate(sae: TemporalSAE, x: torch.Tensor) -> None:
     """Set the threshold so that x has k active codes per token on average, or all positive ones where they are fewer.
 
     Args:
         sae: in the units of x.
         x: (n, d_model) tokens, in any floating-point precision; chunks of it go to the SAE's device.
-        shards: that hold the dictionary; each has the same tokens.
     """
     wanted, device = sae.config.k * len(x), sae.W_enc.device
     # The largest codes so far: one more than are to be active.
@@ -42,7 +40,6 @@ def calibrate(sae: TemporalSAE, x: torch.Tensor, shards: Processes = ALONE) -> N
         if len(largest) > wanted:
             largest = largest.topk(wanted + 1, sorted=False).values
             bound = largest.min()
-    largest = torch.cat(shards.gather(largest))
     if len(largest) > wanted:
         # Between two codes, not at one: other batches round it to either side.
         largest = largest.topk(wanted + 1, sorted=False).values

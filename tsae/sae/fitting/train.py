@@ -14,7 +14,7 @@ same number of threads): the data's order is a function of seed and epoch, and n
 Trainings that differ in seed alone may share every batch (`tsae.sae.fitting.train_many`), with the same bits.
 
 Training on several processes (`tsae.base.distributed`) gives the same result as on one, up to the order in which floats
-are added: each process takes a share of a batch's windows, or of the latents (`tsae.sae.fitting.sharding`).
+are added: each process takes a share of a batch's windows.
 """
 
 from __future__ import annotations
@@ -118,8 +118,6 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
                 unseen = plans[here[0]].unseen(store)
                 windows = plans[here[0]].windows(store) if windows is None else windows.at(site)
                 saes.update(zip(here, _train(windows, unseen, [plans[i] for i in here], processes, bar), strict=True))
-            if windows is not None:
-                windows.discard()
     return [Crosscoder.from_sae(saes[i]) if isinstance(store, Pair) else saes[i] for i in range(len(plans))]
 
 
@@ -164,7 +162,7 @@ class _Run:
             name, id = (None, None) if plan.folder is None else (plan.folder.path.name, plan.folder.id)
             self.log = open_log(plan.training.log_to, shown, name, id)
         self.trainer = Trainer(windows, plan.config, plan.training, processes, plan.start)
-        state = None if plan.folder is None else plan.folder.load(self.trainer.shards)
+        state = None if plan.folder is None else plan.folder.load()
         if plan.folder is not None and state is not None:
             self.trainer.restore(state)
             self.row = plan.folder.last_row()
@@ -181,12 +179,9 @@ class _Run:
                 folder.log(metrics)
             if self.log is not None:
                 self.log.log(metrics, step=int(metrics["step"]))
-        steps, shards = self.trainer.steps, self.trainer.shards
-        if folder is not None and steps % self.plan.training.save_every_steps == 0:
-            if shards.size > 1:
-                folder.save(steps, {**self.trainer.state(), "short_of_memory": self._shortages()}, shards)
-            elif self.processes.first:
-                folder.save(steps, {**self.trainer.state(), "short_of_memory": self._shortages()})
+        steps, every = self.trainer.steps, self.plan.training.save_every_steps
+        if folder is not None and steps % every == 0 and self.processes.first:
+            folder.save(steps, {**self.trainer.state(), "short_of_memory": self._shortages()})
 
     def _shortages(self) -> torch.Tensor:
         """(n_readers,) `Source.short_of_memory`; 0 for none."""

@@ -15,7 +15,6 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.finetuning import trainable
 from tsae.sae.fitting.initial_bias import initial_bias
 from tsae.sae.fitting.loss import LossTerms, temporal_loss, variance
-from tsae.sae.fitting.sharding import DictionaryShard, clip
 from tsae.sae.fitting.threshold import calibrate
 from tsae.sae.model import TemporalSAE
 
@@ -24,8 +23,7 @@ class Trainer:
     """Weights, optimizer and counters of one training.
 
     Attributes:
-        processes: that divide the batch; alone where they divide the dictionary.
-        shards: that divide the dictionary; else alone.
+        processes: that divide the batch.
         steps: optimizer steps taken.
         epoch: number of the epoch that the next batch comes from.
         next_batch: its number there.
@@ -40,10 +38,7 @@ class Trainer:
         start: TemporalSAE | None = None,
     ) -> None:
         self.windows, self.config, self.training = windows, config, training
-        self.device = processes.device
-        self.processes, self.shards = processes, Processes(device=processes.device)
-        if training.shard_dictionary:
-            self.processes, self.shards = self.shards, self.processes
+        self.processes, self.device = processes, processes.device
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
         # Computed now: a live source holds these tokens only at the start. `finish` may need them.
@@ -55,12 +50,10 @@ class Trainer:
         if start is None:
             bias = (torch.from_numpy(initial_bias(sample, training.initial_bias)) - self.centre) * self.scale
             generator = torch.Generator().manual_seed(training.seed)
-            self.sae = self._empty()
+            self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
             self.sae.initialize(bias, generator)
         else:
             self.sae = trainable(start, config)
-            if self.shards.size > 1:
-                self.sae = DictionaryShard(windows.d_model, config, self.shards, site=windows.site).take(self.sae)
             self.sae.fold_scale(1 / self.scale, -self.scale * self.centre)
         self.sae.to(self.device)
         self.centre = self.centre.to(self.device)
@@ -75,16 +68,8 @@ class Trainer:
             }
         self.idle_tokens = torch.zeros(len(self.sae.b_enc), dtype=torch.long, device=self.device)
 
-    def _empty(self) -> TemporalSAE:
-        if self.shards.size > 1:
-            return DictionaryShard(self.windows.d_model, self.config, self.shards, site=self.windows.site)
-        return TemporalSAE(self.windows.d_model, self.config, site=self.windows.site)
-
     def state(self) -> dict[str, torch.Tensor]:
-        """All that the next step depends on, of the latents that are held here.
-
-        Weights, moments and idle tokens are the live tensors.
-        """
+        """All that the next step depends on. Weights, moments and idle tokens are the live tensors."""
         state = {f"sae.{name}": tensor for name, tensor in self.sae.state_dict().items()}
         for name, parameter in self.sae.named_parameters():
             state.update({f"adam.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()})
@@ -149,9 +134,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         terms.total.backward()
         self.processes.sum_gradients(self.sae.parameters())
-        self.shards.sum_gradients([self.sae.b_dec])
         self._project_gradient()
-        clip(self.sae, self.shards)
+        torch.nn.utils.clip_grad_norm_(self.sae.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             self.sae.W_dec.div_(self.sae.W_dec.norm(dim=1, keepdim=True).clamp_min(1e-8))
@@ -197,21 +181,15 @@ class Trainer:
             "fve_high": 1 - (high / var).item(),
             "temporal": temporal.item(),
             "aux": aux.item(),
-            "alive": self.shards.sum(alive).item() / self.config.d_sae,
+            "alive": alive.item() / self.config.d_sae,
             "learning_rate": rate,
         }
 
     def finish(self, sample: np.ndarray) -> TemporalSAE:
-        """The SAE of raw activations, with its threshold calibrated on (n, d_model) tokens.
-
-        A dictionary that was divided is put together on the CPU, where only its weights have to fit.
-        """
+        """The SAE of raw activations, with its threshold calibrated on (n, d_model) tokens."""
         self.sae.fold_scale(self.scale, self.centre)
         self.sae.requires_grad_(False)
-        calibrate(self.sae, torch.from_numpy(sample), self.shards)
-        if isinstance(self.sae, DictionaryShard):
-            self.optimizer.state.clear()
-            return self.sae.whole().requires_grad_(False).eval()
+        calibrate(self.sae, torch.from_numpy(sample))
         return self.sae.eval()
 
 

@@ -64,7 +64,7 @@ class Plan:
         """Windows of the problems to train on."""
         training = self.training
         partner = training.partner if self.config.temporal_weight > 0 else None
-        return store.training_windows(
+        return store.windows(
             self.site, held_out=False, partner=partner, step_ends=training.step_ends, **self._window_options()
         )
 
