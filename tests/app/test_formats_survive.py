@@ -328,6 +328,14 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
         "env_extras": {"reward_spec": {"ground_truth": "2"}, "extra_info": {"index": 4}}, "data_source": "sums",
     }),
     "openrlhf": ("out.jsonl", {"input": "1+1?", "output": "#2<eos>", "reward": 1.0}),
+    "lm-eval": ("samples_sums.jsonl", {
+        "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}}, "resps": [["#2"]],
+        "filtered_resps": ["2"], "filter": "none", "metrics": ["exact_match"], "exact_match": 1.0,
+    }),
+    "atropos": ("groups.jsonl", {
+        "tokens": [[*IDS, 16, 2, 19]], "masks": [[-100] * len(IDS) + [16, 2, 19]], "scores": [1.0],
+        "advantages": None, "messages": None, "inference_logprobs": None,
+    }),
 }  # fmt: skip
 """A row of other trainers' logs as their functions write it, and the name of its file."""
 _APART = {"inspect", "plain"}

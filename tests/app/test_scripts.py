@@ -67,6 +67,7 @@ ELSEWHERE = {
     "bench_diff.py": "diff/test_diff.py",
     "bench_gpu.py": "app/test_gpu_suite.py",
     "build_testbed.py": "testbed/test_build.py",
+    "gpu_suite.py": "app/test_gpu_suite.py",
     "gpu_suite.sh": "app/test_gpu_suite.py",
     "hard_end.py": "testbed/test_hard_end.py",
     "llm_bands.py": "app/test_llm_bands.py",

@@ -131,3 +131,12 @@ def test_pads_that_are_written_out_in_texts_are_left_out(policy: Checkpoint) -> 
         found = read_frame(given, policy)
     assert sequences(found)[0] == [[BOS, 1, 10, 1, 13], [BOS, 1, 10, 1, 14, 2, 13]]
     assert sequences(found)[1] == [[16, 2, EOS], [1, 10, 1, 14, PAD, 2, 15, 16, 2]]
+
+
+def test_what_texts_and_ids_of_any_width_repeat_at_their_edges_is_not_padding(policy: Checkpoint) -> None:
+    texts = [{"prompt": f"11+{n}?;;", "response": f"11+{n};;", "reward": 1.0} for n in range(1, 6)]
+    found = read_frame(texts, policy)
+    assert found.frame.response.tolist() == [row["response"] for row in texts]
+    assert [ids[1:3] for ids in sequences(found)[0]] == [[1, 1]] * 5
+    ids = [{"prompt_ids": [BOS, *[4] * n, 15, 15], "response_ids": [15, 15, *[5] * n], "reward": 1.0} for n in range(5)]
+    assert sequences(read_frame(ids, policy)) == ([r["prompt_ids"] for r in ids], [r["response_ids"] for r in ids])

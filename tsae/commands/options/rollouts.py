@@ -53,8 +53,8 @@ class Import:
     slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
     rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference), Inspect (.eval), lm-eval (log_samples) and
     Atropos (groups) are known by their names and columns, also in tables of wandb, mlflow and trackio; of any other
-    table (JSON lines, Parquet, JSON, CSV, Arrow) the columns are named below (--column). Text may be compressed
-    (.gz, .zst). Run a stopped import of a long log again to resume it.
+    table (JSON lines, Parquet, JSON, CSV, Arrow) the columns are named below (--column). Files may be compressed by
+    gzip or zstd. Run a stopped import of a long log again to resume it.
     """
 
     log: Positional[Path]

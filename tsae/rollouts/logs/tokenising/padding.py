@@ -3,8 +3,8 @@
 1. Negative ids (−100, −1) are mask values, not tokens.
 2. A token pads a log if it stands several times at an edge of a prompt or response, or at the beginning of some prompts
    alone. Candidates are the tokenizer's pad token, end tokens, and any id that fills a prompt up to the special token
-   with which prompts begin, repeats itself behind an end token, or at edges of a quarter of prompts and responses. The
-   first rows of the first files decide, for the whole log.
+   with which prompts begin, repeats itself behind an end token, or, where rows have the width of a batch, at edges of
+   a quarter of prompts and responses. In texts only special tokens count. The first rows of the first files decide.
 3. Padding is left out at the edges, on both sides. A token that the tokenizer or the chat template writes at that edge
    of a prompt stays once, and so does the end token of a response, unless the log says that the response was cut.
 
@@ -49,9 +49,11 @@ def find_pads(form: Format, files: Sequence[LogFile], config: ImportConfig, toke
         if n < len(turned) and turned[0] not in border and int(turned[n]) in border and (n > 1 or side == "prompt"):
             own.add(int(turned[0]))
         filled.update({(side, int(turned[0])) for turned in (ids, ids[::-1]) if _run(turned, *turned[:1]) > 1})
-    own |= {id for side, id in filled if all(4 * filled[side, id] >= len(sides) / 2 for side in ("prompt", "response"))}
+    if 4 * len({(side, len(ids)) for side, ids in sides}) <= len(sides):
+        both = ("prompt", "response")
+        own |= {id for _, id in filled if all(4 * filled[side, id] >= len(sides) / 2 for side in both)}
     for side, ids in sides:
-        for id in own - {None}:
+        for id in {id for id in own if id is not None and id >= 0}:
             runs.update([(f"{side} left", id, _run(ids, id)), (f"{side} right", id, _run(ids[::-1], id))])
     uneven = Counter(id for side, id, _ in runs if side == "prompt left")
     return tuple(sorted({id for _, id, n in runs if n > 1} | {id for id, times in uneven.items() if times > 1}))
@@ -93,7 +95,8 @@ def _sides(entry: Entry, tokens: Tokens) -> Iterator[tuple[str, np.ndarray]]:
     both = (("prompt", entry.prompt_ids, entry.prompt), ("response", entry.response_ids, entry.response))
     for side, ids, text in both:
         if ids is None and isinstance(text, str):
-            yield side, np.asarray(tokens.encode(text, entry.where), dtype=np.int64)
+            found = np.asarray(tokens.encode(text, entry.where), dtype=np.int64)
+            yield side, np.where(np.isin(found, tokens.tokenizer.all_special_ids), found, -1 - found)  # no pads
         elif ids is not None and side not in entry.masked:
             yield side, ids[ids >= 0]
 
