@@ -97,6 +97,7 @@ def test_value_heads_and_masks_are_left_out_by_all_that_read_weights(llama: Path
     def masks(weights: Weights) -> None:
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         weights["model.layers.0.attn.masked_bias"] = torch.tensor(-1e4)
+        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 3, 3, dtype=torch.uint8)
 
     moved = save_perturbed(llama, tmp_path / "moved")
     series = {
