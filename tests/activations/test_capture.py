@@ -34,6 +34,7 @@ from support.builders import (
     save_perturbed,
     save_series,
 )
+from support.checkpoints import reweigh
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
@@ -341,12 +342,7 @@ def test_a_folder_of_something_else_is_left_alone(series: CheckpointSeries, roll
 
 
 def poisoned(series: CheckpointSeries, id: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Any:
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(series[id].path, folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    reweigh(Path(shutil.copytree(series[id].path, folder)), change)
     changed = tuple(replace(c, path=str(folder)) if c.id == id else c for c in series)
     return replace(series, checkpoints=changed)
 
@@ -364,6 +360,7 @@ def test_nan_weights_are_refused(series: CheckpointSeries, rollouts: Rollouts, t
     assert 3 in np.concatenate(rollouts.tokens(row))
     # The base's shards are good, and may be of use to another capture (earlier=…).
     assert (tmp_path / "acts").exists() == (id == "easy-10")
+    assert {file.parent.name for file in (tmp_path / "acts").glob("*/*.h5")} == {"base"} - {id}
 
 
 def test_a_refused_capture_removes_no_file_of_a_users_own(

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed, save_series
-from support.checkpoints import rewrite
+from support.checkpoints import reweigh, rewrite
 from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
 from tsae.activations.config import CaptureConfig
@@ -600,9 +599,7 @@ def test_all_processes_stop_where_one_refuses(
     series_folder: Path, source: Path, tmp_path: Path, rollouts: Rollouts
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
-    weights = load_file(tmp_path / "series" / "easy-10" / "model.safetensors")
-    weights["model.embed_tokens.weight"][:] = torch.nan
-    save_file(weights, tmp_path / "series" / "easy-10" / "model.safetensors", metadata={"format": "pt"})
+    reweigh(tmp_path / "series" / "easy-10", lambda w: w["model.embed_tokens.weight"].fill_(torch.nan))
     assert exit_codes(start_ranks(2, tmp_path / "series", source, tmp_path / "acts")) == [2, 2]
     assert {Path(shard["file"]).parent.name for shard in records(tmp_path / "acts")} == {"base"}
 

@@ -17,15 +17,13 @@ import pytest
 import torch
 
 import tsae
-from support.builders import ARCHITECTURES, BOS, make_rollouts, save_model, save_perturbed, save_series
-from support.checkpoints import cached, edit, save_adapter
+from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
+from support.checkpoints import IDS, cached, edit, save_adapter
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.discovery import find
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-
-IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
 
 
 def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
