@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -35,13 +34,14 @@ from support.builders import (
     save_series,
 )
 from support.checkpoints import reweigh
+from support.stores import edit
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
 from tsae.activations.recording import capture as recording
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest, write_manifest
+from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.shards.shard import Shard
 from tsae.activations.shards.writer import ShardWriter
 from tsae.activations.store import ActivationStore
@@ -492,12 +492,6 @@ def test_unknown_sites_and_precisions_leave_nothing_behind(
 def damaged(store: ActivationStore, tmp_path: Path) -> Path:
     shutil.copytree(store.path, tmp_path / "acts")
     return tmp_path / "acts"
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize("file", ["../outside.h5", "/etc/hostname", "base/../../outside.h5"])

@@ -23,6 +23,7 @@ from support.builders import SHARED, flip_middle, make_rollouts, save_model, sav
 from support.checkpoints import reweigh, rewrite
 from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
+from support.stores import edit
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader import opening
 from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
@@ -31,7 +32,7 @@ from tsae.activations.recording import repair
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest, write_manifest
+from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
@@ -57,12 +58,6 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 def records(folder: Path) -> list[dict[str, Any]]:
     manifest = read_manifest(folder)
     return [shard for reader in manifest["readers"] for shard in reader["shards"]]
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from support.builders import BOS, EOS, write_store
+from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
 from tsae.rollouts.table import Rollouts
 
@@ -64,6 +67,13 @@ def numbered_store(
             shards.append((x, np.array([token.id for token in tokens[first:]]), lengths, mine))
         readers[reader] = (run, shards)
     return write_store(folder, rollouts, readers, site=SITE, special=(BOS, EOS, SPECIAL)), tokens
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest of a store."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    write_manifest(folder / "manifest.json", manifest)
 
 
 def numbers(x: torch.Tensor) -> list[int]:
