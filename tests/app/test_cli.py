@@ -411,12 +411,7 @@ def test_configs_are_checked_before_anything_runs(
 
 def test_the_console_script_says_one_paragraph(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "tsae"
-    done = subprocess.run(
-        [script, "store", "show", tmp_path / "no"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = subprocess.run([script, "store", "show", tmp_path / "no"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 2
     assert done.stdout == ""
     assert (

@@ -31,12 +31,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
 SITES = [f"blocks.{layer}.hook_resid_{point}" for layer in range(N_LAYERS) for point in ("pre", "post")]
-TEXTS = [
-    [BOS, 3, 10, 5, 13],
-    [BOS, 1, 12, 2, 11, 9, 13, 1, 12, 2, 14, 2, 15, EOS],
-    [BOS, 7, 13, 16, 7, EOS],
-    [BOS, 4],
-]
+TEXTS = [[BOS, 3, 10, 5, 13], [BOS, 1, 12, 2, 11, 9, 13, 1, 12, 2, 14, 2, 15, EOS], [BOS, 7, 13, 16, 7, EOS], [BOS, 4]]
 
 
 def checkpoint(path: Path, id: str = "base") -> Checkpoint:

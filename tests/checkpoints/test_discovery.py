@@ -216,10 +216,7 @@ def test_paths_one_by_one(llama: Path, tmp_path: Path) -> None:
     assert found.notes == ()
     assert [
         c.id for c in CheckpointSeries.load(tmp_path / "b/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
-    ] == [
-        "base",
-        "run-00100",
-    ]
+    ] == ["base", "run-00100"]
     with pytest.raises(TsaeError, match="come twice"):
         CheckpointSeries.load(tmp_path / "base", tmp_path / "final", tmp_path / "final")
     with pytest.raises(TsaeError, match="no checkpoints given"):
