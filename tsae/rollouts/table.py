@@ -92,7 +92,8 @@ class Rollouts(TokenParts, Tables):
         """
         if not isinstance(path, str | os.PathLike):
             return cls._of_table(path, checkpoint, replace(config or ImportConfig(), format="plain"))
-        path, given = local(path), path
+        given = os.fspath(path)
+        path = local(given)
         where = origin or (url_of(given) if is_url(given) else str(path))
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
             with tempfile.TemporaryDirectory() as folder:
