@@ -165,6 +165,33 @@ def store(series: Any, rollouts: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An empty memory file system, and a cache of one's own."""
+    import fsspec
+
+    from tsae.base.remote import mirror
+
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(mirror, "_mirrors", {})
+    monkeypatch.setattr(mirror, "_used", {})
+    yield fs
+    fs.store.clear()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+    from run_notebooks import CHROMIUM
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A Hugging Face Hub on this machine."""
     with hub_here(monkeypatch, tmp_path / "cache") as found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -34,13 +33,15 @@ from support.builders import (
     save_perturbed,
     save_series,
 )
+from support.checkpoints import reweigh
+from support.stores import edit
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
 from tsae.activations.recording import capture as recording
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest, write_manifest
+from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.shards.shard import Shard
 from tsae.activations.shards.writer import ShardWriter
 from tsae.activations.store import ActivationStore
@@ -341,12 +342,7 @@ def test_a_folder_of_something_else_is_left_alone(series: CheckpointSeries, roll
 
 
 def poisoned(series: CheckpointSeries, id: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Any:
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(series[id].path, folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    reweigh(Path(shutil.copytree(series[id].path, folder)), change)
     changed = tuple(replace(c, path=str(folder)) if c.id == id else c for c in series)
     return replace(series, checkpoints=changed)
 
@@ -364,6 +360,7 @@ def test_nan_weights_are_refused(series: CheckpointSeries, rollouts: Rollouts, t
     assert 3 in np.concatenate(rollouts.tokens(row))
     # The base's shards are good, and may be of use to another capture (earlier=…).
     assert (tmp_path / "acts").exists() == (id == "easy-10")
+    assert {file.parent.name for file in (tmp_path / "acts").glob("*/*.h5")} == {"base"} - {id}
 
 
 def test_a_refused_capture_removes_no_file_of_a_users_own(
@@ -495,12 +492,6 @@ def test_unknown_sites_and_precisions_leave_nothing_behind(
 def damaged(store: ActivationStore, tmp_path: Path) -> Path:
     shutil.copytree(store.path, tmp_path / "acts")
     return tmp_path / "acts"
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize("file", ["../outside.h5", "/etc/hostname", "base/../../outside.h5"])

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed, save_series
-from support.checkpoints import rewrite
+from support.checkpoints import reweigh, rewrite
 from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
+from support.stores import edit
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reader import opening
 from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
@@ -32,7 +32,7 @@ from tsae.activations.recording import repair
 from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest, write_manifest
+from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
@@ -58,12 +58,6 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 def records(folder: Path) -> list[dict[str, Any]]:
     manifest = read_manifest(folder)
     return [shard for reader in manifest["readers"] for shard in reader["shards"]]
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    write_manifest(folder / "manifest.json", manifest)
 
 
 @pytest.fixture(scope="module")
@@ -600,9 +594,7 @@ def test_all_processes_stop_where_one_refuses(
     series_folder: Path, source: Path, tmp_path: Path, rollouts: Rollouts
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
-    weights = load_file(tmp_path / "series" / "easy-10" / "model.safetensors")
-    weights["model.embed_tokens.weight"][:] = torch.nan
-    save_file(weights, tmp_path / "series" / "easy-10" / "model.safetensors", metadata={"format": "pt"})
+    reweigh(tmp_path / "series" / "easy-10", lambda w: w["model.embed_tokens.weight"].fill_(torch.nan))
     assert exit_codes(start_ranks(2, tmp_path / "series", source, tmp_path / "acts")) == [2, 2]
     assert {Path(shard["file"]).parent.name for shard in records(tmp_path / "acts")} == {"base"}
 

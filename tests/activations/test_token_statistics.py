@@ -14,6 +14,7 @@ import torch
 
 import tsae
 from support.builders import make_rollouts, model_config, save_model, save_perturbed, save_series
+from support.checkpoints import reweigh
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.bridge import TransformerLensReader
@@ -132,12 +133,7 @@ def test_a_store_without_statistics_says_so(store: ActivationStore) -> None:
 
 
 def test_a_model_that_predicts_nan_is_named(tmp_path: Path, rollouts: Any) -> None:
-    from safetensors.torch import load_file, save_file
-
-    save_model(tmp_path / "base")
-    weights = load_file(tmp_path / "base" / "model.safetensors")
-    weights["lm_head.weight"][4, 2] = float("nan")
-    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    reweigh(save_model(tmp_path / "base"), lambda w: w["lm_head.weight"][4, 2:3].fill_(torch.nan))
     save_series(tmp_path, [{"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}])
     series = CheckpointSeries.load(tmp_path)
     with pytest.raises(TsaeError, match=r"the entropy of a token is not a number while reader base reads trajectory"):

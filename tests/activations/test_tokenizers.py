@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import tsae
-from support.builders import BOS, make_rollouts, save_model, save_perturbed
-from support.checkpoints import edit
+from support.builders import make_rollouts, save_model, save_perturbed
+from support.checkpoints import IDS, edit, save_resized
 from tsae.activations.reader.assignment import check_tokenizer
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
@@ -25,23 +25,16 @@ from tsae.checkpoints.vocabulary import joined_facts, vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
-IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
 N = 20
 """Tokens of the testbed's tokenizer."""
 
 
 def changed(source: Path, folder: Path, change: Callable[[Any], object], rows: int = N) -> Path:
     """A checkpoint that moved a little, with another tokenizer and so many embeddings."""
-    save_perturbed(source, folder)
-    checkpoint = Checkpoint("c", str(folder))
-    tokenizer = checkpoint.load_tokenizer()
+    save_resized(source, folder, rows)
+    tokenizer = Checkpoint("c", str(folder)).load_tokenizer()
     change(tokenizer)
     tokenizer.save_pretrained(folder)
-    if rows != N:
-        model = checkpoint.load_model()
-        with torch.random.fork_rng():
-            model.resize_token_embeddings(rows, mean_resizing=False)
-        model.save_pretrained(folder)
     return folder
 
 

@@ -244,11 +244,7 @@ def imported(log: Path, chat: Checkpoint, to: Path, **config: Any) -> bool:
 
 sums = st.text("0123456789+-*=#;.", min_size=1, max_size=10)
 plain_rows = st.fixed_dictionaries(
-    {
-        "prompt": sums | texts,
-        "response": sums | texts,
-        "correct": st.booleans() | st.none(),
-    },
+    {"prompt": sums | texts, "response": sums | texts, "correct": st.booleans() | st.none()},
     optional={
         "problem_id": texts,
         "policy": st.sampled_from(["a", "b"]),

@@ -68,20 +68,14 @@ def rollouts(tmp_path: Path) -> Path:
         ("diff --features features --to out --series rollouts.parquet --markdown rollouts.parquet", "is an input too"),
         ("rollouts difficulty --rollouts rollouts.parquet --json mine.json", "no file with JSON results of tsae"),
         ("store statistics folder --to rollouts.parquet", "no file with token statistics of tsae"),
-        (
-            "credit weights --credit a --features b --store c --to other.parquet",
-            "no file with token weights of tsae",
-        ),
+        ("credit weights --credit a --features b --store c --to other.parquet", "no file with token weights of tsae"),
         (
             "credit weights --credit a --features b --store c --to rollouts.parquet",
             "no file with token weights of tsae",
         ),
         ("rollouts bands --rollouts other.parquet --to statistics.parquet", "no file with rollouts in bands"),
         ("reformulate problems.jsonl --to mine.jsonl", "no file with reformulated problems"),
-        (
-            "rollouts behaviours --rollouts rollouts.parquet --to a.out --json a.out",
-            "is the output of --to, too",
-        ),
+        ("rollouts behaviours --rollouts rollouts.parquet --to a.out --json a.out", "is the output of --to, too"),
         ("diff --features features --to out --json ./f.json --markdown f.json", "is the output of --json, too"),
         ("diff --features features --to out --json out/diff.json", r"lies in the folder that is written \(--to out\)"),
         ("rollouts import folder --to rollouts.parquet", "no file with imported rollouts of tsae"),
@@ -168,12 +162,7 @@ BANDS, BEHAVIOURS = "rollouts bands --rollouts in.parquet --to", "rollouts behav
     ],
 )
 def test_rollouts_of_a_later_command_stay(
-    command: str,
-    info: list[str],
-    recorded: str | None,
-    allowed: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, info: list[str], recorded: str | None, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     table = pa.table({"a": [1]})

@@ -154,8 +154,7 @@ def test_stages_read_and_write_below_the_home_folder(home: Path) -> None:
     features.save(f"{given}/again")
     tsae.load_sae(f"{given}/sae").save(f"{given}/copy")
     tsae.load_sae(f"{given}/sae").to_saelens(f"{given}/lens")
-    for loaded in (tsae.FeatureDiff.load(f"{given}/diff"), tsae.FeatureTable.load(f"{given}/again")):
-        assert loaded is not None
+    tsae.FeatureDiff.load(f"{given}/diff"), tsae.FeatureTable.load(f"{given}/again")
     assert tsae.load_sae(f"{given}/copy").fingerprint == tsae.load_sae(f"{given}/sae").fingerprint
     assert tsae.RunConfig(path=f"{given}/run", to=f"{given}/out").to == there / "out"
     main(["evaluate", f"--sae={given}/sae", f"--store={given}/acts", f"--json={given}/found.json"])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 import tsae
 from support.builders import make_rollouts
 from tsae.base.provenance import write_run
-from tsae.base.remote import mirror
 from tsae.base.seal import read_sealed
 from tsae.cli import main
 from tsae.errors import TsaeError, public, without_secrets
@@ -21,16 +18,6 @@ from tsae.stamps import claim
 
 SECRET, KEY = "passw0rd", "abcdef0123456789"
 BUCKET = f"memory://user:{SECRET}@bucket"
-
-
-@pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(mirror, "_mirrors", {})
-    yield fs
-    fs.store.clear()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from einops import einsum
 
 import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
-from support.checkpoints import save_adapter
+from support.checkpoints import save_adapter, save_resized
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.effects import simulate
 from tsae.attribution.gradients.gradient_store import batches_of, build_gradients
@@ -139,11 +139,8 @@ def test_effects_are_near_to_lora_trainings_on_the_rest(llama: Path, run: Path, 
     series = tsae.CheckpointSeries.load(llama, run)
     path = TrainingPath.of(series)
     # Only A and B of the three adapted modules of every layer.
-    assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in path.trained.parameters} == {
-        "q_proj",
-        "v_proj",
-        "down_proj",
-    }
+    modules = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in path.trained.parameters}
+    assert modules == {"q_proj", "v_proj", "down_proj"}
     loss = PolicyLoss("dr_grpo", max_completion_length=16, epsilon=None)
     store = build_gradients(path, log, batches_of(log), loss, tmp_path / "g", progress=False)
     problem = log.frame.problem_id.to_numpy()
@@ -210,9 +207,7 @@ def test_a_run_that_resized_the_vocabulary_begins_at_the_base(llama: Path, tmp_p
     base = Checkpoint("base", str(llama))
     for name, size in (("more", 24), ("fewer", 19)):
         for step in (1, 2):
-            model = Checkpoint("run", str(save_perturbed(llama, tmp_path / f"{name}-{step}", seed=step))).load_model()
-            model.resize_token_embeddings(size, mean_resizing=False)
-            model.save_pretrained(tmp_path / name / f"checkpoint-{step}")
+            save_resized(llama, tmp_path / name / f"checkpoint-{step}", size, seed=step)
         path = TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / name))
         assert path.steps == [0, 1, 2]
         assert path.notes[0].startswith("The run resized the vocabulary: tokens that base does not have")
@@ -231,8 +226,6 @@ def test_checkpoints_of_other_sizes_make_no_path(llama: Path, tmp_path: Path) ->
     with pytest.raises(TsaeError, match=r"the shape \(\d+, 16\) for the weight \S+, and \S+ has the shape \(\d+, 24\)"):
         TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "wide"))
     for step, size in ((1, 20), (2, 24)):
-        model = Checkpoint("base", str(llama)).load_model()
-        model.resize_token_embeddings(size, mean_resizing=False)
-        model.save_pretrained(tmp_path / "grows" / f"checkpoint-{step}")
+        save_resized(llama, tmp_path / "grows" / f"checkpoint-{step}", size)
     with pytest.raises(TsaeError, match=r"the shape \(24, 16\) for the weight \S+, and \S+ has the shape \(20, 16\)"):
         TrainingPath.of(tsae.CheckpointSeries.load(llama, tmp_path / "grows"))

@@ -169,18 +169,12 @@ def the_targets(log: Rollouts) -> NextToken:
 
 # Where gradients are as small as rounding, Adam divides noise by noise: eps is above that.
 MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Optimiser]] = {
-    "sgd": (
-        lambda p: torch.optim.SGD(p, lr=1e-2),
-        Optimiser("sgd", 1e-2, "constant", max_grad_norm=0.05),
-    ),
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-2), Optimiser("sgd", 1e-2, "constant", max_grad_norm=0.05)),
     "adam": (
         lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.0, 0.99), eps=1e-5),
         Optimiser("adam", 1e-3, "constant", betas=(0.0, 0.99), eps=1e-5, max_grad_norm=0.05),
     ),
-    "momentum": (
-        lambda p: torch.optim.Adam(p, lr=1e-3),
-        Optimiser("adam", 1e-3, "constant", max_grad_norm=0.05),
-    ),
+    "momentum": (lambda p: torch.optim.Adam(p, lr=1e-3), Optimiser("adam", 1e-3, "constant", max_grad_norm=0.05)),
 }
 
 

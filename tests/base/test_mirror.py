@@ -7,11 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from tsae.base.remote import mirror
@@ -31,18 +29,6 @@ from tsae.base.remote.mirror import (
 )
 from tsae.base.seal import SEAL, write_whole
 from tsae.errors import TsaeError
-
-
-@pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An empty memory file system, and a cache of one's own."""
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(mirror, "_mirrors", {})
-    monkeypatch.setattr(mirror, "_used", {})
-    yield fs
-    fs.store.clear()
 
 
 @pytest.mark.parametrize(

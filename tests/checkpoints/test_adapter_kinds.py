@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,14 @@ import pytest
 import torch
 
 import tsae
-from support.builders import BOS, make_rollouts, save_model
-from support.checkpoints import edit
+from support.builders import make_rollouts, save_model
+from support.checkpoints import IDS, edit
 from tsae.checkpoints.adapters import _KINDS
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
-IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
 SOME = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -81,11 +81,12 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     folder = tmp_path_factory.mktemp(request.param)
     base = save_model(folder / "base", request.param)
+    plain = AutoModelForCausalLM.from_pretrained(base)
     for seed, (name, config) in enumerate(kinds().items()):
         with warnings.catch_warnings(), torch.random.fork_rng(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.manual_seed(seed)
-            model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config())
+            model = get_peft_model(deepcopy(plain), config())
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.3 * torch.randn(parameter.shape))
@@ -105,27 +106,32 @@ def read(model: Any) -> torch.Tensor:
     return torch.cat([*(h.flatten() for h in out.hidden_states), out.logits.flatten()])
 
 
-def afresh(world: dict[str, Path], name: str) -> torch.Tensor:
+@pytest.fixture(scope="module")
+def right(world: dict[str, Path]) -> dict[str, torch.Tensor]:
     """The oracle: transformers and peft alone, from the files."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    plain = AutoModelForCausalLM.from_pretrained(world["base"])
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(world["base"])
-        return read(model if name == "base" else PeftModel.from_pretrained(model, world[name]).base_model.model)
+        return {"base": read(plain)} | {
+            name: read(PeftModel.from_pretrained(deepcopy(plain), world[name]).base_model.model) for name in kinds()
+        }
 
 
-def test_an_adapter_is_read_as_peft_reads_it_and_leaves_its_base_as_it_was(world: dict[str, Path]) -> None:
+def test_an_adapter_is_read_as_peft_reads_it_and_leaves_its_base_as_it_was(
+    world: dict[str, Path], right: dict[str, torch.Tensor]
+) -> None:
     """The base keeps its modules, its parameters and their bits: what comes after an adapter cannot depend on it."""
     checkpoints, loader = as_checkpoints(world), ModelLoader()
     base = loader.load(checkpoints["base"])
     modules, before = list(base.modules()), {n: (p, p.clone()) for n, p in base.named_parameters()}
-    of_base, random = afresh(world, "base"), torch.random.get_rng_state()
+    random = torch.random.get_rng_state()
     for name, checkpoint in checkpoints.items():
         found = read(loader.load(checkpoint))
-        assert torch.equal(found, afresh(world, name)), name
-        assert name == "base" or not torch.equal(found, of_base), name
+        assert torch.equal(found, right[name]), name
+        assert name == "base" or not torch.equal(found, right["base"]), name
         assert loader.load(checkpoints["base"]) is base
         assert all(a is b for a, b in zip(modules, base.modules(), strict=True)), name
         now = dict(base.named_parameters())
@@ -134,9 +140,9 @@ def test_an_adapter_is_read_as_peft_reads_it_and_leaves_its_base_as_it_was(world
     assert {c().peft_type.value for c in kinds().values()} == set(_KINDS)
 
 
-def walk(world: dict[str, Path], names: list[str]) -> None:
+def walk(world: dict[str, Path], right: dict[str, torch.Tensor], names: list[str]) -> None:
     """Load them so that every one comes once right after every other one, and compare with the files."""
-    checkpoints, loader, right = as_checkpoints(world), ModelLoader(), {n: afresh(world, n) for n in names}
+    checkpoints, loader = as_checkpoints(world), ModelLoader()
     path = [name for i, first in enumerate(names) for second in [None, *names[i + 1 :]] for name in (first, second)]
     before = ""
     for name in filter(None, [*path, names[0]]):
@@ -144,13 +150,15 @@ def walk(world: dict[str, Path], names: list[str]) -> None:
         before = name
 
 
-def test_adapters_are_read_alike_in_every_order(world: dict[str, Path]) -> None:
-    walk(world, ["base", *list(kinds())[1:MEANS]])
+def test_adapters_are_read_alike_in_every_order(world: dict[str, Path], right: dict[str, torch.Tensor]) -> None:
+    walk(world, right, ["base", *list(kinds())[1:MEANS]])
 
 
 @pytest.mark.slow
-def test_all_kinds_of_adapters_are_read_alike_in_every_order(world: dict[str, Path]) -> None:
-    walk(world, list(world))
+def test_all_kinds_of_adapters_are_read_alike_in_every_order(
+    world: dict[str, Path], right: dict[str, torch.Tensor]
+) -> None:
+    walk(world, right, list(world))
 
 
 def test_a_store_of_several_adapters_holds_what_a_store_of_one_holds(world: dict[str, Path], tmp_path: Path) -> None:
@@ -162,7 +170,9 @@ def test_a_store_of_several_adapters_holds_what_a_store_of_one_holds(world: dict
         to = tmp_path / "-".join([*names, *options])
         config = tsae.CaptureConfig(**options)
         store = tsae.capture(series, rollouts, sites=[site], config=config, to=to, progress=False)
-        return {id: np.concatenate([s.read(site, slice(None)) for s in store.shards(id)]) for id in store.readers}
+        found = {id: np.concatenate([s.read(site, slice(None)) for s in store.shards(id)]) for id in store.readers}
+        assert all(id == "base" or np.abs(values - found["base"]).max() > 0.01 for id, values in found.items())
+        return found
 
     names = ["saved", "tokens", "norms", "lora"]
     alone, spread = {name: captured(name) for name in names}, captured(*names, device="auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,16 @@ TEXTS = [[BOS, *np.random.default_rng(n).integers(0, 16, n - 1).tolist()] for n 
 """Around the 16 tokens at which factors and bases change, before, during and after their continuation."""
 
 
-def fresh(path: Path) -> Any:
-    """The model as transformers loads it, which has read nothing."""
+def as_loaded(path: Path) -> Any:
+    """The model as transformers loads it. It must read nothing: what reads is a copy."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-def as_alone(path: Path, text: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """By site (T, d_model), and (T, vocabulary) logits, of a text in a fresh model."""
-    ids, found, model = torch.tensor([text]), {}, fresh(path)
+def as_alone(fresh: Any, text: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """By site (T, d_model), and (T, vocabulary) logits, of a text in a model that has read nothing."""
+    ids, model = torch.tensor([text]), deepcopy(fresh)
     reader = HuggingFaceReader(model, SITES)
     found = reader.read(ids, torch.ones_like(ids))
     with torch.no_grad():
@@ -71,10 +72,10 @@ def answers(path: Path, model: Any, prompts: list[list[int]]) -> tuple[list[Any]
 def test_a_text_beside_a_longer_one_is_read_and_continued_as_alone(architecture: str, tmp_path: Path) -> None:
     path = save_model(tmp_path / architecture, architecture)
     model = Checkpoint(id="base", path=str(path)).load_model()
-    reader = HuggingFaceReader(model, SITES)
+    reader, fresh = HuggingFaceReader(model, SITES), as_loaded(path)
     ids, mask = pad([np.array(text) for text in TEXTS])
     left = torch.stack([row.roll(int((1 - real).sum())) for row, real in zip(ids, mask, strict=True)])
-    expected_of = [as_alone(path, text) for text in TEXTS]
+    expected_of = [as_alone(fresh, text) for text in TEXTS]
     for given, real in ((ids, mask), (left, mask.flip(1))):
         found, predicted = reader.read_and_predict(given, real)
         for row, (text, (alone, logits)) in enumerate(zip(TEXTS, expected_of, strict=True)):
@@ -85,7 +86,7 @@ def test_a_text_beside_a_longer_one_is_read_and_continued_as_alone(architecture:
     prompts = [TEXTS[0], TEXTS[1], TEXTS[4]]
     tokens, logits = answers(path, model, prompts)
     for row, prompt in enumerate(prompts):
-        own, expected = answers(path, fresh(path), [prompt])
+        own, expected = answers(path, deepcopy(fresh), [prompt])
         assert tokens[row] == own[0]
         torch.testing.assert_close(logits[row], expected[0], atol=5e-5, rtol=0)
 
@@ -129,5 +130,5 @@ def test_every_stage_reads_texts_of_phi3_as_alone(tmp_path: Path) -> None:
     assert len(alone) == 20
     for name, expected in alone.items():
         np.testing.assert_allclose(together[name], expected, atol=2e-5, rtol=1e-4, err_msg=name)
-    own = as_alone(tmp_path / "model", TEXTS[0])[0][SITES[1]]
+    own = as_alone(as_loaded(tmp_path / "model"), TEXTS[0])[0][SITES[1]]
     np.testing.assert_allclose(together["captured 0"], own, atol=5e-5)

@@ -31,12 +31,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
 SITES = [f"blocks.{layer}.hook_resid_{point}" for layer in range(N_LAYERS) for point in ("pre", "post")]
-TEXTS = [
-    [BOS, 3, 10, 5, 13],
-    [BOS, 1, 12, 2, 11, 9, 13, 1, 12, 2, 14, 2, 15, EOS],
-    [BOS, 7, 13, 16, 7, EOS],
-    [BOS, 4],
-]
+TEXTS = [[BOS, 3, 10, 5, 13], [BOS, 1, 12, 2, 11, 9, 13, 1, 12, 2, 14, 2, 15, EOS], [BOS, 7, 13, 16, 7, EOS], [BOS, 4]]
 
 
 def checkpoint(path: Path, id: str = "base") -> Checkpoint:
@@ -75,8 +70,9 @@ def module_outputs(model: Any, text: list[int]) -> dict[str, torch.Tensor]:
     return found | {f"blocks.{i}.hook_resid_post": post[0] for i, post in enumerate(posts)}
 
 
-def test_one_text_alone_is_read_bit_for_bit(any_model: Path) -> None:
-    model = load_model(checkpoint(any_model))
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
+def test_one_text_alone_is_read_bit_for_bit(architecture: str, tmp_path: Path) -> None:
+    model = load_model(checkpoint(save_model(tmp_path / architecture, architecture)))
     reader = HuggingFaceReader(model, SITES)
     for text in TEXTS:
         found = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
@@ -84,33 +80,6 @@ def test_one_text_alone_is_read_bit_for_bit(any_model: Path) -> None:
         assert found.keys() == expected.keys()
         for site in SITES:
             assert torch.equal(found[site][0], expected[site]), site
-
-
-@pytest.mark.parametrize("architecture", MIXTURES)
-def test_mixtures_of_experts_and_of_layers_are_read(architecture: str, tmp_path: Path) -> None:
-    """One text alone bit for bit as the modules give it, several together up to rounding."""
-    model = load_model(checkpoint(save_model(tmp_path / architecture, architecture)))
-    reader = HuggingFaceReader(model, SITES)
-    together = reader.read(*padded(TEXTS, "right"))
-    for row, text in enumerate(TEXTS):
-        alone = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
-        for site, expected in module_outputs(model, text).items():
-            assert torch.equal(alone[site][0], expected), site
-            torch.testing.assert_close(together[site][row][: len(text)], expected, atol=2e-5, rtol=0, msg=site)
-    with torch.no_grad():
-        states = model(input_ids=torch.tensor([TEXTS[0]]), output_hidden_states=True).hidden_states
-    alone = reader.read(torch.tensor([TEXTS[0]]), torch.ones(1, len(TEXTS[0]), dtype=torch.long))
-    torch.testing.assert_close(alone["blocks.0.hook_resid_post"], states[1], atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_change_what_is_read(any_model: Path, side: str) -> None:
-    model = load_model(checkpoint(any_model))
-    found = HuggingFaceReader(model, SITES).read(*padded(TEXTS, side))
-    _, mask = padded(TEXTS, side)
-    for row, text in enumerate(TEXTS):
-        for site, expected in module_outputs(model, text).items():
-            torch.testing.assert_close(found[site][row][mask[row].bool()], expected, atol=1e-5, rtol=0, msg=site)
 
 
 def test_positions_count_real_tokens(tmp_path: Path) -> None:
@@ -330,38 +299,21 @@ def broken(llama: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_directory_without_a_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_usable_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
     path = broken(llama, tmp_path / "model")
-    (path / "tokenizer.json").unlink()
-    with pytest.raises(TsaeError, match="holds no tokenizer") as error:
+    file = path / "tokenizer.json"
+    whole = file.read_text()
+    file.unlink()
+    with pytest.raises(TsaeError, match=rf"{path}.* holds no tokenizer.*Copy the tokenizer files"):
         load_tokenizer(checkpoint(path))
-    assert str(path) in str(error.value)
-    assert "Copy the tokenizer files" in str(error.value)
-
-
-def test_a_tokenizer_that_encodes_to_nothing_is_refused(llama: Path, tmp_path: Path) -> None:
-    path = broken(llama, tmp_path / "model")
-    content = json.loads((path / "tokenizer.json").read_text())
-    content["pre_tokenizer"]["behavior"] = "Removed"
-    (path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(TsaeError, match="encodes text to nothing"):
-        load_tokenizer(checkpoint(path))
-
-
-def test_a_damaged_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
-    path = broken(llama, tmp_path / "model")
-    (path / "tokenizer.json").write_text("{")
-    with pytest.raises(TsaeError, match="cannot load its tokenizer"):
-        load_tokenizer(checkpoint(path))
-
-
-def test_a_token_with_an_absurd_id_is_refused(llama: Path, tmp_path: Path) -> None:
-    path = broken(llama, tmp_path / "model")
-    content = json.loads((path / "tokenizer.json").read_text())
-    content["model"]["vocab"]["7"] = 10**9
-    (path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(TsaeError, match="one with the id 1,000,000,000"):
-        load_tokenizer(checkpoint(path))
+    for found, content in (
+        ("encodes text to nothing", re.sub('"behavior": *"[A-Za-z]+"', '"behavior": "Removed"', whole)),
+        ("cannot load its tokenizer", "{"),
+        ("one with the id 1,000,000,000", re.sub('"7": *[0-9]+', f'"7": {10**9}', whole)),
+    ):
+        file.write_text(content)
+        with pytest.raises(TsaeError, match=found):
+            load_tokenizer(checkpoint(path))
 
 
 def test_a_damaged_configuration_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -380,22 +332,6 @@ def test_a_damaged_configuration_is_refused(llama: Path, tmp_path: Path) -> None
                 load_model(checkpoint(path))
         (path / file).write_text(whole)
     load_tokenizer(checkpoint(path))
-
-
-def test_a_directory_without_weights_is_refused(llama: Path, tmp_path: Path) -> None:
-    path = broken(llama, tmp_path / "model")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(TsaeError, match="holds no weights") as error:
-        load_model(checkpoint(path))
-    assert str(path) in str(error.value)
-
-
-def test_pickled_weights_are_never_loaded(llama: Path, tmp_path: Path) -> None:
-    path = broken(llama, tmp_path / "model")
-    (path / "model.safetensors").unlink()
-    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(TsaeError, match=r"only pickled weights \(pytorch_model\.bin\)"):
-        load_model(checkpoint(path))
 
 
 @pytest.mark.parametrize("keep", [100, 1000, -8])
@@ -520,6 +456,7 @@ def test_a_series_is_written_and_read_back(tmp_path: Path) -> None:
         ('{"checkpoints": [{"id": "base", "path": "' + "a" * 5000 + '"}]}', "not a series"),
         ('{"checkpoints": [{"id": "base", "path": "base", "subfolder": 5}]}', "not a series"),
         ('{"checkpoints": [{"id": "base", "path": "base", "run": ["a"]}]}', "not a series"),
+        (b"\xff\xfe{}", "not a series"),
         ('{"checkpoints": []}', "found 0 base checkpoints"),
         ('{"checkpoints": [{"id": "../up", "path": "base"}]}', "cannot name a folder"),
         ('{"checkpoints": [{"id": "base", "path": "../elsewhere"}]}', "leaves the folder"),
@@ -527,15 +464,9 @@ def test_a_series_is_written_and_read_back(tmp_path: Path) -> None:
         ('{"checkpoints": [{"id": "a", "path": "a"}, {"id": "a", "path": "b", "run": "r"}]}', "come twice: a"),
     ],
 )
-def test_bad_series_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "series.json").write_text(content)
+def test_bad_series_files_are_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
+    (tmp_path / "series.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TsaeError, match=message):
-        CheckpointSeries.load(tmp_path)
-
-
-def test_a_series_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "series.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(TsaeError, match="not a series"):
         CheckpointSeries.load(tmp_path)
 
 

@@ -13,20 +13,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tsae
-from support.builders import ARCHITECTURES, BOS, make_rollouts, save_model, save_perturbed, save_series
-from support.checkpoints import cached, edit, save_adapter
+from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
+from support.checkpoints import IDS, cached, edit, save_adapter
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.discovery import find
 from tsae.checkpoints.loading import ModelLoader, load_tokenizer, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-
-IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
 
 
 def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
@@ -64,31 +61,17 @@ def test_adapters_share_a_base_that_is_loaded_once(adapters: Path, monkeypatch: 
     assert [(c.id, c.step) for c in series] == [("base", 0), ("out-00005", 5), ("out-00010", 10)]
     assert series.base.path == str(adapters / "base")
     loader = ModelLoader()
-    first = {c.id: loader.load(c)(IDS).logits for c in series}
-    again = {c.id: loader.load(c)(IDS).logits for c in reversed(list(series))}
+    found = [loader.load(c)(IDS).logits for c in series]
     assert len(loads) == 1
-    assert all(torch.equal(first[id], again[id]) for id in first)
-    monkeypatch.undo()
-    assert torch.equal(first["base"], plain(adapters / "base")(IDS).logits)
-    for step in (5, 10):
-        assert torch.equal(
-            first[f"out-{step:05d}"], peft_logits(adapters / "base", adapters / f"out/checkpoint-{step}")
-        )
-    assert (first["out-00005"] - first["out-00010"]).abs().max() > 0.1
+    assert (found[1] - found[2]).abs().max() > 0.1
 
 
-def test_an_adapter_alone_finds_its_base_and_uses_no_random_numbers(adapters: Path) -> None:
-    before = torch.random.get_rng_state()
+def test_an_adapter_alone_finds_its_base(adapters: Path) -> None:
     model = Checkpoint("a", str(adapters / "out" / "checkpoint-5")).load_model()
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(model(IDS).logits, peft_logits(adapters / "base", adapters / "out" / "checkpoint-5"))
     assert type(model).__name__ == "LlamaForCausalLM"
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
-    # Unmerged: the base's own weights are still there.
-    from safetensors.torch import load_file
-
-    saved = load_file(adapters / "base" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
-    assert torch.equal(model.model.layers[1].mlp.up_proj.base_layer.weight, saved)
 
 
 @pytest.mark.parametrize(
@@ -112,34 +95,6 @@ def test_adapters_are_read_by_both_backends(architecture: str, tmp_path: Path) -
     reader = TransformerLensReader(checkpoint, [site])
     torch.testing.assert_close(reader.read(IDS, mask)[site], found, atol=1e-5, rtol=0)
     torch.testing.assert_close(reader.logits(IDS, mask), peft_logits(base, tmp_path / "adapter"), atol=1e-5, rtol=1e-5)
-
-
-def test_capture_reads_adapters_as_it_reads_the_merged_models(adapters: Path, fingerprint: str, tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in (5, 10):
-            model = AutoModelForCausalLM.from_pretrained(adapters / "base")
-            merged = PeftModel.from_pretrained(model, adapters / "out" / f"checkpoint-{step}").merge_and_unload()
-            merged.save_pretrained(tmp_path / "out" / f"checkpoint-{step}")
-            for file in (adapters / "base").glob("tokenizer*"):
-                shutil.copy(file, tmp_path / "out" / f"checkpoint-{step}")
-    rollouts = make_rollouts(("base",), n_problems=4, tokenizer=fingerprint)
-    stores = [
-        tsae.capture(series, rollouts, to=tmp_path / name, progress=False)
-        for name, series in (
-            ("a", CheckpointSeries.load(adapters / "out")),
-            ("b", CheckpointSeries.load(adapters / "base", tmp_path / "out")),
-        )
-    ]
-    assert stores[0].readers == stores[1].readers == ["base", "out-00005", "out-00010"]
-    for reader in stores[0].readers:
-        a, b = (np.concatenate([s.read(store.sites[0], slice(None)) for s in store.shards(reader)]) for store in stores)
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    prints = [store.reader_info(reader)["weights"] for store in stores for reader in store.readers]
-    assert len(set(prints)) == 5  # The base is the same in both.
 
 
 def test_an_adapter_of_another_base_names_both(adapters: Path, tmp_path: Path) -> None:
@@ -190,26 +145,8 @@ def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapters: Path, tmp_
                 CheckpointSeries.load(tmp_path / "llm" / "model.Q4.gguf", adapter)
 
 
-def test_an_adapter_that_does_not_fit_its_base(adapters: Path, tmp_path: Path) -> None:
-    save_model(tmp_path / "base", d_model=24)
+def test_an_adapter_with_damaged_weights(adapters: Path, tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
-    edit(adapter / "adapter_config.json", base_model_name_or_path="/elsewhere/base")
-    series = CheckpointSeries.load(tmp_path / "base", adapter)
-    with pytest.raises(TsaeError, match="cannot be put on") as error:
-        series["adapter"].load_model()
-    assert str(tmp_path / "base") in str(error.value)
-    assert str(adapter) in str(error.value)
-
-
-def test_an_adapter_with_missing_or_damaged_weights(adapters: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
-    weights = load_file(adapter / "adapter_model.safetensors")
-    name = next(iter(weights))
-    save_file({k: v for k, v in weights.items() if k != name}, adapter / "adapter_model.safetensors")
-    with pytest.raises(TsaeError, match="1 weights are missing or have no place there"):
-        Checkpoint("a", str(adapter)).load_model()
     content = (adapter / "adapter_model.safetensors").read_bytes()
     (adapter / "adapter_model.safetensors").write_bytes(content[:-8])
     with pytest.raises(TsaeError, match="cannot be put on"):
@@ -279,10 +216,7 @@ def test_paths_one_by_one(llama: Path, tmp_path: Path) -> None:
     assert found.notes == ()
     assert [
         c.id for c in CheckpointSeries.load(tmp_path / "b/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
-    ] == [
-        "base",
-        "run-00100",
-    ]
+    ] == ["base", "run-00100"]
     with pytest.raises(TsaeError, match="come twice"):
         CheckpointSeries.load(tmp_path / "base", tmp_path / "final", tmp_path / "final")
     with pytest.raises(TsaeError, match="no checkpoints given"):
@@ -421,15 +355,17 @@ def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, off
     assert lines[4].startswith(f"{offline == '0'} org/nothing: neither a folder here nor in the Hugging Face cache")
 
 
-@pytest.mark.parametrize("leftover", ["optimizer.pt", "training_args.bin", "rng_state_0.pth"])
-def test_what_a_trainer_leaves_beside_the_weights_is_not_taken_for_them(
-    llama: Path, tmp_path: Path, leftover: str
-) -> None:
+def test_what_lies_beside_the_weights_is_not_taken_for_them(llama: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(llama, tmp_path / "model"))
     (path / "model.safetensors").unlink()
-    (path / leftover).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(TsaeError, match=r"holds no weights; expected model\.safetensors"):
-        Checkpoint("a", str(path)).load_model()
+    nothing = r"holds no weights; expected model\.safetensors"
+    for file, said in (
+        *((name, nothing) for name in ("tokenizer.json", "optimizer.pt", "training_args.bin", "rng_state_0.pth")),
+        ("pytorch_model.bin", r"only pickled weights \(pytorch_model\.bin\)"),
+    ):
+        (path / file).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+        with pytest.raises(TsaeError, match=f"{path}.*{said}"):
+            Checkpoint("a", str(path)).load_model()
 
 
 def test_shards_are_files_of_the_same_folder(llama: Path, tmp_path: Path) -> None:
@@ -461,17 +397,6 @@ def test_a_subfolder_stays_in_its_folder(llama: Path, tmp_path: Path) -> None:
     for below in ("../outside", str(llama)):
         with pytest.raises(TsaeError, match="leaves the folder"):
             Checkpoint("a", str(tmp_path / "inside"), subfolder=below).load_model()
-
-
-def test_sampling_keeps_the_base_of_adapters_loaded(adapters: Path) -> None:
-    problems = tsae.testbed.generate_problems("medium", 3, 0)
-    config = tsae.SamplingConfig(n_samples=2, max_new_tokens=4)
-    loader = ModelLoader()
-    series = CheckpointSeries.load(adapters / "out")
-    shared = [tsae.sample(c, problems, config, loader=loader, progress=False) for c in series]
-    alone = [tsae.sample(c, problems, config, progress=False) for c in series]
-    assert [r.fingerprint for r in shared] == [r.fingerprint for r in alone]
-    assert len({r.fingerprint for r in shared}) == 3
 
 
 def test_sampling_leaves_a_loaded_model_as_it_was(adapters: Path, tmp_path: Path) -> None:

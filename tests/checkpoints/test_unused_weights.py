@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tsae
-from support.builders import BOS, make_rollouts, save_model, save_perturbed
-from support.checkpoints import edit, save_adapter
+from support.builders import make_rollouts, save_model, save_perturbed
+from support.checkpoints import IDS, edit, reweigh, save_adapter
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates.drift import weight_drift
@@ -23,7 +23,6 @@ from tsae.checkpoints.updates.update_size import update_of
 from tsae.errors import TsaeError
 
 Weights = dict[str, torch.Tensor]
-IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
 READERS: dict[str, Callable[[CheckpointSeries, Path], Any]] = {
     "capture": lambda series, to: tsae.capture(series, make_rollouts(n_problems=2), to=to, progress=False),
     "drift": lambda series, to: weight_drift(series, progress=False),
@@ -34,12 +33,8 @@ READERS: dict[str, Callable[[CheckpointSeries, Path], Any]] = {
 
 def changed(source: Path, folder: Path, change: Callable[[Weights], object], **config: Any) -> Path:
     """A copy of a checkpoint with other weights in its file and other words in its configuration."""
-    shutil.copytree(source, folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-    edit(folder / "config.json", **config)
-    return folder
+    edit(Path(shutil.copytree(source, folder)) / "config.json", **config)
+    return reweigh(folder, change)
 
 
 def logits(series: CheckpointSeries) -> list[torch.Tensor]:
@@ -97,6 +92,7 @@ def test_value_heads_and_masks_are_left_out_by_all_that_read_weights(llama: Path
     def masks(weights: Weights) -> None:
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         weights["model.layers.0.attn.masked_bias"] = torch.tensor(-1e4)
+        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 3, 3, dtype=torch.uint8)
 
     moved = save_perturbed(llama, tmp_path / "moved")
     series = {

@@ -8,14 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from support.builders import EOS, feature_table
+from support.builders import EOS, feature_table, write_store
 from support.pages import rendered
-from tsae.activations.shards.manifest import FORMAT, VERSION
-from tsae.activations.shards.writer import write_shard
 from tsae.activations.store import ActivationStore
-from tsae.base.files import write_json
 from tsae.commands.actions.causal import opposed_features
 from tsae.commands.options.causal import Causal
 from tsae.diff.config import DiffConfig
@@ -129,23 +125,14 @@ def test_controls_and_plain_directions_name_the_rows_of_their_contrast(common: i
 
 def store_of(folder: Path, table: FeatureTable) -> ActivationStore:
     """Random activations of the table's tokens, in its order."""
-    readers, special = [], table.info["special_ids"]
+    readers: dict[str, Any] = {}
     for number, reader in enumerate(table.readers):
         rows = np.flatnonzero(table.reader == number)
         offsets = table.row_offsets[rows[0] : rows[-1] + 2]
         ids = table.token_ids[offsets[0] : offsets[-1]]
-        values = np.random.default_rng(number).normal(size=(len(ids), 4)).astype(np.float32)
-        file = f"{reader}/00000.h5"
-        activations = {"x.site": torch.from_numpy(values)}
-        write_shard(folder / file, activations, "float32", ids, offsets - offsets[0], table.trajectory[rows])
-        shard = {"file": file, "n_tokens": len(ids), "n_trajectories": len(rows)}
-        readers.append({"id": reader, "run": None, "step": number, "trained_on": None, "shards": [shard]})
-    table.rollouts.write(folder / "rollouts.parquet")
-    sites = {"x.site": {"d_model": 4}}
-    manifest = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float32", "sites": sites}
-    of_table = {"rollouts": table.rollouts.fingerprint, "special_ids": list(special), "readers": readers}
-    write_json(folder / "manifest.json", {**manifest, **of_table})
-    return ActivationStore(folder)
+        x = np.random.default_rng(number).normal(size=(len(ids), 4))
+        readers[reader] = (None, [(x, ids, np.diff(offsets), table.trajectory[rows])])
+    return write_store(folder, table.rollouts, readers, site="x.site", special=table.info["special_ids"])
 
 
 # --- sizes

@@ -29,13 +29,7 @@ from tsae.diff.contrast.rows import Rows
 from tsae.diff.controls.null_discoveries import null_counts
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.measure_diff import feature_diff
-from tsae.diff.significance.inference import (
-    infer,
-    outcomes,
-    paired_inference,
-    q_values,
-    sequential_p,
-)
+from tsae.diff.significance.inference import infer, outcomes, paired_inference, q_values, sequential_p
 from tsae.diff.significance.permutations import sign_flips
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError

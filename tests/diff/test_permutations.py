@@ -14,14 +14,7 @@ from support.builders import feature_table, make_rollouts
 from tsae.diff.config import DiffConfig, FalseDiscoveries
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.descriptions import _length_correlation
-from tsae.diff.significance.inference import (
-    infer,
-    interaction,
-    most_draws,
-    paired_inference,
-    q_values,
-    sequential_p,
-)
+from tsae.diff.significance.inference import infer, interaction, most_draws, paired_inference, q_values, sequential_p
 from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, weight_permutations
 from tsae.features.stored import PickedColumns
 from tsae.features.sums import grouped_sums

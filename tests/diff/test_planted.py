@@ -15,13 +15,7 @@ from support.planted import CONTRASTS, contrasts_of, planted, token_level_q
 from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import group_difference, within_problem_auroc
-from tsae.diff.significance.inference import (
-    infer,
-    interaction,
-    outcomes,
-    paired_inference,
-    q_values,
-)
+from tsae.diff.significance.inference import infer, interaction, outcomes, paired_inference, q_values
 from tsae.diff.significance.power import detectable_delta, power, power_text
 from tsae.features.stored import PickedColumns
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from support.builders import BOS, make_rollouts, save_model, save_series
+from support.checkpoints import reweigh
 from tsae.activations.config import ReadingConfig
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.routers import RouterReader, _chosen
@@ -143,11 +143,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> tuple[CheckpointSeries,
     save_model(folder / "base", "mixtral")
     for name in (RUN, "copy-1"):
         shutil.copytree(folder / "base", folder / name)
-    weights = load_file(folder / RUN / "model.safetensors")
-    name = "model.layers.1.block_sparse_moe.gate.weight"
-    name = name if name in weights else "model.layers.1.mlp.gate.weight"
-    weights[name][2] = 5 * router_input(folder / "base")
-    save_file(weights, folder / RUN / "model.safetensors", metadata={"format": "pt"})
+    name, preferred = "model.layers.1.block_sparse_moe.gate.weight", 5 * router_input(folder / "base")
+    reweigh(folder / RUN, lambda w: w[name if name in w else "model.layers.1.mlp.gate.weight"][2].copy_(preferred))
     records = [{"id": "base", "path": "base"}]
     records += [{"id": id, "path": id, "run": id[:-2], "step": 1} for id in (RUN, "copy-1")]
     series = CheckpointSeries.load(save_series(folder, records))

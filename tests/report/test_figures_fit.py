@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -95,16 +94,6 @@ def changed(diff: tsae.FeatureDiff, names: list[str]) -> tsae.FeatureDiff:
         noise=noise.assign(delta=np.linspace(0.001, 1.5, len(noise))),
         info={**diff.info, "readers": [readers[diff.base], *runs], "causally_tested": [test, test]},
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module", params=[SHORT, LONG, SHORT[:1]], ids=["short", "long", "one"])

@@ -17,15 +17,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from support.diffs import (
-    INVISIBLE,
-    MARKUP,
-    behaviour,
-    describe,
-    make,
-    reader,
-    source,
-)
+from support.diffs import INVISIBLE, MARKUP, behaviour, describe, make, reader, source
 from support.pages import rendered
 from tsae.diff.controls.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
@@ -34,14 +26,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.report import figures
 from tsae.report.figures.layout import panels
 from tsae.report.figures.overview import overview, overview_caption
-from tsae.report.figures.style import (
-    BAND_STYLE,
-    LOWERED,
-    NEUTRAL,
-    RAISED,
-    SERIES,
-    SYMBOLS,
-)
+from tsae.report.figures.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
 from tsae.report.packing import number_array
 from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
 from tsae.report.pages.explorer import contrasts_shown, explorer

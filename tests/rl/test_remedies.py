@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,18 +12,10 @@ import torch
 
 from tsae.testbed.tokenizer import TOKEN_IDS, split_tokens
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "run_remedies.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_remedies", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("run_remedies")
 
 
 def test_the_oracle_credits_what_is_right_and_blames_what_is_wrong(script: ModuleType) -> None:

@@ -359,11 +359,7 @@ def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow  # starts several processes
 @pytest.mark.parametrize(
     ("size", "training"),
-    [
-        (2, TRAINING),
-        (3, replace(SHORT, partner="earlier")),
-        (2, replace(SHORT, precision="bfloat16")),
-    ],
+    [(2, TRAINING), (3, replace(SHORT, partner="earlier")), (2, replace(SHORT, precision="bfloat16"))],
     ids=("long", "partners from outside the windows", "bfloat16"),
 )
 def test_several_processes_give_the_weights_of_one(

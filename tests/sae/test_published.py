@@ -318,11 +318,7 @@ def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "path", "site"),
     [
-        (
-            gemma_scope,
-            "runs/layer_3/gemma-scope-2b-pt-res/layer_12/width_16k",
-            "blocks.12.hook_resid_post",
-        ),
+        (gemma_scope, "runs/layer_3/gemma-scope-2b-pt-res/layer_12/width_16k", "blocks.12.hook_resid_post"),
         (gemma_scope_2, "transcoder_study/gemma-scope-2-1b/resid_post/layer_4_width_16k", "blocks.4.hook_resid_post"),
         (gemma_scope_2, "resid_post_saes/gemma-scope-2-1b/attn_out/layer_4_width_16k", None),
         (gemma_scope_2, "attn_out/resid_post/layer_4_width_16k", "blocks.4.hook_resid_post"),

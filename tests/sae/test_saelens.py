@@ -258,10 +258,7 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
         ({"metadata": {"sae_lens_version": "6.54.0"}}, "does not say where its activations come from"),
         ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": SITE, "hook_head_index": 2}}, "attention heads"),
         ({"d_sae": 12}, "the file of weights does not fit the config"),
-        (
-            {"d_in": 10**15},
-            r"does not fit the config \(W_enc has shape \(48, 160\), expected \(10+, 160\)\)",
-        ),
+        ({"d_in": 10**15}, r"does not fit the config \(W_enc has shape \(48, 160\), expected \(10+, 160\)\)"),
         ({"d_in": -1}, "d_in is -1, expected a whole number of at least 1"),
         ({"d_in": 48.0}, r"d_in is 48\.0, expected a whole number"),
         ({"d_sae": True}, "d_sae is True, expected a whole number"),
@@ -281,14 +278,8 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
         ({"metadata": {**OURS, "tsae": 5}}, "the file of weights does not fit the config"),
         ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160.0, "k": 2}}}}, r"d_sae=160\.0 is no whole number"),
         ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "k": 2.5}}}}, r"k=2\.5 is no whole number"),
-        (
-            {"metadata": {**OURS, "tsae": {"sae": {"d_sae": 10**14, "k": 2}}}},
-            "its metadata names 10+ latents",
-        ),
-        (
-            {"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "groups": [float("nan")]}}}},
-            r"groups=\(nan,\) add",
-        ),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 10**14, "k": 2}}}}, "its metadata names 10+ latents"),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "groups": [float("nan")]}}}}, r"groups=\(nan,\) add"),
         ({"d_in": "wide"}, "d_in is 'wide', expected a whole number of at least 1"),
     ],
 )

@@ -19,13 +19,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.probe_tasks import Places, _classes
-from tsae.sae.quality.probes import (
-    PENALTIES,
-    Task,
-    fit_logistic,
-    folds,
-    probe,
-)
+from tsae.sae.quality.probes import PENALTIES, Task, fit_logistic, folds, probe
 from tsae.sae.quality.separation import Separation, separation
 
 N_PROBLEMS, N_SAMPLES, LENGTH = 36, 6, 13

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,91 +30,66 @@ def model_config(architecture: str, d_model: int = D_MODEL, **changed: Any) -> A
     import transformers as hf
 
     ids = {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
-    if architecture == "gpt2":
-        sizes = {"vocab_size": VOCABULARY, "n_positions": 128}
-        return hf.GPT2Config(n_embd=d_model, n_layer=N_LAYERS, n_head=2, n_inner=32, **ids, **{**sizes, **changed})
+    bare = {"vocab_size": VOCABULARY, "hidden_size": d_model, "num_hidden_layers": N_LAYERS, **ids}
     common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": d_model,
-        "intermediate_size": 32,
-        "num_hidden_layers": N_LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        **ids,
-    }
-    if architecture == "llama":
-        return hf.LlamaConfig(**common)
-    if architecture == "qwen2":
-        return hf.Qwen2Config(**common)
-    if architecture == "qwen3":
-        return hf.Qwen3Config(head_dim=8, **common)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    if architecture == "qwen3_moe":
-        return hf.Qwen3MoeConfig(head_dim=8, decoder_sparse_step=1, **experts, **common)
-    if architecture == "mixtral":
-        return hf.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **common)
-    if architecture == "gpt_oss":
-        return hf.GptOssConfig(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, **common)
-    if architecture == "llama4":  # a router in the second block alone
-        return hf.Llama4TextConfig(
-            **common | {"intermediate_size": 16}, intermediate_size_mlp=32, head_dim=8, num_local_experts=4,
-            num_experts_per_tok=1, interleave_moe_layer_step=2, no_rope_layer_interval=2, attention_chunk_size=6,
-        )  # fmt: skip
-    if architecture == "deepseek_v3":
-        heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-        return hf.DeepseekV3Config(
-            **common | {"num_key_value_heads": 2}, **heads, moe_intermediate_size=16, n_routed_experts=4,
-            num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-        )  # fmt: skip
-    if architecture == "olmo3":
-        return hf.Olmo3Config(sliding_window=5, **common)
-    if architecture == "qwen3_next":
-        linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-        kinds = ["linear_attention", "full_attention", "linear_attention"]
-        return hf.Qwen3NextConfig(
-            head_dim=8, layer_types=kinds, linear_num_value_heads=2, shared_expert_intermediate_size=16,
-            decoder_sparse_step=1, **linear, **experts, **common,
-        )  # fmt: skip
+        **bare, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 128, "tie_word_embeddings": False,
+    }  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    local = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
     longrope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.01, 1.02, 1.03],
         "long_factor": [1.03, 1.23, 9.09, 64.8], "original_max_position_embeddings": 16,
     }  # fmt: skip
-    if architecture == "phi3":
-        return hf.Phi3Config(rope_parameters=longrope, original_max_position_embeddings=16, **common)
-    if architecture == "phimoe":
-        longrope |= {"short_mscale": 1.0, "long_mscale": 1.3}
-        return hf.PhimoeConfig(num_local_experts=4, rope_parameters=longrope, **common)
-    if architecture == "dynamic":
-        dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-        return hf.LlamaConfig(rope_parameters=dynamic, **common | {"max_position_embeddings": 16})
-    mamba = {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8}
+    made: dict[str, tuple[Any, dict[str, Any]]] = {
+        "llama": (hf.LlamaConfig, {}),
+        "qwen2": (hf.Qwen2Config, {}),
+        "qwen3": (hf.Qwen3Config, {"head_dim": 8}),
+        # One layer of full attention, the others with a window shorter than the texts.
+        "gemma3": (hf.Gemma3TextConfig, {
+            "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }),
+        "qwen3_moe": (hf.Qwen3MoeConfig, {"head_dim": 8, **experts}),
+        "mixtral": (hf.MixtralConfig, local),
+        "gpt_oss": (hf.GptOssConfig, {"head_dim": 8, "sliding_window": 5, **local}),
+        "llama4": (hf.Llama4TextConfig, {  # a router in the second block alone
+            "intermediate_size": 16, "intermediate_size_mlp": 32, "head_dim": 8, **local, "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 6,
+        }),
+        "deepseek_v3": (hf.DeepseekV3Config, {
+            **heads, "num_key_value_heads": 2, "moe_intermediate_size": 16, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        }),
+        "olmo3": (hf.Olmo3Config, {"sliding_window": 5}),
+        "qwen3_next": (hf.Qwen3NextConfig, {
+            "head_dim": 8, "layer_types": kinds, "linear_num_value_heads": 2, "shared_expert_intermediate_size": 16,
+            **linear, **experts,
+        }),
+        "phi3": (hf.Phi3Config, {"rope_parameters": longrope, "original_max_position_embeddings": 16}),
+        "phimoe": (hf.PhimoeConfig, {
+            "num_local_experts": 4, "rope_parameters": longrope | {"short_mscale": 1.0, "long_mscale": 1.3},
+        }),
+        "dynamic": (hf.LlamaConfig, {"rope_parameters": dynamic, "max_position_embeddings": 16}),
+        "falcon_h1": (hf.FalconH1Config, {**mamba, "mamba_n_groups": 1}),
+        "recurrent_gemma": (hf.RecurrentGemmaConfig, {"attention_window_size": 5, "lru_width": 16}),
+        "minimax": (hf.MiniMaxConfig, {"head_dim": 8, **local, "block_size": 8, "layer_types": kinds}),
+    }  # fmt: skip
+    if architecture in made:
+        kind, own = made[architecture]
+        return kind(**common | own)
     if architecture == "mamba2":
-        return hf.Mamba2Config(**mamba, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=N_LAYERS, **ids)
-    if architecture == "falcon_h1":
-        sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8}
-        return hf.FalconH1Config(**sizes, mamba_n_groups=1, **common)
-    if architecture == "recurrent_gemma":
-        return hf.RecurrentGemmaConfig(attention_window_size=5, lru_width=16, **common)
+        return hf.Mamba2Config(state_size=4, num_heads=4, head_dim=8, n_groups=1, chunk_size=8, **bare)
     if architecture == "rwkv":
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "attention_hidden_size": 16}
-        return hf.RwkvConfig(num_hidden_layers=N_LAYERS, **sizes, **ids)
-    if architecture == "minimax":
-        kinds = ["linear_attention", "full_attention", "linear_attention"]
-        return hf.MiniMaxConfig(
-            head_dim=8, num_local_experts=4, num_experts_per_tok=2, block_size=8, layer_types=kinds, **common
-        )
-    assert architecture == "gemma3"
-    # One layer of full attention, the others with a window shorter than the texts.
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    return hf.Gemma3TextConfig(
-        head_dim=8,
-        sliding_window=5,
-        layer_types=kinds,
-        query_pre_attn_scalar=8,
-        **{**common, "tie_word_embeddings": True},
-    )
+        return hf.RwkvConfig(attention_hidden_size=16, **bare)
+    assert architecture == "gpt2"
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 128, **changed}
+    return hf.GPT2Config(n_embd=d_model, n_layer=N_LAYERS, n_head=2, n_inner=32, **ids, **sizes)
 
 
 def save_model(folder: Path, architecture: str = "llama", *, seed: int = 0, d_model: int = D_MODEL) -> Path:
@@ -192,20 +168,12 @@ def make_rollouts(
         for problem, prompt in enumerate(prompts):
             for _ in range(n_samples):
                 right = bool(rng.random() < 0.5)
-                records.append(
-                    {
-                        "problem_id": f"p{problem:03d}",
-                        "policy": policy,
-                        "prompt": f"prompt {problem}",
-                        "response": "text",
-                        "prompt_ids": prompt,
-                        "response_ids": [*rng.integers(0, vocabulary, rng.integers(1, 12)).tolist(), EOS],
-                        "reward": float(right),
-                        "outcome": "success" if right else "failure",
-                        "finish_reason": "stop",
-                        **columns,
-                    }
-                )
+                response = [*rng.integers(0, vocabulary, rng.integers(1, 12)).tolist(), EOS]
+                records.append({
+                    "problem_id": f"p{problem:03d}", "policy": policy, "prompt": f"prompt {problem}",
+                    "response": "text", "prompt_ids": prompt, "response_ids": response, "reward": float(right),
+                    "outcome": "success" if right else "failure", "finish_reason": "stop", **columns,
+                })  # fmt: skip
     info = {} if tokenizer is None else {"tokenizer": tokenizer}
     return Rollouts.from_records(records, info)
 
@@ -222,42 +190,54 @@ def synthetic_store(
 
     The first token of a trajectory is its prompt, the others are its response; none of them is special.
     """
+    from tsae import Rollouts
+
+    records = [
+        {"problem_id": f"p{i:04d}", "policy": "base", "outcome": "unknown"}
+        | {"prompt_ids": [0], "response_ids": [1 + (t % 9) for t in range(len(text) - 1)]}
+        for i, text in enumerate(texts)
+    ]
+    rollouts = Rollouts.from_records(records)
+    ids = np.concatenate([np.concatenate(rollouts.tokens(row)) for row in range(len(texts))])
+    shard = (np.concatenate(texts), ids, [len(text) for text in texts], np.arange(len(texts)))
+    return write_store(folder, rollouts, {"base": (None, [shard])}, site=site, special=special, dtype=dtype)
+
+
+def write_store(
+    folder: Path,
+    rollouts: Any,
+    readers: dict[str, tuple[str | None, list[tuple]]],
+    *,
+    site: str,
+    special: Sequence[int],
+    dtype: str = "float32",
+) -> Any:
+    """A store of given activations.
+
+    Args:
+        readers: by id the run and the shards: (n_tokens, d_model) activations, token ids, the number of tokens of
+            every trajectory, and the trajectories' rows.
+    """
     import torch
 
-    from tsae import ActivationStore, Rollouts
+    from tsae import ActivationStore
     from tsae.activations.shards.manifest import FORMAT, VERSION
     from tsae.activations.shards.writer import write_shard
     from tsae.base.files import write_json
 
-    records = [
-        {
-            "problem_id": f"p{i:04d}",
-            "policy": "base",
-            "prompt_ids": [0],
-            "response_ids": [1 + (t % 9) for t in range(len(text) - 1)],
-            "outcome": "unknown",
-        }
-        for i, text in enumerate(texts)
-    ]
-    rollouts = Rollouts.from_records(records)
-    offsets = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-    ids = np.concatenate([np.concatenate(rollouts.tokens(row)) for row in range(len(texts))])
-    activations = {site: torch.from_numpy(np.concatenate(texts).astype(np.float32))}
-    write_shard(folder / "base" / "00000.h5", activations, dtype, ids, offsets, np.arange(len(texts)))
+    entries: list[dict[str, Any]] = []
+    for id, (run, shards) in readers.items():
+        files = []
+        for number, (x, ids, lengths, rows) in enumerate(shards):
+            file, width = f"{id}/{number:05d}.h5", x.shape[1]
+            activations = {site: torch.from_numpy(x.astype(np.float32))}
+            write_shard(folder / file, activations, dtype, ids, np.cumsum([0, *lengths]), np.array(rows))
+            files.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows)})
+        entries.append({"id": id, "run": run, "step": 0, "trained_on": None, "shards": files})
     rollouts.write(folder / "rollouts.parquet")
-    shard = {"file": "base/00000.h5", "n_tokens": int(offsets[-1]), "n_trajectories": len(texts)}
-    reader = {"id": "base", "run": None, "step": 0, "trained_on": None, "shards": [shard]}
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "complete": True,
-        "dtype": dtype,
-        "sites": {site: {"d_model": texts[0].shape[1]}},
-        "rollouts": rollouts.fingerprint,
-        "special_ids": list(special),
-        "readers": [reader],
-    }
-    write_json(folder / "manifest.json", manifest)
+    head = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": dtype}
+    of_tokens = {"rollouts": rollouts.fingerprint, "special_ids": list(special), "readers": entries}
+    write_json(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
     return ActivationStore(folder)
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
+
+from support.builders import BOS, save_perturbed
+
+IDS = torch.tensor([[BOS, 3, 10, 5, 13, 1, 2]])
+"""A text."""
 
 
 def save_adapter(base: Path, folder: Path, *, seed: int = 0, **options: Any) -> Path:
@@ -33,6 +39,26 @@ def save_adapter(base: Path, folder: Path, *, seed: int = 0, **options: Any) -> 
 
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def reweigh(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Change the weights of a file, or the names of its tensors."""
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    weights = {name: value.contiguous() for name, value in weights.items()}
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return checkpoint
+
+
+def save_resized(source: Path, folder: Path, rows: int, *, seed: int = 1) -> Path:
+    """A copy that moved a little, with another number of embeddings."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(save_perturbed(source, folder, seed=seed))
+    with torch.random.fork_rng():
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    model.save_pretrained(folder)
+    return folder
 
 
 def rewrite(checkpoint: Path) -> None:

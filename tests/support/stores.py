@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from support.builders import BOS, EOS
-from tsae.activations.shards.manifest import FORMAT, VERSION
-from tsae.activations.shards.writer import write_shard
+from support.builders import BOS, EOS, write_store
+from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
-from tsae.base.files import write_json
 from tsae.rollouts.table import Rollouts
 
 D, SITE = 4, "x.site"
@@ -45,23 +45,17 @@ def numbered_store(
     """A store in which every activation is (number of the token, 1e4, 0, 0), in shards of so many trajectories."""
     runs = runs or {"base": None}
     columns = [
-        {
-            "problem_id": f"p{i:04d}",
-            "policy": "base",
-            "prompt_ids": t.prompt,
-            "response_ids": t.response,
-            "outcome": t.outcome,
-            "band": t.band,
-        }
+        {"problem_id": f"p{i:04d}", "policy": "base", "prompt_ids": t.prompt, "response_ids": t.response}
+        | {"outcome": t.outcome, "band": t.band}
         for i, t in enumerate(texts)
     ]
     rollouts = Rollouts.from_records(columns)
     tokens: list[Token] = []
-    readers = []
+    readers: dict[str, tuple[str | None, list[tuple]]] = {}
     for reader, run in runs.items():
         rows = [i for i, t in enumerate(texts) if reader in t.readers]
         shards = []
-        for number, low in enumerate(range(0, len(rows), shard_size)):
+        for low in range(0, len(rows), shard_size):
             mine = rows[low : low + shard_size]
             first = len(tokens)
             for row in mine:
@@ -70,25 +64,16 @@ def numbered_store(
             x = np.zeros((len(tokens) - first, D), np.float32)
             x[:, 0], x[:, 1] = np.arange(first, len(tokens)), 1e4
             lengths = [len(texts[row].prompt) + len(texts[row].response) for row in mine]
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
-            ids = np.array([token.id for token in tokens[first:]])
-            file = f"{reader}/{number:05d}.h5"
-            write_shard(folder / file, {SITE: torch.from_numpy(x)}, "float32", ids, offsets, np.array(mine))
-            shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(mine)})
-        readers.append({"id": reader, "run": run, "step": 0, "trained_on": None, "shards": shards})
-    rollouts.write(folder / "rollouts.parquet")
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "complete": True,
-        "dtype": "float32",
-        "sites": {SITE: {"d_model": D}},
-        "rollouts": rollouts.fingerprint,
-        "special_ids": [BOS, EOS, SPECIAL],
-        "readers": readers,
-    }
-    write_json(folder / "manifest.json", manifest)
-    return ActivationStore(folder), tokens
+            shards.append((x, np.array([token.id for token in tokens[first:]]), lengths, mine))
+        readers[reader] = (run, shards)
+    return write_store(folder, rollouts, readers, site=SITE, special=(BOS, EOS, SPECIAL)), tokens
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest of a store."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    write_manifest(folder / "manifest.json", manifest)
 
 
 def numbers(x: torch.Tensor) -> list[int]:

@@ -8,15 +8,7 @@ import pytest
 from organism.corpus import direct_response, scratchpad_response
 
 from tsae.errors import TsaeError
-from tsae.testbed import (
-    VOCABULARY,
-    annotate,
-    describe_response,
-    generate_problems,
-    given_answer,
-    parse_prompt,
-    verify,
-)
+from tsae.testbed import VOCABULARY, annotate, describe_response, generate_problems, given_answer, parse_prompt, verify
 from tsae.testbed.tokenizer import split_tokens
 
 PROMPT = "3+5*2-7?"  # 3+5=8, 8*2=6, 6-7=9
@@ -55,11 +47,7 @@ def test_miscopied_operand_and_operator_do_not_make_the_result_wrong() -> None:
 
 
 def test_direct_answers() -> None:
-    assert labels_of("#9<eos>") == [
-        ("answer_marker", None, None),
-        ("answer", True, None),
-        ("end", None, None),
-    ]
+    assert labels_of("#9<eos>") == [("answer_marker", None, None), ("answer", True, None), ("end", None, None)]
     assert wrong_tokens("#8<eos>") == [1]
     assert {label.style for label in annotate(PROMPT, ["#", "9", "<eos>"])} == {"direct"}
 
@@ -74,11 +62,7 @@ def test_steps_beyond_the_problem_are_wrong() -> None:
     [
         ("3+5;", ["operand", "operator", "operand", "separator"], [3]),
         ("3+5#9", ["operand", "operator", "operand", "answer_marker", "answer"], [3]),
-        (
-            "35=8;#9",
-            ["operand", "other", "other", "other", "separator", "answer_marker", "answer"],
-            [1, 2, 3],
-        ),
+        ("35=8;#9", ["operand", "other", "other", "other", "separator", "answer_marker", "answer"], [1, 2, 3]),
         ("3+5=88;#9", [*STEP[:5], "other", "separator", "answer_marker", "answer"], [5]),
         ("3+5=8<eos>", [*STEP[:5], "end"], [5]),
         ("#9#9<eos>", ["answer_marker", "answer", "answer_marker", "answer", "end"], [2]),
@@ -103,12 +87,7 @@ def test_perfect_responses_are_all_right_and_planted_slips_are_found_where_they_
         full = scratchpad_response(chain) + "<eos>"
         assert wrong_tokens(full, problem.prompt) == wrong_tokens(direct_response(chain), problem.prompt) == []
         facts = describe_response(problem.prompt, full)
-        assert (facts.correct, facts.style, facts.first_wrong, facts.skip_index) == (
-            True,
-            "scratchpad",
-            None,
-            None,
-        )
+        assert (facts.correct, facts.style, facts.first_wrong, facts.skip_index) == (True, "scratchpad", None, None)
         assert facts.n_steps_required == facts.n_steps_written == facts.n_steps_valid == chain.n_ops
         assert (facts.n_steps_skipped, facts.skipped_share, facts.n_tokens) == (0, 0.0, 6 * chain.n_ops + 3)
 
@@ -140,12 +119,7 @@ def test_each_changed_character_of_a_perfect_scratchpad_is_the_first_wrong_token
 
 def test_facts_of_skipped_computation() -> None:
     direct = describe_response(PROMPT, "#9<eos>")
-    assert (direct.style, direct.n_steps_skipped, direct.skipped_share, direct.skip_index) == (
-        "direct",
-        3,
-        1.0,
-        0,
-    )
+    assert (direct.style, direct.n_steps_skipped, direct.skipped_share, direct.skip_index) == ("direct", 3, 1.0, 0)
     assert (direct.correct, direct.first_wrong, direct.n_tokens) == (True, None, 3)
     partial = describe_response(PROMPT, "3+5=8;#9")
     assert (partial.style, partial.n_steps_written, partial.n_steps_skipped, partial.skip_index) == (

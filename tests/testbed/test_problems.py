@@ -58,10 +58,7 @@ def test_problems_are_distinct_stable_and_within_their_level(level: str | tuple[
 
 def test_first_problems_are_the_ones_that_shipped_results_refer_to() -> None:
     # A change of the generator would silently change what every measured number is about.
-    assert [problem.id for problem in generate_problems("medium", 2, seed=0)] == [
-        "chain:9*7+9-5*8",
-        "chain:4-9-9+9-4",
-    ]
+    assert [problem.id for problem in generate_problems("medium", 2, seed=0)] == ["chain:9*7+9-5*8", "chain:4-9-9+9-4"]
 
 
 def test_easy_has_all_300_chains_and_no_more() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,9 +90,10 @@ class Rollouts(TokenParts, Tables):
         Raises:
             TsaeError: for files that are neither, and for what is wrong in them.
         """
-        if not isinstance(path, (str, Path)):
+        if not isinstance(path, str | os.PathLike):
             return cls._of_table(path, checkpoint, replace(config or ImportConfig(), format="plain"))
-        path, given = local(path), path
+        given = os.fspath(path)
+        path = local(given)
         where = origin or (url_of(given) if is_url(given) else str(path))
         if config is not None or path.is_dir() or (path.is_file() and _is_log(path)):
             with tempfile.TemporaryDirectory() as folder:
