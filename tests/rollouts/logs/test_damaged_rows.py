@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.builders import save_model
 from support.chat_templates import make_tokenizer
-from support.logs import LOGS, TEMPLATE
+from support.logs import LOGS
 from tsae import Rollouts
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
@@ -48,13 +47,6 @@ VALUES: dict[str, Any] = {
     "infinity": float("inf"),
     "huge": 10**400,
 }
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = save_model(tmp_path_factory.mktemp("chat") / "model")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return Checkpoint(id="base", path=str(path))
 
 
 def read(log: Path, chat: Checkpoint, to: Path, **config: Any) -> tuple[Counter[str], Any]:
