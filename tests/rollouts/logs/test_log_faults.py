@@ -26,20 +26,6 @@ SYSTEM, USER = {"role": "system", "content": "Be short."}, {"role": "user", "con
 OWN = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tokenizer and nothing else, by the name of its chat template."""
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("tokenizers") / name
-            make_tokenizer(name).save_pretrained(made[name])
-        return made[name]
-
-    return folder
-
-
 def completions(path: Path, prompts: list[Any], **columns: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     n = len(prompts)
@@ -160,8 +146,7 @@ def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokeniz
         imported(write(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
     log = write(tmp_path / "trl.jsonl", {**row, "accuracy_reward": 1.0, "answer": "7", "advantage": 0.5})
     found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
-    assert found.table["reward/accuracy_reward"].to_pylist() == [1.0]
-    assert found.table["answer"].to_pylist() == ["7"]
+    holds(found, answer=["7"], **{"reward/accuracy_reward": [1.0]})
 
 
 def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_path: Path) -> None:
@@ -220,28 +205,16 @@ def test_numbers_may_be_text(right: Any, tokenizers: Any, tmp_path: Path) -> Non
 
 def test_texts_that_are_no_numbers_are_refused_and_objects_of_rewards_are_read(tokenizers: Any, tmp_path: Path) -> None:
     row = {"prompt": "1?", "response": "a", "step": "3", "reward": "0.5"}
-    for change in (
-        {"reward": "high"},
-        {"reward": "0,5"},
-        {"reward": "1_0"},
-        {"step": "first"},
-        {"advantage": "[1, 2]"},
-    ):
-        log = write(tmp_path / "run" / "a.jsonl", row, row | change)
-        ((name, value),) = change.items()
+    wrong = (*(("reward", value) for value in ("high", "0,5", "1_0")), ("step", "first"), ("advantage", "[1, 2]"))
+    for name, value in wrong:
+        log = write(tmp_path / "run" / "a.jsonl", row, row | {name: value})
         with pytest.raises(TsaeError, match=rf"a\.jsonl:2: {name} is {re.escape(repr(value))}, expected a"):
             imported(log, tokenizers("chatml"), tmp_path / "to")
     both = {"accuracy": "1.0", "format": 0.5, "why": "right"}
     for parts, total in ((both, 1.5), (json.dumps(both), 1.5), (both | {"total": 0.7}, 0.7)):
-        found, _ = imported(
-            write(tmp_path / "run" / "a.jsonl", row | {"reward": parts}),
-            tokenizers("chatml"),
-            tmp_path / "to",
-            outcome="accuracy",
-        )
-        assert found.table["reward"].to_pylist() == [total]
-        assert found.table["reward/format"].to_pylist() == [0.5]
-        assert found.table["outcome"].to_pylist() == ["success"]
+        log = write(tmp_path / "run" / "a.jsonl", row | {"reward": parts})
+        found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", outcome="accuracy")
+        holds(found, reward=[total], outcome=["success"], **{"reward/format": [0.5]})
 
 
 # --- verl
@@ -277,14 +250,10 @@ def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row
 @pytest.mark.parametrize(
     ("folder", "row", "policies"),
     [
-        ("rollout_data", {}, ["run-00000", "run-00001"]),
+        *((folder, {}, ["run-00000", "run-00001"]) for folder in ("rollout_data", "dumps", "values")),
         ("rollout_data", {"reward": 1.0}, ["run-00000", "run-00001"]),
+        *((folder, {}, ["run-00001", "run-00002"]) for folder in ("val_rollouts", "validation_data", "val")),
         ("dumps", {"reward": 1.0}, ["run-00001", "run-00002"]),
-        ("dumps", {}, ["run-00000", "run-00001"]),
-        ("val_rollouts", {}, ["run-00001", "run-00002"]),
-        ("validation_data", {}, ["run-00001", "run-00002"]),
-        ("val", {}, ["run-00001", "run-00002"]),
-        ("values", {}, ["run-00000", "run-00001"]),
     ],
 )
 def test_a_validation_is_sampled_after_the_update(

@@ -118,12 +118,7 @@ TEMPLATE = (
     ("name", "config"),
     [
         ("trl", {"outcome": "digits"}),
-        ("verl", {}),
-        ("open-instruct", {}),
-        ("nemo-rl", {}),
-        ("open-r1", {}),
-        ("prime-rl", {}),
-        ("prime-rl-tokens", {}),
+        *((name, {}) for name in ("verl", "open-instruct", "nemo-rl", "open-r1", "prime-rl", "prime-rl-tokens")),
     ],
 )
 def test_a_log_in_parts_is_the_log(

@@ -91,17 +91,9 @@ def sums(n_steps: int = 3, n_problems: int = 8, group: int = 8, seed: int = 0) -
             given = [a + b if ok else a + b + int(rng.integers(1, 9)) for ok in right]
             advantages = group_advantages(right.astype(float), np.zeros(group))
             for i, (value, ok, advantage) in enumerate(zip(given, right, advantages, strict=True)):
-                rows.append(
-                    {
-                        "prompt": f"{a}+{b}?",
-                        "response": f"{i};{a}+{b}={value}",
-                        "answer": str(a + b),
-                        "reward": float(ok),
-                        "advantage": float(advantage),
-                        "step": step,
-                        "problem_id": f"{step}/{problem}",
-                    }
-                )
+                row = {"prompt": f"{a}+{b}?", "response": f"{i};{a}+{b}={value}", "answer": str(a + b), "step": step}
+                row |= {"reward": float(ok), "advantage": float(advantage), "problem_id": f"{step}/{problem}"}
+                rows.append(row)
     return rows
 
 
@@ -404,17 +396,10 @@ def test_advantages_of_a_log_that_moved(series: CheckpointSeries, tmp_path: Path
 
 def test_means_over_tokens_are_not_compared(series: CheckpointSeries, tmp_path: Path) -> None:
     """Token exports may have an advantage of its own for every token."""
+    same = {"schema_version": 1, "step": 1, "rank": 0, "loss_mask": [False] * 5 + [True] * 2}
     rows = [
-        {
-            "schema_version": 1,
-            "export_sequence_idx": i,
-            "step": 1,
-            "rank": 0,
-            "token_ids": [BOS, *ids_of("1+1?"), *ids_of(str(i)), EOS],
-            "loss_mask": [False] * 5 + [True] * 2,
-            "advantages": [0.0] * 5 + [float(i), i + 1.0],
-            "rewards": [float(i)] * 7,
-        }
+        {"export_sequence_idx": i, "token_ids": [BOS, *ids_of(f"1+1?{i}"), EOS], "rewards": [float(i)] * 7}
+        | {"advantages": [0.0] * 5 + [float(i), i + 1.0], **same}
         for i in range(4)
     ]
     found = look(write(tmp_path / "token_exports" / "step_1" / "rank_0.jsonl", *rows), series)["advantages"]
@@ -435,13 +420,8 @@ ASKED = [BOS, 16, *ids_of("1+1?"), EOS, BOS, 15]
 def test_prompts_are_encoded_anew(series: CheckpointSeries, tmp_path: Path) -> None:
     """As messages, as a question, as the template writes it, and as it is; and those that are of none of these."""
     messages = [{"role": "user", "content": "1+1?"}]
-    rows = [
-        with_ids(messages, ASKED),
-        with_ids("1+1?", ASKED),
-        with_ids("<bos>#1+1?<eos><bos>;", ASKED),
-        with_ids("1+1?", [BOS, *ids_of("1+1?")]),
-        with_ids("#1+1?;", ASKED),
-    ]
+    rows = [with_ids(prompt, ASKED) for prompt in (messages, "1+1?", "<bos>#1+1?<eos><bos>;", "#1+1?;")]
+    rows.append(with_ids("1+1?", [BOS, *ids_of("1+1?")]))
     found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)
     assert str(found["prompts"]) == "prompts: 5 prompts compared, 0 disagree"
     assert str(found["responses"]) == "responses: 5 responses compared, 0 disagree"
@@ -485,20 +465,10 @@ def logged_by(series: CheckpointSeries, policy: str, *, temperature: float = 1.0
         log_probabilities = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         sampled = log_probabilities.gather(-1, torch.tensor(response)[:, None])[:, 0]
         noise = rng.normal(0, 0.02, len(response))
-        rows.append(
-            {
-                "step": series[policy].step,
-                "sample_idx": i,
-                "prompt_idx": 0,
-                "prompt_tokens": prompt,
-                "response_tokens": response,
-                "reward": float(i % 2),
-                "ground_truth": [],
-                "finish_reason": "stop",
-                "request_info": {},
-                "logprobs": (np.roll(sampled.numpy(), int(wrong)) + noise).tolist(),
-            }
-        )
+        row = {"step": series[policy].step, "sample_idx": i, "prompt_idx": 0, "reward": float(i % 2)}
+        row |= {"prompt_tokens": prompt, "response_tokens": response, "ground_truth": [], "finish_reason": "stop"}
+        logprobs = (np.roll(sampled.numpy(), int(wrong)) + noise).tolist()
+        rows.append(row | {"request_info": {}, "logprobs": logprobs})
     return rows
 
 
@@ -611,7 +581,7 @@ def test_parts_of_a_log_are_put_together(series: CheckpointSeries, tmp_path: Pat
     n = len(entries)
     args = (np.full(n, 2), np.ones(n, dtype=bool), np.ones(n, dtype=bool), lambda i: f"row {i}")
     assert together.checks(*args) == whole.checks(*args)
-    assert whole.prompts.differ == 24
+    assert whole.prompts.found["differ"] == 24
 
 
 # --- the readers' own
@@ -628,19 +598,9 @@ def test_readers_pass_log_probabilities_on(name: str) -> None:
 
 
 def test_slime_passes_log_probabilities_and_the_templates_arguments_on(tmp_path: Path) -> None:
-    sample = {
-        "group_index": 3,
-        "prompt": "1+1?",
-        "tokens": [BOS, *ids_of("1+1?2"), EOS],
-        "response": "2",
-        "response_length": 2,
-        "label": "2",
-        "reward": 1.0,
-        "loss_mask": None,
-        "status": "completed",
-        "rollout_log_probs": [-0.25, -0.5],
-        "apply_chat_template_kwargs": {"enable_thinking": False},
-    }
+    sample = {"group_index": 3, "prompt": "1+1?", "label": "2", "reward": 1.0, "loss_mask": None, "status": "completed"}
+    sample |= {"tokens": [BOS, *ids_of("1+1?2"), EOS], "response": "2", "response_length": 2}
+    sample |= {"rollout_log_probs": [-0.25, -0.5], "apply_chat_template_kwargs": {"enable_thinking": False}}
     (tmp_path / "rollout_data").mkdir()
     torch.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "rollout_data" / "0.pt")
     form, files, _ = find_log(tmp_path, ImportConfig())

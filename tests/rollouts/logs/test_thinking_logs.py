@@ -21,19 +21,6 @@ A, T, O = ANSWER, THINKING, OTHER
 Stretches = list[tuple[str, int]]
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tokenizer and nothing else, by the name of its chat template."""
-
-    def folder(name: str) -> Path:
-        path = tmp_path_factory.getbasetemp() / f"tokenizer-{name}"
-        if not path.exists():
-            make_tokenizer(name).save_pretrained(path)
-        return path
-
-    return folder
-
-
 def ids_of(name: str, text: str) -> list[int]:
     return list(make_tokenizer(name)(text, add_special_tokens=False)["input_ids"])
 
