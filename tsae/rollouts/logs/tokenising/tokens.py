@@ -375,10 +375,8 @@ class Tokens:
 
 def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
     """A folder with a tokenizer and no model as a series; an import needs no more. None for any other folder."""
-    others = ("series.json", "config.json", "adapter_config.json")
-    if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
-        return None
-    if any(folder.glob("checkpoint-*")) or any(folder.glob("*/checkpoint-*")):
+    others = ("series.json", "config.json", "adapter_config.json", "checkpoint-*", "*/checkpoint-*")
+    if not has_tokenizer(folder) or any(any(folder.glob(name)) for name in others):
         return None
     note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
     checkpoint = Checkpoint(id="base", path=str(folder.resolve()))

@@ -146,7 +146,6 @@ def _path(trace: Fields) -> list[Fields]:
 def _rewards(logged: Fields) -> dict[str, float | None]:
     rewards: dict[str, float | None] = {}
     for name, value in logged.row.items():
-        found = weight = None
         if isinstance(value, Mapping):
             found = logged.inside({name: value.get("score")}).score(name)
             weight = logged.inside({name: value.get("weight", 1.0)}).number(name)
