@@ -18,6 +18,8 @@ import pytest
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
 from support.hub import Hub, hub_here
 
+pytest.register_assert_rewrite("support.logs")
+
 # The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # TRL's trainers report their use to their makers unless told not to.

@@ -21,6 +21,7 @@ from scipy.stats import binomtest
 
 from support.builders import BOS, EOS, make_rollouts
 from support.checkpoints import rewrite
+from support.logs import holds
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
@@ -143,8 +144,7 @@ def test_columns_that_others_wrote_are_read_piece_by_piece(tmp_path: Path) -> No
         writer.write_table(one)
         writer.write_table(other)
     found = Rollouts.read(tmp_path / "two.parquet")
-    assert found.table["run"].to_pylist() == ["a", "b", "a", "c", "c", "a"]
-    assert found.table["problem_id"].to_pylist() == ["p", "q", "q", "r", "p", "s"]
+    holds(found, run=["a", "b", "a", "c", "c", "a"], problem_id=["p", "q", "q", "r", "p", "s"])
     assert found.tokens(3)[1].tolist() == found.tokens(0)[1].tolist()
     pq.write_table(one.slice(0, 0), tmp_path / "none.parquet")
     with pytest.raises(TsaeError, match="holds no trajectories"):
@@ -329,13 +329,8 @@ def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
 def test_bands_follow_the_cutoffs() -> None:
     rates = {"a": (4, 0), "b": (3, 1), "c": (2, 2), "d": (1, 3), "e": (0, 4)}
     banded = graded(rates).with_bands("base", measured_on=graded(rates, unknown=1))
-    assert banded.frame.groupby("problem_id").band.first().to_dict() == {
-        "a": "easy",
-        "b": "easy",
-        "c": "medium",
-        "d": "hard",
-        "e": "hard",
-    }
+    bands = ["easy", "easy", "medium", "hard", "hard"]
+    assert banded.frame.groupby("problem_id").band.first().to_dict() == dict(zip(rates, bands, strict=True))
     strict = graded(rates).with_bands(
         "base", cutoffs=BandCutoffs(easy=1.0, hard=0.0), measured_on=graded(rates, unknown=1)
     )
@@ -607,17 +602,10 @@ def test_sampling_refuses_what_cannot_work(policy: Checkpoint) -> None:
         sample(policy, PROBLEMS, SamplingConfig(max_new_tokens=120), progress=False)
     with pytest.raises(TsaeError, match=r"problem x.*cannot be tokenised"):
         sample(policy, [Problem("x", "What is 1+1?", "2")], SamplingConfig(max_new_tokens=4), progress=False)
-    for bad in (
-        {"n_samples": 0},
-        {"n_samples": 10**12},
-        {"max_new_tokens": 10**12},
-        {"temperature": 0.0},
-        {"batch_size": 0},
-        {"max_new_tokens": 0},
-        {"temperature": math.nan},
-    ):
-        with pytest.raises(TsaeError, match=next(iter(bad))):
-            SamplingConfig(**bad)
+    bad = {"n_samples": (0, 10**12), "max_new_tokens": (0, 10**12), "batch_size": (0,), "temperature": (0.0, math.nan)}
+    for name, value in ((name, value) for name, values in bad.items() for value in values):
+        with pytest.raises(TsaeError, match=name):
+            SamplingConfig(**{name: value})
 
 
 def test_a_policy_with_nan_weights_is_refused(llama: Path, tmp_path: Path) -> None:

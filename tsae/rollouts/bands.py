@@ -141,8 +141,7 @@ def find_bands(
         mine = measured.reindex(rows.problem_id).reset_index(drop=True)
         rows["band"] = _bands_of(mine.pass_rate, used)
     else:
-        of = ["problem_id"] if reference is None else ["problem_id", "policy"]
-        half = frame.groupby(of, sort=False).cumcount().to_numpy() % 2
+        half = halves(frame, reference).to_numpy()
         rates = [
             pass_rates(part, where, reference) if _known(part, reference).any() else measured.iloc[:0]
             for part in (frame[half == 1], frame[half == 0])  # for half 0, and for half 1
@@ -173,6 +172,12 @@ def find_bands(
     if isinstance(cutoffs, BandQuantiles):
         info["quantiles"] = asdict(cutoffs)
     return Bands(rows, info, where)
+
+
+def halves(frame: pd.DataFrame, reference: str | None) -> pd.Series:
+    """0 or 1 for every trajectory: its rank within problem and policy modulo 2; see `find_bands`."""
+    of = ["problem_id"] if reference is None else ["problem_id", "policy"]
+    return frame.groupby(of, sort=False).cumcount() % 2
 
 
 def _cutoffs(cutoffs: BandCutoffs | BandQuantiles | None, rates: pd.DataFrame) -> BandCutoffs:

@@ -280,11 +280,9 @@ def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None, where: s
     except (TypeError, ValueError, OverflowError):
         required = np.array([-1.0])
     if ((required < 0) | np.isinf(required)).any():
-        raise TsaeError(
-            "required steps are no finite numbers of 0 or more",
-            where=where,
-            fix="Give the number of operations that a solution needs, None where it is not known.",
-        )
+        what = "required steps are no finite numbers of 0 or more"
+        fix = "Give the number of operations that a solution needs, None where it is not known."
+        raise TsaeError(what, where=where, fix=fix)
     written = np.array([operations(text) for text in frame.response])
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(required > 0, np.clip(1 - written / required, 0, 1), np.nan)

@@ -188,8 +188,5 @@ def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path:
     # slime's --dump-details keeps the tokenizer beside the rollouts.
     if alone := tokenizer_alone(folder / "tokenizer"):
         return alone
-    raise TsaeError(
-        "no checkpoint lies beside the log, and its tokenizer is needed",
-        where=path,
-        fix="Give the checkpoint that was trained, or its series (--checkpoint).",
-    )
+    what = "no checkpoint lies beside the log, and its tokenizer is needed"
+    raise TsaeError(what, where=path, fix="Give the checkpoint that was trained, or its series (--checkpoint).")

@@ -88,11 +88,9 @@ def mapped(tables: Iterable[pa.Table]) -> pa.Table:
             file.flush()
             found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise TsaeError(
-            f"cannot unpack rollouts into a temporary file ({error.strerror})",
-            where=tempfile.tempdir or "TMPDIR",
-            fix="Make room there, or let TMPDIR name another folder",
-        ) from error
+        what = f"cannot unpack rollouts into a temporary file ({error.strerror})"
+        fix = "Make room there, or let TMPDIR name another folder"
+        raise TsaeError(what, where=tempfile.tempdir or "TMPDIR", fix=fix) from error
     return pa.ipc.open_stream(pa.py_buffer(found)).read_all()
 
 

@@ -50,15 +50,11 @@ class PythonTable:
                 arrays.append((name, _array(values)))
             except _FAILS as error:
                 if name in needed:
-                    values = list(values)
-                    kinds = [type(value) for value in values if value is not None]
-                    row = next(
-                        (i for i, value in enumerate(values) if not isinstance(value, (*kinds[:1], type(None)))), 0
-                    )
-                    what, fix = (
-                        f"column {name!r} cannot be read ({error})",
-                        "Give texts, numbers, flags or lists of them.",
-                    )
+                    kinds = [None if value is None else type(value) for value in values]
+                    first = next(filter(None, kinds), None)
+                    row = next((i for i, kind in enumerate(kinds) if kind not in (first, None)), 0)
+                    what = f"column {name!r} cannot be read ({error})"
+                    fix = "Give texts, numbers, flags or lists of them."
                     raise TsaeError(what, where=self.named(f"{file}: row {row}"), fix=fix) from error
         try:
             pq.write_table(pa.Table.from_arrays([array for _, array in arrays], [name for name, _ in arrays]), file)
@@ -85,11 +81,10 @@ class PythonTable:
             if not given.index.equals(pd.RangeIndex(len(given))):
                 self._labels = given.index
             levels = [name for name in given.index.names if name is not None]
-            if both := [
-                n for n in levels if n in given and not given.index.get_level_values(n).equals(pd.Index(given[n]))
-            ]:
-                what, fix = f"has a column and an index level {both[0]!r} that differ", "Rename or drop one of them."
-                raise TsaeError(what, where=NAME, fix=fix)
+            for name in levels:
+                if name in given and not given.index.get_level_values(name).equals(pd.Index(given[name])):
+                    what = f"has a column and an index level {name!r} that differ"
+                    raise TsaeError(what, where=NAME, fix="Rename or drop one of them.")
             own = [(str(name), given.iloc[:, i]) for i, name in enumerate(given)]
             return own + [(str(n), pd.Series(given.index.get_level_values(n))) for n in levels if n not in given]
         if hasattr(given, "with_format") and hasattr(given, "__len__"):  # datasets
@@ -124,9 +119,8 @@ def _array(values: Any) -> pa.Array | pa.ChunkedArray:
     if pa.types.is_list(found.type) and pa.types.is_floating(found.type.value_type):
         with suppress(pa.ArrowInvalid):  # whole numbers alone are token ids
             found = found.cast(pa.list_(pa.int64()))
-    pq.ParquetWriter(
-        pa.BufferOutputStream(), pa.schema([("column", found.type)])
-    ).close()  # refuses a struct of nothing
+    schema = pa.schema([("column", found.type)])
+    pq.ParquetWriter(pa.BufferOutputStream(), schema).close()  # refuses a struct of nothing
     return found
 
 

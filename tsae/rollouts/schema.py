@@ -69,11 +69,9 @@ def typed(table: pa.Table, where: str) -> pa.Table:
     """
     missing = [name for name in _REQUIRED if name not in table.column_names]
     if missing:
-        raise TsaeError(
-            f"lacks the columns {', '.join(missing)}; it has {', '.join(table.column_names) or 'none'}",
-            where=where,
-            fix="Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`.",
-        )
+        what = f"lacks the columns {', '.join(missing)}; it has {', '.join(table.column_names) or 'none'}"
+        fix = "Make the file with `tsae rollouts`, or import a log with `tsae rollouts import`."
+        raise TsaeError(what, where=where, fix=fix)
     twice = [name for name, n in Counter(table.column_names).items() if n > 1]
     if twice:
         raise TsaeError(f"has several columns {twice[0]!r}", where=where, fix="Rename or drop all but one of them.")
@@ -104,11 +102,8 @@ def by_row(values: Any, n: int, where: str) -> Any:
         return values
     if len(values) == n and values.index.sort_values().equals(pd.RangeIndex(n)):
         return values.sort_index()
-    raise TsaeError(
-        f"the index of the Series {values.name!r} is not the rows 0 to {n - 1}",
-        where=where,
-        fix="Give its values in the order of the rows (.to_numpy()).",
-    )
+    what = f"the index of the Series {values.name!r} is not the rows 0 to {n - 1}"
+    raise TsaeError(what, where=where, fix="Give its values in the order of the rows (.to_numpy()).")
 
 
 def check_same_problems(tables: Sequence[tuple[pa.Table, str]]) -> None:

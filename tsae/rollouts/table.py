@@ -305,11 +305,9 @@ class Rollouts(TokenParts, Tables):
         facts = joined_facts([rollouts.info for rollouts in tables])
         if facts is None:
             prints = sorted({str(rollouts.info.get("tokenizer")) for rollouts in tables})
-            raise TsaeError(
-                f"rollouts tokenised with different tokenizers ({', '.join(prints)})",
-                where="Rollouts.concat",
-                fix="Put together rollouts of models that share a tokenizer.",
-            )
+            what = f"rollouts tokenised with different tokenizers ({', '.join(prints)})"
+            fix = "Put together rollouts of models that share a tokenizer."
+            raise TsaeError(what, where="Rollouts.concat", fix=fix)
         check_same_problems([(rollouts.table, rollouts.origin) for rollouts in tables])
         try:
             together = pa.concat_tables([rollouts.table for rollouts in tables], promote_options="default")

@@ -6,14 +6,13 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from support.logs import read
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.on_disk import log_files, parts
 from tsae.rollouts.table import Rollouts
 
@@ -23,15 +22,6 @@ ROWS = [
 ]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
 MARK = b"\xef\xbb\xbf"
-
-
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
-
-def read(path: Path, checkpoint: Any, **config: Any) -> Rollouts:
-    return Rollouts.read(path, checkpoint, ImportConfig(**config))
 
 
 def responses(found: Rollouts) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +16,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.builders import save_model
 from support.chat_templates import make_tokenizer
-from support.logs import LOGS, TEMPLATE
+from support.logs import LOGS
 from tsae import Rollouts
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "verl": {},
-    "open-instruct": {},
-    "nemo-rl": {},
-    "prime-rl": {},
+PLAIN = ("verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1")
+OPTIONS: dict[str, dict[str, Any]] = {name: {} for name in PLAIN} | {
     "prime-rl-stream": {"skip": ("errored", "empty")},
-    "prime-rl-tokens": {},
-    "open-r1": {},
     "trl": {"outcome": "digits", "skip": ("unscored",)},
 }
 COMPARED = ("step", "policy", "prompt_ids", "response_ids", "reward", "outcome", "advantage", "finish_reason")
-VALUES: dict[str, Any] = {
-    "null": None,
-    "text": "x",
-    "surrogate": "\ud800",
-    "number": 1,
-    "negative": -7,
-    "empty list": [],
-    "empty object": {},
-    "NaN": float("nan"),
-    "infinity": float("inf"),
-    "huge": 10**400,
-}
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = save_model(tmp_path_factory.mktemp("chat") / "model")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return Checkpoint(id="base", path=str(path))
+VALUES: dict[str, Any] = {"null": None, "text": "x", "surrogate": "\ud800", "empty list": [], "empty object": {}}
+VALUES |= {"number": 1, "negative": -7, "NaN": float("nan"), "infinity": float("inf"), "huge": 10**400}
 
 
 def read(log: Path, chat: Checkpoint, to: Path, **config: Any) -> tuple[Counter[str], Any]:
@@ -149,7 +126,7 @@ def test_a_damaged_row_harms_no_other(name: str, share: float, chat: Checkpoint,
     assert n_refused
 
 
-@pytest.mark.parametrize("name", ["verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1"])
+@pytest.mark.parametrize("name", PLAIN)
 def test_token_ids_are_never_bent_into_others(name: str, chat: Checkpoint, tmp_path: Path) -> None:
     log = tmp_path / "run"
     shutil.copytree(LOGS / name, log)
@@ -274,20 +251,14 @@ def test_a_sum_of_rewards_needs_all_of_them(change: str, chat: Checkpoint, tmp_p
     assert read(tmp_path / "run", chat, tmp_path / "found.parquet", **config)[1].total["trajectories"] > 8
 
 
-def damaged_scores() -> Iterator[Callable[[float], float]]:
-    yield lambda _: float("inf")
-    yield lambda _: float("-inf")
-    yield lambda _: float("nan")
-
-
-@pytest.mark.parametrize("damage", list(damaged_scores()), ids=["inf", "-inf", "nan"])
-def test_scores_that_are_no_numbers(damage: Callable[[float], float], chat: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", [float("inf"), float("-inf"), float("nan")])
+def test_scores_that_are_no_numbers(score: float, chat: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(LOGS / "verl", tmp_path / "run")
     file, lines = last_line(tmp_path / "run")
     rows = [json.loads(line) for line in lines]
-    rows[-1] |= {"score": damage(rows[-1]["score"]), "acc": None, "reward": None}
+    rows[-1] |= {"score": score, "acc": None, "reward": None}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    message = "score is -?inf, expected a finite number" if damage(0) == damage(0) else "has no reward.*--skip unscored"
+    message = "score is -?inf, expected a finite number" if score == score else "has no reward.*--skip unscored"
     with pytest.raises(TsaeError, match=message):
         read(tmp_path / "run", chat, tmp_path / "found.parquet")
 

@@ -17,11 +17,6 @@ from tsae.rollouts.logs.bookkeeping import ledger as ledgers
 from tsae.rollouts.table import Rollouts
 
 
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
-
 def restarted(n_groups: int = 3, size: int = 4, **others: Any) -> list[dict[str, Any]]:
     """Two steps, in which groups are numbered from 0; every step asks others."""
     return [

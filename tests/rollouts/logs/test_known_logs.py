@@ -11,7 +11,7 @@ from tsae.cli import main
 from tsae.rollouts.config import ImportConfig, LogFormat
 from tsae.rollouts.logs.detect import FORMATS, find_log
 from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.known import KNOWN, TELLS, formats_table, tells_table
+from tsae.rollouts.logs.known import KNOWN, TELLS
 
 LOGS = Path(__file__).parents[3] / "docs" / "logs.md"
 SHIPPED = Path(__file__).parents[2] / "logs"
@@ -23,9 +23,16 @@ def test_every_format_is_described() -> None:
     assert sorted(get_args(LogFormat)) == sorted(["auto", *names])  # what --format takes
 
 
-def test_the_documentation_has_the_commands_table() -> None:
-    assert f"\n{formats_table()}\n" in LOGS.read_text(encoding="utf-8")
-    assert f"\n{tells_table()}\n" in LOGS.read_text(encoding="utf-8")
+def test_the_documentation_has_the_commands_tables() -> None:
+    rows, tells = [], []
+    for known in KNOWN:
+        names = ", ".join(known.formats)
+        rows.append((known.trainer, names, known.versions, known.setting, known.lacks))
+        tells.append((names, *(known.tells.get(name, "–") for name in TELLS)))
+    for cells, head in ((rows, "--- | " * 5), (tells, "--- | " * (1 + len(TELLS)))):
+        lines = [f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in cells]
+        assert "\n".join(["", f"| {head.strip()}", *lines, "", ""]) in LOGS.read_text(encoding="utf-8")
+    assert f"\n| `--format` | {' | '.join(TELLS)} |\n" in LOGS.read_text(encoding="utf-8")
 
 
 def test_the_command_names_every_trainer(capsys: pytest.CaptureFixture[str]) -> None:

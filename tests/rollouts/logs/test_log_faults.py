@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.chat_templates import make_tokenizer
+from support.logs import holds, write
 from tsae import Rollouts
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -23,26 +24,6 @@ from tsae.rollouts.logs.bookkeeping.summary import Summary
 
 SYSTEM, USER = {"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}
 OWN = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tokenizer and nothing else, by the name of its chat template."""
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("tokenizers") / name
-            make_tokenizer(name).save_pretrained(made[name])
-        return made[name]
-
-    return folder
-
-
-def lines(path: Path, *rows: dict[str, Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def completions(path: Path, prompts: list[Any], **columns: Any) -> Path:
@@ -162,11 +143,10 @@ def test_a_reward_that_one_file_lacks_does_not_change_what_is_right(tokenizers: 
 def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
     row = {"step": 1, "prompt": [USER], "completion": "7"}
     with pytest.raises(TsaeError, match="no known log has the columns step, prompt, completion; known are"):
-        imported(lines(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
-    log = lines(tmp_path / "trl.jsonl", {**row, "accuracy_reward": 1.0, "answer": "7", "advantage": 0.5})
+        imported(write(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
+    log = write(tmp_path / "trl.jsonl", {**row, "accuracy_reward": 1.0, "answer": "7", "advantage": 0.5})
     found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
-    assert found.table["reward/accuracy_reward"].to_pylist() == [1.0]
-    assert found.table["answer"].to_pylist() == ["7"]
+    holds(found, answer=["7"], **{"reward/accuracy_reward": [1.0]})
 
 
 def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_path: Path) -> None:
@@ -215,7 +195,7 @@ def test_numbers_may_be_text(right: Any, tokenizers: Any, tmp_path: Path) -> Non
         logs["flag"].append(asked | {"correct": value})
     for name, rows in logs.items():
         config = {"format": "plain" if name == "flag" else name}
-        log = lines(tmp_path / name / "a.jsonl", *rows)
+        log = write(tmp_path / name / "a.jsonl", *rows)
         found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", **config)
         assert found.table["step"].to_pylist() == [7, 7], name
         assert found.table["outcome"].to_pylist() == ["success", "failure"], name
@@ -225,28 +205,16 @@ def test_numbers_may_be_text(right: Any, tokenizers: Any, tmp_path: Path) -> Non
 
 def test_texts_that_are_no_numbers_are_refused_and_objects_of_rewards_are_read(tokenizers: Any, tmp_path: Path) -> None:
     row = {"prompt": "1?", "response": "a", "step": "3", "reward": "0.5"}
-    for change in (
-        {"reward": "high"},
-        {"reward": "0,5"},
-        {"reward": "1_0"},
-        {"step": "first"},
-        {"advantage": "[1, 2]"},
-    ):
-        log = lines(tmp_path / "run" / "a.jsonl", row, row | change)
-        ((name, value),) = change.items()
+    wrong = (*(("reward", value) for value in ("high", "0,5", "1_0")), ("step", "first"), ("advantage", "[1, 2]"))
+    for name, value in wrong:
+        log = write(tmp_path / "run" / "a.jsonl", row, row | {name: value})
         with pytest.raises(TsaeError, match=rf"a\.jsonl:2: {name} is {re.escape(repr(value))}, expected a"):
             imported(log, tokenizers("chatml"), tmp_path / "to")
     both = {"accuracy": "1.0", "format": 0.5, "why": "right"}
     for parts, total in ((both, 1.5), (json.dumps(both), 1.5), (both | {"total": 0.7}, 0.7)):
-        found, _ = imported(
-            lines(tmp_path / "run" / "a.jsonl", row | {"reward": parts}),
-            tokenizers("chatml"),
-            tmp_path / "to",
-            outcome="accuracy",
-        )
-        assert found.table["reward"].to_pylist() == [total]
-        assert found.table["reward/format"].to_pylist() == [0.5]
-        assert found.table["outcome"].to_pylist() == ["success"]
+        log = write(tmp_path / "run" / "a.jsonl", row | {"reward": parts})
+        found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", outcome="accuracy")
+        holds(found, reward=[total], outcome=["success"], **{"reward/format": [0.5]})
 
 
 # --- verl
@@ -255,7 +223,7 @@ INPUT = "user\nWhat is 3 + 4?\nassistant\n"
 
 
 def verl(path: Path, *rows: dict[str, Any]) -> Path:
-    return lines(path, *({"input": INPUT, "output": f"{i}", "gts": "7", "score": 1.0, **r} for i, r in enumerate(rows)))
+    return write(path, *({"input": INPUT, "output": f"{i}", "gts": "7", "score": 1.0, **r} for i, r in enumerate(rows)))
 
 
 @pytest.mark.parametrize(
@@ -282,14 +250,10 @@ def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row
 @pytest.mark.parametrize(
     ("folder", "row", "policies"),
     [
-        ("rollout_data", {}, ["run-00000", "run-00001"]),
+        *((folder, {}, ["run-00000", "run-00001"]) for folder in ("rollout_data", "dumps", "values")),
         ("rollout_data", {"reward": 1.0}, ["run-00000", "run-00001"]),
+        *((folder, {}, ["run-00001", "run-00002"]) for folder in ("val_rollouts", "validation_data", "val")),
         ("dumps", {"reward": 1.0}, ["run-00001", "run-00002"]),
-        ("dumps", {}, ["run-00000", "run-00001"]),
-        ("val_rollouts", {}, ["run-00001", "run-00002"]),
-        ("validation_data", {}, ["run-00001", "run-00002"]),
-        ("val", {}, ["run-00001", "run-00002"]),
-        ("values", {}, ["run-00000", "run-00001"]),
     ],
 )
 def test_a_validation_is_sampled_after_the_update(
@@ -347,7 +311,7 @@ def test_equal_texts_of_other_lengths_have_other_penalties(tokenizers: Any, tmp_
 
 def test_open_r1_does_not_say_its_system_prompt(tokenizers: Any, tmp_path: Path) -> None:
     rates = {"pass_rate_generations": ["7", "8", "9"], "pass_rate_rewards": [1.0, float("nan"), 0.0]}
-    log = lines(tmp_path / "pass.jsonl", {"prompt": "What is 3 + 4?", **rates})
+    log = write(tmp_path / "pass.jsonl", {"prompt": "What is 3 + 4?", **rates})
     found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", skip=("unscored",))
     assert found.table["response"].to_pylist() == ["7", "9"]
     assert summary.skipped == {"unscored": 1}
@@ -371,12 +335,10 @@ def test_token_exports_of_any_age(tokenizers: Any, tmp_path: Path, shape: str) -
     else:
         row |= dict(zip(names, values[: 3 if shape == "no rewards" else 4], strict=False))
     rewards = None if shape == "no rewards" else values[3]
-    log = lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", row)
+    log = write(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", row)
     found, summary = imported(log.parent.parent, tokenizers("chatml"), tmp_path / "to")
-    assert found.table["response_ids"].to_pylist() == [[6, 7]]
-    assert found.table["advantage"].to_pylist() == [0.5]
-    assert found.table["step"].to_pylist() == [3]
-    assert found.table["outcome"].to_pylist() == (["unknown"] if rewards is None else ["success"])
+    holds(found, response_ids=[[6, 7]], advantage=[0.5], step=[3])
+    holds(found, outcome=["unknown"] if rewards is None else ["success"])
     assert any("1 trajectories have no reward" in note for note in summary.notes) == (rewards is None)
 
 
@@ -389,7 +351,7 @@ def test_prime_rls_policy_version_is_found_where_it_stands(tokenizers: Any, tmp_
     ]
     trace = {"id": "a", "task": {"data": {"answer": "7"}}, "nodes": nodes, "rewards": {"correct": 1.0}}
     trace |= {"info": version} if place == "info" else version
-    log = lines(tmp_path / "step_6" / "train" / "effective" / "traces.jsonl", trace)
+    log = write(tmp_path / "step_6" / "train" / "effective" / "traces.jsonl", trace)
     found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", run="run")
     assert found.policies == ["run-00004"]
 
@@ -397,7 +359,7 @@ def test_prime_rls_policy_version_is_found_where_it_stands(tokenizers: Any, tmp_
 def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path) -> None:
     folder = tokenizers("chatml")
     assert not (folder / "config.json").exists()
-    log = lines(tmp_path / "log.jsonl", {"prompt": "What is 3 + 4?", "response": "7"})
+    log = write(tmp_path / "log.jsonl", {"prompt": "What is 3 + 4?", "response": "7"})
     found, summary = imported(log, folder, tmp_path / "to")
     assert prompts_of(found, "chatml") == [rendered("chatml", USER)]
     assert note(summary, "a tokenizer alone")

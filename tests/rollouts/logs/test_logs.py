@@ -18,6 +18,7 @@ import pytest
 
 import tsae
 from support.builders import BOS, EOS, SHARED, make_rollouts, save_model
+from support.logs import column, holds, read, write
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -34,40 +35,17 @@ BARE = {"prompt": "1+1?", "response": "#2", "answer": "2"}
 IDS = {"prompt_ids": [BOS, 1, 10, 1, 13], "response_ids": [16, 2]}
 
 
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
-
-def log(path: Path, rows: list[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def read(path: Path, checkpoint: Any, **config: Any) -> Rollouts:
-    return Rollouts.read(path, checkpoint, ImportConfig(**config))
-
-
-def column(rollouts: Rollouts, name: str) -> list[Any]:
-    return list(rollouts.table[name].to_pylist())
-
-
 # --- columns by name
 
 
 def test_a_log_is_tokenised(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "correct": False, "response": "1+1=3;#3", "policy": None, "level": 4}]
-    found = read(log(tmp_path / "log.jsonl", rows), policy)
+    found = read(write(tmp_path / "log.jsonl", *rows), policy)
     records = found.table.to_pylist()
     assert records[0]["prompt_ids"] == [BOS, 1, 10, 1, 13]
     assert records[0]["response_ids"] == [16, 2]
-    assert column(found, "outcome") == ["success", "failure"]
-    assert column(found, "reward") == [1.0, 0.0]
-    assert column(found, "policy") == ["m1", "unknown"]
-    assert column(found, "level") == [None, "4"]
-    assert column(found, "finish_reason") == ["unknown", "unknown"]
-    assert column(found, "round_trip") == [False, False]
+    holds(found, outcome=["success", "failure"], reward=[1.0, 0.0], policy=["m1", "unknown"], level=[None, "4"])
+    holds(found, finish_reason=["unknown", "unknown"], round_trip=[False, False])
     assert found.info["tokenizer"]
     frame = pd.DataFrame([{**row, "level": level} for row, level in zip(rows, (None, "4"), strict=True)])
     frame.to_parquet(tmp_path / "log.parquet")
@@ -86,14 +64,13 @@ def test_columns_are_named_by_the_user_and_blank_lines_skipped(policy: Checkpoin
     names = ColumnNames(
         prompt="q", response="a", correct="ok", policy="who", reward="r", advantage="adv", finish_reason="end"
     )
-    found = read(log(tmp_path / "log.jsonl", rows), policy, columns=names)
+    found = read(write(tmp_path / "log.jsonl", *rows), policy, columns=names)
     assert found.policies == ["x", "y"]
     assert column(found, "outcome") == ["success", "failure"]
     assert column(found, "reward") == column(found, "reward/r") == [2.5, -1.0]
     assert column(found, "advantage") == [0.5, None]
     # One ended by itself, and its end token is put back; the other was cut off.
-    assert column(found, "response_ids") == [[16, 1, EOS], [16, 1]]
-    assert column(found, "finish_reason") == ["stop", "length"]
+    holds(found, response_ids=[[16, 1, EOS], [16, 1]], finish_reason=["stop", "length"])
 
 
 def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_path: Path) -> None:
@@ -103,7 +80,7 @@ def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_p
         {**BARE, "response": "1+1=2;#2", "required_steps": 1, "topic": "“é”", "more": 3},
     ]
     names = ("required_steps", "share", "easy", "topic", "mixed", "tags", "huge", "more")
-    found = read(log(tmp_path / "log.jsonl", rows), policy, keep_columns=names)
+    found = read(write(tmp_path / "log.jsonl", *rows), policy, keep_columns=names)
     expected = {
         "required_steps": ("int64", [2, None, 1]),
         "share": ("double", [1.0, 0.5, None]),
@@ -135,14 +112,10 @@ def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_p
 
 def test_token_ids_are_taken_as_they_are(policy: Checkpoint, tmp_path: Path) -> None:
     row = {"prompt_ids": [BOS, 1, 13], "response_ids": [16, 2, EOS], "reward": 1.0, "step": 7, "answer": "2"}
-    found = read(log(tmp_path / "mine" / "log.jsonl", [row, {**row, "response_ids": [16, 3]}]), policy)
-    assert column(found, "prompt_ids") == [[BOS, 1, 13]] * 2
-    assert column(found, "response_ids") == [[16, 2, EOS], [16, 3]]
-    assert column(found, "prompt") == ["1?"] * 2
-    assert column(found, "response") == ["#2", "#3"]
-    assert column(found, "finish_reason") == ["stop", "unknown"]
-    assert column(found, "round_trip") == [None, None]
-    assert column(found, "policy") == ["mine-00007"] * 2
+    found = read(write(tmp_path / "mine" / "log.jsonl", row, {**row, "response_ids": [16, 3]}), policy)
+    holds(found, prompt_ids=[[BOS, 1, 13]] * 2, response_ids=[[16, 2, EOS], [16, 3]], prompt=["1?"] * 2)
+    holds(found, response=["#2", "#3"], finish_reason=["stop", "unknown"], round_trip=[None, None])
+    holds(found, policy=["mine-00007"] * 2)
     assert found.n_problems == 1
 
 
@@ -150,11 +123,11 @@ def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, 
     rows = [BARE, {**BARE, "problem_id": None}, {**BARE, "prompt": "2?"}, {**BARE, "problem_id": 0}]
     rows.append({**BARE, "answer": "3"})
     with pytest.warns(UserWarning, match="1 prompts have several problem ids each, 3 in all"):
-        ids = column(read(log(tmp_path / "log.jsonl", rows), policy), "problem_id")
+        ids = column(read(write(tmp_path / "log.jsonl", *rows), policy), "problem_id")
     assert ids[0] == ids[1]
     assert ids[3] == "0"
     assert len({ids[0], *ids[2:]}) == 4
-    assert column(read(log(tmp_path / "other" / "log.jsonl", rows[:1]), policy), "problem_id") == ids[:1]
+    assert column(read(write(tmp_path / "other" / "log.jsonl", *rows[:1]), policy), "problem_id") == ids[:1]
     messages = [{"role": "user", "content": "1+1?"}]
     swapped = [dict(reversed(messages[0].items()))]
     assert swapped[0] == messages[0]
@@ -164,14 +137,14 @@ def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
     path = save_model(tmp_path / "chat")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     chat = Checkpoint(id="base", path=str(path))
-    file = log(tmp_path / "log.jsonl", [ROW])
+    file = write(tmp_path / "log.jsonl", ROW)
     assert read(file, chat).tokens(0)[0].tolist() == [16, 1, 10, 1, 13, 14, 15]
     assert read(file, chat, prompt_format="plain").tokens(0)[0].tolist() == [BOS, 1, 10, 1, 13]
     turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
-    several = log(tmp_path / "turns.jsonl", [{**ROW, "prompt": turns}])
+    several = write(tmp_path / "turns.jsonl", {**ROW, "prompt": turns})
     assert read(several, chat).tokens(0)[0].tolist() == [16, 1, 13, 14, 16, 2, 14, 16, 3, 14, 15]
     assert column(read(several, chat), "prompt") == ["1?\n\n2\n\n3"]
-    begun = log(tmp_path / "begun.jsonl", [{**ROW, "prompt": turns[:2]}])
+    begun = write(tmp_path / "begun.jsonl", {**ROW, "prompt": turns[:2]})
     # What the assistant began is gone on with: no new turn is opened.
     assert read(begun, chat).tokens(0)[0].tolist() == [16, 1, 13, 14, 16, 2]
     with pytest.raises(TsaeError, match=r"turns\.jsonl:1: the prompt is a conversation.*checkpoint has none"):
@@ -187,7 +160,7 @@ def test_responses_that_do_not_decode_to_the_logs_text_are_marked(tmp_path: Path
     tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "9"}, "content": "8"}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     lossy = Checkpoint("base", str(path))
-    file = log(tmp_path / "log.jsonl", [{**BARE, "response": f"#{i}"} for i in range(10)])
+    file = write(tmp_path / "log.jsonl", *[{**BARE, "response": f"#{i}"} for i in range(10)])
     summary = import_log(file, tmp_path / "r.parquet", lossy, progress=False)
     found = Rollouts.read(tmp_path / "r.parquet")
     # Of equal text the tokens may be others than those that were sampled; the last is surely not.
@@ -198,14 +171,14 @@ def test_responses_that_do_not_decode_to_the_logs_text_are_marked(tmp_path: Path
     assert summary.total["not_round_tripping"] == 1
     assert any(note.startswith("10 responses were tokenised from text") for note in summary.notes)
     with pytest.raises(TsaeError, match="not one of its 2 responses decodes to the logged text"):
-        read(log(tmp_path / "nines.jsonl", [{**BARE, "response": "#9"}, {**BARE, "response": "99"}]), lossy)
+        read(write(tmp_path / "nines.jsonl", {**BARE, "response": "#9"}, {**BARE, "response": "99"}), lossy)
 
 
 # --- what is right
 
 
 def outcomes(file: Path, policy: Checkpoint, rows: list[Any], **config: Any) -> list[Any]:
-    return column(read(log(file, rows), policy, **config), "outcome")
+    return column(read(write(file, *rows), policy, **config), "outcome")
 
 
 def test_what_is_right_is_read_from_the_first_source_there_is(policy: Checkpoint, tmp_path: Path) -> None:
@@ -225,7 +198,7 @@ def test_what_is_right_is_read_from_the_first_source_there_is(policy: Checkpoint
     several = [{**BARE, "format": f, "right": r} for f, r in ((1.0, 0.0), (0.0, 1.0))]
     config = {"rewards": ("format", "right"), "outcome": "right"}
     assert found(several, **config) == ["failure", "success"]
-    assert column(read(log(tmp_path / "l.jsonl", several), policy, noisy_rewards=True, **config), "reward") == [
+    assert column(read(write(tmp_path / "l.jsonl", *several), policy, noisy_rewards=True, **config), "reward") == [
         1.0,
         1.0,
     ]
@@ -253,21 +226,20 @@ def test_added_up_rewards_do_not_say_what_is_right(policy: Checkpoint, tmp_path:
 
 def test_special_tokens_that_a_text_kept_are_not_doubled(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [{**BARE, "response": "#2<eos>", "finish_reason": "stop"}, {**BARE, "response": "#3<eos>"}]
-    found = read(log(tmp_path / "log.jsonl", rows), policy)
-    assert column(found, "response_ids") == [[16, 2, EOS], [16, 3, EOS]]
-    assert column(found, "finish_reason") == ["stop", "stop"]
+    found = read(write(tmp_path / "log.jsonl", *rows), policy)
+    holds(found, response_ids=[[16, 2, EOS], [16, 3, EOS]], finish_reason=["stop", "stop"])
 
 
 def test_a_folder_with_a_tokenizer_alone_has_no_context(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "grpo" / "checkpoint-5")
     (tmp_path / "grpo" / "checkpoint-5" / "config.json").unlink()
     checkpoint = Checkpoint("base", str(tmp_path / "grpo" / "checkpoint-5"))
-    found = read(log(tmp_path / "log.jsonl", [{**BARE, "response": "1" * 200}]), checkpoint)
+    found = read(write(tmp_path / "log.jsonl", {**BARE, "response": "1" * 200}), checkpoint)
     assert found.lengths("response_ids").tolist() == [200]
 
 
 def test_names_in_a_log_do_not_reach_the_terminals_controls(policy: Checkpoint, tmp_path: Path) -> None:
-    path = log(tmp_path / "log.jsonl", [{**BARE, "policy": "m\x1b[31m1"}])
+    path = write(tmp_path / "log.jsonl", {**BARE, "policy": "m\x1b[31m1"})
     assert "\x1b" not in str(import_log(path, tmp_path / "r.parquet", policy, progress=False))
 
 
@@ -344,7 +316,7 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
     ],
 )
 def test_bad_lines_of_a_log_are_named(policy: Checkpoint, tmp_path: Path, row: Any, message: str) -> None:
-    path = log(tmp_path / "log.jsonl", [ROW, row])
+    path = write(tmp_path / "log.jsonl", ROW, row)
     with pytest.raises(TsaeError, match=message) as error:
         read(path, policy)
     assert f"{path}:2" in str(error.value)
@@ -361,37 +333,36 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(policy: Checkpoi
 def test_texts_may_be_missing_where_the_ids_are_there(policy: Checkpoint, tmp_path: Path) -> None:
     """None, or NaN, as pandas writes it."""
     rows = [{**IDS, "reward": i, "prompt": none, "response": none} for i, none in enumerate((None, math.nan))]
-    found = read(log(tmp_path / "log.jsonl", rows), policy, noisy_rewards=True)
-    assert column(found, "prompt") == ["1+1?"] * 2
-    assert column(found, "round_trip") == [None, None]
+    found = read(write(tmp_path / "log.jsonl", *rows), policy, noisy_rewards=True)
+    holds(found, prompt=["1+1?"] * 2, round_trip=[None, None])
 
 
 def test_whole_numbers_stay_what_they_are(policy: Checkpoint, tmp_path: Path) -> None:
     steps = [2**53 + 1, 2**63 - 1, 7.0]
-    found = read(log(tmp_path / "log.jsonl", [{**BARE, "step": step} for step in steps]), policy, run="r")
+    found = read(write(tmp_path / "log.jsonl", *[{**BARE, "step": step} for step in steps]), policy, run="r")
     assert column(found, "step") == steps
     assert found.policies == [f"r-{2**53 + 1}", f"r-{2**63 - 1}", "r-00007"]
     # The step may be in the file's name.
     row = {"input": "1+1?", "output": "#2", "score": 1.0}
     with pytest.raises(TsaeError, match=r"9\.jsonl:1: step is 9{24}, expected 0 to 2⁶³ − 1"):
-        read(log(tmp_path / "run" / f"{'9' * 30}.jsonl", [row]), policy)
+        read(write(tmp_path / "run" / f"{'9' * 30}.jsonl", row), policy)
 
 
 def test_lone_surrogates_become_their_code_points_wherever_they_are(policy: Checkpoint, tmp_path: Path) -> None:
     row = {**ROW, "policy": "m\ud800", "problem_id": "\udfff", "info": {"\ud801": ["\ud802", {"a": "é"}]}}
-    found = read(log(tmp_path / "log.jsonl", [row]), policy, keep_columns=("info",))
+    found = read(write(tmp_path / "log.jsonl", row), policy, keep_columns=("info",))
     assert found.policies == ["m\\ud800"]
     assert column(found, "problem_id") == ["\\udfff"]
     assert json.loads(column(found, "extra/info")[0]) == {"\\ud801": ["\\ud802", {"a": "é"}]}
-    named = log(tmp_path / "run\udcff" / "log.jsonl", [{**BARE, "step": 3}])
+    named = write(tmp_path / "run\udcff" / "log.jsonl", {**BARE, "step": 3})
     assert read(named.parent, policy).policies == ["run\\udcff-00003"]
     row = {"input": "1+1?", "output": "#2", "score": 1.0, "acc": 1.0, "\ud800": 0.5}
-    found = read(log(tmp_path / "run" / "1.jsonl", [row]), policy, prompt_format="plain")
+    found = read(write(tmp_path / "run" / "1.jsonl", row), policy, prompt_format="plain")
     assert column(found, "reward/\\ud800") == [0.5]
 
 
 def test_a_line_that_was_cut_off_is_told_from_a_wrong_one(policy: Checkpoint, tmp_path: Path) -> None:
-    path = log(tmp_path / "log.jsonl", [ROW, ROW])
+    path = write(tmp_path / "log.jsonl", ROW, ROW)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(TsaeError, match=r"log\.jsonl:2: .*the line has no end: was the run killed while it wrote"):
         read(path, policy)
@@ -401,23 +372,23 @@ def test_a_line_without_end_is_not_read_into_memory(
     policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
-    path = log(tmp_path / "log.jsonl", [ROW, {**ROW, "x": "y" * (1 << 20)}])
+    path = write(tmp_path / "log.jsonl", ROW, {**ROW, "x": "y" * (1 << 20)})
     with pytest.raises(TsaeError, match=r"log\.jsonl:2: a line of more than 1 MiB"):
         read(path, policy)
 
 
 def test_what_may_be_left_out_is_counted(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "response": ""}, {**ROW, "response": "1" * 124}, {**ROW, "response": "1" * 123}]
-    found = read(log(tmp_path / "log.jsonl", rows), policy, skip=("empty", "too-long"))
+    found = read(write(tmp_path / "log.jsonl", *rows), policy, skip=("empty", "too-long"))
     assert [len(ids) for ids in column(found, "response_ids")] == [2, 123]
     assert found.info["log"]["skipped"] == {"empty": 1, "too-long": 1}
 
 
 def test_different_rewards_of_equal_responses_are_refused_unless_noisy(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [{**BARE, "step": step, "reward": reward} for step, reward in ((1, 1.0), (1, 1.0), (2, 0.0), (2, 0.0))]
-    path = log(tmp_path / "log.jsonl", rows)
+    path = write(tmp_path / "log.jsonl", *rows)
     assert column(read(path, policy), "reward") == [1.0, 1.0, 0.0, 0.0]  # the reward may change from step to step
-    log(path, [*rows, {**BARE, "step": 1, "reward": 0.5}])
+    write(path, *rows, {**BARE, "step": 1, "reward": 0.5})
     with pytest.raises(TsaeError, match=r"log\.jsonl:5: reward 0\.5 for the trajectory that has 1 at .*:2"):
         read(path, policy)
     assert column(read(path, policy, noisy_rewards=True), "reward")[4] == 0.5
@@ -428,7 +399,7 @@ def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> N
         read(tmp_path / "none.jsonl", policy)
     for name in ("empty.jsonl", "empty/1.jsonl"):
         with pytest.raises(TsaeError, match="holds no trajectories"):
-            read(log(tmp_path / name, []), policy)
+            read(write(tmp_path / name), policy)
     with pytest.raises(TsaeError, match="holds no trajectories"):
         read(tmp_path / "empty", policy)
     (tmp_path / "nothing").mkdir()
@@ -445,7 +416,7 @@ def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> N
     with pytest.raises(TsaeError, match="not a Parquet file"):
         read(tmp_path / "cut.parquet", policy)
     with pytest.raises(TsaeError, match="verifier"):
-        read(log(tmp_path / "log.jsonl", [ROW]), policy, verifier="nope")
+        read(write(tmp_path / "log.jsonl", ROW), policy, verifier="nope")
     with pytest.raises(TsaeError, match="max_response_tokens=0"):
         ImportConfig(max_response_tokens=0)
     with pytest.raises(TsaeError, match="success_above=nan"):
@@ -453,15 +424,15 @@ def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> N
 
 
 def test_nothing_is_left_of_an_import_that_failed(policy: Checkpoint, tmp_path: Path) -> None:
-    path = log(tmp_path / "log" / "log.jsonl", [ROW, {**ROW, "reward": math.nan}])
+    path = write(tmp_path / "log" / "log.jsonl", ROW, {**ROW, "reward": math.nan})
     with pytest.raises(TsaeError):
         import_log(path, tmp_path / "out" / "r.parquet", policy, progress=False)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_links_do_not_lead_out_of_the_folder(policy: Checkpoint, tmp_path: Path) -> None:
-    folder, outside = tmp_path / "log", log(tmp_path / "outside" / "secret.jsonl", [ROW])
-    log(folder / "1.jsonl", [ROW])
+    folder, outside = tmp_path / "log", write(tmp_path / "outside" / "secret.jsonl", ROW)
+    write(folder / "1.jsonl", ROW)
     (folder / "again.jsonl").symlink_to(folder / "1.jsonl")
     assert len(read(folder, policy)) == 1  # a link inside is not read a second time
     (folder / "out.jsonl").symlink_to("../outside/secret.jsonl")
@@ -521,7 +492,7 @@ def test_rollouts_are_told_from_logs(policy: Checkpoint, tmp_path: Path) -> None
     for path in (tmp_path / "folder", tmp_path / "folder" / "r.parquet"):
         with pytest.raises(TsaeError, match="is a table of rollouts already"):
             read(path, policy)
-    found = Rollouts.read(log(tmp_path / "log.jsonl", [ROW]), policy)
+    found = Rollouts.read(write(tmp_path / "log.jsonl", ROW), policy)
     assert found.origin == str(tmp_path / "log.jsonl")
     with pytest.raises(TsaeError, match=r"no checkpoint lies beside the log.*--checkpoint"):
         Rollouts.read(tmp_path / "log.jsonl")
@@ -561,7 +532,7 @@ def test_a_real_tokenizer_and_its_losses(tmp_path: Path) -> None:
     if not model.is_dir():
         pytest.skip("shared/models/stories260K is not here")
     rows = [{"prompt": "Once upon a time", "response": text} for text in (" there was a cat.", "  two  spaces ", "é☃")]
-    summary = import_log(log(tmp_path / "log.jsonl", rows), tmp_path / "r.parquet", model, progress=False)
+    summary = import_log(write(tmp_path / "log.jsonl", *rows), tmp_path / "r.parquet", model, progress=False)
     found = Rollouts.read(tmp_path / "r.parquet")
     found_ids = column(found, "response_ids")
     tokenizer = Checkpoint("base", str(model)).load_tokenizer()

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.children import killed_until_done, past, start
+from support.logs import LOGS, write
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts import import_worker, importing
@@ -37,13 +38,6 @@ from tsae.rollouts.logs.running.bar import Bar
 from tsae.rollouts.logs.running.journal import Job
 from tsae.rollouts.logs.running.workers import default_workers, read_in_workers
 
-LOGS = Path(__file__).parents[2] / "logs"
-
-
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
 
 def rows(n: int, seed: int = 0) -> list[dict[str, Any]]:
     rng = random.Random(seed)
@@ -55,12 +49,6 @@ def rows(n: int, seed: int = 0) -> list[dict[str, Any]]:
         }
         for i, text in enumerate(digits)
     ]  # fmt: skip
-
-
-def log(path: Path, lines: list[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
 
 
 def imported(path: Path, policy: Any, to: Path, n: int = 1, **config: Any) -> tuple[bytes, str]:
@@ -95,7 +83,9 @@ def test_small_files_are_read_together_and_files_that_may_not_be_cut_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 250)
-    files = [LogFile(log(tmp_path / f"{i}.jsonl", ["x" * 99] * n), "run") for i, n in enumerate((1, 1, 1, 9, 0, 1))]
+    files = [
+        LogFile(write(tmp_path / f"{i}.jsonl", *(["x" * 99] * n)), "run") for i, n in enumerate((1, 1, 1, 9, 0, 1))
+    ]
     whole = list(parts.parts_of(files, cut=False))
     assert [(part.first, len(part.files), part.bytes) for part in whole] == [
         (0, 2, 200),
@@ -128,12 +118,7 @@ TEMPLATE = (
     ("name", "config"),
     [
         ("trl", {"outcome": "digits"}),
-        ("verl", {}),
-        ("open-instruct", {}),
-        ("nemo-rl", {}),
-        ("open-r1", {}),
-        ("prime-rl", {}),
-        ("prime-rl-tokens", {}),
+        *((name, {}) for name in ("verl", "open-instruct", "nemo-rl", "open-r1", "prime-rl", "prime-rl-tokens")),
     ],
 )
 def test_a_log_in_parts_is_the_log(
@@ -154,7 +139,7 @@ def test_a_bad_line_is_named_in_whatever_part_it_is(
     policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 500)
-    path = log(tmp_path / "log.jsonl", [*rows(40), "{", *rows(40, 1), "["])
+    path = write(tmp_path / "log.jsonl", *rows(40), "{", *rows(40, 1), "[")
     with pytest.raises(TsaeError, match=r"log\.jsonl:41: not a line of JSON"):
         imported(path, policy, tmp_path / "r.parquet")
 
@@ -164,8 +149,8 @@ def test_rewards_that_change_their_meaning_from_part_to_part_are_refused(
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 1)
     row = {"input": "1+1=?", "output": "2", "gts": "2", "score": 1.0}
-    log(tmp_path / "log" / "1.jsonl", [{**row, "acc": True, "step": 1}])
-    log(tmp_path / "log" / "2.jsonl", [{**row, "step": 2}])
+    write(tmp_path / "log" / "1.jsonl", {**row, "acc": True, "step": 1})
+    write(tmp_path / "log" / "2.jsonl", {**row, "step": 2})
     with pytest.raises(TsaeError, match=r"2\.jsonl:1: score says here what is right, acc in the rows before"):
         imported(tmp_path / "log", llama, tmp_path / "r.parquet", prompt_format="plain")
 
@@ -305,7 +290,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
 def stopped(policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a log of six files, and what is left of an import of it that was stopped after four."""
     for number in range(6):
-        log(tmp_path / "log" / f"{number}.jsonl", rows(20, number))
+        write(tmp_path / "log" / f"{number}.jsonl", *rows(20, number))
     monkeypatch.setattr(parts, "PART_BYTES", 3000)
     with monkeypatch.context() as patch:
         stopping(patch, 4)
@@ -340,7 +325,7 @@ def test_what_depends_on_something_that_changed_is_read_again(
 ) -> None:
     config = ImportConfig(format="plain")
     if change == "file":
-        log(stopped / "log" / "0.jsonl", rows(20, 7))
+        write(stopped / "log" / "0.jsonl", *rows(20, 7))
     elif change == "option":
         config = replace(config, success_above=0.5)
     else:
@@ -362,7 +347,7 @@ def test_what_is_left_out_can_be_decided_later(
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     lines = rows(60)
     lines[20]["response"] = lines[50]["response"] = ""
-    path = log(tmp_path / "log.jsonl", lines)
+    path = write(tmp_path / "log.jsonl", *lines)
     read = stopping(monkeypatch, -1)
     with pytest.raises(TsaeError, match=r"log\.jsonl:21: the response is empty"):
         imported(path, policy, tmp_path / "r.parquet")
@@ -390,7 +375,7 @@ def test_a_users_verifier_judges_anew(policy: Checkpoint, tmp_path: Path, monkey
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
     (tmp_path / "my_verifier.py").write_text("def right(response, answer):\n    return '1' in response\n")
     monkeypatch.syspath_prepend(tmp_path)
-    path = log(tmp_path / "log.jsonl", [*rows(40), "{"])
+    path = write(tmp_path / "log.jsonl", *rows(40), "{")
     read = stopping(monkeypatch, -1)
     for _ in range(2):
         with pytest.raises(TsaeError, match="not a line of JSON"):
@@ -401,7 +386,7 @@ def test_a_users_verifier_judges_anew(policy: Checkpoint, tmp_path: Path, monkey
 
 def test_two_imports_do_not_write_one_file(policy: Checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
-    path = log(tmp_path / "log.jsonl", rows(4))
+    path = write(tmp_path / "log.jsonl", *rows(4))
     with importing.Journal(tmp_path / "r.parquet", {}, ()), pytest.raises(TsaeError, match="another import writes"):
         imported(path, policy, tmp_path / "r.parquet")
 
@@ -417,7 +402,7 @@ def test_small_logs_pay_for_no_processes() -> None:
 def test_no_workers_read_nothing(policy: Checkpoint, tmp_path: Path) -> None:
     for n in (0, 257):  # a trillion were started
         with pytest.raises(TsaeError, match=f"workers={n} is not 1 to 256"):
-            imported(log(tmp_path / "log.jsonl", rows(4)), policy, tmp_path / "r.parquet", n)
+            imported(write(tmp_path / "log.jsonl", *rows(4)), policy, tmp_path / "r.parquet", n)
 
 
 _WORKER = """
@@ -453,7 +438,7 @@ def test_a_worker_reads_what_this_process_reads(
     """Without its process: what it is told and what it answers goes through JSON."""
     monkeypatch.setattr(parts, "PART_BYTES", 2000)
     monkeypatch.setattr(import_worker, "_EVERY", 0)
-    path = log(tmp_path / "log.jsonl", rows(60))
+    path = write(tmp_path / "log.jsonl", *rows(60))
     options = {"format": "plain", "columns": ColumnNames(reward="reward"), "rewards": ("reward",)}
     whole = imported(path, policy, tmp_path / "r.parquet", **options)
 
@@ -473,7 +458,7 @@ def test_a_worker_reads_what_this_process_reads(
 
     monkeypatch.setattr(importing, "read_in_workers", serving)
     assert imported(path, policy, tmp_path / "r.parquet", 2, **options) == whole
-    log(path, [*rows(60), {"prompt": "1+1=?", "response": ""}])
+    write(path, *rows(60), {"prompt": "1+1=?", "response": ""})
     with pytest.raises(TsaeError, match=r"log\.jsonl:61: the response is empty.*--skip empty"):
         imported(path, policy, tmp_path / "r.parquet", 2)
 
@@ -521,7 +506,7 @@ def test_the_bar_counts_bytes_and_trajectories(capsys: pytest.CaptureFixture[str
 def several(tmp_path: Path) -> Path:
     folder = tmp_path / "log"
     for number in range(3):
-        log(folder / f"{number}.jsonl", rows(150, number))
+        write(folder / f"{number}.jsonl", *rows(150, number))
     return folder
 
 
@@ -569,7 +554,7 @@ def _import(path: Path, llama: Path, to: Path, n: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path: Path, n: int) -> None:
-    path = log(tmp_path / "log.jsonl", rows(8000))
+    path = write(tmp_path / "log.jsonl", *rows(8000))
     child = start(_import, path, llama, tmp_path / "whole.parquet", 1)
     child.join()
     to = tmp_path / "r.parquet"

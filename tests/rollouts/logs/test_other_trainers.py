@@ -18,7 +18,8 @@ import pandas as pd
 import pytest
 import torch
 
-from support.builders import BOS, EOS, SHARED, save_model
+from support.builders import BOS, EOS, SHARED
+from support.logs import LOGS, column, holds, notes, read, write
 from tsae import Rollouts
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.cli import main
@@ -28,46 +29,14 @@ from tsae.rollouts.frames import read_frame
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.detect import find_log
 
-LOGS = Path(__file__).parents[2] / "logs"
-TEMPLATE = (
-    "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<bos>;{% endif %}"
-)
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
 RENDERED = "<bos>#1+1?<eos><bos>;"
 USER = [{"role": "user", "content": "1+1?"}]
 RIGHT, WRONG = [16, 2], [1, 10, 1, 14, 3, 15, 16, 3]  # #2 and 1+1=3;#3
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A checkpoint with a chat template that writes special tokens."""
-    path = save_model(tmp_path_factory.mktemp("chat") / "model")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return Checkpoint(id="base", path=str(path))
-
-
-def read(path: Path, checkpoint: Any, **config: Any) -> Rollouts:
-    return Rollouts.read(path, checkpoint, ImportConfig(**config))
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def column(rollouts: Rollouts, name: str) -> list[Any]:
-    return list(rollouts.table[name].to_pylist())
-
-
-def notes(rollouts: Rollouts) -> str:
-    return "\n".join(rollouts.info["log"]["notes"])
-
-
 def reads_as(found: Rollouts, responses: list[list[int]]) -> None:
-    assert column(found, "prompt_ids") == [ASKED] * len(responses)
-    assert column(found, "response_ids") == responses
+    holds(found, prompt_ids=[ASKED] * len(responses), response_ids=responses)
 
 
 # --- ms-swift
@@ -89,13 +58,9 @@ def test_ms_swift_logs_a_batch_a_line(chat: Checkpoint, tmp_path: Path) -> None:
     found = read(file.parent, chat)
     assert found.info["log"]["format"] == "ms-swift completions"
     reads_as(found, [RIGHT, WRONG, [16, 3], RIGHT])
-    assert column(found, "step") == [1, 1, 2, 2]
-    assert column(found, "policy") == ["v0-run-00000"] * 2 + ["v0-run-00001"] * 2
-    assert column(found, "outcome") == ["success", "failure"] * 2
-    assert column(found, "reward/Accuracy") == [1.0, 0.0] * 2
-    assert column(found, "advantage") == [0.7, -0.7] * 2
-    assert column(found, "answer") == ["", "", "2", "2"]
-    assert column(found, "finish_reason") == ["unknown"] * 4
+    holds(found, step=[1, 1, 2, 2], policy=["v0-run-00000"] * 2 + ["v0-run-00001"] * 2)
+    holds(found, outcome=["success", "failure"] * 2, advantage=[0.7, -0.7] * 2, answer=["", "", "2", "2"])
+    holds(found, finish_reason=["unknown"] * 4, **{"reward/Accuracy": [1.0, 0.0] * 2})
     kept = read(file, chat, keep_columns=("solution",))
     assert column(kept, "extra/solution") == [None, None, "2", "2"]
 
@@ -110,16 +75,14 @@ def test_ms_swift_with_megatron_and_with_ray(chat: Checkpoint, tmp_path: Path) -
     ]
     found = read(write(tmp_path / "r" / "completions.jsonl", *ray), chat, run="r")
     reads_as(found, [RIGHT, [16, 3]])
-    assert column(found, "policy") == ["r-00003"] * 2
-    assert column(found, "outcome") == ["success", "failure"]
+    holds(found, policy=["r-00003"] * 2, outcome=["success", "failure"])
 
 
 def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
     old = {"step": ["0"] * 2, "messages": [USER] * 2, "completion": ["#2", "#3"], "reward": [1.0, 0.0]}
     found = read(write(tmp_path / "a" / "completions.jsonl", old), chat, run="a")
     reads_as(found, [RIGHT, [16, 3]])
-    assert column(found, "policy") == ["a-00000"] * 2
-    assert column(found, "outcome") == ["success", "failure"]
+    holds(found, policy=["a-00000"] * 2, outcome=["success", "failure"])
     assert "sum of their rewards" not in notes(found)
     older = swift(1, Format=[0.5, 0.5])
     del older["advantages"]
@@ -165,8 +128,7 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     advantages = two.pop("advantages")
     two |= {"Format": [0.0, 0.5], "advantages": advantages}
     found = read(write(log, two), chat)
-    assert column(found, "reward") == [1.0, 0.5]
-    assert column(found, "outcome") == ["success", "failure"]
+    holds(found, reward=[1.0, 0.5], outcome=["success", "failure"])
     with pytest.raises(TsaeError, match=r"do not follow from the sum of Accuracy, Format.*--rewards"):
         read(write(log, two | {"Format": [0.0, 3.0]}), chat)
     assert column(read(log, chat, rewards=("Accuracy",)), "reward") == [1.0, 0.0]
@@ -223,13 +185,10 @@ def test_slime(chat: Checkpoint, tmp_path: Path) -> None:
     torch.save({"rollout_data": {}}, tmp_path / "run" / "train_0.pt")
     found = read(tmp_path / "run", chat)
     reads_as(found, [[*RIGHT, EOS], WRONG, [16, 3, EOS], [*RIGHT, EOS], RIGHT])
-    assert column(found, "step") == [0, 0, 1, 1, 10]
-    assert column(found, "policy") == ["run-00000"] * 2 + ["run-00001"] * 2 + ["run-00010"]
-    assert column(found, "finish_reason") == ["stop", "length", "stop", "stop", "stop"]
-    assert column(found, "outcome") == ["success", "failure", "failure", "success", "success"]
-    assert column(found, "reward") == [1.0, 0.0, 1.0, -1.0, 1.0]
-    assert column(found, "answer") == ["2"] * 5
-    assert column(found, "round_trip") == [True, None, None, None, None]
+    holds(found, step=[0, 0, 1, 1, 10], policy=["run-00000"] * 2 + ["run-00001"] * 2 + ["run-00010"])
+    holds(found, finish_reason=["stop", "length", "stop", "stop", "stop"])
+    holds(found, outcome=["success", "failure", "failure", "success", "success"], reward=[1.0, 0.0, 1.0, -1.0, 1.0])
+    holds(found, answer=["2"] * 5, round_trip=[True, None, None, None, None])
     assert column(read(folder / "eval_1.pt", chat), "response_ids") == [[16, 9, EOS]]
 
 
@@ -255,9 +214,7 @@ def test_slimes_whole_dump_is_read(chat: Checkpoint, tmp_path: Path) -> None:
     chat.load_tokenizer().save_pretrained(dump / "tokenizer")
     for found in (read(dump, chat), read(dump, None), read(dump / "rollout_data", None)):
         reads_as(found, [RIGHT, WRONG, RIGHT])
-        assert column(found, "step") == [0, 0, 1]
-        assert column(found, "outcome") == ["success", "failure", "success"]
-        assert column(found, "reward") == [1.0, 0.0, 1.0]
+        holds(found, step=[0, 0, 1], outcome=["success", "failure", "success"], reward=[1.0, 0.0, 1.0])
 
 
 def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
@@ -269,9 +226,7 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
     assert column(found, "policy") == ["r-00002"] * 2
     assert "1 responses were sampled while weights were updated: named after the newest" in notes(found)
     inside = read(save(tmp_path / "0.pt", sample([16, 5, 5, 2, 1], loss_mask=[1, 0, 0, 1, 0])), chat)
-    assert column(inside, "response_ids") == [[16, 5, 5, 2]]
-    assert column(inside, "parts") == [[0, 2, 2, 0]]
-    assert column(inside, "response") == ["#\n2"]
+    holds(inside, response_ids=[[16, 5, 5, 2]], parts=[[0, 2, 2, 0]], response=["#\n2"])
     assert "1 responses have several turns" in notes(inside)
     odd = [{"role": "user", "content": torch.ones(2), 1: "x"}]
     kwargs = {"enable_thinking": torch.ones(1), 1: 2}
@@ -281,7 +236,7 @@ def test_slimes_masks_and_versions(chat: Checkpoint, tmp_path: Path) -> None:
         (sample(RIGHT, status="aborted"), "its status is aborted"),
         (sample([]), "the response is empty"),
         (sample(RIGHT, response_length=99), "99 response tokens of 11"),
-        (sample(RIGHT, loss_mask=[1]), "1 values of loss_mask but 2 response tokens"),
+        (sample(RIGHT, loss_mask=[1]), "11 token ids but 10 mask values"),
         (sample(RIGHT, multimodal_inputs={"images": [1]}), "images or sound"),
         (sample(RIGHT, label=torch.ones(2)), "is not built as its trainer writes it"),
         (sample(RIGHT, weight_versions=torch.ones(2)), "is not built as its trainer writes it"),
@@ -334,9 +289,8 @@ def test_areal(chat: Checkpoint, tmp_path: Path) -> None:
     assert found.info["log"]["skipped"] == {"repeated": 3}
     assert column(found, "response") == ["#4", "#2", "1+1=3;#3", "#2", "#2"]
     assert column(found, "round_trip")[3] is False
-    assert column(found, "finish_reason") == ["stop", "stop", "length", "stop", "stop"]
-    assert column(found, "step") == [0, 0, 0, 0, 2]
-    assert column(found, "policy") == ["trial-00000"] * 4 + ["trial-00002"]
+    holds(found, finish_reason=["stop", "stop", "length", "stop", "stop"], step=[0, 0, 0, 0, 2])
+    holds(found, policy=["trial-00000"] * 4 + ["trial-00002"])
     unknown = write(logs / "0" / "3.jsonl", trajectory("#4", tail_version=None))
     with pytest.raises(TsaeError, match=r"3\.jsonl:1.*tail_version"):
         read(unknown, chat, format="areal")
@@ -364,10 +318,8 @@ def test_roll(chat: Checkpoint, tmp_path: Path) -> None:
         read(tmp_path / "run", chat)
     found = read(tmp_path / "run", chat, skip=("empty",))
     reads_as(found, [RIGHT, WRONG, RIGHT])
-    assert column(found, "policy") == ["run-00000", "run-00002", "run-00010"]
-    assert column(found, "problem_id") == ["math_rule/x/7"] * 3
-    assert column(found, "outcome") == ["success", "failure", "success"]
-    assert column(found, "level") == ["3"] * 3
+    holds(found, policy=["run-00000", "run-00002", "run-00010"], problem_id=["math_rule/x/7"] * 3)
+    holds(found, outcome=["success", "failure", "success"], level=["3"] * 3)
     plain = batch(0, ["#2"])
     del plain["messages"]
     plain["prompt"] = ["1+1?"]
@@ -393,11 +345,8 @@ def test_prime_rl_before_its_traces(chat: Checkpoint, tmp_path: Path) -> None:
     write(folder / "step_2" / "train_rollouts.jsonl", rollout("#2", policy_version=1, off_policy_steps=1))
     found = read(tmp_path / "run", chat)
     reads_as(found, [[*RIGHT, EOS], WRONG, [*RIGHT, EOS]])
-    assert column(found, "step") == [1, 1, 2]
-    assert column(found, "policy") == ["run-00000", "run-00000", "run-00001"]
-    assert column(found, "finish_reason") == ["stop", "length", "stop"]
-    assert column(found, "problem_id") == ["sums/3"] * 3
-    assert column(found, "advantage") == [0.5] * 3
+    holds(found, step=[1, 1, 2], policy=["run-00000", "run-00000", "run-00001"])
+    holds(found, finish_reason=["stop", "length", "stop"], problem_id=["sums/3"] * 3, advantage=[0.5] * 3)
     assert "1 responses were sampled while weights were updated" in notes(found)
     assert len(read(tmp_path / "run", chat, subset="train/all")) == 4
     # Without metrics the reward has no name, and takes the one that is asked for.
@@ -410,14 +359,11 @@ def test_verifiers_results(chat: Checkpoint, tmp_path: Path) -> None:
     found = read(write(log, scored), chat, run="m")
     assert column(found, "outcome") == ["failure"]
     assert column(found, "reward") == column(found, "reward/reward") == [0.2]
-    assert column(found, "reward/correct_answer") == [0.0]
-    assert column(found, "policy") == ["m"]
+    holds(found, policy=["m"], **{"reward/correct_answer": [0.0]})
     first = {name: rollout("#2")[name] for name in ("prompt", "completion", "task", "answer", "reward")}
     found = read(write(log, {"id": 0, **first, "exact_match": 0.0, "accuracy": 1.0}), chat)
-    assert column(found, "reward/accuracy") == [1.0]
-    assert column(found, "reward/exact_match") == [0.0]
-    assert column(found, "problem_id") == ["sums/0"]
-    assert column(found, "finish_reason") == ["unknown"]
+    holds(found, problem_id=["sums/0"], finish_reason=["unknown"])
+    holds(found, **{"reward/accuracy": [1.0], "reward/exact_match": [0.0]})
     turns = [{"role": "assistant", "content": "#2"}, {"role": "user", "content": "?"}]
     for change, message in (
         ({"completion": [*turns, turns[0]]}, "its answer is 3 messages, which"),
@@ -468,12 +414,9 @@ def test_rllm(chat: Checkpoint, tmp_path: Path) -> None:
     (folder / "train_step_1_epoch_0" / "batch_summary.json").write_text("{}")
     found = read(tmp_path / "run", chat)
     reads_as(found, [RIGHT, WRONG, RIGHT])
-    assert column(found, "step") == [1, 1, 2]
-    assert column(found, "policy") == ["run-00000", "run-00000", "run-00001"]
-    assert column(found, "outcome") == ["success", "failure", "success"]
-    assert column(found, "reward") == [1.0, 0.0, 1.0]
-    assert column(found, "finish_reason") == ["unknown", "unknown", "length"]
-    assert column(found, "answer") == ["2"] * 3
+    holds(found, step=[1, 1, 2], policy=["run-00000", "run-00000", "run-00001"])
+    holds(found, outcome=["success", "failure", "success"], reward=[1.0, 0.0, 1.0])
+    holds(found, finish_reason=["unknown", "unknown", "length"], answer=["2"] * 3)
     put("train", episode(3, "d_0", solved("#2", "#3"), solved("#4", reward=0.0)))
     with pytest.raises(TsaeError, match=r"episode_hashab_idd_0\.json: row 0: a trajectory of 2 steps"):
         read(tmp_path / "run", chat)
@@ -502,11 +445,8 @@ def test_skyrl_evaluations(chat: Checkpoint, tmp_path: Path) -> None:
     found = read(tmp_path / "run", chat)
     # An end token that stands not in the text was not sampled.
     reads_as(found, [[*RIGHT, EOS], WRONG, RIGHT])
-    assert column(found, "policy") == ["run-00000", "run-00005", "run-00005"]
-    assert column(found, "finish_reason") == ["stop", "length", "stop"]
-    assert column(found, "reward") == [1.0, 0.0, 1.0]
-    assert column(found, "problem_id") == ["gsm8k/4"] * 3
-    assert column(found, "answer") == ["2"] * 3
+    holds(found, policy=["run-00000", "run-00005", "run-00005"], finish_reason=["stop", "length", "stop"])
+    holds(found, reward=[1.0, 0.0, 1.0], problem_id=["gsm8k/4"] * 3, answer=["2"] * 3)
     # Scores of which none is known are none, and not 0.
     write(evals / "global_step_5_evals" / "gsm8k.jsonl", evaluated("#2", [float("nan"), None]), evaluated("#2", 1.0))
     with pytest.raises(TsaeError, match=r"gsm8k\.jsonl:1: has no reward"):
@@ -516,10 +456,8 @@ def test_skyrl_evaluations(chat: Checkpoint, tmp_path: Path) -> None:
 def test_openrlhf_batch_inference(chat: Checkpoint, tmp_path: Path) -> None:
     rows = [{"input": "1+1?", "output": "#2<eos>", "reward": 1.0}, {"input": "1+1?", "output": "#3", "reward": 0.0}]
     found = read(write(tmp_path / "out.jsonl", *rows), chat, run="m")
-    assert column(found, "prompt_ids") == [[BOS, 1, 10, 1, 13]] * 2
-    assert column(found, "response_ids") == [[*RIGHT, EOS], [16, 3]]
-    assert column(found, "finish_reason") == ["stop", "unknown"]
-    assert column(found, "policy") == ["m", "m"]
+    holds(found, prompt_ids=[[BOS, 1, 10, 1, 13]] * 2, response_ids=[[*RIGHT, EOS], [16, 3]])
+    holds(found, finish_reason=["stop", "unknown"], policy=["m", "m"])
     bare = read(write(tmp_path / "out.jsonl", {"input": "1+1?", "output": "#2"}), chat)
     assert column(bare, "outcome") == ["unknown"]
 
@@ -561,12 +499,9 @@ def test_inspect(chat: Checkpoint, monkeypatch: pytest.MonkeyPatch, real: bool) 
     with pytest.warns(UserWarning, match="1 prompts have several problem ids each, 2 in all"):
         found = read(LOGS / "inspect", chat)
     reads_as(found, [[*RIGHT, EOS], [*WRONG, EOS], RIGHT])
-    assert column(found, "policy") == ["hf/tiny"] * 3
-    assert column(found, "problem_id") == ["sums/1", "sums/1", "sums/2"]
-    assert column(found, "finish_reason") == ["stop", "stop", "length"]
-    assert column(found, "outcome") == ["success", "failure", "success"]
-    assert column(found, "reward/match") == [1.0, 0.0, 1.0]
-    assert column(found, "answer") == ["2"] * 3
+    holds(found, policy=["hf/tiny"] * 3, problem_id=["sums/1", "sums/1", "sums/2"])
+    holds(found, finish_reason=["stop", "stop", "length"], outcome=["success", "failure", "success"], answer=["2"] * 3)
+    holds(found, **{"reward/match": [1.0, 0.0, 1.0]})
 
 
 def test_without_inspect_the_error_says_what_to_install(chat: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,9 +599,7 @@ def test_the_suggested_command_works_and_keeps_what_the_log_knows(name: str, cha
     assert main(said) in (None, 0)
     found = Rollouts.read(tmp_path / "r.parquet")
     assert [ids[:2] for ids in column(found, "response_ids")] == [RIGHT, [16, 3]]
-    assert column(found, "outcome") == ["success", "failure"]
-    assert column(found, "policy") == policies
-    assert column(found, "answer") == ["" if name == "several" else "2"] * 2
+    holds(found, outcome=["success", "failure"], policy=policies, answer=["" if name == "several" else "2"] * 2)
     assert len(set(column(found, "problem_id"))) == 1
 
 
@@ -699,8 +632,7 @@ def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
     assert read_frame(frame, chat, ImportConfig(columns=names, run="../a/b")).policies[0] == ("../a/b-00003")
     found = read_frame(frame, chat, ImportConfig(columns=names, run="mine"))
     reads_as(found, [RIGHT, WRONG])
-    assert column(found, "policy") == ["mine-00003", "mine-00004"]
-    assert column(found, "outcome") == ["success", "failure"]
+    holds(found, policy=["mine-00003", "mine-00004"], outcome=["success", "failure"])
     ids = pd.DataFrame({"prompt_ids": [ASKED], "response_ids": [[16, 99]]})
     with pytest.raises(TsaeError, match=r"^the table: row 0: the response has the token id 99"):
         read_frame(ids, chat)

@@ -24,11 +24,6 @@ NOTE = "prompts and .* responses have padding"
 
 
 @pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
-
-@pytest.fixture(scope="module")
 def padded_with_its_end(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A checkpoint whose tokenizer pads with the end token."""
     path = save_model(tmp_path_factory.mktemp("eos") / "model")

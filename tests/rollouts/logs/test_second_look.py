@@ -16,6 +16,7 @@ import torch
 
 import tsae
 from support.builders import BOS, EOS, save_model
+from support.logs import LOGS, write
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
@@ -32,7 +33,6 @@ from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.hashes import place_hash
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 
-LOGS = Path(__file__).parents[2] / "logs"
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% if enable_thinking is defined and not enable_thinking %}=={% endif %}"
@@ -80,12 +80,6 @@ def look(log: Path, checkpoint: Any, **config: Any) -> dict[str, Check]:
     return found
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def sums(n_steps: int = 3, n_problems: int = 8, group: int = 8, seed: int = 0) -> list[dict[str, Any]]:
     """Rows of a plain log: sums of two numbers, right and wrong answers, GRPO's advantages."""
     rng = np.random.default_rng(seed)
@@ -97,17 +91,9 @@ def sums(n_steps: int = 3, n_problems: int = 8, group: int = 8, seed: int = 0) -
             given = [a + b if ok else a + b + int(rng.integers(1, 9)) for ok in right]
             advantages = group_advantages(right.astype(float), np.zeros(group))
             for i, (value, ok, advantage) in enumerate(zip(given, right, advantages, strict=True)):
-                rows.append(
-                    {
-                        "prompt": f"{a}+{b}?",
-                        "response": f"{i};{a}+{b}={value}",
-                        "answer": str(a + b),
-                        "reward": float(ok),
-                        "advantage": float(advantage),
-                        "step": step,
-                        "problem_id": f"{step}/{problem}",
-                    }
-                )
+                row = {"prompt": f"{a}+{b}?", "response": f"{i};{a}+{b}={value}", "answer": str(a + b), "step": step}
+                row |= {"reward": float(ok), "advantage": float(advantage), "problem_id": f"{step}/{problem}"}
+                rows.append(row)
     return rows
 
 
@@ -124,7 +110,7 @@ def shifted(rows: list[dict[str, Any]], names: tuple[str, ...], by: int) -> list
 
 
 def test_a_clean_log_agrees(series: CheckpointSeries, tmp_path: Path) -> None:
-    found = look(write(tmp_path / "log" / "log.jsonl", sums()), series)
+    found = look(write(tmp_path / "log" / "log.jsonl", *sums()), series)
     assert str(found["answers"]) == "answers: 192 responses of a sample compared, 0 disagree; checked with math-verify"
     assert found["advantages"].compared == 24
     assert str(found["prompts"]) == "prompts: not compared (the log has no token ids)"
@@ -138,7 +124,7 @@ def test_completions_beside_other_prompts_are_found_out(
     series: CheckpointSeries, tmp_path: Path, names: tuple[str, ...], by: int
 ) -> None:
     """By a row, by a group and by half a step, whichever column moved (TRL issue 3492)."""
-    found = look(write(tmp_path / "log" / "log.jsonl", shifted(sums(), names, by)), series)["answers"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *shifted(sums(), names, by)), series)["answers"]
     assert found.disagrees
     assert "hardly better than by chance" in found.note
     assert "misaligned" in found.note
@@ -150,7 +136,7 @@ def test_a_log_that_was_moved_gets_the_same_second_look(series: CheckpointSeries
     """The sample is drawn by hashes of places, in which the folder must not count."""
     rows = sums(n_steps=9)  # 576, of which 256 are drawn
     places = ("one", "two", "three")
-    looks = [look(write(tmp_path / place / "log.jsonl", shifted(rows, ("response",), 1)), series) for place in places]
+    looks = [look(write(tmp_path / place / "log.jsonl", *shifted(rows, ("response",), 1)), series) for place in places]
     found = [
         (str(check["answers"]).replace(f"/{place}/", "/"), check["answers"].compared)
         for place, check in zip(places, looks, strict=True)
@@ -162,7 +148,7 @@ def test_a_log_that_was_moved_gets_the_same_second_look(series: CheckpointSeries
 def test_prompts_alone_that_moved_are_found_out_by_their_answers(series: CheckpointSeries, tmp_path: Path) -> None:
     """Answers that stayed with the completions agree with these; a prompt then has several."""
     moved = shifted([{k: v for k, v in row.items() if k != "problem_id"} for row in sums()], ("prompt",), 4)
-    found = look(write(tmp_path / "log" / "log.jsonl", moved), series)["answers"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *moved), series)["answers"]
     assert found.disagrees
     assert found.unit == "prompts"
     assert found.compared == 24
@@ -177,7 +163,7 @@ def test_a_verifier_that_differs_is_no_alarm(series: CheckpointSeries, tmp_path:
     for i, row in enumerate(rows):
         row["reward"] = row["reward"] * (i % 2)
         del row["advantage"]
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)["answers"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["answers"]
     assert found.differ > 30
     assert not found.disagrees
     assert "far better than by chance (1.00 within problems, 1.00 between problems" in found.note
@@ -188,7 +174,7 @@ def test_what_no_verifier_reads_is_not_compared(series: CheckpointSeries, tmp_pa
     rows = sums()
     for row in rows:
         row["answer"] = json.dumps({"inputs": ["1"], "outputs": ["2"]}) if row["step"] == 1 else "because " * 40
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)["answers"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["answers"]
     assert str(found) == "answers: not compared (math-verify can read no answer)"
 
 
@@ -198,7 +184,7 @@ def test_answers_inside_whole_solutions_are_read(series: CheckpointSeries, tmp_p
     for row in rows:
         solution = "Add the tens, then the ones, and carry what is above nine. " * 3
         row["answer"] = solution + (f"#### {row['answer']}" if row["step"] == 1 else f"\\boxed{{{row['answer']}}}")
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)["answers"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["answers"]
     assert (found.compared, found.differ) == (192, 0)
 
 
@@ -209,10 +195,10 @@ def test_without_math_verify_the_last_number_counts(
         raise TsaeError("the verifier math needs math-verify", where="verifier")
 
     monkeypatch.setattr(look_answers, "expressions", missing)
-    found = look(write(tmp_path / "log" / "log.jsonl", sums()), series)["answers"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *sums()), series)["answers"]
     assert found.differ == 0
     assert "the last number (math-verify is not installed)" in found.note
-    assert look(write(tmp_path / "log" / "log.jsonl", shifted(sums(), ("response",), 1)), series)["answers"].disagrees
+    assert look(write(tmp_path / "log" / "log.jsonl", *shifted(sums(), ("response",), 1)), series)["answers"].disagrees
 
 
 class _Words:
@@ -400,7 +386,7 @@ def test_several_groups_under_one_label_cannot_be_compared() -> None:
 
 def test_advantages_of_a_log_that_moved(series: CheckpointSeries, tmp_path: Path) -> None:
     rows = shifted(sums(), ("advantage",), 1)
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)["advantages"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["advantages"]
     assert found.disagrees
     assert found.differ > 15
     assert found.example == f"{tmp_path}/log/log.jsonl:1"
@@ -410,20 +396,13 @@ def test_advantages_of_a_log_that_moved(series: CheckpointSeries, tmp_path: Path
 
 def test_means_over_tokens_are_not_compared(series: CheckpointSeries, tmp_path: Path) -> None:
     """Token exports may have an advantage of its own for every token."""
+    same = {"schema_version": 1, "step": 1, "rank": 0, "loss_mask": [False] * 5 + [True] * 2}
     rows = [
-        {
-            "schema_version": 1,
-            "export_sequence_idx": i,
-            "step": 1,
-            "rank": 0,
-            "token_ids": [BOS, *ids_of("1+1?"), *ids_of(str(i)), EOS],
-            "loss_mask": [False] * 5 + [True] * 2,
-            "advantages": [0.0] * 5 + [float(i), i + 1.0],
-            "rewards": [float(i)] * 7,
-        }
+        {"export_sequence_idx": i, "token_ids": [BOS, *ids_of(f"1+1?{i}"), EOS], "rewards": [float(i)] * 7}
+        | {"advantages": [0.0] * 5 + [float(i), i + 1.0], **same}
         for i in range(4)
     ]
-    found = look(write(tmp_path / "token_exports" / "step_1" / "rank_0.jsonl", rows), series)["advantages"]
+    found = look(write(tmp_path / "token_exports" / "step_1" / "rank_0.jsonl", *rows), series)["advantages"]
     assert str(found) == "advantages: not compared (they differ from token to token)"
 
 
@@ -441,18 +420,13 @@ ASKED = [BOS, 16, *ids_of("1+1?"), EOS, BOS, 15]
 def test_prompts_are_encoded_anew(series: CheckpointSeries, tmp_path: Path) -> None:
     """As messages, as a question, as the template writes it, and as it is; and those that are of none of these."""
     messages = [{"role": "user", "content": "1+1?"}]
-    rows = [
-        with_ids(messages, ASKED),
-        with_ids("1+1?", ASKED),
-        with_ids("<bos>#1+1?<eos><bos>;", ASKED),
-        with_ids("1+1?", [BOS, *ids_of("1+1?")]),
-        with_ids("#1+1?;", ASKED),
-    ]
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)
+    rows = [with_ids(prompt, ASKED) for prompt in (messages, "1+1?", "<bos>#1+1?<eos><bos>;", "#1+1?;")]
+    rows.append(with_ids("1+1?", [BOS, *ids_of("1+1?")]))
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)
     assert str(found["prompts"]) == "prompts: 5 prompts compared, 0 disagree"
     assert str(found["responses"]) == "responses: 5 responses compared, 0 disagree"
     wrong = [*rows, with_ids(messages, ASKED[:-1]), with_ids("2+2?", ASKED)]
-    check = look(write(tmp_path / "log" / "log.jsonl", wrong), series)["prompts"]
+    check = look(write(tmp_path / "log" / "log.jsonl", *wrong), series)["prompts"]
     assert (check.compared, check.differ, check.disagrees) == (7, 2, True)
     assert check.example == f"{tmp_path}/log/log.jsonl:6"
     for option in ("--template-arguments", "--system-prompt", "checkpoint"):
@@ -461,7 +435,7 @@ def test_prompts_are_encoded_anew(series: CheckpointSeries, tmp_path: Path) -> N
 
 def test_prompts_of_a_run_that_did_not_think(series: CheckpointSeries, tmp_path: Path) -> None:
     """Their tokens show what the template was given; with it as an option nothing is left to say."""
-    log = write(tmp_path / "log" / "log.jsonl", [with_ids([{"role": "user", "content": "1+1?"}], [*ASKED, 14, 14])])
+    log = write(tmp_path / "log" / "log.jsonl", with_ids([{"role": "user", "content": "1+1?"}], [*ASKED, 14, 14]))
     found = look(log, series)["prompts"]
     assert (found.differ, found.disagrees) == (0, False)
     assert """(--template-arguments '{"enable_thinking": false}')""" in found.note
@@ -471,7 +445,7 @@ def test_prompts_of_a_run_that_did_not_think(series: CheckpointSeries, tmp_path:
 
 def test_responses_that_decode_to_another_text(series: CheckpointSeries, tmp_path: Path) -> None:
     rows = [with_ids("1+1?", ASKED), with_ids("1+1?", ASKED, response_ids=[3, EOS])]
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series)["responses"]
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["responses"]
     assert (found.compared, found.differ, found.disagrees) == (2, 1, True)
     assert found.example == f"{tmp_path}/log/log.jsonl:2"
 
@@ -491,25 +465,15 @@ def logged_by(series: CheckpointSeries, policy: str, *, temperature: float = 1.0
         log_probabilities = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         sampled = log_probabilities.gather(-1, torch.tensor(response)[:, None])[:, 0]
         noise = rng.normal(0, 0.02, len(response))
-        rows.append(
-            {
-                "step": series[policy].step,
-                "sample_idx": i,
-                "prompt_idx": 0,
-                "prompt_tokens": prompt,
-                "response_tokens": response,
-                "reward": float(i % 2),
-                "ground_truth": [],
-                "finish_reason": "stop",
-                "request_info": {},
-                "logprobs": (np.roll(sampled.numpy(), int(wrong)) + noise).tolist(),
-            }
-        )
+        row = {"step": series[policy].step, "sample_idx": i, "prompt_idx": 0, "reward": float(i % 2)}
+        row |= {"prompt_tokens": prompt, "response_tokens": response, "ground_truth": [], "finish_reason": "stop"}
+        logprobs = (np.roll(sampled.numpy(), int(wrong)) + noise).tolist()
+        rows.append(row | {"request_info": {}, "logprobs": logprobs})
     return rows
 
 
 def log_of(tmp_path: Path, rows: list[Any]) -> Path:
-    return write(tmp_path / "log_rollouts_000000.jsonl", rows)
+    return write(tmp_path / "log_rollouts_000000.jsonl", *rows)
 
 
 def test_the_checkpoint_gives_the_logged_log_probabilities(series: CheckpointSeries, tmp_path: Path) -> None:
@@ -617,7 +581,7 @@ def test_parts_of_a_log_are_put_together(series: CheckpointSeries, tmp_path: Pat
     n = len(entries)
     args = (np.full(n, 2), np.ones(n, dtype=bool), np.ones(n, dtype=bool), lambda i: f"row {i}")
     assert together.checks(*args) == whole.checks(*args)
-    assert whole.prompts.differ == 24
+    assert whole.prompts.found["differ"] == 24
 
 
 # --- the readers' own
@@ -634,19 +598,9 @@ def test_readers_pass_log_probabilities_on(name: str) -> None:
 
 
 def test_slime_passes_log_probabilities_and_the_templates_arguments_on(tmp_path: Path) -> None:
-    sample = {
-        "group_index": 3,
-        "prompt": "1+1?",
-        "tokens": [BOS, *ids_of("1+1?2"), EOS],
-        "response": "2",
-        "response_length": 2,
-        "label": "2",
-        "reward": 1.0,
-        "loss_mask": None,
-        "status": "completed",
-        "rollout_log_probs": [-0.25, -0.5],
-        "apply_chat_template_kwargs": {"enable_thinking": False},
-    }
+    sample = {"group_index": 3, "prompt": "1+1?", "label": "2", "reward": 1.0, "loss_mask": None, "status": "completed"}
+    sample |= {"tokens": [BOS, *ids_of("1+1?2"), EOS], "response": "2", "response_length": 2}
+    sample |= {"rollout_log_probs": [-0.25, -0.5], "apply_chat_template_kwargs": {"enable_thinking": False}}
     (tmp_path / "rollout_data").mkdir()
     torch.save({"rollout_id": 0, "samples": [sample]}, tmp_path / "rollout_data" / "0.pt")
     form, files, _ = find_log(tmp_path, ImportConfig())
@@ -663,7 +617,7 @@ def test_rewards_that_are_asked_for_are_not_those_that_were_trained_on(
 ) -> None:
     """Advantages are compared with the trainer's own total."""
     rows = [{**row, "style": 0.1 * (i % 3)} for i, row in enumerate(sums())]
-    found = look(write(tmp_path / "log" / "log.jsonl", rows), series, rewards=("style",), outcome="style")
+    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series, rewards=("style",), outcome="style")
     assert (found["advantages"].compared, found["advantages"].differ) == (24, 0)
 
 

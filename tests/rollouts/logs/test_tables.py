@@ -16,45 +16,20 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from support.builders import BOS, EOS, save_model
-from support.logs import TEMPLATE
+from support.builders import BOS, EOS
+from support.logs import column, holds, notes, read
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.on_disk import log_files
 from tsae.rollouts.logs.on_disk.log_files import NoLog
-from tsae.rollouts.table import Rollouts
 
 WANDB = "wandb/offline-run-20260101_000000-abc"
 MEDIA = WANDB + "/files/media/table"
 COLUMNS = ["step", "prompt", "completion", "acc", "advantage"]
 TWO = [["1", "1+1?", "#2", 1.0, 0.5], ["1", "1+1?", "#3", 0.0, -0.5]]
 MORE = [["2", "1+1?", "#2", 1.0, 0.5], ["2", "1+1?", "#2", 1.0, -0.5]]
-
-
-@pytest.fixture(scope="module")
-def plain(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    path = save_model(tmp_path_factory.mktemp("chat") / "model")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return Checkpoint(id="base", path=str(path))
-
-
-def read(path: Path, checkpoint: Checkpoint, **config: Any) -> Rollouts:
-    return Rollouts.read(path, checkpoint, ImportConfig(**config))
-
-
-def column(found: Rollouts, name: str) -> list[Any]:
-    return list(found.table[name].to_pylist())
-
-
-def notes(found: Rollouts) -> str:
-    return "\n".join(found.info["log"]["notes"])
 
 
 def save(file: Path, content: Any) -> Path:
@@ -72,7 +47,7 @@ def table(folder: Path, number: int, rows: list[list[Any]], columns: list[str] =
 
 
 @pytest.mark.parametrize("given", [".", "wandb", WANDB, "wandb/latest-run", "wandb/run-20260101_000000-abc", "media"])
-def test_tables_of_wandb_are_read_wherever_they_are_found(given: str, plain: Checkpoint, tmp_path: Path) -> None:
+def test_tables_of_wandb_are_read_wherever_they_are_found(given: str, policy: Checkpoint, tmp_path: Path) -> None:
     run = tmp_path / "grpo"
     for number, rows in enumerate((TWO, MORE)):
         table(run / MEDIA, number, rows)
@@ -83,54 +58,51 @@ def test_tables_of_wandb_are_read_wherever_they_are_found(given: str, plain: Che
         (run / WANDB).rename(run / given)
     elif given == "media":  # What wandb.Api downloads.
         (run / MEDIA).parent.rename(run / given)
-    found = read(run / given, plain)
-    assert column(found, "step") == [1, 1, 2, 2]
-    assert column(found, "response") == ["#2", "#3", "#2", "#2"]
-    assert column(found, "reward/acc") == [1.0, 0.0, 1.0, 1.0]
-    assert column(found, "advantage") == [0.5, -0.5, 0.5, -0.5]
-    assert column(found, "prompt_ids") == [[BOS, 1, 10, 1, 13]] * 4
+    found = read(run / given, policy)
+    holds(found, step=[1, 1, 2, 2], response=["#2", "#3", "#2", "#2"], advantage=[0.5, -0.5, 0.5, -0.5])
+    holds(found, prompt_ids=[[BOS, 1, 10, 1, 13]] * 4, **{"reward/acc": [1.0, 0.0, 1.0, 1.0]})
     assert [policy[-6:] for policy in found.policies] == ["-00000", "-00001"]
 
 
-def test_what_several_tables_hold_counts_once(plain: Checkpoint, tmp_path: Path) -> None:
+def test_what_several_tables_hold_counts_once(policy: Checkpoint, tmp_path: Path) -> None:
     # A growing table, and the increments of one that were downloaded as artifacts.
     table(tmp_path / "grows" / MEDIA, 0, TWO)
     table(tmp_path / "grows" / MEDIA, 1, TWO + MORE)
-    found = read(tmp_path / "grows", plain)
+    found = read(tmp_path / "grows", policy)
     assert column(found, "response") == ["#2", "#3", "#2", "#2"]
     assert found.info["log"]["skipped"] == {"repeated": 2}
     for number, rows in enumerate((TWO, MORE)):
         folder = tmp_path / "dl" / "artifacts" / f"run-abc-incr-completions:v{number}"
         save(folder / f"{number}-170000{number}.completions.table.json", {"columns": COLUMNS, "data": rows})
         table(tmp_path / "dl" / "media" / "table", number, rows)
-    found = read(tmp_path / "dl", plain)
+    found = read(tmp_path / "dl", policy)
     assert column(found, "response") == ["#2", "#3", "#2", "#2"]
     assert "2 files are copies of others and count once" in notes(found)
     # The link to the latest run, copied as a folder when the run was younger.
     table(tmp_path / "copied" / MEDIA, 0, TWO)
     shutil.copytree(tmp_path / "copied" / WANDB, tmp_path / "copied" / "wandb" / "latest-run")
     table(tmp_path / "copied" / MEDIA, 1, MORE)
-    assert column(read(tmp_path / "copied", plain), "step") == [1, 1, 2, 2]
+    assert column(read(tmp_path / "copied", policy), "step") == [1, 1, 2, 2]
 
 
-def test_one_batch_that_is_logged_at_two_steps_is_not_two(plain: Checkpoint, tmp_path: Path) -> None:
+def test_one_batch_that_is_logged_at_two_steps_is_not_two(policy: Checkpoint, tmp_path: Path) -> None:
     table(tmp_path / MEDIA, 0, TWO)
     table(tmp_path / MEDIA, 1, [["2", *row[1:]] for row in TWO])
     with pytest.raises(TsaeError, match="several steps on one generation batch"):
-        read(tmp_path, plain)
-    assert column(read(tmp_path, plain, skip=("repeated",)), "step") == [1, 1]
+        read(tmp_path, policy)
+    assert column(read(tmp_path, policy, skip=("repeated",)), "step") == [1, 1]
 
 
-def test_two_runs_of_wandb_are_apart_unless_they_are_named(plain: Checkpoint, tmp_path: Path) -> None:
+def test_two_runs_of_wandb_are_apart_unless_they_are_named(policy: Checkpoint, tmp_path: Path) -> None:
     table(tmp_path / MEDIA, 0, TWO)
     others = [[*row[:2], f"#{i}", *row[3:]] for i, row in enumerate(TWO, 4)]
     table(tmp_path / MEDIA.replace("abc", "xyz"), 0, others + MORE)
-    found = read(tmp_path, plain)
+    found = read(tmp_path, policy)
     assert len(found.policies) == 3
     assert "2 runs of wandb: if they are one training that was resumed, say --run NAME" in notes(found)
     with pytest.raises(TsaeError, match=r"comes here again, and is another.*--skip repeated"):
-        read(tmp_path, plain, run="grpo")
-    found = read(tmp_path, plain, run="grpo", skip=("repeated",))
+        read(tmp_path, policy, run="grpo")
+    found = read(tmp_path, policy, run="grpo", skip=("repeated",))
     assert column(found, "response") == ["#4", "#5", "#2", "#2"]
     assert found.policies == ["grpo-00000", "grpo-00001"]
 
@@ -157,15 +129,15 @@ def test_the_first_versions_of_trl_log_before_the_step(chat: Checkpoint, tmp_pat
 # --- mlflow, trackio
 
 
-def test_validations_and_tables_of_mlflow(plain: Checkpoint, tmp_path: Path) -> None:
+def test_validations_and_tables_of_mlflow(policy: Checkpoint, tmp_path: Path) -> None:
     artifacts = tmp_path / "mlruns" / "1" / "0a1b" / "artifacts"
     for step in (2, 10):
         save(artifacts / f"val_step{step}.json", [{"input": "1+1?", "output": f"#{step % 9}", "score": 1.0}])
-    found = read(tmp_path, plain)
+    found = read(tmp_path, policy)
     assert column(found, "step") == [2, 10]  # After so many updates.
     assert found.policies == ["0a1b-00002", "0a1b-00010"]
     save(tmp_path / "log_table.json", {"columns": ["prompt", "response", "reward"], "data": [["1+1?", "#2", 1.0]]})
-    assert column(read(tmp_path / "log_table.json", plain), "response") == ["#2"]
+    assert column(read(tmp_path / "log_table.json", policy), "response") == ["#2"]
 
 
 def trackio(file: Path, *logged: tuple[str, int, list[list[Any]]], wal: bool = False) -> sqlite3.Connection:
@@ -183,33 +155,33 @@ def trackio(file: Path, *logged: tuple[str, int, list[list[Any]]], wal: bool = F
     return base
 
 
-def test_tables_of_trackio(plain: Checkpoint, tmp_path: Path) -> None:
+def test_tables_of_trackio(policy: Checkpoint, tmp_path: Path) -> None:
     nan = [["2", "1+1?", "NaN" if i else "#2", "NaN" if i else 1.0, 0.5] for i in range(2)]
     base = trackio(tmp_path / "wal" / "p.db", ("a", 0, []), ("a", 1, TWO), ("a", 2, nan), wal=True)
-    found = read(tmp_path / "wal" / "p.db", plain, skip=("unscored",))
+    found = read(tmp_path / "wal" / "p.db", policy, skip=("unscored",))
     assert column(found, "response") == ["#2", "#3", "#2"]
     base.close()
     trackio(tmp_path / "two" / "p.db", ("a", 1, TWO), ("b", 1, MORE), ("b", 2, MORE), ("b", 3, TWO)).close()
     with pytest.raises(TsaeError, match=r"holds several runs: a, b\. Say which with --run"):
-        read(tmp_path / "two", plain)
-    assert column(read(tmp_path / "two", plain, run="a"), "response") == ["#2", "#3"]
+        read(tmp_path / "two", policy)
+    assert column(read(tmp_path / "two", policy, run="a"), "response") == ["#2", "#3"]
     with pytest.raises(TsaeError, match=r"has what the table before has.*--skip repeated"):
-        read(tmp_path / "two", plain, run="b")
+        read(tmp_path / "two", policy, run="b")
     # An export to Parquet counts where its database is not there.
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in TWO]
     tables = [None, {"_type": "trackio.table", "_value": rows}]
     export = [{"run_name": "a", "step": step, "completions": found} for step, found in enumerate(tables)]
     pq.write_table(pa.Table.from_pylist(export), tmp_path / "p.parquet")
     pq.write_table(pa.table({"run_name": ["a"], "cpu": [1]}), tmp_path / "p_system.parquet")
-    assert column(read(tmp_path, plain, run="a"), "response") == ["#2", "#3"]
+    assert column(read(tmp_path, policy, run="a"), "response") == ["#2", "#3"]
     with sqlite3.connect(tmp_path / "view.db") as other:
         endless = "WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id FROM n) SELECT * FROM n"
         other.execute(f"CREATE VIEW metrics AS {endless}")
     with pytest.raises(TsaeError, match="holds no trajectories"):
-        read(tmp_path / "view.db", plain)
+        read(tmp_path / "view.db", policy)
     save(tmp_path / "text.db", "text")
     with pytest.raises(TsaeError, match="cannot be read as a database of trackio"):
-        read(tmp_path / "text.db", plain)
+        read(tmp_path / "text.db", policy)
 
 
 # --- CSV, JSON, Arrow
@@ -226,28 +198,26 @@ def spreadsheet(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["r.csv", "r.tsv", "r.csv.gz"])
-def test_fields_of_a_spreadsheet(name: str, plain: Checkpoint, tmp_path: Path) -> None:
+def test_fields_of_a_spreadsheet(name: str, policy: Checkpoint, tmp_path: Path) -> None:
     limit, long = csv.field_size_limit(), "1+" * 100_000
     rows = [
         {"prompt": "1+1?", "response": "#2", "reward": "1.0", "correct": "True", "step": "3", "level": "007"},
         {"prompt": "1+1?", "response": "#3", "reward": "", "correct": "false", "step": "4", "level": ""},
         {"prompt": "1+1?", "response": "", "reward": "1", "correct": "", "step": "", "level": ""},
     ]
-    found = read(spreadsheet(tmp_path / name, rows), plain, skip=("empty",))
-    assert column(found, "outcome") == ["success", "failure"]
-    assert column(found, "step") == [3, 4]
-    assert column(found, "level") == ["007", None]
+    found = read(spreadsheet(tmp_path / name, rows), policy, skip=("empty",))
+    holds(found, outcome=["success", "failure"], step=[3, 4], level=["007", None])
     texts = [rows[0] | {"prompt": '1,+"\t1="', "response": "1,\r\n\n2 "}, rows[0] | {"prompt": long, "response": "[1]"}]
     (file,) = find_log(spreadsheet(tmp_path / name, texts), ImportConfig())[1]
     assert [row for _, row in file.rows()] == texts
     assert csv.field_size_limit() == limit
     ids = {"prompt_ids": f"[{BOS}, 1]", "response_ids": f"[2, {EOS}]", "reward": 1}
-    assert column(read(spreadsheet(tmp_path / name, [ids]), plain), "response_ids") == [[2, EOS]]
+    assert column(read(spreadsheet(tmp_path / name, [ids]), policy), "response_ids") == [[2, EOS]]
     many = {"question": "1+1?", "responses": '["#2", "#3"]', "rewards": "[1.0, 0.0]"}
-    assert column(read(spreadsheet(tmp_path / name, [many]), plain), "reward") == [1.0, 0.0]
+    assert column(read(spreadsheet(tmp_path / name, [many]), policy), "reward") == [1.0, 0.0]
 
 
-def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_tables_say_where(policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
     for name, text, message in (
         ("long.csv", "prompt,response\n1," + "2" * (1 << 20), "row 0 .*a line of more than 1 MiB"),
@@ -261,7 +231,7 @@ def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path, monkeypatch:
         ("g.arrow", "text", "cannot be read as Arrow"),
     ):
         with pytest.raises(TsaeError, match=message):
-            read(save(tmp_path / name, text), plain)
+            read(save(tmp_path / name, text), policy)
     whole = pa.BufferOutputStream()
     with pa.ipc.new_stream(whole, pa.schema({"prompt": pa.string()})) as stream:
         stream.write_batch(pa.record_batch({"prompt": ["1" * 12345]}))
@@ -269,49 +239,49 @@ def test_broken_tables_say_where(plain: Checkpoint, tmp_path: Path, monkeypatch:
     data[data.rfind(b"\0\0\0\0\x39\x30\0\0") + 7] = 0x40  # A text that ends far outside of the file.
     (tmp_path / "h.arrow").write_bytes(data)
     with pytest.raises(TsaeError, match=r"cannot be read as Arrow beyond row 0 .*offset"):
-        read(tmp_path / "h.arrow", plain)
+        read(tmp_path / "h.arrow", policy)
     outside = save(tmp_path / "outside.csv", "prompt,response\n1,2\n")
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "r.csv").symlink_to(outside)
     with pytest.raises(TsaeError, match="this link leaves the folder"):
-        read(tmp_path / "log", plain)
+        read(tmp_path / "log", policy)
 
 
-def test_a_json_file_of_rows(plain: Checkpoint, tmp_path: Path) -> None:
+def test_a_json_file_of_rows(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "response": "#2", "reward": 1}, {"prompt": "1+1?", "response": "#3", "reward": 0}]
     for content in (rows, {"data": rows}, {"n": 2, "results": rows}):
         save(tmp_path / "r.json", content)
         for path in (tmp_path, tmp_path / "r.json"):
-            assert column(read(path, plain), "reward") == [1.0, 0.0]
+            assert column(read(path, policy), "reward") == [1.0, 0.0]
 
 
-def test_a_folder_that_datasets_saved(plain: Checkpoint, tmp_path: Path) -> None:
+def test_a_folder_that_datasets_saved(policy: Checkpoint, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": "1+1?", "response": f"#{i}", "reward": 1.0, "step": 1} for i in range(4)]
     saved = datasets.Dataset.from_list(rows)
     saved.save_to_disk(tmp_path / "one", num_shards=2)
     shutil.copy(tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-1.arrow")
-    assert column(read(tmp_path / "one", plain), "response") == ["#0", "#1", "#2", "#3"]
+    assert column(read(tmp_path / "one", policy), "response") == ["#0", "#1", "#2", "#3"]
     datasets.DatasetDict(train=saved.select([0, 1]), test=saved.select([3])).save_to_disk(tmp_path / "two")
-    assert sorted(column(read(tmp_path / "two", plain), "response")) == ["#0", "#1", "#3"]
+    assert sorted(column(read(tmp_path / "two", policy), "response")) == ["#0", "#1", "#3"]
     pyarrow.feather.write_feather(pa.Table.from_pylist(rows), tmp_path / "r.feather")
-    assert column(read(tmp_path / "r.feather", plain), "response") == ["#0", "#1", "#2", "#3"]
+    assert column(read(tmp_path / "r.feather", policy), "response") == ["#0", "#1", "#2", "#3"]
 
 
-def test_what_lies_beside_a_log_is_not_read(plain: Checkpoint, tmp_path: Path) -> None:
+def test_what_lies_beside_a_log_is_not_read(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1?", "response": "#2", "reward": 1}]
     save(tmp_path / "metrics.csv", "loss\n1\n")
     save(tmp_path / "data.json", [{"question": "1+1?"}])
     with pytest.raises(NoLog, match="no known log has the columns question"):
-        read(tmp_path, plain)
+        read(tmp_path, policy)
     save(tmp_path / "r.json", rows)
-    found = read(tmp_path, plain)
+    found = read(tmp_path, policy)
     assert column(found, "response") == ["#2"]
     assert "2 files have other columns than a plain log, and are left out: data.json, metrics.csv" in notes(found)
     save(tmp_path / "log.jsonl", json.dumps({**rows[0], "response": "#3"}))
     (tmp_path / "config.json").symlink_to(save(tmp_path.parent / f"{tmp_path.name}.json", {"hidden_size": 1}))
     for config in ({}, {"format": "plain"}):
-        assert column(read(tmp_path, plain, **config), "response") == ["#3"]
+        assert column(read(tmp_path, policy, **config), "response") == ["#3"]
 
 
 # --- lists and conversations in a row
@@ -322,22 +292,19 @@ def test_a_row_with_all_responses_to_a_problem(chat: Checkpoint, tmp_path: Path)
     row = {"q": user, "out": ["#2", "#3"], "r": [1.0, 0.0], "answer": ["2", "2"], "tags": ["a"], "topic": ["x", "y"]}
     names = ColumnNames(prompt="q", response="out", reward="r")
     found = read(save(tmp_path / "r.jsonl", row), chat, columns=names, keep_columns=("tags", "topic"))
-    assert column(found, "response") == ["#2", "#3"]
-    assert column(found, "reward") == [1.0, 0.0]
+    holds(found, response=["#2", "#3"], reward=[1.0, 0.0])
     assert len(set(column(found, "problem_id"))) == 1
     assert column(found, "extra/topic") == ["x", "y"]
     ids = {"prompt_ids": [BOS, 1], "response_ids": [[2, EOS], [3]], "reward": [1, 0]}
     found = read(save(tmp_path / "ids.jsonl", ids), chat)
-    assert column(found, "response_ids") == [[2, EOS], [3]]
-    assert column(found, "prompt_ids") == [[BOS, 1]] * 2
+    holds(found, response_ids=[[2, EOS], [3]], prompt_ids=[[BOS, 1]] * 2)
     for wrong, message in (([1.0], "2 values in out but 1 in r"), (0.5, "2 values in out but a float in r")):
         with pytest.raises(TsaeError, match=f"r.jsonl:1: {message}"):
             read(save(tmp_path / "r.jsonl", {**row, "r": wrong}), chat, columns=names)
     # Names that are usual for it.
     many = {"question": "1+1?", "answer": "2", "responses": ["#2", "#3"], "rewards": [1.0, 0.0], "scores": 0.5}
     found = read(save(tmp_path / "many.jsonl", many), chat)
-    assert column(found, "outcome") == ["success", "failure"]
-    assert column(found, "answer") == ["2", "2"]
+    holds(found, outcome=["success", "failure"], answer=["2", "2"])
     single = {"question": "1+1?", "completions": ["#2", "#3"], "reward": [1.0, 0.0]}
     assert column(read(save(tmp_path / "single.jsonl", single), chat), "outcome") == ["success", "failure"]
     for wrong in ({"rewards": [1.0]}, {"scores": [1.0] * 3}):
@@ -362,7 +329,7 @@ def test_the_last_message_of_a_conversation_is_the_response(chat: Checkpoint, tm
 # --- lm-eval, Atropos
 
 
-def test_samples_of_lm_eval(plain: Checkpoint, tmp_path: Path) -> None:
+def test_samples_of_lm_eval(policy: Checkpoint, tmp_path: Path) -> None:
     def line(filtered: str, right: float, responses: list[Any]) -> str:
         return json.dumps({
             "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}},
@@ -373,29 +340,26 @@ def test_samples_of_lm_eval(plain: Checkpoint, tmp_path: Path) -> None:
     lines = [line("strict-match", 0.0, ["#2"]), line("flexible-extract", 1.0, ["#2"])]
     save(tmp_path / "model" / "results_2026.json", {"results": {}})
     save(tmp_path / "model" / "samples_gsm8k_2026-01-01.jsonl", "\n".join(lines))
-    found = read(tmp_path, plain)
-    assert column(found, "outcome") == ["failure"]
-    assert column(found, "answer") == ["2"]
+    found = read(tmp_path, policy)
+    holds(found, outcome=["failure"], answer=["2"])
     assert "1 responses are scored by the filter strict-match (--outcome METRIC,FILTER for another)" in notes(found)
-    assert column(read(tmp_path, plain, outcome="exact_match,flexible-extract"), "outcome") == ["success"]
+    assert column(read(tmp_path, policy, outcome="exact_match,flexible-extract"), "outcome") == ["success"]
     several = save(tmp_path / "samples_x.jsonl", line("none", 1.0, ["#2", "#3"]))
     with pytest.raises(TsaeError, match="has no reward"):
-        read(several, plain)
-    assert column(read(several, plain, skip=("unscored",)), "reward/exact_match") == [1.0]
+        read(several, policy)
+    assert column(read(several, policy, skip=("unscored",)), "reward/exact_match") == [1.0]
     with pytest.raises(TsaeError, match=r"log-probabilities of choices.*--skip empty"):
-        read(save(several, line("none", 1.0, [[-1.5, False]])), plain)
+        read(save(several, line("none", 1.0, [[-1.5, False]])), policy)
 
 
-def test_groups_of_atropos(plain: Checkpoint, tmp_path: Path) -> None:
+def test_groups_of_atropos(policy: Checkpoint, tmp_path: Path) -> None:
     group = {
         "tokens": [[BOS, 1, 2, EOS], [BOS, 1, 3, 4, 5]], "masks": [[-100, -100, 2, EOS], [-100, -100, 3, -100, 5]],
         "scores": [1.0, -1.0], "advantages": None, "ref_logprobs": None, "messages": None, "overrides": None,
         "inference_logprobs": [[1.0, 1.0, -0.5, -0.1], [1.0, 1.0, -0.5, 1.0, -0.1]],
     }  # fmt: skip
-    found = read(save(tmp_path / "groups.jsonl", group), plain)
-    assert column(found, "prompt_ids") == [[BOS, 1]] * 2
-    assert column(found, "response_ids") == [[2, EOS], [3, 4, 5]]
-    assert column(found, "reward") == [1.0, -1.0]
+    found = read(save(tmp_path / "groups.jsonl", group), policy)
+    holds(found, prompt_ids=[[BOS, 1]] * 2, response_ids=[[2, EOS], [3, 4, 5]], reward=[1.0, -1.0])
     assert len(set(column(found, "problem_id"))) == 1
     with pytest.raises(TsaeError, match="2 values in tokens but 1 in scores"):
-        read(save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]}), plain)
+        read(save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]}), policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,15 @@ import pytest
 import torch
 
 from support.chat_templates import make_tokenizer
+from support.logs import read, write
 from tsae import Rollouts
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.config import ColumnNames
 from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
 
 A, T, O = ANSWER, THINKING, OTHER
 Stretches = list[tuple[str, int]]
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a tokenizer and nothing else, by the name of its chat template."""
-
-    def folder(name: str) -> Path:
-        path = tmp_path_factory.getbasetemp() / f"tokenizer-{name}"
-        if not path.exists():
-            make_tokenizer(name).save_pretrained(path)
-        return path
-
-    return folder
 
 
 def ids_of(name: str, text: str) -> list[int]:
@@ -50,16 +37,6 @@ def asked(name: str, **arguments: Any) -> str:
     return str(
         make_tokenizer(name).apply_chat_template([message], tokenize=False, add_generation_prompt=True, **arguments)
     )
-
-
-def lines(path: Path, *rows: dict[str, Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def read(log: Path, checkpoint: Path, **config: Any) -> Rollouts:
-    return Rollouts.read(log, checkpoint, ImportConfig(**config))
 
 
 def notes(found: Rollouts) -> list[str]:
@@ -81,7 +58,7 @@ def test_a_log_of_text(tokenizers: Any, tmp_path: Path) -> None:
         {"input": prompt, "output": output, "gts": "7", "score": 1.0, "step": 1}
         for prompt, output in zip(prompts, [*outputs[:3], "7</think>"], strict=True)
     ]
-    found = read(lines(tmp_path / "rollout_data" / "1.jsonl", *rows), tokenizers("qwen3"))
+    found = read(write(tmp_path / "rollout_data" / "1.jsonl", *rows), tokenizers("qwen3"))
     expected = [
         tokens("qwen3", [("<think>\n3+4=7\n</think>", T), ("\n\n7", A)])[1],
         tokens("qwen3", [(outputs[1], T)])[1],
@@ -131,17 +108,17 @@ def test_a_template_that_opens_thinking_and_a_tool(tokenizers: Any, tmp_path: Pa
 
 def test_parts_where_one_file_of_several_has_them(tokenizers: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "3+4?", "response": text, "reward": 1.0} for text in ("7", "<think>a</think>7", "8", "9")]
-    lines(tmp_path / "a.jsonl", *rows)
+    write(tmp_path / "a.jsonl", *rows)
     found = read(tmp_path / "a.jsonl", tokenizers("qwen3"))
     parts = tokens("qwen3", [("<think>a</think>", T), ("7", A)])[1]
     assert found.table["parts"].to_pylist() == [None, parts, None, None]
-    plain = read(lines(tmp_path / "b.jsonl", rows[0], rows[2]), tokenizers("qwen3"))
+    plain = read(write(tmp_path / "b.jsonl", rows[0], rows[2]), tokenizers("qwen3"))
     assert "parts" not in plain.table.column_names
 
 
 def test_closing_what_nothing_opened_is_said(tokenizers: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "3+4?", "response": text, "reward": 1.0} for text in ("It is 7.</think>7", "8")]
-    found = read(lines(tmp_path / "a.jsonl", *rows), tokenizers("qwen3"))
+    found = read(write(tmp_path / "a.jsonl", *rows), tokenizers("qwen3"))
     assert found.table["parts"].to_pylist() == [tokens("qwen3", [("It is 7.</think>", T), ("7", A)])[1], None]
     assert "1 responses close thinking that nothing opens: all before it in the turn counts as thinking" in notes(found)
 
@@ -150,27 +127,27 @@ def test_markers_that_a_log_of_text_lost_are_said(tokenizers: Any, tmp_path: Pat
     made = make_tokenizer("mistral")
     made.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]", "[THINK]", "[/THINK]"]})
     made.save_pretrained(tmp_path / "magistral")
-    log = lines(tmp_path / "a.jsonl", {"prompt": "3+4?", "response": "It is 7.7", "reward": 1.0})
+    log = write(tmp_path / "a.jsonl", {"prompt": "3+4?", "response": "It is 7.7", "reward": 1.0})
     assert (
         "1 responses are text without special tokens, [THINK] among them: which of their tokens are thinking is not "
         "known"
     ) in notes(read(log, tmp_path / "magistral"))
     ids = made("[THINK]It is 7.[/THINK]7", add_special_tokens=False)["input_ids"]
     row = {"prompt": "3+4?", "response_ids": ids, "reward": 1.0}
-    found = read(lines(tmp_path / "b.jsonl", row), tmp_path / "magistral", format="plain")
+    found = read(write(tmp_path / "b.jsonl", row), tmp_path / "magistral", format="plain")
     assert found.table["parts"].to_pylist() == [[T] * 10 + [A]]
 
 
 def test_a_tools_turn_in_text_alone_says_what_to_do(tokenizers: Any, tmp_path: Path) -> None:
     row = {"input": "user\n3+4?\nassistant\n", "output": "7", "gts": "7", "score": 1.0, "step": 1, "num_turns": 4}
     with pytest.raises(TsaeError, match=r"ids and masks, which no setting of verl writes, or leave .*--skip multi"):
-        read(lines(tmp_path / "rollout_data" / "1.jsonl", row), tokenizers("chatml"))
+        read(write(tmp_path / "rollout_data" / "1.jsonl", row), tokenizers("chatml"))
 
 
 def test_the_command_says_how_to_ask_for_thinking(
     tokenizers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = lines(tmp_path / "a.jsonl", {"prompt": "3+4?", "response": "<think>a</think>7", "reward": 1.0})
+    log = write(tmp_path / "a.jsonl", {"prompt": "3+4?", "response": "<think>a</think>7", "reward": 1.0})
     to = tmp_path / "r.parquet"
     main(["rollouts", "import", str(log), "--to", str(to), "--checkpoint", str(tokenizers("qwen3"))])
     assert "note: 1 responses have thinking, marked by <think> (--span thinking or answer)" in capsys.readouterr().out
@@ -183,7 +160,7 @@ def test_a_plain_log_with_a_mask(tokenizers: Any, tmp_path: Path) -> None:
     row = {"prompt_ids": ids_of("qwen3", "3+4?"), "response_ids": ids, "mask": [int(part != O) for part in parts]}
     names = ColumnNames(response_mask="mask")
     rows = [row | {"reward": 1.0, "response": "whatever"}, row | {"mask": None, "reward": 0.0, "response": None}]
-    found = read(lines(tmp_path / "a.jsonl", *rows), tokenizers("qwen3"), columns=names)
+    found = read(write(tmp_path / "a.jsonl", *rows), tokenizers("qwen3"), columns=names)
     ids_kept, parts_kept = tokens("qwen3", stretches)
     assert found.table["response_ids"].to_pylist() == [ids_kept, ids]
     assert found.table["parts"].to_pylist()[0] == parts_kept
@@ -197,13 +174,13 @@ def test_a_plain_log_with_a_mask(tokenizers: Any, tmp_path: Path) -> None:
         ({"prompt_ids": None, "prompt": "a", "mask": [0, *row["mask"][1:]]}, "the first token of the response was not"),
     ):
         with pytest.raises(TsaeError, match=rf"a\.jsonl:1.*{message}"):
-            read(lines(tmp_path / "a.jsonl", row | {"reward": 1.0} | change), tokenizers("qwen3"), columns=names)
+            read(write(tmp_path / "a.jsonl", row | {"reward": 1.0} | change), tokenizers("qwen3"), columns=names)
 
 
 def test_template_arguments_of_the_trainers_own_config(tokenizers: Any, tmp_path: Path) -> None:
     """verl's, by Hydra, in the run's folder."""
     row = {"prompt": [{"role": "user", "content": "3+4?"}], "response": "7", "reward": 1.0}
-    log = lines(tmp_path / "run" / "rollouts" / "a.jsonl", row)
+    log = write(tmp_path / "run" / "rollouts" / "a.jsonl", row)
 
     def prompt(**config: Any) -> str:
         found = read(log, tokenizers("qwen3"), **config)

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import tsae
-from support.builders import BOS, EOS, save_model
-from support.logs import LOGS, TEMPLATE
+from support.builders import BOS, EOS
+from support.logs import LOGS, holds, read, write
 from tsae import Rollouts
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -29,24 +29,6 @@ from tsae.rollouts.logs.tokenising.templates import ChatTemplate
 TRL = tsae.testbed.series_path() / "logs"
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
 PLAIN = [BOS, 1, 10, 1, 13]
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A checkpoint with a chat template that writes special tokens."""
-    path = save_model(tmp_path_factory.mktemp("chat") / "model")
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return Checkpoint(id="base", path=str(path))
-
-
-def read(path: Path, checkpoint: Any = None, **config: Any) -> Rollouts:
-    return Rollouts.read(path, checkpoint, ImportConfig(**config))
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -211,9 +193,8 @@ def test_conversations_use_the_chat_template_and_rewards_may_be_missing(chat: Ch
     assert found.frame.reward.tolist() == logged[["digits", "short"]].sum(axis=1).tolist()
     assert found.table["outcome"].to_pylist() == np.where(logged.digits > 0, "success", "failure").tolist()
     alone = read(LOGS / "trl", chat, rewards=("digits",))
-    assert alone.table["reward"].to_pylist() == logged.digits.tolist()
-    assert alone.table["outcome"].to_pylist() == found.table["outcome"].to_pylist()
-    assert alone.table["problem_id"].to_pylist() == found.table["problem_id"].to_pylist()
+    holds(alone, reward=logged.digits.tolist(), outcome=found.table["outcome"].to_pylist())
+    holds(alone, problem_id=found.table["problem_id"].to_pylist())
     assert found.n_problems == len(set(zip(logged.prompt.map(str), logged.answer, strict=True)))
 
 
@@ -245,17 +226,8 @@ def test_weights_of_rewards_are_found_out_by_the_advantages(chat: Checkpoint, tm
     group = np.repeat([0, 1], 4)
     log = tmp_path / "completions_00001.parquet"
     for weight in (1.0, 3.0):
-        advantage = group_advantages(right + weight * short, group, kind)
-        prompts = [f"{g}?" for g in group]
-        texts = [f"#{i}" for i in range(8)]
-        frame = {
-            "step": 1,
-            "prompt": prompts,
-            "completion": texts,
-            "right": right,
-            "short": short,
-            "advantage": advantage,
-        }
+        frame = {"step": 1, "prompt": [f"{g}?" for g in group], "completion": [f"#{i}" for i in range(8)]}
+        frame |= {"right": right, "short": short, "advantage": group_advantages(right + weight * short, group, kind)}
         pd.DataFrame(frame).to_parquet(log)
         if weight == 1.0:
             assert read(log, chat, outcome="right").table["reward"].to_pylist() == (right + short).tolist()
@@ -268,10 +240,7 @@ def test_weights_of_rewards_are_found_out_by_the_advantages(chat: Checkpoint, tm
     ("completion", "message"),
     [
         ([{"role": "assistant", "content": "#2"}, {"role": "tool", "content": "5"}], "is 2 messages"),
-        (
-            [{"role": "assistant", "content": "#2", "reasoning_content": "1+1=2"}],
-            "with role, content, reasoning_content",
-        ),
+        ([{"role": "assistant", "content": "#2", "reasoning_content": "1+1"}], "is 1 message with reasoning_content"),
     ],
 )
 def test_completions_that_text_does_not_give_back(
@@ -328,7 +297,7 @@ def test_verl(chat: Checkpoint) -> None:
 def test_verl_before_it_logged_ground_truth(chat: Checkpoint, tmp_path: Path) -> None:
     old = [{"input": "#1+1?;", "output": "#2", "score": s, "step": 3, "uid": f"u{s}"} for s in (1.0, 0.0)]
     old[1]["output"] = "#3"
-    found = read(write(tmp_path / "dump" / "3.jsonl", old), chat)
+    found = read(write(tmp_path / "dump" / "3.jsonl", *old), chat)
     assert found.n_problems == 1
     assert found.policies == ["dump-00002"]
     assert found.table["outcome"].to_pylist() == ["success", "failure"]
@@ -336,7 +305,7 @@ def test_verl_before_it_logged_ground_truth(chat: Checkpoint, tmp_path: Path) ->
 
 def test_verls_numpy_flags_are_text(chat: Checkpoint, tmp_path: Path) -> None:
     rows = [{**row, "acc": str(row["acc"])} for row in rows_of(LOGS / "verl" / "1.jsonl")]
-    found = read(write(tmp_path / "1.jsonl", rows), chat)
+    found = read(write(tmp_path / "1.jsonl", *rows), chat)
     assert found.table["outcome"].to_pylist() == ["success", "failure", "success", "failure"]
 
 
@@ -355,7 +324,7 @@ def test_a_template_that_lost_its_special_tokens_is_put_back(chat: Checkpoint, r
 
 def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, tmp_path: Path) -> None:
     row = rows_of(LOGS / "verl" / "1.jsonl")[0]
-    log = write(tmp_path / "1.jsonl", [{**row, "input": "1+1?"}])
+    log = write(tmp_path / "1.jsonl", {**row, "input": "1+1?"})
     with pytest.raises(TsaeError, match=r"1\.jsonl:1: the prompt was logged without special tokens"):
         read(log, chat)
     assert read(log, chat, prompt_format="plain").tokens(0)[0].tolist() == PLAIN
@@ -386,7 +355,7 @@ def test_a_resumed_open_instruct_run_logs_steps_twice(chat: Checkpoint, tmp_path
         row for shard in ("00", "01") for row in rows_of(LOGS / "open-instruct" / f"tiny_rollouts_0000{shard}.jsonl")
     ]
     again = [{**row, "reward": 0.0, "advantage": 0.0} for row in rows if row["step"] == 2]
-    log = write(tmp_path / "tiny_rollouts_000000.jsonl", rows + again)
+    log = write(tmp_path / "tiny_rollouts_000000.jsonl", *(rows + again))
     with pytest.raises(TsaeError, match=r"000000\.jsonl:9: the trajectory of .*000000\.jsonl:5 comes here again"):
         read(log, chat)
     found = read(log, chat, skip=("repeated",))
@@ -394,13 +363,12 @@ def test_a_resumed_open_instruct_run_logs_steps_twice(chat: Checkpoint, tmp_path
     assert found.info["log"]["skipped"] == {"repeated": 4}
     called = [{**rows[0], "request_info": {"tool_calleds": True}}]
     with pytest.raises(TsaeError, match="a tool's output"):
-        read(write(tmp_path / "t" / "tiny_rollouts_000000.jsonl", called), chat)
+        read(write(tmp_path / "t" / "tiny_rollouts_000000.jsonl", *called), chat)
 
 
 def test_nemo_rl(chat: Checkpoint) -> None:
     found = read(LOGS / "nemo-rl", chat)
-    assert found.table["step"].to_pylist() == [1, 1, 2, 2]
-    assert found.table["prompt_ids"].to_pylist() == [PLAIN] * 4
+    holds(found, step=[1, 1, 2, 2], prompt_ids=[PLAIN] * 4)
     # Neither padding nor what the environment said belongs to the response.
     assert found.table["response_ids"].to_pylist()[:2] == [[16, 2, EOS], [1, 10, 1, 14, 3, 15, 16, 3, EOS]]
     assert found.table["response"].to_pylist()[0] == "#2"
@@ -424,7 +392,7 @@ def test_nemo_rl(chat: Checkpoint) -> None:
 )
 def test_bad_nemo_rows(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     good = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
-    log = write(tmp_path / "train_data_step1.jsonl", [good[1], {**good[0], **change}])
+    log = write(tmp_path / "train_data_step1.jsonl", good[1], {**good[0], **change})
     with pytest.raises(TsaeError, match=message) as error:
         read(log, chat)
     assert f"{log}:2" in str(error.value)
@@ -437,20 +405,18 @@ def test_nemo_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
     row |= {"token_loss_mask": [mask + [0] * 8], "input_lengths": [9], "advantages": [[5.0] * 7 + [0.5] * 9]}
     row["generation_logprobs"] = [[0.0] * 5 + [-0.5] * 11]
     row["advantages"][0][5] = 0.5
-    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
-    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:5]]
-    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][5:8]]
+    found = read(write(tmp_path / "train_data_step1.jsonl", row), chat)
+    holds(found, prompt_ids=[row["token_ids"][0][:5]], response_ids=[row["token_ids"][0][5:8]])
     assert columns(found, "parts", "advantage") == [([0, 2, 0], 0.5)]
     assert found.frame.response_length.tolist() == [2]
     row["advantages"][0][2] = float("inf")
     with pytest.raises(TsaeError, match="advantages is inf, expected a finite number"):
-        read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
+        read(write(tmp_path / "train_data_step1.jsonl", row), chat)
     row["advantages"][0][2] = None
     # An assistant's turn of the prompt is masked as well, but was not sampled.
     row["generation_logprobs"] = [[0.0] * 7 + [-0.5] * 9]
-    found = read(write(tmp_path / "train_data_step1.jsonl", [row]), chat)
-    assert found.table["prompt_ids"].to_pylist() == [row["token_ids"][0][:7]]
-    assert found.table["response_ids"].to_pylist() == [row["token_ids"][0][7:8]]
+    found = read(write(tmp_path / "train_data_step1.jsonl", row), chat)
+    holds(found, prompt_ids=[row["token_ids"][0][:7]], response_ids=[row["token_ids"][0][7:8]])
     assert "parts" not in found.table.column_names
 
 
@@ -458,7 +424,7 @@ def test_an_early_nemo_log_has_no_token_ids(chat: Checkpoint, tmp_path: Path) ->
     rows = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
     del rows[0]["token_ids"]
     with pytest.raises(TsaeError, match="an early NeMo-RL"):
-        read(write(tmp_path / "train_data_step1.jsonl", rows[:1]), chat)
+        read(write(tmp_path / "train_data_step1.jsonl", *rows[:1]), chat)
 
 
 def test_prime_rl(chat: Checkpoint) -> None:
@@ -466,13 +432,9 @@ def test_prime_rl(chat: Checkpoint) -> None:
     assert columns(found, "step", "problem_id") == [(1, "add/add/1+1?")] * 2 + [(2, "add/add/1+1?")] * 2
     assert found.table["prompt_ids"].to_pylist() == [[*PLAIN, 15]] * 4
     assert found.table["response_ids"].to_pylist()[2:] == [[16, 2, EOS], [1, 10, 1, 14, 2, 15, 16, 2, EOS]]
-    assert found.table["prompt"].to_pylist() == ["1+1?"] * 4
-    assert found.table["reward"].to_pylist() == pytest.approx([1.2, 0.2, 1.2, 1.2])
-    assert found.table["reward/format"].to_pylist() == [0.2] * 4
-    assert found.table["reward/judge"].to_pylist() == [None] * 4
-    assert found.table["outcome"].to_pylist() == ["success", "failure", "success", "success"]
-    assert found.table["advantage"].to_pylist() == [0.5, -0.5, 0.25, None]
-    assert found.table["answer"].to_pylist() == ["2"] * 4
+    holds(found, prompt=["1+1?"] * 4, reward=pytest.approx([1.2, 0.2, 1.2, 1.2]))
+    holds(found, outcome=["success", "failure", "success", "success"], advantage=[0.5, -0.5, 0.25, None])
+    holds(found, answer=["2"] * 4, **{"reward/format": [0.2] * 4, "reward/judge": [None] * 4})
 
 
 def test_prime_rls_policy_version_is_the_number_of_updates(chat: Checkpoint, tmp_path: Path) -> None:
@@ -492,7 +454,7 @@ def test_of_several_policies_of_a_step_the_newest_passes_for_its_checkpoint(chat
     """Asynchronous sampling: step 4 trains on responses of 1, 3, 2 and of nobody knows how many updates."""
     (row,) = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[:1]
     rows = [{**row, "id": f"t{i}", "policy_version": version} for i, version in enumerate((1, 3, 2, None))]
-    log = write(tmp_path / "mine" / "rollouts" / "step_4" / "train" / "effective" / "traces.jsonl", rows)
+    log = write(tmp_path / "mine" / "rollouts" / "step_4" / "train" / "effective" / "traces.jsonl", *rows)
     for step in (2, 4):
         shutil.copytree(chat.path, tmp_path / "mine" / f"checkpoint-{step}")
     found = read(log, CheckpointSeries.load(chat.path, tmp_path / "mine"), outcome="correct")
@@ -531,7 +493,7 @@ def test_prime_rls_subsets_are_not_mixed(chat: Checkpoint) -> None:
 def test_bad_prime_traces(chat: Checkpoint, tmp_path: Path, change: Any, message: str | None) -> None:
     rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[::-1]
     change(rows[1])
-    log = write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", rows)
+    log = write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", *rows)
     if message is None:  # a user's last word is dropped
         assert read(log, chat, outcome="correct").table["response"].to_pylist() == ["#3", "#2"]
         return
@@ -546,7 +508,7 @@ def test_prime_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
     first, answer = rows[0]["nodes"]
     again = {**first, "parent": 1, "message": {"role": "user", "content": "And?"}}
     rows[0]["nodes"] = [first, answer, again, {**answer, "parent": 2}, {**first, "parent": 3}]
-    found = read(write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", rows), chat, outcome="correct")
+    found = read(write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", *rows), chat, outcome="correct")
     assert found.table["prompt_ids"].to_pylist() == [[*PLAIN, 15]] * 2
     assert found.table["response_ids"].to_pylist()[0] == [16, 2, EOS, *PLAIN, 15, 16, 2, EOS]
     assert found.table["parts"].to_pylist() == [[0, 0, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0], None]
@@ -556,34 +518,30 @@ def test_prime_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
 
 def test_prime_rls_token_exports(chat: Checkpoint, tmp_path: Path) -> None:
     found = read(LOGS / "prime-rl-tokens", chat)
-    assert found.table["prompt_ids"].to_pylist() == [PLAIN] * 2
-    assert found.table["response_ids"].to_pylist() == [[16, 2, EOS], [16, 3, EOS]]
+    holds(found, prompt_ids=[PLAIN] * 2, response_ids=[[16, 2, EOS], [16, 3, EOS]])
     assert columns(found, "reward", "advantage", "outcome") == [(1.0, 0.5, "success"), (0.0, -0.5, "failure")]
     assert found.n_problems == 1
     rows = rows_of(LOGS / "prime-rl-tokens/token_exports/step_1/rank_0.jsonl")
     with pytest.raises(TsaeError, match="schema 2 is unknown"):
-        read(write(tmp_path / "rank_0.jsonl", [{**rows[0], "schema_version": 2}]), chat)
+        read(write(tmp_path / "rank_0.jsonl", {**rows[0], "schema_version": 2}), chat)
 
 
 def test_open_r1(chat: Checkpoint) -> None:
     rates = read(LOGS / "open-r1", chat, run="qwen")
     assert rates.policies == ["qwen"]
     assert rates.n_problems == 1
-    assert rates.table["prompt_ids"].to_pylist() == [ASKED] * 3
-    assert rates.table["outcome"].to_pylist() == ["success", "failure", "success"]
-    assert rates.table["step"].to_pylist() == [None] * 3
+    holds(rates, prompt_ids=[ASKED] * 3, outcome=["success", "failure", "success"], step=[None] * 3)
     math = read(LOGS / "openr1-math", chat)
     assert columns(math, "problem_id", "answer", "outcome") == [("u-1", "6", "success"), ("u-1", "6", "failure")]
     # The log says how they ended, so that the end token can be put back.
-    assert math.table["response_ids"].to_pylist() == [[16, 6, EOS], [2, 12, 3]]
-    assert math.table["finish_reason"].to_pylist() == ["stop", "length"]
+    holds(math, response_ids=[[16, 6, EOS], [2, 12, 3]], finish_reason=["stop", "length"])
 
 
 def test_open_r1_lists_have_to_be_aligned(chat: Checkpoint, tmp_path: Path) -> None:
     (row,) = rows_of(LOGS / "open-r1" / "pass_rates.jsonl")
     with pytest.raises(TsaeError, match="3 values in pass_rate_generations but 2 in pass_rate_rewards"):
-        read(write(tmp_path / "x.jsonl", [{**row, "pass_rate_rewards": [1.0, 0.0]}]), chat)
-    half = write(tmp_path / "y.jsonl", [{**row, "pass_rate_rewards": [1.0, 0.0, None]}])
+        read(write(tmp_path / "x.jsonl", {**row, "pass_rate_rewards": [1.0, 0.0]}), chat)
+    half = write(tmp_path / "y.jsonl", {**row, "pass_rate_rewards": [1.0, 0.0, None]})
     with pytest.raises(TsaeError, match="has no reward"):
         read(half, chat)
     assert read(half, chat, skip=("unscored",)).table["response"].to_pylist() == ["#2", "1+1=3;#3"]
@@ -592,17 +550,8 @@ def test_open_r1_lists_have_to_be_aligned(chat: Checkpoint, tmp_path: Path) -> N
 # --- telling them apart
 
 
-FORMATS = {
-    "trl": "trl",
-    "verl": "verl",
-    "open-instruct": "open-instruct",
-    "nemo-rl": "nemo-rl",
-    "prime-rl": "prime-rl",
-    "prime-rl-stream": "prime-rl",
-    "prime-rl-tokens": "prime-rl-tokens",
-    "open-r1": "open-r1",
-    "openr1-math": "open-r1",
-}
+_NAMES = ("trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1")
+FORMATS = dict(zip(_NAMES, _NAMES, strict=True)) | {"prime-rl-stream": "prime-rl", "openr1-math": "open-r1"}
 
 
 @pytest.mark.parametrize("folder", FORMATS)
@@ -635,12 +584,12 @@ def test_what_is_ambiguous_lists_its_candidates(chat: Checkpoint, tmp_path: Path
         read(tmp_path / "mixed", chat)
     assert "--format verl or nemo-rl" in str(error.value)
     assert len(read(tmp_path / "mixed", chat, format="verl")) == 6
-    both = write(tmp_path / "both.jsonl", [{"prompt": "1+1?", "response": "#2", "generations": ["#2"]}])
+    both = write(tmp_path / "both.jsonl", {"prompt": "1+1?", "response": "#2", "generations": ["#2"]})
     with pytest.raises(TsaeError, match=r"several formats: open-r1 .*; plain"):
         read(both, chat)
     assert read(both, chat, format="plain").table["response"].to_pylist() == ["#2"]
-    odd = write(tmp_path / "odd" / "a.jsonl", [{"prompt": "1+1?", "response": "#2"}])
-    write(odd.with_name("b.jsonl"), [{"loss": 0.1}])
+    odd = write(tmp_path / "odd" / "a.jsonl", {"prompt": "1+1?", "response": "#2"})
+    write(odd.with_name("b.jsonl"), {"loss": 0.1})
     with pytest.raises(TsaeError, match=r"b\.jsonl: has not the columns of a plain log.*its columns are loss"):
         read(tmp_path / "odd", chat)
     with pytest.raises(TsaeError, match="no known log has the columns loss; known are trl, verl"):
@@ -651,9 +600,9 @@ def test_what_is_ambiguous_lists_its_candidates(chat: Checkpoint, tmp_path: Path
 
 def test_other_files_beside_a_log_are_passed_over(chat: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(LOGS / "verl", tmp_path / "dump")
-    write(tmp_path / "dump" / "metrics.jsonl", [{"loss": 0.1}])
-    write(tmp_path / "dump" / "checkpoint-5" / "9.jsonl", [{"loss": 0.1}])
-    write(tmp_path / "dump" / ".cache" / "9.jsonl", [{"loss": 0.1}])
+    write(tmp_path / "dump" / "metrics.jsonl", {"loss": 0.1})
+    write(tmp_path / "dump" / "checkpoint-5" / "9.jsonl", {"loss": 0.1})
+    write(tmp_path / "dump" / ".cache" / "9.jsonl", {"loss": 0.1})
     (tmp_path / "dump" / "notes.txt").write_text("x")
     (tmp_path / "dump" / "3.jsonl").write_text("")  # a step being written
     assert len(read(tmp_path / "dump", chat)) == 6
@@ -662,9 +611,9 @@ def test_other_files_beside_a_log_are_passed_over(chat: Checkpoint, tmp_path: Pa
 def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> None:
     rows = rows_of(LOGS / "verl" / "1.jsonl")
     with pytest.raises(TsaeError, match=r"7\.jsonl:1: is of step 1 in a file of step 7"):
-        read(write(tmp_path / "a" / "7.jsonl", rows), chat)
+        read(write(tmp_path / "a" / "7.jsonl", *rows), chat)
     for i, name in enumerate(("a", "b")):
-        write(tmp_path / "runs" / name / "1.jsonl", rows[i:])
+        write(tmp_path / "runs" / name / "1.jsonl", *rows[i:])
     with pytest.raises(TsaeError, match="step 1 of run ours is here and in"):
         read(tmp_path / "runs", chat, run="ours")
 
@@ -672,7 +621,7 @@ def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> 
 def test_steps_come_in_order(chat: Checkpoint, tmp_path: Path) -> None:
     row = rows_of(LOGS / "verl" / "1.jsonl")[0]
     for step in (10, 9, 2):
-        write(tmp_path / f"{step}.jsonl", [{**row, "step": step}])
+        write(tmp_path / f"{step}.jsonl", {**row, "step": step})
     assert read(tmp_path, chat).table["step"].to_pylist() == [2, 9, 10]
 
 
@@ -731,7 +680,7 @@ def test_a_batch_that_several_steps_trained_on_counts_once(tmp_path: Path) -> No
 
 def test_an_evaluation_of_prime_rl_is_read_where_its_file_is_named(chat: Checkpoint, tmp_path: Path) -> None:
     rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
-    log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", [{**row, "kind": "eval"} for row in rows])
+    log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", *[{**row, "kind": "eval"} for row in rows])
     assert len(read(log, chat, outcome="correct")) == 2
 
 

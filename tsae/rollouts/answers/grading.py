@@ -43,11 +43,9 @@ def same_expression(response: str, answer: str) -> bool:
     """
     gold = expressions(answer) or expressions(f"${answer}$")
     if not gold:
-        raise TsaeError(
-            f"the reference answer {answer[:40]!r} is no mathematical expression",
-            where="verifier math",
-            fix="Correct it, or check answers with last_number or a function of your own.",
-        )
+        what = f"the reference answer {answer[:40]!r} is no mathematical expression"
+        fix = "Correct it, or check answers with last_number or a function of your own."
+        raise TsaeError(what, where="verifier math", fix=fix)
     return equal(gold, expressions(response))
 
 

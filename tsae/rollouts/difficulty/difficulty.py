@@ -20,7 +20,7 @@ from tsae.base.views import views
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_table
-from tsae.rollouts.bands import bands_info, find_bands, pass_rates
+from tsae.rollouts.bands import bands_info, find_bands, halves, pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
 from tsae.rollouts.difficulty.migration import band_migration, paths
 from tsae.rollouts.difficulty.pass_at_k import pass_at_k
@@ -163,6 +163,5 @@ def _halves(rollouts: Rollouts) -> pd.Series:
     if not bands.get("cross_fitted"):
         return pd.Series(0, index=frame.index, name="half")
     measured = bands["reference"]
-    of = ["problem_id"] if measured is None else ["problem_id", "policy"]
-    half = (frame.groupby(of, sort=False).cumcount() % 2).rename("half")
+    half = halves(frame, measured).rename("half")
     return half if measured is None else half.where(frame.policy == measured, 0)

@@ -74,11 +74,9 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     if config.format != "auto":
         chosen = _BY_NAME[config.format]
         if path.is_file() and kind_of(path) not in chosen.suffixes:
-            raise TsaeError(
-                f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this is none",
-                where=path,
-                fix="Name its columns (--format plain --column response=NAME …), or say no --format.",
-            )
+            what = f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this is none"
+            fix = "Name its columns (--format plain --column response=NAME …), or say no --format."
+            raise TsaeError(what, where=path, fix=fix)
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files with other names than the trainer's, are what the user says.
         matching = matching or list(files)
@@ -95,11 +93,9 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
             break
     if len(named) > 1:
         shown = "; ".join(f"{name} ({fs[0].name}{', …' if len(fs) > 1 else ''})" for name, fs in named.items())
-        raise TsaeError(
-            f"may be a log of several formats: {shown}",
-            where=path,
-            fix=f"Say which with --format {' or '.join(named)}, or give the folder of one log.",
-        )
+        what = f"may be a log of several formats: {shown}"
+        fix = f"Say which with --format {' or '.join(named)}, or give the folder of one log."
+        raise TsaeError(what, where=path, fix=fix)
     if not named:
         if unknown is None:
             raise TsaeError("holds no trajectories", where=path, fix="Give a log with at least one row.")
@@ -216,20 +212,14 @@ def _ordered(
         run = writable(config.run or parts.get("run") or run_folder(file.parent).name or "run")
         found.append(LogFile(file, run, None if step is None else int(step)))
     if not found:
-        raise TsaeError(
-            f"holds no {config.subset}, but {', '.join(subsets)}",
-            where=path,
-            fix=f"Say --subset {next(iter(subsets))}.",
-        )
+        what = f"holds no {config.subset}, but {', '.join(subsets)}"
+        raise TsaeError(what, where=path, fix=f"Say --subset {next(iter(subsets))}.")
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.a_file_a_step:
         for a, b in pairwise(found):
             if a.step is not None and (a.run, a.step) == (b.run, b.step):
-                raise TsaeError(
-                    f"step {a.step} of run {a.run} is here and in {a.path}",
-                    where=b.path,
-                    fix="Give the folder of one of them.",
-                )
+                what = f"step {a.step} of run {a.run} is here and in {a.path}"
+                raise TsaeError(what, where=b.path, fix="Give the folder of one of them.")
     runs = list(dict.fromkeys(file.run for file in found))
     if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")

@@ -132,26 +132,8 @@ KNOWN = (
 )
 
 
-def formats_table() -> str:
-    """The table of docs/logs.md, in Markdown."""
-    lines = ["| trainer | `--format` | versions read | what to switch on | what the log lacks |", "| --- " * 5 + "|"]
-    for known in KNOWN:
-        cells = [known.trainer, ", ".join(known.formats), known.versions, known.setting, known.lacks]
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
-    return "\n".join(lines)
-
-
-def tells_table() -> str:
-    """What each log tells, in Markdown."""
-    lines = [f"| `--format` | {' | '.join(TELLS)} |", "| --- " * (1 + len(TELLS)) + "|"]
-    for known in KNOWN:
-        cells = [", ".join(known.formats), *(known.tells.get(name, "–") for name in TELLS)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def formats_text(width: int = 100) -> str:
-    """The same for a terminal."""
+    """The table of docs/logs.md for a terminal."""
     parts = []
     for known in KNOWN:
         parts.append(f"{known.trainer} ({known.versions}): --format {', '.join(known.formats)}")

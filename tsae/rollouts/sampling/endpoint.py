@@ -102,11 +102,9 @@ class Endpoint:
                 said = f"{type(error).__name__}"
             if attempt < self.config.retries:
                 time.sleep(wait)
-        raise TsaeError(
-            f"does not answer, asked {self.config.retries + 1} times ({said})",
-            where=self.url,
-            fix="Look after the server, and give the same command again; what it has answered is kept.",
-        )
+        what = f"does not answer, asked {self.config.retries + 1} times ({said})"
+        fix = "Look after the server, and give the same command again; what it has answered is kept."
+        raise TsaeError(what, where=self.url, fix=fix)
 
     def _once(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[int, str, float]:
         """Status, text and Retry-After of an answer. It is read as it comes, so that no answer is without an end.

@@ -181,12 +181,8 @@ def choose_verifier(logged: Rollouts, asked: str | None) -> tuple[str | None, st
     frame = logged.frame[(logged.frame.outcome != "unknown") & (logged.frame.answer.fillna("") != "")]
     frame = frame[frame.response.notna()]
     frame = frame.iloc[np.unique(np.linspace(0, max(len(frame) - 1, 0), min(_CHECKED, len(frame))).astype(int))]
-    tried = {}
-    for name, verify in BY_NAME.items():
-        if frame.empty or (confirmed := _confirmed(frame, verify)) is None:
-            continue
-        tried[name] = confirmed
-    if tried:
+    shares = {} if frame.empty else {name: _confirmed(frame, verify) for name, verify in BY_NAME.items()}
+    if tried := {name: share for name, share in shares.items() if share is not None}:
         best = max(tried, key=lambda name: tried[name])
         if tried[best] >= _AGREES:
             return best, f"{best} checks answers, which confirms {tried[best]:.0%} of the log's outcomes"

@@ -170,9 +170,7 @@ class _Sampling:
         model: PreTrainedModel | None,
         around: Around | None,
     ) -> Iterator[tuple[int, list[Response]]]:
-        generator = Generator(
-            self.checkpoint, self.tokenizer, self.config, loader=loader, model=model, around=around
-        )  # fmt: skip
+        generator = Generator(self.checkpoint, self.tokenizer, self.config, loader=loader, model=model, around=around)
         context = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
         check_lengths(context, self.prompts, self.problems, self.config.max_new_tokens)
         for number, batch in wanted:

@@ -100,13 +100,8 @@ class Server:
 
     def _request(self, prompt: list[int], seed: int, shape: str) -> dict[str, Any]:
         config = self.config
-        body = {
-            "prompt": prompt,
-            "max_tokens": config.max_new_tokens,
-            "temperature": config.temperature,
-            "top_p": 1.0,
-            "seed": seed,
-        }
+        body = {"prompt": prompt, "max_tokens": config.max_new_tokens, "temperature": config.temperature}
+        body |= {"top_p": 1.0, "seed": seed}
         if shape == _SHAPES[0]:
             # A server takes what is not named from the checkpoint's generation_config.json.
             plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -128,11 +123,8 @@ class Server:
             text = str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
             if tokenize(self.tokenizer, text) == prompt:
                 return text
-        raise TsaeError(
-            "takes text and no token ids, and a prompt's text is not tokenised to the prompt's ids again",
-            where=self.url,
-            fix="Use a server that takes token ids, such as vLLM.",
-        )
+        what = "takes text and no token ids, and a prompt's text is not tokenised to the prompt's ids again"
+        raise TsaeError(what, where=self.url, fix="Use a server that takes token ids, such as vLLM.")
 
     def _response(self, prompt: list[int], body: Any) -> Response:
         try:
@@ -162,17 +154,11 @@ class Server:
         exact = ids is not None
         found = list(ids) if exact else tokenize(self.tokenizer, text, add_special_tokens=False)
         if found and not 0 <= min(found) <= max(found) < len(self.tokenizer):
-            raise TsaeError(
-                f"gives token id {max(found)}, and the checkpoint's tokenizer has {len(self.tokenizer)}",
-                where=self.url,
-                fix="Give the checkpoint that it serves.",
-            )
+            what = f"gives token id {max(found)}, and the checkpoint's tokenizer has {len(self.tokenizer)}"
+            raise TsaeError(what, where=self.url, fix="Give the checkpoint that it serves.")
         if exact and not _same_text(text, str(self.tokenizer.decode(found, skip_special_tokens=True))):
-            raise TsaeError(
-                f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})",
-                where=self.url,
-                fix="Give the checkpoint that it serves.",
-            )
+            what = f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})"
+            raise TsaeError(what, where=self.url, fix="Give the checkpoint that it serves.")
         if reason == "stop" and not (found and found[-1] in self.ends):
             found.append(stop if isinstance(stop, int) and stop in self.ends else self.ends[0])
         if not found:

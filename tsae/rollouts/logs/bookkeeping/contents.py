@@ -119,31 +119,19 @@ class Contents:
         names, counts = self.verdicts.names, self.counts
         if not len(self.ledger):
             left = ", ".join(f"{n} {kind}" for kind, n in counts["skipped"].items())
-            raise TsaeError(
-                "holds no trajectories" + (f" but those left out: {left}" if left else ""),
-                where=path,
-                fix="Give a log with at least one row.",
-            )
+            what = "holds no trajectories" + (f" but those left out: {left}" if left else "")
+            raise TsaeError(what, where=path, fix="Give a log with at least one row.")
         if self.config.outcome is not None and self.config.outcome not in names:
-            raise TsaeError(
-                f"no row has a reward {self.config.outcome!r}; there are {', '.join(names) or 'none'}",
-                where=path,
-                fix="Name one of these as --outcome.",
-            )
+            what = f"no row has a reward {self.config.outcome!r}; there are {', '.join(names) or 'none'}"
+            raise TsaeError(what, where=path, fix="Name one of these as --outcome.")
         absent = [name for name in self.config.keep_columns if name not in counts[_EXTRA]]
         if absent:
-            raise TsaeError(
-                f"no row has a column {absent[0]!r} to keep",
-                where=path,
-                fix="Name columns that are there (--keep-columns).",
-            )
+            what = f"no row has a column {absent[0]!r} to keep"
+            raise TsaeError(what, where=path, fix="Name columns that are there (--keep-columns).")
         trips = counts["same text"]
         if not trips["yes"] and trips["no"]:
-            raise TsaeError(
-                f"not one of its {trips['no']} responses decodes to the logged text",
-                where=path,
-                fix=f"Check that {self.tokens.path} is the checkpoint that was trained.",
-            )
+            what = f"not one of its {trips['no']} responses decodes to the logged text"
+            raise TsaeError(what, where=path, fix=f"Check that {self.tokens.path} is the checkpoint that was trained.")
         files = self.policies.files
         self.kept = self.ledger.kept(files, self.config, copies=self.form.name == "trl")
         self.ledger.rename(self.policies.renamed)

@@ -170,11 +170,9 @@ class Ledger:
             kept[rows[first]] = False
         if again and "repeated" not in config.skip:
             b, a = min((b, a) for a, b in again)
-            raise TsaeError(
-                f"the trajectory of {self.place(files, a)} comes here again, and is another",
-                where=self.place(files, b),
-                fix="If the run went on from an older checkpoint, keep what it logged last with --skip repeated.",
-            )
+            what = f"the trajectory of {self.place(files, a)} comes here again, and is another"
+            fix = "If the run went on from an older checkpoint, keep what it logged last with --skip repeated."
+            raise TsaeError(what, where=self.place(files, b), fix=fix)
         if not kept.all():
             self.counts["skipped"]["repeated"] += int((~kept).sum())
         if copies:

@@ -54,21 +54,16 @@ class Verdicts:
         if self.verify is None:
             return self._logged(entry)
         if self.config.verifier in BY_NAME and not entry.answer:
-            raise TsaeError(
-                f"has no reference answer to check with {self.config.verifier}",
-                where=entry.where,
-                fix="Name the column of the answer (--column answer=NAME).",
-            )
+            what = f"has no reference answer to check with {self.config.verifier}"
+            raise TsaeError(what, where=entry.where, fix="Name the column of the answer (--column answer=NAME).")
         try:
             right = bool(self.verify(response, entry.answer))
         except TsaeError as error:
             raise TsaeError(error.what, where=entry.where, fix=error.fix) from error
         except Exception as error:  # of the user's own function
-            raise TsaeError(
-                f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})",
-                where=entry.where,
-                fix="Correct the function: it gets (response, answer) as texts.",
-            ) from error
+            what = f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})"
+            fix = "Correct the function: it gets (response, answer) as texts."
+            raise TsaeError(what, where=entry.where, fix=fix) from error
         logged = self.logged(entry)
         self.counts[_CHECKED].update({"compared": logged is not None, "agreed": logged is right})
         return right
@@ -100,11 +95,9 @@ class Verdicts:
         """Check that the same reward decides in all files of a run. A file that lacks it must not use another."""
         before, first = self._decisive
         if name and self.a_file_a_step and self.verify is None and before not in (None, name):
-            raise TsaeError(
-                f"{name} says here what is right, {before} in the rows before",
-                where=where,
-                fix="Name the reward that counts (--outcome), or check the answers anew (--verifier).",
-            )
+            what = f"{name} says here what is right, {before} in the rows before"
+            fix = "Name the reward that counts (--outcome), or check the answers anew (--verifier)."
+            raise TsaeError(what, where=where, fix=fix)
         if name:
             self._decisive = name, first or where
 
@@ -120,11 +113,8 @@ class Verdicts:
             return entry.reward
         missing = [name for name in self.config.rewards if name not in entry.rewards]
         if missing:
-            raise TsaeError(
-                f"has no reward {missing[0]!r}; it has {', '.join(entry.rewards) or 'none'}",
-                where=entry.where,
-                fix="Name rewards that are there (--rewards).",
-            )
+            what = f"has no reward {missing[0]!r}; it has {', '.join(entry.rewards) or 'none'}"
+            raise TsaeError(what, where=entry.where, fix="Name rewards that are there (--rewards).")
         return total({name: entry.rewards[name] for name in self.config.rewards})
 
     def _add_up(self, names: Iterable[str], where: str | None) -> None:

@@ -81,16 +81,13 @@ def recompute(
     decoupled = found.decoupled(several)
     by_formula = np.stack([*(found.within(expected) for expected in found.expected()), decoupled & ~found.constant])
     follow = by_formula.any(axis=0) | found.quiet | decoupled  # (n_groups,), of (n_formulas, n_groups)
-    varied = ~found.constant
-    counts = {name: int((agrees & varied).sum()) for name, agrees in zip((*FORMULAS, GDPO), by_formula, strict=True)}
-    open_ = ~follow & (found.size > 1)
-    follow |= _follow_in_parts(found, open_)
-    line = found.on_a_line()
+    counts = {name: int(agrees.sum()) for name, agrees in zip((*FORMULAS, GDPO), by_formula, strict=True)}
+    follow |= _follow_in_parts(found, ~follow & (found.size > 1))
     # A multiple of the usual size: several groups under one label.
     usual = int(np.bincount(found.size).argmax())
     mixed = (found.size > usual) & (found.size % usual == 0) & (usual > 1)
     follow &= found.size > 1
-    wrong = ~follow & ~line & ~mixed & (found.size > 1)
+    wrong = ~follow & ~found.on_a_line() & ~mixed & (found.size > 1)
     wrong &= ~found.on_a_plane(several, wrong)
     first = found.rows[np.isin(found.group, np.flatnonzero(wrong))]
     return Recomputed(

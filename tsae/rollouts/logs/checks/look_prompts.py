@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +25,7 @@ class Prompts:
         self.first: str | None = None
         self.arguments: Counter[str] = Counter()
         """Arguments of the template without which it does not give the prompts."""
-        self._known: OrderedDict[int, tuple[bool | None, str]] = OrderedDict()
-
-    @property
-    def differ(self) -> int:
-        return self.found["differ"]
+        self._known: dict[int, tuple[bool | None, str]] = {}
 
     def see(self, entry: Entry, prompt: Prompt) -> None:
         """Compare the next prompt."""
@@ -41,10 +37,9 @@ class Prompts:
         said = json.dumps([entry.prompt, dict(entry.template)], sort_keys=True, default=str)
         key = hash64(said, prompt.ids.tobytes())
         if key not in self._known:
+            if len(self._known) == _KEPT_PROMPTS:
+                self._known.clear()
             self._known[key] = self.tokens.encodes(entry, prompt.ids)
-            if len(self._known) > _KEPT_PROMPTS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
         same, arguments = self._known[key]
         if same is None:
             self.found["unclear"] += 1
@@ -66,20 +61,18 @@ class Prompts:
 
     def check(self) -> Check:
         """The result."""
+        n, unclear, differ = (self.found[name] for name in ("compared", "unclear", "differ"))
         notes = [
-            f"{n:,} were rendered with {arguments}, as their tokens show (--template-arguments '{arguments}')"
-            for arguments, n in self.arguments.most_common(3)
+            f"{times:,} were rendered with {arguments}, as their tokens show (--template-arguments '{arguments}')"
+            for arguments, times in self.arguments.most_common(3)
         ]
-        if self.differ:
+        if differ:
             notes.append(
                 "the chat template gives other tokens: try --template-arguments, such as "
                 "'{\"enable_thinking\": false}', --system-prompt, or the checkpoint that was trained"
             )
-        n, unclear = self.found["compared"], self.found["unclear"]
         if not n:
             notes = ["the log has token ids alone" if self.found["logged"] else "the log has no token ids"]
             if unclear:
                 notes = ["the chat template renders none of them"]
-        return Check(
-            "prompts", "prompts", n, self.differ, unclear if n else 0, self.first, self.differ > 0, "; ".join(notes)
-        )
+        return Check("prompts", "prompts", n, differ, unclear if n else 0, self.first, differ > 0, "; ".join(notes))

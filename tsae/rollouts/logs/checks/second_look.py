@@ -257,8 +257,5 @@ def refuse_disagreement(checks: Sequence[Check], where: Path) -> None:
     """
     wrong = [str(check) for check in checks if check.disagrees]
     if wrong:
-        raise TsaeError(
-            f"does not agree with itself: {'. '.join(wrong)}",
-            where=where,
-            fix="Mend what is named, or import it without --strict.",
-        )
+        what = f"does not agree with itself: {'. '.join(wrong)}"
+        raise TsaeError(what, where=where, fix="Mend what is named, or import it without --strict.")

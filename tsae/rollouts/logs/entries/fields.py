@@ -78,10 +78,8 @@ class Fields:
     def need(self, name: str) -> Any:
         """A column that must have a value."""
         if self.row.get(name) is None:
-            raise self.error(
-                f"has no {name}; its columns are {', '.join(self.row)}",
-                "Give the log as its trainer wrote it, or name its columns and --format plain.",
-            )
+            fix = "Give the log as its trainer wrote it, or name its columns and --format plain."
+            raise self.error(f"has no {name}; its columns are {', '.join(self.row)}", fix)
         return self.row[name]
 
     def text(self, name: str) -> str:

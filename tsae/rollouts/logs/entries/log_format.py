@@ -87,11 +87,8 @@ def each_row(
                 yield unusable
             # RuntimeError: PyTorch's, where a tensor of a .pt file stands for a number or a list.
             except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
-                raise TsaeError(
-                    f"is not built as its trainer writes it ({type(error).__name__}: {error})",
-                    where=where,
-                    fix="Correct or drop that row.",
-                ) from error
+                what = f"is not built as its trainer writes it ({type(error).__name__}: {error})"
+                raise TsaeError(what, where=where, fix="Correct or drop that row.") from error
     except HalfLine as half:
         yield Unusable("cut", half.what, where=str(half.where), fix="Correct or delete that line")
 

@@ -138,7 +138,12 @@ def _mean_over(fields: Fields, mask: np.ndarray) -> tuple[float | None, bool]:
         if value is not None and not is_finite(value):
             fields.inside({"advantages": value}).number("advantages")
     counted = [True] if len(values) == 1 else mask.tolist()
-    found = [float(value) for value, sampled in zip(values, counted, strict=True) if sampled and value is not None]
+    return mean_advantage([value for value, sampled in zip(values, counted, strict=True) if sampled], fields)
+
+
+def mean_advantage(values: Sequence[float | None], fields: Fields) -> tuple[float | None, bool]:
+    """The mean of the advantages of tokens, where they are known; and whether these differ."""
+    found = [float(value) for value in values if value is not None]
     # One advantage for all tokens stays exactly what it is.
     mean = found[0] if len(set(found)) == 1 else float(np.mean(found)) if found else None
     return fields.inside({"advantages": mean}).number("advantages"), len(set(found)) > 1

@@ -46,19 +46,14 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
     )
     # A list that is in many places takes a byte or more in the file for each.
     if not weighs_within(found, max(_LEAST, path.stat().st_size)):
-        raise TsaeError(
-            "stands for more values than it has bytes: its lists hold each other",
-            where=path,
-            fix="Leave it out, and ask where it is from.",
-        )
+        what = "stands for more values than it has bytes: its lists hold each other"
+        raise TsaeError(what, where=path, fix="Leave it out, and ask where it is from.")
     samples = found.get("samples") if isinstance(found, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         columns = f"; its keys are {', '.join(map(str, found))}" if isinstance(found, dict) else ""
-        raise TsaeError(
-            f"has no list of samples{columns}",
-            where=path,
-            fix="Give what slime saves with --save-debug-rollout-data or --dump-details (rollout_data/).",
-        )
+        what = f"has no list of samples{columns}"
+        fix = "Give what slime saves with --save-debug-rollout-data or --dump-details (rollout_data/)."
+        raise TsaeError(what, where=path, fix=fix)
     for sample in samples:
         # A sample's own rollout_id numbers rollouts, not steps, and is None by default.
         yield {**sample, "rollout_id": found.get("rollout_id")}
@@ -106,11 +101,8 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
             yield row
         else:
             expected = "an object" if names is None else f"{len(names)} values, one for each of its columns"
-            raise TsaeError(
-                f"row {number} is a JSON {type(row).__name__}, expected {expected}",
-                where=path,
-                fix="Write it as JSON lines (.jsonl), a trajectory a line.",
-            )
+            what = f"row {number} is a JSON {type(row).__name__}, expected {expected}"
+            raise TsaeError(what, where=path, fix="Write it as JSON lines (.jsonl), a trajectory a line.")
 
 
 def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
@@ -137,11 +129,9 @@ def read_csv(path: Path, most: int) -> Iterator[dict[str, Any]]:
                     yield {name: value or None for name, value in zip(names, row, strict=True)}
                     number += 1
     except (OSError, ValueError, csv.Error) as error:
-        raise TsaeError(
-            f"row {number} cannot be read as CSV in UTF-8 ({error})",
-            where=path,
-            fix="Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice.",
-        ) from error
+        what = f"row {number} cannot be read as CSV in UTF-8 ({error})"
+        fix = "Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice."
+        raise TsaeError(what, where=path, fix=fix) from error
 
 
 def _bounded(text: io.TextIOWrapper, most: int) -> Iterator[str]:
@@ -198,11 +188,8 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
     try:
         from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
     except ImportError as error:
-        raise TsaeError(
-            "logs of Inspect are read by inspect_ai, which is not installed",
-            where=path,
-            fix="pip install 'tsae[inspect]'.",
-        ) from error
+        what = "logs of Inspect are read by inspect_ai, which is not installed"
+        raise TsaeError(what, where=path, fix="pip install 'tsae[inspect]'.") from error
     try:
         check_zip(path, most=_LARGEST_SAMPLE)
         log = read_eval_log(str(path), header_only=True)

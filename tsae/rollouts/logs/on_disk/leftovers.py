@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import filecmp
 from collections.abc import Sequence
-from itertools import pairwise
 
+from tsae.base.files import sha256
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, LogFile, kind_of
 
@@ -22,22 +21,15 @@ def leave_copies(files: list[LogFile]) -> list[str]:
     alike: dict[tuple[int | None, int], list[LogFile]] = {}
     for file in files:
         alike.setdefault((file.step, file.path.stat().st_size), []).append(file)
-    for group in alike.values():
-        heads: dict[bytes, list[LogFile]] = {}
-        for file in group if len(group) > 1 and group[0].path.stat().st_size else ():
-            with file.path.open("rb") as opened:
-                heads.setdefault(opened.read(1 << 12), []).append(file)
-        for some in heads.values():
-            for first, second in pairwise(some):
-                if not filecmp.cmp(first.path, second.path, shallow=False):
-                    continue
-                if kind_of(second.path) not in OTHER_TABLES:
-                    raise TsaeError(
-                        f"is the same file as {first.path}, byte for byte",
-                        where=second.path,
-                        fix="Leave one of them out: its trajectories would count twice.",
-                    )
-                left.append(second)
+    for (_, size), group in alike.items():
+        first = dict[str, LogFile]()
+        for file in group if len(group) > 1 and size else ():
+            if (same := first.setdefault(sha256(file.path), file)) is file:
+                continue
+            if kind_of(file.path) not in OTHER_TABLES:
+                what = f"is the same file as {same.path}, byte for byte"
+                raise TsaeError(what, where=file.path, fix="Leave one of them out: its trajectories would count twice.")
+            left.append(file)
     gone = {file.path for file in left}
     files[:] = [file for file in files if file.path not in gone]
     return [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []

@@ -153,11 +153,8 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
                 continue
             if file.is_symlink():
                 if not file.resolve().is_relative_to(root):
-                    raise TsaeError(
-                        "this link leaves the folder of the log",
-                        where=file,
-                        fix="Give the log where it lies, or copy it into the folder.",
-                    )
+                    what = "this link leaves the folder of the log"
+                    raise TsaeError(what, where=file, fix="Give the log where it lies, or copy it into the folder.")
             elif file.is_file() and (only is None or file in only):
                 found.append(file)
     if not found:
@@ -216,11 +213,7 @@ def _read_lines(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
                 if row is not None:
                     yield number, row
     except OSError as error:
-        raise TsaeError(
-            f"cannot be read beyond line {number} ({_first(error)})",
-            where=file.path,
-            fix="Copy the file again, or leave it out.",
-        ) from error
+        raise _damaged(f"cannot be read beyond line {number}", file.path, error) from error
 
 
 def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
@@ -255,20 +248,12 @@ def _read_parquet(file: LogFile) -> Iterator[tuple[int, dict[str, Any]]]:
             containers.refuse_twice(table.schema_arrow.names, file.path)
             for group in range(file.start, len(sizes) if file.stop is None else file.stop):
                 for batch in table.iter_batches(rows_at_once(table, group, 256), [group], use_threads=False):
-                    if batch.nbytes > LONGEST_LINE:
-                        _refuse_long_rows(batch, number, file.path)
-                    for row in batch.to_pylist():
-                        yield number, row
-                        number += 1
+                    yield from enumerate(_rows_of(batch, number, file.path), number)
+                    number += len(batch)
                 file.seen.bytes += round(size * sizes[group] / max(1, sum(sizes)))
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # texts and times are read last
-        raise TsaeError(
-            f"not a Parquet file ({_first(error)})"
-            if number == file.before
-            else f"cannot be read beyond row {number} ({_first(error)})",
-            where=file.path,
-            fix="Copy the file again, or leave it out.",
-        ) from error
+        what = "not a Parquet file" if number == file.before else f"cannot be read beyond row {number}"
+        raise _damaged(what, file.path, error) from error
 
 
 def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
@@ -286,23 +271,19 @@ def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
                 batch.validate(full=True)  # Offsets of a damaged file may lie outside of it.
                 for start in range(0, len(batch), 256):
                     some = batch.slice(start, 256)
-                    if some.nbytes > LONGEST_LINE:
-                        _refuse_long_rows(some, number, path)
-                    yield from some.to_pylist()
+                    yield from _rows_of(some, number, path)
                     number += len(some)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        what = f"cannot be read as Arrow beyond row {number} ({_first(error)})"
-        raise TsaeError(what, where=path, fix="Copy the file again, or leave it out.") from error
+        raise _damaged(f"cannot be read as Arrow beyond row {number}", path, error) from error
 
 
-def _refuse_long_rows(batch: pa.RecordBatch, first: int, path: Path) -> None:
-    sizes = [batch.slice(row, 1).nbytes for row in range(len(batch))]
+def _rows_of(batch: pa.RecordBatch, first: int, path: Path) -> list[dict[str, Any]]:
+    """The rows of a batch, none of which is too long."""
+    sizes = [batch.slice(row, 1).nbytes for row in range(len(batch))] if batch.nbytes > LONGEST_LINE else [0]
     if max(sizes) > LONGEST_LINE:
-        raise TsaeError(
-            f"row {first + sizes.index(max(sizes))} has more than {LONGEST_LINE >> 20} MiB",
-            where=path,
-            fix="Leave it out: no trajectory is as long.",
-        )
+        what = f"row {first + sizes.index(max(sizes))} has more than {LONGEST_LINE >> 20} MiB"
+        raise TsaeError(what, where=path, fix="Leave it out: no trajectory is as long.")
+    return list(batch.to_pylist())
 
 
 def group_bytes(table: pq.ParquetFile) -> list[int]:
@@ -311,9 +292,9 @@ def group_bytes(table: pq.ParquetFile) -> list[int]:
     return [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
 
 
-def _first(error: Exception) -> str:
-    """An error's first line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _damaged(what: str, file: Path, error: Exception) -> TsaeError:
+    shown = (str(error).splitlines() or [type(error).__name__])[0]
+    return TsaeError(f"{what} ({shown})", where=file, fix="Copy the file again, or leave it out.")
 
 
 def name_in(log: Path, file: Path) -> str:

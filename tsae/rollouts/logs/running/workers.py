@@ -161,8 +161,6 @@ class _Worker:
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         if code > 0 and lines:
             raise RuntimeError("a worker of the import failed:\n" + "\n".join(lines[-40:]))
-        raise TsaeError(
-            f"a process that read the log was ended from outside (exit status {code})",
-            where="--workers",
-            fix="If memory ran out, say --workers 1; the import goes on where it stopped.",
-        )
+        what = f"a process that read the log was ended from outside (exit status {code})"
+        fix = "If memory ran out, say --workers 1; the import goes on where it stopped."
+        raise TsaeError(what, where="--workers", fix=fix)

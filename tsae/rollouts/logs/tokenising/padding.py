@@ -42,21 +42,23 @@ def find_pads(form: Format, files: Sequence[LogFile], config: ImportConfig, toke
             for entry in islice(form.read(file, config), _ROWS // len(files[:_FILES])):
                 sides += [] if isinstance(entry, Unusable) else _sides(entry, tokens)
     own, runs = tokens.ends | {tokens.tokenizer.pad_token_id}, Counter[tuple[str, int, int]]()
-    filled = Counter[tuple[str, int]]()
+    filled, before = Counter[tuple[str, int]](), set[int]()
     for side, ids in sides:  # what repeats itself behind an end token, or before the beginning
         turned, border = (ids[::-1], tokens.ends) if side == "response" else (ids, tokens.own_edges[0])
         n = _run(turned, turned[0]) if len(turned) else 0
         if n < len(turned) and turned[0] not in border and int(turned[n]) in border and (n > 1 or side == "prompt"):
-            own.add(int(turned[0]))
+            (before if side == "prompt" else own).add(int(turned[0]))
         filled.update({(side, int(turned[0])) for turned in (ids, ids[::-1]) if _run(turned, *turned[:1]) > 1})
     if 4 * len({(side, len(ids)) for side, ids in sides}) <= len(sides):
         both = ("prompt", "response")
         own |= {id for _, id in filled if all(4 * filled[side, id] >= len(sides) / 2 for side in both)}
     for side, ids in sides:
-        for id in {id for id in own if id is not None and id >= 0}:
+        for id in {id for id in own | before if id is not None and id >= 0}:
             runs.update([(f"{side} left", id, _run(ids, id)), (f"{side} right", id, _run(ids[::-1], id))])
     uneven = Counter(id for side, id, _ in runs if side == "prompt left")
-    return tuple(sorted({id for _, id, n in runs if n > 1} | {id for id, times in uneven.items() if times > 1}))
+    # What stands before the beginning of prompts pads nothing by what stands elsewhere, such as line breaks.
+    several = {id for edge, id, n in runs if n > 1 and (id in own or edge == "prompt left")}
+    return tuple(sorted(several | {id for id, times in uneven.items() if times > 1}))
 
 
 def strip(entry: Entry, pads: Sequence[int], tokens: Tokens) -> tuple[int, int]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -90,7 +89,7 @@ class Tokens:
         self.spans = Spans(self.tokenizer)
         self.lost_markers = self.spans.lost(self.tokenizer.get_vocab())
         """Markers of thinking that are lost in texts without special tokens."""
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._prompts: dict[str, Prompt] = {}
         self.template: ChatTemplate | None = None
         if self.tokenizer.chat_template is not None:
             self.template = ChatTemplate(self.tokenizer, json.loads(config.template_arguments))
@@ -107,15 +106,12 @@ class Tokens:
             return Prompt(ids, shown)
         assert entry.prompt is not None
         key = entry.prompt_is + json.dumps(entry.prompt, sort_keys=True, default=str)
-        found = self._prompts.get(key)
-        if found is None:
+        if key not in self._prompts:
+            if len(self._prompts) == _KEPT_PROMPTS:
+                self._prompts.clear()
             tokens, *assumed = self._encode_prompt(entry)
-            ids = np.asarray(tokens, dtype=np.int32)
-            found = self._prompts[key] = Prompt(ids, _shown(entry.prompt), tuple(assumed))
-            if len(self._prompts) > _KEPT_PROMPTS:
-                self._prompts.popitem(last=False)
-        self._prompts.move_to_end(key)
-        return found
+            self._prompts[key] = Prompt(np.asarray(tokens, dtype=np.int32), _shown(entry.prompt), tuple(assumed))
+        return self._prompts[key]
 
     def response(self, entry: Entry) -> Response:
         """Token ids of the response, its text, and how it ended.
@@ -226,24 +222,21 @@ class Tokens:
         if isinstance(prompt, list):
             return self._encode_conversation(prompt, entry.where)
         assert prompt is not None
-        shows = (
-            entry.prompt_is == "perhaps rendered" and self.template is not None and self.template.keeps_special(prompt)
-        )
-        if (entry.prompt_is == "rendered" or shows) and style == "auto":
-            return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
+        encoded = partial(tokenize, self.tokenizer, prompt, where=entry.where)
+        special = self.template is not None and self.template.keeps_special(prompt)
+        if style == "auto" and (entry.prompt_is == "rendered" or (special and entry.prompt_is == "perhaps rendered")):
+            return (encoded(add_special_tokens=False),)
         if style == "plain" or self.template is None:
             bos = self.tokenizer.bos_token
             if style != "chat" and entry.prompt_is == "question" and bos and prompt.startswith(str(bos)):
-                return (tokenize(self.tokenizer, prompt, add_special_tokens=False, where=entry.where),)
+                return (encoded(add_special_tokens=False),)
             # Reports what is wrong if a template was asked for.
             return (encode_prompt(self.tokenizer, prompt, style, entry.where),)
         if style == "chat":
             return self._encode_question(prompt, entry.where)
-        if entry.prompt_is == "verbatim" or (
-            entry.prompt_is == "perhaps stripped" and self.template.keeps_special(prompt)
-        ):
-            return (tokenize(self.tokenizer, prompt, where=entry.where),)
-        if self.template.keeps_special(prompt) and (rendered := templated(self.tokenizer, prompt)) is not None:
+        if entry.prompt_is == "verbatim" or (special and entry.prompt_is == "perhaps stripped"):
+            return (encoded(),)
+        if special and (rendered := templated(self.tokenizer, prompt)) is not None:
             return (
                 tokenize(self.tokenizer, rendered, add_special_tokens=False, where=entry.where),
                 "prompts have the chat template's special tokens already: they were taken as they are"
@@ -284,10 +277,7 @@ class Tokens:
                 )
             return (found.ids, *assumed)
         if entry.prompt_is.startswith("perhaps") and not self.template.begins_or_ends(prompt):
-            return (
-                tokenize(self.tokenizer, prompt, where=entry.where),
-                "prompts are no text that the chat template gives: they were taken as they stand",
-            )
+            return encoded(), "prompts are no text that the chat template gives: they were taken as they stand"
         raise TsaeError(
             "the prompt was logged without special tokens, and the checkpoint's chat template around a question "
             "(and a system message) does not give it again",
@@ -326,11 +316,8 @@ class Tokens:
         try:
             text = self.template.render(plain, goes_on=plain[-1]["role"] == "assistant")
         except Exception as error:  # templates raise what they like
-            raise TsaeError(
-                f"the chat template refuses the prompt ({error})",
-                where=where,
-                fix="Give the checkpoint's own messages.",
-            ) from error
+            what = f"the chat template refuses the prompt ({error})"
+            raise TsaeError(what, where=where, fix="Give the checkpoint's own messages.") from error
         names = ", ".join(self.template.open_arguments)
         return (
             tokenize(self.tokenizer, text, add_special_tokens=False, where=where),
@@ -388,10 +375,8 @@ class Tokens:
 
 def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
     """A folder with a tokenizer and no model as a series; an import needs no more. None for any other folder."""
-    others = ("series.json", "config.json", "adapter_config.json")
-    if not has_tokenizer(folder) or any((folder / name).exists() for name in others):
-        return None
-    if any(folder.glob("checkpoint-*")) or any(folder.glob("*/checkpoint-*")):
+    others = ("series.json", "config.json", "adapter_config.json", "checkpoint-*", "*/checkpoint-*")
+    if not has_tokenizer(folder) or any(any(folder.glob(name)) for name in others):
         return None
     note = f"{folder} holds a tokenizer alone: how long the model's context is, is not known"
     checkpoint = Checkpoint(id="base", path=str(folder.resolve()))
@@ -410,11 +395,9 @@ def _check_content(message: dict[str, Any], where: str) -> None:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             found = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
             found = type(content).__name__ if found == "text" else f"a part of type {found}"
-            raise TsaeError(
-                f"a message of the prompt from {message['role']!r} holds {found}, where only text is read",
-                where=where,
-                fix="Give a log of text alone: what a model made of images or sound is not read.",
-            )
+            what = f"a message of the prompt from {message['role']!r} holds {found}, where only text is read"
+            fix = "Give a log of text alone: what a model made of images or sound is not read."
+            raise TsaeError(what, where=where, fix=fix)
 
 
 def _shown(prompt: str | list[dict[str, Any]]) -> str:

@@ -38,10 +38,8 @@ def _split(row: Fields) -> Iterator[Fields]:
     column = next((name for name in _GENERATIONS if isinstance(read_list(row.get(name)), list)), None)
     prompt = row.get(names.prompt, *_PROMPTS)
     if column is None or not (isinstance(prompt, str) or is_conversation(prompt)):
-        raise row.error(
-            f"has no generations, or no prompt or problem; its columns are {', '.join(row.row)}",
-            "Name the column of the prompt (--column prompt=NAME).",
-        )
+        fix = "Name the column of the prompt (--column prompt=NAME)."
+        raise row.error(f"has no generations, or no prompt or problem; its columns are {', '.join(row.row)}", fix)
     # Of these names, others use some for a number of the whole problem.
     about = {name for name in told if not isinstance(read_list(row.get(name)), list)} - {_REWARDS[0], _CORRECT[0]}
     row = replace(row, row={name: value for name, value in row.row.items() if name not in about})

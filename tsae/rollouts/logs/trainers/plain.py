@@ -58,10 +58,8 @@ def _is_list_of(kind: type | tuple[type, ...], value: Any) -> bool:
 def _entry(row: Fields) -> Entry:
     names = row.config.columns
     if row.row.keys() >= _TABLE:
-        raise row.error(
-            "is a table of rollouts already, not a log",
-            "Give the file to the next stage as it is (Rollouts.read without a config).",
-        )
+        fix = "Give the file to the next stage as it is (Rollouts.read without a config)."
+        raise row.error("is a table of rollouts already, not a log", fix)
     # A table of texts keeps lists as JSON.
     lists = (names.prompt_ids, names.response_ids, names.response_mask)
     told = {name: read_list(row.row[name]) for name in (names.prompt, *lists) if name in row}
@@ -76,21 +74,14 @@ def _entry(row: Fields) -> Entry:
         prompt, response = asked(messages[:-1], row) or None, only_answer(messages[-1:], row)
     elif is_conversation(response):
         response = only_answer(response, row)
-    has_ids = {name: row.get(name) is not None for name in (names.prompt_ids, names.response_ids)}
-    there = {
-        names.prompt: isinstance(prompt, str)
-        or is_conversation(prompt)
-        or (prompt is None and has_ids[names.prompt_ids]),
-        names.response: isinstance(response, str) or (response is None and has_ids[names.response_ids]),
-    }
-    if there[names.prompt] and response is None and names.response in row and not has_ids[names.response_ids]:
+    asks = isinstance(prompt, str) or is_conversation(prompt)
+    asks |= prompt is None and row.get(names.prompt_ids) is not None
+    answers = isinstance(response, str) or (response is None and row.get(names.response_ids) is not None)
+    if asks and not answers and response is None and names.response in row:
         raise row.unusable("empty", "the response is empty")
-    missing = [name for name, found in there.items() if not found]
-    if missing:
-        raise row.error(
-            f"has no text in {' and '.join(missing)}; its columns are {', '.join(row.row)}",
-            "Name the columns that hold them (--column prompt=NAME --column response=NAME).",
-        )
+    if missing := [name for name, there in ((names.prompt, asks), (names.response, answers)) if not there]:
+        fix = "Name the columns that hold them (--column prompt=NAME --column response=NAME)."
+        raise row.error(f"has no text in {' and '.join(missing)}; its columns are {', '.join(row.row)}", fix)
     prompt_ids, response_ids = row.optional_ids(names.prompt_ids), row.optional_ids(names.response_ids)
     sampled, (read, heard, masked) = None, attended(row, prompt_ids, response_ids)
     prompt_ids = prompt_ids if prompt_ids is None or read is None else prompt_ids[read]
@@ -142,10 +133,8 @@ def _turns(
     """(prompt ids, response ids, which of these were sampled) of a response with a mask."""
     names = row.config.columns
     if response is None:
-        raise row.error(
-            f"has {names.response_mask} but no {names.response_ids}, whose tokens it is of",
-            "Give the response's token ids (--column response_ids=NAME).",
-        )
+        fix = "Give the response's token ids (--column response_ids=NAME)."
+        raise row.error(f"has {names.response_mask} but no {names.response_ids}, whose tokens it is of", fix)
     sampled = row.marks(names.response_mask)
     if sampled.shape != response.shape:
         raise row.error(
@@ -158,10 +147,8 @@ def _turns(
     mask = np.concatenate([np.zeros(len(before), dtype=bool), sampled])
     split = split_by_mask(np.concatenate([before, response]), mask, row)
     if prompt is None and len(split.prompt):
-        raise row.error(
-            f"{names.response_mask} says that the first token of the response was not sampled",
-            "Give the prompt's token ids, to which such tokens belong (--column prompt_ids=NAME).",
-        )
+        fix = "Give the prompt's token ids, to which such tokens belong (--column prompt_ids=NAME)."
+        raise row.error(f"{names.response_mask} says that the first token of the response was not sampled", fix)
     return (None if prompt is None else split.prompt), split.response, split.sampled
 
 

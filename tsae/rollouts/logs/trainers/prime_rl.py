@@ -28,7 +28,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entries.entry import Entry, total
 from tsae.rollouts.logs.entries.fields import Fields, Row
 from tsae.rollouts.logs.entries.log_format import Format, by_row
-from tsae.rollouts.logs.entries.masks import logprobs_of, masked_entry, split_by_mask
+from tsae.rollouts.logs.entries.masks import logprobs_of, masked_entry, mean_advantage, split_by_mask
 
 _TRACES = re.compile(
     r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"
@@ -146,7 +146,6 @@ def _path(trace: Fields) -> list[Fields]:
 def _rewards(logged: Fields) -> dict[str, float | None]:
     rewards: dict[str, float | None] = {}
     for name, value in logged.row.items():
-        found = weight = None
         if isinstance(value, Mapping):
             found = logged.inside({name: value.get("score")}).score(name)
             weight = logged.inside({name: value.get("weight", 1.0)}).number(name)
@@ -174,10 +173,7 @@ def _group(trace: Fields, episode: Fields) -> str | None:
 def _advantage(trace: Fields, nodes: list[Fields]) -> tuple[float | None, bool]:
     """The trajectory's advantage, and whether its tokens have several."""
     per_token = [a for node in nodes for a in node.get("advantages") or [] if a is not None]
-    if per_token:
-        mean = trace.inside({"advantages": float(np.mean(per_token))}).number("advantages")
-        return mean, len(set(per_token)) > 1
-    return trace.number("advantage"), False
+    return mean_advantage(per_token, trace) if per_token else (trace.number("advantage"), False)
 
 
 def _finish(trace: Fields, nodes: list[Fields]) -> Literal["stop", "length"] | None:

@@ -74,8 +74,6 @@ def _tokens(row: Fields) -> Split:
     if not length:
         raise row.unusable("empty", "the response is empty")
     sampled = np.ones(length, dtype=bool) if row.get("loss_mask") is None else row.marks("loss_mask")
-    if len(sampled) != length:
-        raise row.error(f"{len(sampled)} values of loss_mask but {length} response tokens", "Correct that sample.")
     return split_by_mask(ids, np.concatenate([np.zeros(len(ids) - length, dtype=bool), sampled]), row)
 
 

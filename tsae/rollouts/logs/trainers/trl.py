@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.checks.look_advantages import check_sum
-from tsae.rollouts.logs.entries.conversations import is_conversation
+from tsae.rollouts.logs.entries.conversations import is_conversation, only_answer
 from tsae.rollouts.logs.entries.entry import Entry, Unusable, total
 from tsae.rollouts.logs.entries.fields import Fields, Row, is_score
 from tsae.rollouts.logs.entries.hashes import hash64
@@ -66,10 +66,8 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     def entry(row: Fields) -> Entry:
         missing = [name for name in rewards if name not in row]
         if missing:
-            raise row.error(
-                f"has no reward column {missing[0]}; its columns are {', '.join(row.row)}",
-                "Name reward columns that are there (--rewards).",
-            )
+            fix = "Name reward columns that are there (--rewards)."
+            raise row.error(f"has no reward column {missing[0]}; its columns are {', '.join(row.row)}", fix)
         scores = {name: row.score(name) for name in rewards}
         found = _entry(row, scores, early=early)
         if once:
@@ -98,7 +96,7 @@ def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entr
         prompt=prompt if is_conversation(prompt) else row.text("prompt"),
         prompt_is="perhaps stripped",
         prompt_ids=row.optional_ids(names.prompt_ids),
-        response=_completion(row),
+        response=only_answer(row.need("completion"), row),
         response_ids=row.optional_ids(_COMPLETION_IDS) if ids is None else ids,
         rewards=scores,
         reward=reward,
@@ -151,21 +149,15 @@ def _reward_columns(file: LogFile, first: Row, known: ColumnNames) -> tuple[str,
     after = names[names.index("completion") + 1 :]
     found = tuple(takewhile(lambda name: name not in others and columns[name], after))
     if not found:
-        raise TsaeError(
-            f"no float column, as a reward is, follows completion; the columns are {', '.join(names)}",
-            where=file.path,
-            fix="Name the reward columns (--rewards).",
-        )
+        what = f"no float column, as a reward is, follows completion; the columns are {', '.join(names)}"
+        raise TsaeError(what, where=file.path, fix="Name the reward columns (--rewards).")
     return found
 
 
 def _number_columns(file: LogFile, first: Row) -> dict[str, bool]:
     """Whether the columns of a file, in their order, hold floats or nothing; the first row decides, but for Parquet."""
     if file.path.suffix == ".parquet":
-        try:
-            schema = pq.read_schema(file.path)
-        except (pa.ArrowException, OSError) as error:
-            raise TsaeError("not a Parquet file", where=file.path, fix="Copy the file again.") from error
+        schema = pq.read_schema(file.path)
         if "prompt" in schema.names:
             texts = {name for name, value in first.items() if isinstance(value, str) and is_score(name, value)}
             return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) or f.name in texts for f in schema}
@@ -177,22 +169,6 @@ def _fits(row: Row, config: ImportConfig) -> bool:
     if {"run_name", "completions"} <= row.keys():
         return True
     return {"step", "prompt", "completion"} <= row.keys() and ("advantage" in row or isinstance(row["step"], str))
-
-
-def _completion(row: Fields) -> str:
-    value = row.need("completion")
-    if isinstance(value, str):
-        return value
-    if not is_conversation(value):
-        raise row.error("completion is neither a text nor messages", "Correct that row.")
-    messages = [{name: part for name, part in message.items() if part is not None} for message in value]
-    if len(messages) != 1 or messages[0].keys() - {"role", "content"}:
-        found = ", ".join(dict.fromkeys(name for message in messages for name in message))
-        raise row.unusable(
-            "multi-turn",
-            f"the completion is {len(messages)} messages with {found}, which text alone does not give back as tokens",
-        )
-    return row.inside({"completion": messages[0].get("content")}).text("completion")
 
 
 FORMAT = Format(
