@@ -1,4 +1,4 @@
-"""The suite for GPUs on a machine without one: its benches (`bench_gpu`) run at a tiny size, and it says what it needs."""
+"""The suite for GPUs on a machine without one: its benches (bench_gpu.py) run at a tiny size; it says what it needs."""
 
 from __future__ import annotations
 
