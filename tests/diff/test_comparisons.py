@@ -12,10 +12,10 @@ import torch
 
 from support.builders import EOS, feature_table
 from support.pages import rendered
-from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
 from tsae.activations.shards.writer import write_shard
 from tsae.activations.store import ActivationStore
-from tsae.base.files import write_json
+from tsae.base.files import sha256
 from tsae.commands.actions.causal import opposed_features
 from tsae.commands.options.causal import Causal
 from tsae.diff.config import DiffConfig
@@ -138,13 +138,14 @@ def store_of(folder: Path, table: FeatureTable) -> ActivationStore:
         file = f"{reader}/00000.h5"
         activations = {"x.site": torch.from_numpy(values)}
         write_shard(folder / file, activations, "float32", ids, offsets - offsets[0], table.trajectory[rows])
-        shard = {"file": file, "n_tokens": len(ids), "n_trajectories": len(rows)}
-        readers.append({"id": reader, "run": None, "step": number, "trained_on": None, "shards": [shard]})
+        shard = {"file": file, "n_tokens": len(ids), "n_trajectories": len(rows), "sha256": sha256(folder / file)}
+        who = {"id": reader, "run": None, "step": number, "trained_on": None, "weights": None}
+        readers.append({**who, "shards": [shard]})
     table.rollouts.write(folder / "rollouts.parquet")
     sites = {"x.site": {"d_model": 4}}
     manifest = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float32", "sites": sites}
-    of_table = {"rollouts": table.rollouts.fingerprint, "special_ids": list(special), "readers": readers}
-    write_json(folder / "manifest.json", {**manifest, **of_table})
+    of_table = {"rollouts": table.rollouts.fingerprint, "special_ids": list(special), "readers": readers, "config": {}}
+    write_manifest(folder / "manifest.json", {**manifest, **of_table})
     return ActivationStore(folder)
 
 

@@ -225,9 +225,9 @@ def synthetic_store(
     import torch
 
     from tsae import ActivationStore, Rollouts
-    from tsae.activations.shards.manifest import FORMAT, VERSION
+    from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
     from tsae.activations.shards.writer import write_shard
-    from tsae.base.files import write_json
+    from tsae.base.files import sha256
 
     records = [
         {
@@ -245,8 +245,9 @@ def synthetic_store(
     activations = {site: torch.from_numpy(np.concatenate(texts).astype(np.float32))}
     write_shard(folder / "base" / "00000.h5", activations, dtype, ids, offsets, np.arange(len(texts)))
     rollouts.write(folder / "rollouts.parquet")
-    shard = {"file": "base/00000.h5", "n_tokens": int(offsets[-1]), "n_trajectories": len(texts)}
-    reader = {"id": "base", "run": None, "step": 0, "trained_on": None, "shards": [shard]}
+    file = "base/00000.h5"
+    shard = {"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(texts), "sha256": sha256(folder / file)}
+    reader = {"id": "base", "run": None, "step": 0, "trained_on": None, "weights": None, "shards": [shard]}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -256,8 +257,9 @@ def synthetic_store(
         "rollouts": rollouts.fingerprint,
         "special_ids": list(special),
         "readers": [reader],
+        "config": {},
     }
-    write_json(folder / "manifest.json", manifest)
+    write_manifest(folder / "manifest.json", manifest)
     return ActivationStore(folder)
 
 

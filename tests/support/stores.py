@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from support.builders import BOS, EOS
-from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
 from tsae.activations.shards.writer import write_shard
 from tsae.activations.store import ActivationStore
-from tsae.base.files import write_json
+from tsae.base.files import sha256
 from tsae.rollouts.table import Rollouts
 
 D, SITE = 4, "x.site"
@@ -74,8 +74,9 @@ def numbered_store(
             ids = np.array([token.id for token in tokens[first:]])
             file = f"{reader}/{number:05d}.h5"
             write_shard(folder / file, {SITE: torch.from_numpy(x)}, "float32", ids, offsets, np.array(mine))
-            shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(mine)})
-        readers.append({"id": reader, "run": run, "step": 0, "trained_on": None, "shards": shards})
+            record = {"file": file, "n_tokens": len(x), "n_trajectories": len(mine), "sha256": sha256(folder / file)}
+            shards.append(record)
+        readers.append({"id": reader, "run": run, "step": 0, "trained_on": None, "weights": None, "shards": shards})
     rollouts.write(folder / "rollouts.parquet")
     manifest = {
         "format": FORMAT,
@@ -86,8 +87,9 @@ def numbered_store(
         "rollouts": rollouts.fingerprint,
         "special_ids": [BOS, EOS, SPECIAL],
         "readers": readers,
+        "config": {},
     }
-    write_json(folder / "manifest.json", manifest)
+    write_manifest(folder / "manifest.json", manifest)
     return ActivationStore(folder), tokens
 
 

@@ -157,8 +157,7 @@ def clear_first(path: str | Path) -> None:
 def is_beginning(path: Path, left: str) -> bool:
     """Whether a name is one under which `write_first` writes a file before it is there, and no name of a user's own."""
     name = re.escape(path.name)
-    # Earlier versions wrote under a name that ends in ".tmp".
-    names = rf"{name}\.[0-9a-f]{{32}}(\.tmp)?|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}"
+    names = rf"{name}\.[0-9a-f]{{32}}|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}"
     return re.fullmatch(names, left) is not None
 
 

@@ -368,7 +368,7 @@ def _read(file: Path) -> dict[str, str]:
             try:
                 entry = parse_json(line)
                 key, answer = str(entry["key"]), str(entry["answer"])
-                if entry.get("sum") in (None, _sum(key, answer)):  # earlier versions wrote none
+                if entry["sum"] == _sum(key, answer):
                     found[key] = answer
             except (ValueError, KeyError, TypeError):
                 continue

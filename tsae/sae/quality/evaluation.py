@@ -74,7 +74,7 @@ class Evaluation:
     """Share of latents that fired in the last `dead_after_tokens` tokens of training; None where that is not known.
     The tokens measured on may be too few for a rare latent to fire."""
     sae: str | None = None
-    """Fingerprint of the SAE; None in evaluations of earlier versions."""
+    """Fingerprint of the SAE; None where that is not known."""
 
     def table(self) -> pd.DataFrame:
         """Reconstruction: one row a slice."""
