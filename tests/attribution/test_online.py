@@ -26,6 +26,7 @@ from tsae.attribution.targets import NextToken
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.attribution.trainer.recipe import read_recipe
+from tsae.base.seal import seal
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -493,9 +494,9 @@ def test_odd_files_of_weights_are_refused(llama: Path, tmp_path: Path) -> None:
     (name,) = trained.parameters
     for value in (torch.zeros(3), torch.full_like(trained.parameters[name].detach(), torch.nan)):
         save_file({name: value}, link)
+        seal(tmp_path, [link.name])
         with pytest.raises(TsaeError, match=r"has the shape \(3,\), and|are not finite"):
             read_recording(tmp_path, trained)
-    shutil.copyfile(second, link)
     first.unlink()
     with pytest.raises(TsaeError, match=r"holds no weights-000000\.safetensors, the weights that it began with"):
         read_recording(tmp_path, trained)

@@ -15,6 +15,7 @@ import pytest
 import scipy.optimize
 import scipy.stats
 import torch
+from slow_variance import SlowVariance
 
 import tsae
 from support.builders import make_rollouts, synthetic_store
@@ -446,11 +447,8 @@ def runs() -> list[np.ndarray]:
 
 
 @pytest.fixture
-def slow(runs: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> Any:
+def slow(runs: list[np.ndarray]) -> SlowVariance:
     """The variance that slow reconstructions of the runs can explain."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    from slow_variance import SlowVariance
-
     found = SlowVariance(4)
     for run in runs:
         found.add(run)
@@ -464,7 +462,9 @@ def fve_and_roughness(runs: list[np.ndarray], found: list[np.ndarray]) -> tuple[
 
 
 @pytest.mark.parametrize("roughness", [0.1, 0.4, 0.8])
-def test_the_slow_bound_is_the_best_of_all_reconstructions(runs: list[np.ndarray], slow: Any, roughness: float) -> None:
+def test_the_slow_bound_is_the_best_of_all_reconstructions(
+    runs: list[np.ndarray], slow: SlowVariance, roughness: float
+) -> None:
     # Against a general minimizer over every number of the reconstruction.
     x, ends = np.concatenate(runs), np.cumsum([len(run) for run in runs])[:-1]
 
@@ -485,7 +485,7 @@ def test_the_slow_bound_is_the_best_of_all_reconstructions(runs: list[np.ndarray
 
 
 @pytest.mark.parametrize("roughness", [0.2, 0.6])
-def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], slow: Any, roughness: float) -> None:
+def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], slow: SlowVariance, roughness: float) -> None:
     mean = np.concatenate(runs).mean(0)
 
     def applied(flat: np.ndarray) -> tuple[float, float]:
@@ -502,7 +502,7 @@ def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], slow: Any, 
     assert slow.linear(roughness) < slow.bound(roughness)
 
 
-def test_all_of_the_variance_is_as_rough_as_the_stream(runs: list[np.ndarray], slow: Any) -> None:
+def test_all_of_the_variance_is_as_rough_as_the_stream(runs: list[np.ndarray], slow: SlowVariance) -> None:
     assert slow.bound(1.0) == pytest.approx(1)
     assert slow.linear(1.0) == pytest.approx(1)
     means = [np.repeat(run.mean(0)[None], len(run), axis=0) for run in runs]

@@ -452,9 +452,11 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
     ):
         folder = copy(name)
         (folder / "config.json").write_text(json.dumps({**config, **change}))
+        resealed(folder)
         with pytest.raises(TsaeError, match=message):
             TemporalSAE.load(folder)
     (folder / "config.json").write_text("{")
+    resealed(folder)
     with pytest.raises(TsaeError, match=r"config\.json: cannot be read"):
         TemporalSAE.load(folder)
 

@@ -228,12 +228,8 @@ class Attribution(Tables):
             TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
         folder = as_path(folder)
-        missing = [
-            name for name in ("attribution.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / name).is_file()
-        ]
-        if missing:
-            raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Give a folder that `tsae attribute` wrote.")
-        info = read_whole(folder, "attribution.json", "Attribute again.", (f"{name}.parquet" for name in _TABLES))
+        files = ("attribution.json", *(f"{table}.parquet" for table in _TABLES))
+        info = read_whole(folder, files, "Attribute again.", "Give a folder that `tsae attribute` wrote.")
         with reading(folder, "Attribute again."):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
             for name, columns in _COLUMNS.items():

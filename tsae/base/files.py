@@ -63,12 +63,11 @@ def is_kept(path: Path) -> bool:
 
 
 @contextmanager
-def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
+def replacing(path: str | Path) -> Iterator[Path]:
     """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
 
     Args:
         path: missing folders are made.
-        flush: wait until the content is on the disk before the file is renamed.
     """
     path = as_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,9 +75,6 @@ def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
     partial.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield partial
-        if flush:
-            with partial.open("rb") as stream:
-                os.fsync(stream.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
@@ -139,20 +139,23 @@ def check_seal(folder: str | Path, fix: str, needed: Iterable[str] = (), *, othe
                 )
 
 
-def read_whole(folder: Path, name: str, fix: str, others: Iterable[str] = ()) -> dict[str, Any]:
-    """The object in the JSON file that completes a folder, after its files were compared with their checksums.
+def read_whole(folder: Path, files: Sequence[str], fix: str, make: str) -> dict[str, Any]:
+    """The object in the JSON file that completes a folder, after all files were compared with their checksums.
 
     Args:
         folder: that holds the files.
-        name: of the JSON file.
-        fix: what makes them anew.
-        others: files that the seal has to name, too.
+        files: that have to be there, and in the seal; first the JSON file.
+        fix: what makes them anew where they are damaged.
+        make: what makes them where one is missing.
 
     Raises:
-        TsaeError: as `check_seal`, or where the file holds something else.
+        TsaeError: where a file is missing; as `check_seal`; or where the JSON file holds something else.
     """
-    check_seal(folder, fix, (name, *others))
-    content = read_object(folder / name, fix)
+    for name in files:
+        if not (folder / name).is_file():
+            raise TsaeError(f"holds no {name}", where=folder, fix=make)
+    check_seal(folder, fix, files)
+    content = read_object(folder / files[0], fix)
     content.pop("sealed", None)
     return content
 

@@ -307,10 +307,7 @@ class Intervention(Tables):
     def load(cls, folder: str | Path) -> Intervention:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae causal`.")
-        info = read_whole(folder, "causal.json", "Run it again.", _FILES)
+        info = read_whole(folder, _FILES, "Run it again.", "Make it with `tsae causal`.")
         if info.pop("record", None) is None:
             raise TsaeError("is no causal test's: it has no record", where=folder / "causal.json", fix="Run it again.")
         with reading(folder / "outcomes.parquet", "Run it again."):

@@ -358,11 +358,9 @@ class FeatureDiff(Tables):
         """
         folder = as_path(folder)
         files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
-        for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
-            if not needed.is_file():
-                raise TsaeError(f"holds no {needed.name}", where=folder, fix="Make it with `tsae diff`.")
-        fix = "Draw it again with `tsae diff`."
-        info = read_whole(folder, "diff.json", fix, (file.name for file in files.values() if file.is_file()))
+        fix, there = "Draw it again with `tsae diff`.", [files[name] for name in _OPTIONAL if files[name].is_file()]
+        needed = ("diff.json", *(f"{name}.parquet" for name in _TABLES), *(file.name for file in there))
+        info = read_whole(folder, needed, fix, "Make it with `tsae diff`.")
         tables = {}
         strings = info.get("token_strings", {})
         with reading(folder / "diff.json", fix):

@@ -307,13 +307,10 @@ class FeatureTable:
     def load(cls, folder: str | Path) -> FeatureTable:
         """Load a folder that `save` wrote. Codes and means stay there, and are read when they are needed."""
         folder = local(folder)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                if (folder / "pieces").is_dir():
-                    what = "its encoding did not finish"
-                    raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it goes on.")
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
-        info = read_whole(folder, "features.json", "Encode again.", _FILES)
+        if (folder / "pieces").is_dir() and not (folder / "features.json").is_file():
+            what = "its encoding did not finish"
+            raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it goes on.")
+        info = read_whole(folder, _FILES, "Encode again.", "Make it with `tsae encode`.")
         with reading(folder / "features.json", "Encode again."):
             n_features = int(info.pop("n_features"))
         codes, arrays = read_codes(folder, n_features)

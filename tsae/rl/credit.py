@@ -173,10 +173,7 @@ class Credit:
             TsaeError: where a file is missing or damaged, or holds what no fit gives.
         """
         folder, fix = as_path(folder), "Make it with `tsae credit fit`."
-        for name in ("credit.json", "credit.safetensors"):
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix=fix)
-        content = read_whole(folder, "credit.json", fix, ["credit.safetensors"])
+        content = read_whole(folder, ("credit.json", "credit.safetensors"), fix, fix)
         with reading(folder / "credit.json", fix):
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")

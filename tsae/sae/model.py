@@ -209,9 +209,6 @@ class TemporalSAE(torch.nn.Module):
         folder, found = find_foreign(where, site)
         if found is not None:
             return _of_others(found, where, device)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
         d_model, config, own_site, info = _own_config(folder)
         with reading(folder / "sae.safetensors", _AGAIN), not_fitting("sae.safetensors", "config.json", folder, _AGAIN):
             weights = as_weights(load_file(folder / "sae.safetensors"), folder, _AGAIN)
@@ -313,7 +310,7 @@ load_sae = TemporalSAE.load
 
 def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
     """d_model, config, site and metadata of the training, of a folder that `TemporalSAE.save` wrote."""
-    content = read_whole(folder, "config.json", _AGAIN, _FILES)
+    content = read_whole(folder, _FILES, _AGAIN, "Train one with `tsae train`.")
     if content.get("format") != FORMAT:
         what = f"config.json is not an SAE's (format {shown(content.get('format'))}, expected {FORMAT!r})"
         raise TsaeError(what, where=folder, fix=_AGAIN)

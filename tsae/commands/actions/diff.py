@@ -166,10 +166,9 @@ def run_report(options: Report) -> None:
         diff = tsae.Intervention.load(folder).mark(diff)
     if options.reinforcement is not None:
         folder = options.reinforcement
-        if not (folder / "predicted.parquet").is_file():
-            raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
         fix = "Make it again with `tsae reinforcement --diff`."
-        known = read_whole(folder, _PUSHED, fix, ("reinforcement.parquet", "predicted.parquet"))
+        needed = (_PUSHED, "reinforcement.parquet", "predicted.parquet")
+        known = read_whole(folder, needed, fix, "Make it with `tsae reinforcement --diff`.")
         for name, of in inputs_of(diff).items():
             if known.get(name) not in (None, of):
                 raise TsaeError(f"is of other {NAMES[name]} than the diff", where=folder, fix=fix)

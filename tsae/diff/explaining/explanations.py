@@ -100,10 +100,7 @@ class Explanations(Tables):
             TsaeError: where a file is missing or damaged, or holds what no labels are.
         """
         folder = as_path(folder)
-        for name in (FILE, _TABLE):
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae explain`.")
-        info = read_whole(folder, FILE, _FIX, [_TABLE])
+        info = read_whole(folder, (FILE, _TABLE), _FIX, "Make it with `tsae explain`.")
         with reading(folder / FILE, _FIX):
             if not isinstance(info["labeller"], str) or not isinstance(info["sae"], str | None):
                 raise ValueError("its labeller or its SAE is no text")

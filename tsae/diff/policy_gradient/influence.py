@@ -86,10 +86,7 @@ class Influence(Tables):
     def load(cls, folder: str | Path) -> Influence:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae influence`.")
         fix = "Make it again with `tsae influence`."
-        info = read_whole(folder, "influence.json", fix, _FILES)
+        info = read_whole(folder, _FILES, fix, "Make it with `tsae influence`.")
         with reading(folder / "influence.parquet", fix):
             return cls(pd.read_parquet(folder / "influence.parquet"), info)
