@@ -411,7 +411,7 @@ def test_a_part_of_another_capture_is_refused(
         capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=other, progress=False)
     assert contents(folder) == before
     (folder / "base" / "00001.json").write_text("{}")
-    with pytest.raises(TsaeError, match="not a manifest"):
+    with pytest.raises(TsaeError, match="has no checksum"):
         capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
     shutil.copy(folder / "base" / "00000.json", folder / "base" / "00001.json")
     with pytest.raises(TsaeError, match=r"the record 00001\.json of base is that of base/00000\.h5"):

@@ -15,9 +15,7 @@ import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from support.damage import resealed
-from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
-from tsae.base.files import sha256
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
 from tsae.features.encode import encode
@@ -356,12 +354,8 @@ def spiked(store: ActivationStore, folder: Path, factor: float, share: float = 0
         values = np.array(shard.read(SITE, slice(None)))
         tokens = np.random.default_rng(number).permutation(len(values))[: round(share * len(values))]
         values[tokens] *= factor
-        overwrite(shard, SITE, values)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for record in [shard for reader in manifest["readers"] for shard in reader["shards"]]:
-        record["sha256"] = sha256(folder / record["file"])  # else the changed shards would be refused
-    write_manifest(folder / "manifest.json", manifest)
-    return ActivationStore(folder)
+        overwrite(copy, shard, SITE, values)
+    return copy
 
 
 def limited(sae: TemporalSAE, store: ActivationStore, above: float = 3.0) -> TemporalSAE:

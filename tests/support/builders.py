@@ -263,10 +263,18 @@ def synthetic_store(
     return ActivationStore(folder)
 
 
-def overwrite(shard: Any, site: str, values: Any) -> None:
-    """Other float32 activations in a shard, and their norms."""
+def overwrite(store: Any, shard: Any, site: str, values: Any) -> None:
+    """Other float32 activations in a shard of a store, their norms, and the checksum of both."""
+    from tsae.activations.shards.manifest import write_manifest
+    from tsae.base.files import sha256
+
     values = np.broadcast_to(np.asarray(values, np.float32), shard.raw(site).shape)
     for raw, new in ((shard.raw(site), values), (shard.norms(site), np.linalg.norm(values, axis=1))):
         writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
         writable[:] = new
         writable.flush()
+    file = str(shard.path.relative_to(store.path.resolve()))
+    for record in [record for reader in store.manifest["readers"] for record in reader["shards"]]:
+        if record["file"] == file:
+            record["sha256"] = sha256(shard.path)
+    write_manifest(store.path / "manifest.json", store.manifest)
