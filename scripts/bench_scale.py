@@ -68,7 +68,7 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
     of_problem = 0.5 * rng.normal(size=(bench.problems, bench.d_model)).astype(np.float32)
     moved = 0.3 * rng.normal(size=bench.d_model).astype(np.float32)
     records: list[dict[str, Any]] = []
-    readers = []
+    readers: list[dict[str, Any]] = []
     for side, policy in enumerate(_READERS):
         shards = []
         for sample in range(samples):  # a shard is one sample of every problem
