@@ -18,7 +18,7 @@ import tsae
 from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.cli import run as cli
-from support.damage import flip
+from support.damage import flip, resealed
 from support.runs import BANDS, answer, answers, checkpoint, write_run
 from tsae.base.seal import seal
 from tsae.causal.intervention import folders_of_tests
