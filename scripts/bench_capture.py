@@ -47,10 +47,9 @@ from tsae.activations.reader.assignment import cut
 from tsae.activations.reader.forward_passes import pad, plan_batches
 from tsae.activations.reader.opening import open_reader
 from tsae.activations.recording.shard_capture import capture_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
 from tsae.activations.shards.shard import DTYPES
 from tsae.activations.shards.writer import write_shard
-from tsae.base.files import write_json
 from tsae.checkpoints.forward.hooks import decoder_blocks, positions
 
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
@@ -311,7 +310,7 @@ def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str, length: in
         digest = write_shard(folder / file, {"x": x}, dtype, ids, offsets, rows)
         shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows), "sha256": digest})
     rollouts.write(folder / "rollouts.parquet")
-    write_json(
+    write_manifest(
         folder / "manifest.json",
         {
             "format": FORMAT,
@@ -321,7 +320,8 @@ def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str, length: in
             "sites": {"x": {"d_model": d_model}},
             "rollouts": rollouts.fingerprint,
             "special_ids": [],
-            "readers": [{"id": "base", "run": None, "step": 0, "trained_on": None, "shards": shards}],
+            "readers": [{"id": "base", "run": None, "step": 0, "trained_on": None, "weights": None, "shards": shards}],
+            "config": {},
         },
     )
     return tsae.ActivationStore(folder)

@@ -10,7 +10,7 @@ SAE, and groups=(1.0,) besides is a plain BatchTopK SAE. Trained SAEs stay in --
 Every cell is mean ± standard deviation over seeds, on held-out problems. `roughness_high` is how much the high-level
 group's reconstruction moves from token to token, as a share of how much the stream moves; `smooth_bound` is the largest
 FVE that any reconstruction of that roughness can have, and `smooth_linear` what the best linear function of a token has
-(`tsae.sae.quality.smoothness.SlowVariance`).
+(`SlowVariance` in slow_variance.py).
 
 Thresholds are set on the held-out problems, where L0 is therefore k. `l0_elsewhere` sets them on one half of these
 problems, for the other: by its mean over both halves, and by how far the two are apart (`l0_apart`), new problems can
@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from slow_variance import SlowVariance
 
 import tsae
 from tsae.config import DemoConfig
@@ -40,7 +41,6 @@ from tsae.demo import demo_rollouts
 from tsae.sae.fitting.threshold import calibrate
 from tsae.sae.quality.counted_texts import counted_texts
 from tsae.sae.quality.separation import separation
-from tsae.sae.quality.smoothness import SlowVariance
 
 MEASURES = [
     "fve",

@@ -32,9 +32,9 @@ import torch
 import tyro
 
 import tsae
-from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
 from tsae.activations.shards.writer import write_shard
-from tsae.base.files import sha256, write_json
+from tsae.base.files import sha256
 from tsae.base.part import Part
 from tsae.features.encode import encode, encode_part
 from tsae.sae.config import SAEConfig
@@ -68,7 +68,7 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
     of_problem = 0.5 * rng.normal(size=(bench.problems, bench.d_model)).astype(np.float32)
     moved = 0.3 * rng.normal(size=bench.d_model).astype(np.float32)
     records: list[dict[str, Any]] = []
-    readers = []
+    readers: list[dict[str, Any]] = []
     for side, policy in enumerate(_READERS):
         shards = []
         for sample in range(samples):  # a shard is one sample of every problem
@@ -90,13 +90,14 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
             digest = write_shard(folder / file, {_SITE: values}, "float16", ids.ravel(), offsets, rows)
             shards.append({"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "sha256": digest})
         run = None if policy == "base" else policy
-        readers.append({"id": policy, "run": run, "step": side, "trained_on": None, "shards": shards})
+        readers.append({"id": policy, "run": run, "step": side, "trained_on": None, "weights": None})
+        readers[-1]["shards"] = shards
     rollouts = tsae.Rollouts.from_records(records)
     rollouts.write(folder / "rollouts.parquet")
     facts: dict[str, Any] = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float16"}
     facts |= {"special_ids": [], "sites": {_SITE: {"d_model": bench.d_model}}}
-    facts |= {"rollouts": rollouts.fingerprint, "readers": readers}
-    write_json(folder / "manifest.json", facts)
+    facts |= {"rollouts": rollouts.fingerprint, "readers": readers, "config": {}}
+    write_manifest(folder / "manifest.json", facts)
 
 
 def make_sae(folder: Path, store: Path, bench: Bench) -> None:

@@ -125,7 +125,7 @@ def analyze_state(
     rollouts = _rollouts(config, series, readers, log, importing, success, progress, grown)
     contrast_bands(rollouts, config.diff, config.to / "rollouts")  # one that is missing is said before the work
     for stage in ("rollouts", "second look", "sampled", "bands"):
-        if stage in rollouts.info.get("stages", {}):  # An older version imported without a second look.
+        if stage in rollouts.info.get("stages", {}):
             stages.say(stage, rollouts.info["stages"][stage])
     add_found(config.to, "run.json", {"second_look": rollouts.info.get("log", {}).get("second_look")})
     analysed, _ = analyse(

@@ -15,7 +15,7 @@ STAMPS = {"demo.json": "demo", "run.json": "run"}
 """Stamps of whole runs (see `claim`): the file, and the key of the settings in it."""
 _FOUND = "found"
 """Key in a stamp (see `claim`) of what the stages found, which is no setting."""
-CONTENTS = "contents of what was read"  # checksums; stamps of earlier versions and of growing logs have none
+CONTENTS = "contents of what was read"  # checksums; stamps of growing logs have none
 
 
 def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = ()) -> None:
@@ -32,21 +32,18 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
     """
-    wanted = compared = public(json.loads(json.dumps(stamp, default=str)))
+    wanted = public(json.loads(json.dumps(stamp, default=str)))
     copy = stamp_copy(folder, name)
-    # A kill during the first write leaves only the temporary file (of an earlier version: NAME.tmp), or the copy.
-    files = (copy, folder / name)
-    beginning = {copy.name, *(partial_name(file).name for file in files), *(f"{file.name}.tmp" for file in files)}
+    # A kill during the first write leaves only the temporary file, or the copy.
+    beginning = {copy.name, *(partial_name(file).name for file in (copy, folder / name))}
     if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
         found = read_stamp(folder, name)
-        if found is not None and CONTENTS not in found:
-            compared = {key: value for key, value in wanted.items() if key != CONTENTS}
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         before = {key: value for key, value in (found or {}).items() if key != _FOUND}
-        if before != compared and not (adds and _left_out(before, compared, STAMPS[name], adds)):
-            differing = sorted(key for key in compared if found is not None and found.get(key) != compared[key])
+        if before != wanted and not (adds and _left_out(before, wanted, STAMPS[name], adds)):
+            differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
             fix = "Delete that folder, or give another one with --to."
-            if adds and _left_out(compared, before, STAMPS[name], adds):
+            if adds and _left_out(wanted, before, STAMPS[name], adds):
                 fix = f"Its run was asked for --{adds[0]}: give that, too, or another folder with --to."
             elif "sae" in before:
                 fix = "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to)."

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 import tsae
-from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
 from tsae.activations.shards.writer import write_shard
-from tsae.base.files import write_json
+from tsae.base.files import sha256
 from tsae.rollouts.table import Rollouts
 
 SITE = "blocks.0.hook_resid_post"
@@ -109,14 +109,16 @@ def paired_store(
             ids = np.concatenate([np.concatenate(rollouts.tokens(int(row))) for row in rows])
             file, x = f"{reader}/{index:05d}.h5", torch.from_numpy(np.concatenate([own[row] for row in rows]))
             write_shard(folder / file, {SITE: x}, "float32", ids, offsets, rows)
-            shards.append({"file": file, "n_tokens": int(offsets[-1]), "n_trajectories": len(rows)})
+            counts = {"n_tokens": int(offsets[-1]), "n_trajectories": len(rows)}
+            shards.append({"file": file, **counts, "sha256": sha256(folder / file)})
         run = None if number == 0 else reader
-        listed.append({"id": reader, "run": run, "step": number, "trained_on": None, "shards": shards})
+        who = {"id": reader, "run": run, "step": number, "trained_on": None, "weights": None}
+        listed.append({**who, "shards": shards})
     rollouts.write(folder / "rollouts.parquet")
     manifest = {
         "format": FORMAT, "version": VERSION, "complete": True, "dtype": "float32",
         "sites": {SITE: {"d_model": texts[0].shape[1]}}, "rollouts": rollouts.fingerprint, "special_ids": [],
-        "readers": listed,
+        "readers": listed, "config": {},
     }  # fmt: skip
-    write_json(folder / "manifest.json", manifest)
+    write_manifest(folder / "manifest.json", manifest)
     return tsae.ActivationStore(folder)

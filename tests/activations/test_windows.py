@@ -162,7 +162,7 @@ def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
     large = {n for n, token in enumerate(tokens) if token.position in (0, 2, 7)}
     values = np.array(shard.raw(SITE))
     values[sorted(large), 1] = 1e6
-    overwrite(shard, SITE, values)
+    overwrite(store, shard, SITE, values)
     windows = Windows(store, SITE, partner=partner, step_ends=(SEMICOLON,) if partner == "step" else ())
     may = allowed(tokens, partner, "all", (SEMICOLON,))
     found: set[tuple[int, int]] = set()
@@ -322,7 +322,7 @@ def test_what_is_estimated_is_of_the_mixture(tmp_path: Path) -> None:
     texts = [Text([1], [2] * 9, ("base",)) for _ in range(90)] + [Text([1], [2] * 9, ("run",)) for _ in range(10)]
     store, _ = numbered_store(tmp_path / "acts", texts, runs={"base": None, "run": "a"})
     for shard in store.shards():
-        overwrite(shard, SITE, [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0])
+        overwrite(store, shard, SITE, [0, 0, 1, 0] if shard.reader == "base" else [0, 3, 0, 0])
     balanced, plain = Windows(store, SITE, balance=("reader",)), Windows(store, SITE)
     # More than half are one point, so that the centre is the mean: (0, .3, .9, 0).
     assert plain.norms.mean == pytest.approx(0.9 * 0.1**0.5 + 0.1 * 8.1**0.5)
@@ -377,7 +377,7 @@ def noisy(unequal: tuple[ActivationStore, list[Token]], tmp_path_factory: pytest
     store = ActivationStore(shutil.copytree(unequal[0].path, tmp_path_factory.mktemp("noisy") / "acts"))
     rng = np.random.default_rng(2)
     for shard in store.shards():
-        overwrite(shard, SITE, (rng.random((shard.n_tokens, 12)) < 0.2) @ rng.normal(size=(12, D)) + 1)
+        overwrite(store, shard, SITE, (rng.random((shard.n_tokens, 12)) < 0.2) @ rng.normal(size=(12, D)) + 1)
     return store
 
 
@@ -440,7 +440,7 @@ def test_one_token_a_trajectory_trains_without_the_temporal_term(tmp_path: Path)
 def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
     for shard in store.shards():
-        overwrite(shard, SITE, 0)
+        overwrite(store, shard, SITE, 0)
     with pytest.raises(TsaeError, match=r"all of \d+ tokens have the same activations at x\.site"):
         _ = Windows(store, SITE).norms
     other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
@@ -448,11 +448,11 @@ def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
         _ = Windows(other, SITE, max_norm=1e-9).norms
     for shard in other.shards():
         with np.errstate(over="ignore"):
-            overwrite(shard, SITE, 1e30 * np.array(shard.read(SITE, slice(None))))
+            overwrite(other, shard, SITE, 1e30 * np.array(shard.read(SITE, slice(None))))
     with pytest.raises(TsaeError, match=r"activations at x\.site are so large that their norms are beyond float32"):
         _ = Windows(other, SITE).norms
     for shard in other.shards():
-        overwrite(shard, SITE, 3)
+        overwrite(other, shard, SITE, 3)
     with pytest.raises(TsaeError, match=r"all of \d+ tokens have the same activations at x\.site"):
         train(other, SAEConfig(d_sae=8, k=2), training=TrainingConfig(tokens=64, batch_tokens=32), progress=False)
 
@@ -461,7 +461,7 @@ def test_activations_may_be_small(tmp_path: Path) -> None:
     """Less than 1 in all."""
     store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
     for shard in store.shards():
-        overwrite(shard, SITE, 1e-6 * np.array(shard.read(SITE, slice(None))))
+        overwrite(store, shard, SITE, 1e-6 * np.array(shard.read(SITE, slice(None))))
     norms = Windows(store, SITE).norms
     assert 0 < norms.median < 1e-3
     assert norms.limit == pytest.approx(10 * norms.median)

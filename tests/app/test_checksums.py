@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.builders import synthetic_store
-from support.damage import flip, unsealed
+from support.damage import flip
 from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
@@ -37,12 +37,10 @@ def test_content_carries_its_checksum(tmp_path: Path) -> None:
         file.write_bytes(changed)
         with suppress(TsaeError):  # of white space nothing is said
             assert json.dumps(read_sealed(file, "")) == json.dumps(content)
-    file.write_text(json.dumps(content))
-    assert json.dumps(read_sealed(file, "")) == json.dumps(content)
     sealed = with_checksum(content)
-    for lost in ("checksum", "sealed"):
+    for lost, said in (("checksum", "has no checksum"), ("sealed", "content has changed")):
         file.write_text(json.dumps({name: value for name, value in sealed.items() if name != lost}))
-        with pytest.raises(TsaeError, match="content has changed"):
+        with pytest.raises(TsaeError, match=said):
             read_sealed(file, "")
     assert with_checksum(sealed) == sealed
 
@@ -55,8 +53,6 @@ def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"step": 0', '"step": 7'))
     with pytest.raises(TsaeError, match=r"manifest\.json: is damaged: its content has changed"):
         ActivationStore(store.path)
-    write_manifest(file, store.manifest)
-    assert ActivationStore(unsealed(store.path)).manifest == store.manifest
 
 
 def test_a_changed_copy_of_the_rollouts_is_refused(tmp_path: Path) -> None:
@@ -80,7 +76,7 @@ def recording(tmp_path: Path) -> tuple[Path, TrainedWeights]:
 
 def test_what_was_recorded_is_read_again(recording: tuple[Path, TrainedWeights]) -> None:
     path, trained = recording
-    assert check_samples(path)
+    check_samples(path)
     knots, rollouts = read_recording(path, trained)
     assert knots.steps == [0, 1, 2]
     assert rollouts.table["advantage"].to_pylist() == [0.5, 0.25, 0.5, 0.25]
@@ -89,11 +85,6 @@ def test_what_was_recorded_is_read_again(recording: tuple[Path, TrainedWeights])
     with (path / SAMPLES).open("a") as file:
         file.write('{"step": 3, "wei')
     (path / "weights-000002.safetensors").unlink()
-    assert len(read_recording(path, trained)[1]) == 4
-    # As earlier versions wrote it.
-    (path / SEAL).unlink()
-    lines = [{n: v for n, v in json.loads(line).items() if n != "sum"} for line in _lines(path)[:4]]
-    (path / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert len(read_recording(path, trained)[1]) == 4
 
 
@@ -126,7 +117,7 @@ def test_a_changed_recording_is_refused(recording: tuple[Path, TrainedWeights], 
         lines, said = lines[:2], r"samples\.jsonl: cannot be read \(its last samples are missing"
     else:
         (path / SEAL).unlink()
-        said = "line 1 is damaged"
+        said = r"its checksums\.json is missing"
     (path / SAMPLES).write_text("".join(lines))
     with pytest.raises(TsaeError, match=said):
         read_recording(path, trained)

@@ -13,11 +13,11 @@ import pytest
 
 from support.builders import make_rollouts
 from support.credit import small_credit
-from support.damage import unsealed
+from support.damage import resealed
 from support.planted import planted
 from tsae.attribution.gradients.gradient_store import GradientStore
-from tsae.base.files import read_object, reading
-from tsae.base.seal import SEAL, write_sealed
+from tsae.base.files import read_object, reading, write_json
+from tsae.base.seal import SEAL, seal, with_checksum, write_sealed
 from tsae.causal.intervention import Intervention
 from tsae.commands.actions.diff import run_report
 from tsae.commands.options.diff import Report
@@ -83,11 +83,11 @@ def damages(file: Path) -> dict[str, Callable[[], Any]]:
 
 DAMAGES = ("empty", "cut", "zeros", "no text", "a list", "other object", "a folder", "gone")
 CASES = [(*file, damage, True) for file in FILES for damage in DAMAGES]
-# Without a seal, as in folders of earlier versions, other bytes remain unseen, and means.h5 need not be there.
+# Where the seal was made of the damaged file, its content alone is refused; other bytes remain unseen.
 CASES += [
     (kind, name, damage, False)
     for kind, name, damage, _ in CASES
-    if damage not in ("zeros", "other object") and not (name == "means.h5" and damage in ("a folder", "gone"))
+    if damage not in ("zeros", "other object", "a folder", "gone")
 ]
 
 
@@ -96,10 +96,10 @@ def test_what_is_damaged_is_refused(
     kind: str, name: str, damage: str, sealed: bool, results: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(results / kind, folder := tmp_path / kind)
-    if not sealed:
-        unsealed(folder)
     LOADERS[kind](folder)
     damages(folder / name)[damage]()
+    if not sealed:
+        resealed(folder)
     with pytest.raises(TsaeError) as refused:
         LOADERS[kind](folder)
     assert name in str(refused.value)
@@ -139,10 +139,14 @@ def test_gradients(tmp_path: Path) -> None:
     file = tmp_path / "gradients.json"
     for content in ("", "[]", "{}", '{"steps": 3}'):
         file.write_text(content)
-        with pytest.raises(TsaeError, match=r"gradients\.json: cannot be read"):
+        with pytest.raises(TsaeError, match=r"gradients\.json: (cannot be read|has no checksum)"):
             GradientStore(tmp_path)
-    file.write_text('{"steps": [1]}')
+    write_json(file, with_checksum({"steps": 3}))
+    with pytest.raises(TsaeError, match=r"gradients\.json: cannot be read"):
+        GradientStore(tmp_path)
+    write_json(file, with_checksum({"steps": [1]}))
     (tmp_path / "step-000001.safetensors").write_bytes(b"\x10")
+    seal(tmp_path, ["step-000001.safetensors"])
     with pytest.raises(TsaeError, match="cannot be read"):
         GradientStore(tmp_path).step(1)
 
@@ -150,6 +154,7 @@ def test_gradients(tmp_path: Path) -> None:
 def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> None:
     for name in ("reinforcement", "predicted"):
         (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
+    write_sealed(tmp_path, "reinforcement.json", {}, ["reinforcement.parquet", "predicted.parquet"])
     options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
     with pytest.raises(TsaeError, match="cannot be read"):
         run_report(options)
@@ -182,15 +187,20 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
         run_report(replace(options, features=None, reinforcement=pushed))
 
 
+_CAUSAL = ("causal.json", "outcomes.parquet", "rollouts.parquet")
+
+
 def test_a_causal_test_of_nothing(tmp_path: Path) -> None:
     make_rollouts(n_problems=2).write(tmp_path / "rollouts.parquet")
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "outcomes.parquet")
     for content, said in (("[]", "expected an object"), ("{}", "no causal test's"), ("{", "cannot be read")):
         (tmp_path / "causal.json").write_text(content)
+        seal(tmp_path, _CAUSAL)
         with pytest.raises(TsaeError, match=said):
             Intervention.load(tmp_path)
     (tmp_path / "causal.json").write_text('{"record": {"a": 1}}')
     (tmp_path / "outcomes.parquet").write_bytes(b"")
+    seal(tmp_path, _CAUSAL)
     with pytest.raises(TsaeError, match=r"outcomes\.parquet: cannot be read"):
         Intervention.load(tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from tsae.attribution.targets import NextToken
 from tsae.attribution.trainer.optimiser import Optimiser
 from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.attribution.trainer.recipe import read_recipe
+from tsae.base.seal import seal
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -461,7 +461,7 @@ def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path
         read_recording(tmp_path / "r", TrainedWeights(trained.model, [name]))
 
 
-def test_odd_files_of_weights_are_refused_without_a_seal_too(llama: Path, tmp_path: Path) -> None:
+def test_odd_files_of_weights_are_refused(llama: Path, tmp_path: Path) -> None:
     trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
     trained = TrainedWeights(trained.model, list(trained.parameters)[-1:])
     folder = RecordingFolder(tmp_path, {})
@@ -469,11 +469,6 @@ def test_odd_files_of_weights_are_refused_without_a_seal_too(llama: Path, tmp_pa
         folder.keep_weights(trained, step)
     folder.add(1, [{"problem_id": "a", "advantage": 1.0, "prompt_ids": [1], "response_ids": [2]}], [1.0])
     first, second = (tmp_path / f"weights-00000{step}.safetensors" for step in (0, 1))
-    assert read_recording(tmp_path, trained)[0].steps == [0, 1]
-    # As one of an earlier version, whose lines have no checksums either.
-    (tmp_path / "checksums.json").unlink()
-    samples = tmp_path / "samples.jsonl"
-    samples.write_text(re.sub(', "sum": "[0-9a-f]+"', "", samples.read_text()))
     assert read_recording(tmp_path, trained)[0].steps == [0, 1]
     for name in ("-1", "1_0", "10", "", "x", "٠٠٠٠١٠", "0000000010", "9" * 200):
         odd = tmp_path / f"weights-{name}.safetensors"
@@ -493,9 +488,9 @@ def test_odd_files_of_weights_are_refused_without_a_seal_too(llama: Path, tmp_pa
     (name,) = trained.parameters
     for value in (torch.zeros(3), torch.full_like(trained.parameters[name].detach(), torch.nan)):
         save_file({name: value}, link)
+        seal(tmp_path, [link.name])
         with pytest.raises(TsaeError, match=r"has the shape \(3,\), and|are not finite"):
             read_recording(tmp_path, trained)
-    shutil.copyfile(second, link)
     first.unlink()
     with pytest.raises(TsaeError, match=r"holds no weights-000000\.safetensors, the weights that it began with"):
         read_recording(tmp_path, trained)

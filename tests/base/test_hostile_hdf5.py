@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tsae
+from support.damage import resealed
 from support.diffs import source
 from tsae.base.disk.hdf5 import places
 from tsae.errors import TsaeError
@@ -109,13 +110,10 @@ def test_a_hostile_shard_is_refused(attack: Any, store: tsae.ActivationStore, tm
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_a_hostile_feature_table_is_refused(attack: Any, tmp_path: Path) -> None:
     folder = source(["one", "two three"])[0].save(tmp_path / "features")
-    (folder / "checksums.json").unlink(missing_ok=True)
-    content = (folder / "features.json").read_text().replace('"sealed": true', '"sealed": false')
-    (folder / "features.json").write_text(content)
     with h5py.File(folder / "features.h5", "r+") as file:
         attack(file, "token_ids", tmp_path)
     with pytest.raises(TsaeError, match=ATTACKS[attack]) as said:
-        FeatureTable.load(folder)
+        FeatureTable.load(resealed(folder))
     assert "features" in str(said.value)
 
 

@@ -50,7 +50,7 @@ def test_exchanged_shortened_and_lost_files_are_found(folder: Path) -> None:
     with pytest.raises(TsaeError, match=r"b\.bin is missing"):
         check_seal(folder, "Make it again.")
     with pytest.raises(TsaeError, match=r"a\.bin is damaged"):
-        check_seal(folder, "Make it again.", ["a.bin"])
+        check_seal(folder, "Make it again.", ["a.bin"], others=False)
     (folder / "c.bin").rename(folder / "b.bin")
     with pytest.raises(TsaeError, match=r"a\.bin is damaged"):
         check_seal(folder, "Make it again.")
@@ -96,9 +96,12 @@ def test_a_file_is_read_once_as_long_as_it_stays(folder: Path, monkeypatch: pyte
     assert read == ["a.bin"]
 
 
-def test_folders_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_text("anything")
-    check_seal(tmp_path, "")
+def test_what_was_never_sealed_is_refused(folder: Path) -> None:
+    with pytest.raises(TsaeError, match=r"holds other\.txt, which was not written with the rest"):
+        check_seal(folder, "", ["other.txt"])
+    (folder / SEAL).unlink()
+    with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
+        check_seal(folder, "")
 
 
 def test_lone_surrogates_survive_in_json(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import tsae
 from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.cli import run as cli
-from support.damage import flip
+from support.damage import flip, resealed
 from support.runs import BANDS, answer, answers, checkpoint, write_run
-from tsae.base.seal import SEAL, seal
+from tsae.base.seal import seal
 from tsae.causal.intervention import folders_of_tests
 from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.problem_effects import between
@@ -620,12 +620,11 @@ def test_a_piece_that_was_there_is_no_missing_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed", [{"readers": None}, {"readers": []}, {"readers": [{"id": 1}]}, {"sae": "mine"}, {"config": {}}]
 )
-def test_a_diff_without_checksums_that_is_none_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_a_diff_that_is_none_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
     folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
     file = folder / "diff" / "diff.json"
-    (folder / "diff" / SEAL).unlink()
-    info = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("sealed", "checksum")}
-    file.write_text(json.dumps({**info, **changed}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    resealed(folder / "diff")
     with pytest.raises(TsaeError, match=r"diff\.json: cannot be read"):
         claims_of(folder, ["a"])
 

@@ -14,8 +14,7 @@ import scipy.sparse as sp
 import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
-from support.damage import unsealed
-from tsae.activations.shards.manifest import write_manifest
+from support.damage import resealed
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
@@ -186,14 +185,15 @@ def test_damaged_tables_are_refused(table: FeatureTable, tmp_path: Path) -> None
         (folder / name).write_bytes((source / name).read_bytes()[:-1] + b"?")
         with pytest.raises(TsaeError, match=f"{re.escape(name)} is damaged: its bytes have changed"):
             FeatureTable.load(folder)
-    unsealed(source)
     folder = Path(shutil.copytree(source, tmp_path / "cut"))
     (folder / "features.h5").write_bytes((source / "features.h5").read_bytes()[:-10])
+    resealed(folder)
     with pytest.raises(TsaeError, match=r"features\.h5 cannot be read"):
         FeatureTable.load(folder)
     folder = Path(shutil.copytree(source, tmp_path / "json"))
     for content in ("{", "{}", "[]"):
         (folder / "features.json").write_text(content)
+        resealed(folder)
         with pytest.raises(TsaeError, match=r"features\.json"):
             FeatureTable.load(folder)
 
@@ -349,16 +349,12 @@ def many(series: Any, fingerprint: str, tmp_path_factory: pytest.TempPathFactory
 def spiked(store: ActivationStore, folder: Path, factor: float, share: float = 0.005) -> ActivationStore:
     """A copy of a store in which a share of all tokens is multiplied."""
     shutil.copytree(store.path, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for record in [shard for reader in manifest["readers"] for shard in reader["shards"]]:
-        del record["sha256"]  # else the changed shards would be refused
-    write_manifest(folder / "manifest.json", manifest)
     copy = ActivationStore(folder)
     for number, shard in enumerate(copy.shards()):
         values = np.array(shard.read(SITE, slice(None)))
         tokens = np.random.default_rng(number).permutation(len(values))[: round(share * len(values))]
         values[tokens] *= factor
-        overwrite(shard, SITE, values)
+        overwrite(copy, shard, SITE, values)
     return copy
 
 

@@ -17,7 +17,7 @@ import pytest
 import scipy.sparse as sp
 
 import tsae.features.stored as stored
-from support.damage import unsealed
+from support.damage import resealed
 from support.planted import planted
 from tsae.causal.controls import FeatureScales
 from tsae.diff.config import DiffConfig
@@ -27,7 +27,7 @@ from tsae.features.annotations import annotate_tokens, responds_to, top_tokens
 from tsae.features.feature_table import FeatureTable
 from tsae.features.stored import PickedColumns, StoredRows, column_blocks, row_blocks
 from tsae.features.sums import grouped_sums, sums_by_code
-from tsae.features.table_files import read_codes, write_codes
+from tsae.features.table_files import write_codes
 from tsae.features.top_contexts import top_contexts
 from tsae.report.pages.examples import contexts, histograms
 
@@ -44,8 +44,7 @@ def on_disk(folder: Path, matrix: sp.csr_array, at_once: int) -> StoredRows:
     arrays = {"token_ids": np.zeros(n, np.int32), "outlier": np.zeros(n, bool), "row_offsets": np.array([0, n])}
     arrays |= {"reader": one, "trajectory": one}
     blocks = (block for _, block in row_blocks(matrix, at_once))
-    write_codes(folder, arrays, blocks, matrix.shape, matrix.nnz)
-    return read_codes(folder, matrix.shape[1])[0]
+    return write_codes(folder, arrays, blocks, matrix.shape, matrix.nnz)
 
 
 def same(a: sp.csr_array, b: sp.csr_array) -> bool:
@@ -189,19 +188,6 @@ def test_all_that_reads_codes_finds_the_same(tables: tuple[FeatureTable, Feature
     assert found[0] == found[1]
 
 
-def test_tables_of_earlier_versions_are_read(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
-    table, _ = tables
-    folder = table.save(tmp_path / "features")
-    unsealed(folder)
-    for name in ("columns.h5", "means.h5"):
-        (folder / name).unlink()
-    old = FeatureTable.load(folder)
-    assert isinstance(old.codes, StoredRows)
-    assert old.codes.columns is None
-    assert same(old.row_means()[:], table.row_means()[:])
-    np.testing.assert_array_equal(old.columns[:, [1, 4]].toarray(), table.columns[:, [1, 4]].toarray())
-
-
 def test_means_on_disk_are_not_those_of_other_tokens(tables: tuple[FeatureTable, FeatureTable]) -> None:
     """With other outliers the tokens that count are others."""
     memory, disk = tables
@@ -220,14 +206,14 @@ def test_a_table_is_saved_into_its_own_folder(tables: tuple[FeatureTable, Featur
 
 
 @pytest.mark.parametrize("name", ["features.h5", "columns.h5", "means.h5"])
-def test_damaged_files_are_refused_without_a_seal_too(
+def test_damaged_files_are_refused_by_their_content_too(
     name: str, tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
 ) -> None:
     folder = tables[0].save(tmp_path / "features")
-    unsealed(folder)
     whole = (folder / name).read_bytes()
     for content in (b"", whole[:100], b"no HDF5 at all"):
         (folder / name).write_bytes(content)
+        resealed(folder)
         with pytest.raises(TsaeError, match=f"{name} cannot be read"):
             FeatureTable.load(folder)
 
@@ -268,11 +254,11 @@ def test_arrays_that_do_not_fit_are_refused(
     """An index beyond the matrix would be written to memory that is not the matrix's."""
     name, dataset, change, message = FAULTS[fault]
     folder = tables[0].save(tmp_path / "features")
-    unsealed(folder)
     with h5py.File(folder / name, "r+") as file:
         found = file[dataset][()]
         del file[dataset]
         file[dataset] = change(found)
+    resealed(folder)
     with pytest.raises(TsaeError, match=message) as said:
         read_all(folder)
     assert str(folder) in str(said.value)
@@ -285,9 +271,9 @@ def test_facts_that_are_none_are_refused(
     changed: dict[str, Any], tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
 ) -> None:
     folder = tables[0].save(tmp_path / "features")
-    unsealed(folder)
     file = folder / "features.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    resealed(folder)
     with pytest.raises(TsaeError, match=r"features\.json: cannot be read"):
         FeatureTable.load(folder)
 
@@ -295,8 +281,8 @@ def test_facts_that_are_none_are_refused(
 def test_columns_of_another_table_are_refused(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
     folder = tables[0].save(tmp_path / "features")
     other = planted(n_problems=12, n_samples=6).table.save(tmp_path / "other")
-    unsealed(folder)
     (folder / "columns.h5").write_bytes((other / "columns.h5").read_bytes())
+    resealed(folder)
     with pytest.raises(TsaeError, match=r"columns\.h5 is not that of features\.h5"):
         FeatureTable.load(folder)
 

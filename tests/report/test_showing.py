@@ -167,10 +167,10 @@ def test_a_click_on_a_head_sorts_the_table(diff: tsae.FeatureDiff, tmp_path: Pat
 def test_tables_show_a_part_and_say_so() -> None:
     import pandas as pd
 
-    html = cards.table_html(pd.DataFrame({"n_rows": range(30), "share": np.linspace(0, 1, 30)}), "what", limit=5)
-    found = Elements(html)
-    assert found.names.count("tr") == 6
-    assert "what – the first 5 of 30 rows" in found.text
+    table = pd.DataFrame({"n_rows": range(30), "share": np.linspace(0, 1, 30)})
+    found = Elements(cards.card("Some", {}, ("what", table)))
+    assert found.names.count("tr") == 13
+    assert "what – the first 12 of 30 rows" in found.text
     assert "n rows" in found.text
 
 

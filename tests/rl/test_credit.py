@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from statements.credit import planted_credit, says
 
 from support.credit import IDLE, N_FEATURES, small_credit, world
-from support.damage import unsealed
+from support.damage import resealed
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl import credit_fitting
@@ -304,7 +304,7 @@ UNSOUND: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "edit"), UNSOUND)
 def test_what_no_fit_gives_is_not_loaded(tmp_path: Path, name: str, edit: dict[str, Any]) -> None:
-    folder = unsealed(small_credit().save(tmp_path))
+    folder = small_credit().save(tmp_path)
     if name == "credit.json":
         content = json.loads((folder / name).read_text())
         for key, value in edit.items():
@@ -313,7 +313,7 @@ def test_what_no_fit_gives_is_not_loaded(tmp_path: Path, name: str, edit: dict[s
     else:
         save_file({**load_file(folder / name), **edit}, folder / name)
     with pytest.raises(TsaeError, match=re.escape(name)):
-        Credit.load(folder)
+        Credit.load(resealed(folder))
 
 
 def test_credit_without_a_common_pair_is_that_of_the_tokens() -> None:

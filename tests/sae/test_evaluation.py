@@ -15,6 +15,7 @@ import pytest
 import scipy.optimize
 import scipy.stats
 import torch
+from slow_variance import SlowVariance
 
 import tsae
 from support.builders import make_rollouts, synthetic_store
@@ -26,7 +27,7 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
-from tsae.sae.quality.smoothness import SlowVariance, smoothness
+from tsae.sae.quality.smoothness import smoothness
 from tsae.sae.quality.splice import loss_recovered
 
 SITE = "blocks.1.hook_resid_post"
@@ -445,6 +446,15 @@ def runs() -> list[np.ndarray]:
     return walks
 
 
+@pytest.fixture
+def slow(runs: list[np.ndarray]) -> SlowVariance:
+    """The variance that slow reconstructions of the runs can explain."""
+    found = SlowVariance(4)
+    for run in runs:
+        found.add(run)
+    return found
+
+
 def fve_and_roughness(runs: list[np.ndarray], found: list[np.ndarray]) -> tuple[float, float]:
     x, y = np.concatenate(runs), np.concatenate(found)
     moved, total = (sum(np.square(np.diff(run, axis=0)).sum() for run in some) for some in (found, runs))
@@ -452,10 +462,9 @@ def fve_and_roughness(runs: list[np.ndarray], found: list[np.ndarray]) -> tuple[
 
 
 @pytest.mark.parametrize("roughness", [0.1, 0.4, 0.8])
-def test_the_slow_bound_is_the_best_of_all_reconstructions(runs: list[np.ndarray], roughness: float) -> None:
-    slow = SlowVariance(4)
-    for run in runs:
-        slow.add(run)
+def test_the_slow_bound_is_the_best_of_all_reconstructions(
+    runs: list[np.ndarray], slow: SlowVariance, roughness: float
+) -> None:
     # Against a general minimizer over every number of the reconstruction.
     x, ends = np.concatenate(runs), np.cumsum([len(run) for run in runs])[:-1]
 
@@ -476,10 +485,7 @@ def test_the_slow_bound_is_the_best_of_all_reconstructions(runs: list[np.ndarray
 
 
 @pytest.mark.parametrize("roughness", [0.2, 0.6])
-def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], roughness: float) -> None:
-    slow = SlowVariance(4)
-    for run in runs:
-        slow.add(run)
+def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], slow: SlowVariance, roughness: float) -> None:
     mean = np.concatenate(runs).mean(0)
 
     def applied(flat: np.ndarray) -> tuple[float, float]:
@@ -496,10 +502,7 @@ def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], roughness: 
     assert slow.linear(roughness) < slow.bound(roughness)
 
 
-def test_all_of_the_variance_is_as_rough_as_the_stream(runs: list[np.ndarray]) -> None:
-    slow = SlowVariance(4)
-    for run in runs:
-        slow.add(run)
+def test_all_of_the_variance_is_as_rough_as_the_stream(runs: list[np.ndarray], slow: SlowVariance) -> None:
     assert slow.bound(1.0) == pytest.approx(1)
     assert slow.linear(1.0) == pytest.approx(1)
     means = [np.repeat(run.mean(0)[None], len(run), axis=0) for run in runs]

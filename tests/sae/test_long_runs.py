@@ -40,6 +40,8 @@ from support.trainings import (
 from tsae.activations.batches.windows import Windows
 from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
+from tsae.base.files import sha256, write_json
+from tsae.base.seal import with_checksum
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.sae.config import TrainingConfig
@@ -237,7 +239,7 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
             r"inputs\.readers\.base\.weights was null",
         ),
         (changed("reader", lambda m: m["readers"][0].update(id="sft")), r"inputs\.readers\.sft was absent"),
-        (changed("config", lambda m: m.update(config={"plan": "all"})), r"inputs\.capture was null"),
+        (changed("config", lambda m: m.update(config={"plan": "all"})), r"inputs\.capture\.plan was absent"),
     ):
         with pytest.raises(TsaeError, match=message):
             train(other, CONFIG, to=folder, training=SHORT, progress=False)
@@ -281,7 +283,7 @@ def test_damaged_and_foreign_folders_are_refused(
         run(store.path, folder)
     other = tmp_path / "features"
     other.mkdir()
-    (other / "run.json").write_text('{"stage": "encode", "config": {}, "inputs": {}}')
+    write_json(other / "run.json", with_checksum({"stage": "encode", "config": {}, "inputs": {}}))
     with pytest.raises(TsaeError, match="holds the result of 'encode'"):
         run(store.path, other)
     with pytest.raises(TsaeError, match="save_every_steps=0 is less than 1"):
@@ -337,6 +339,9 @@ def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float)
     writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
     writable[25 * 17 + 4, 3] = value
     writable.flush()
+    store.manifest["readers"][0]["shards"][0]["sha256"] = sha256(shard.path)
+    write_manifest(store.path / "manifest.json", store.manifest)
+    store = ActivationStore(store.path)
     message = r"base/00000\.h5: x\.site is not finite in trajectory 17 \(problem p0017\), token 4\."
     with pytest.raises(TsaeError, match=message):
         train(store, CONFIG, training=TRAINING, progress=False)

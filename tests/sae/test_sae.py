@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from support.builders import synthetic_store
-from support.damage import unsealed
+from support.damage import resealed
 from tsae.activations.batches.windows import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
@@ -438,9 +438,9 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
         (folder / file).write_bytes((source / file).read_bytes()[:-1] + b"?")
         with pytest.raises(TsaeError, match=f"{re.escape(file)} is damaged: its bytes have changed"):
             TemporalSAE.load(folder)
-    unsealed(source)
     folder = copy("cut")
     (folder / "sae.safetensors").write_bytes((source / "sae.safetensors").read_bytes()[:-3])
+    resealed(folder)
     with pytest.raises(TsaeError, match=r"sae\.safetensors does not fit"):
         TemporalSAE.load(folder)
     config = json.loads((source / "config.json").read_text())
@@ -452,9 +452,11 @@ def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
     ):
         folder = copy(name)
         (folder / "config.json").write_text(json.dumps({**config, **change}))
+        resealed(folder)
         with pytest.raises(TsaeError, match=message):
             TemporalSAE.load(folder)
     (folder / "config.json").write_text("{")
+    resealed(folder)
     with pytest.raises(TsaeError, match=r"config\.json: cannot be read"):
         TemporalSAE.load(folder)
 
@@ -482,12 +484,12 @@ def _complex(weights: dict[str, torch.Tensor]) -> None:
 def test_weights_that_are_no_finite_numbers_are_refused(
     small: TemporalSAE, change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
 ) -> None:
-    folder = unsealed(small.save(tmp_path / "sae"))
+    folder = small.save(tmp_path / "sae")
     weights = {name: value.clone() for name, value in small.state_dict().items()}
     change(weights)
     save_file(weights, folder / "sae.safetensors")
     with pytest.raises(TsaeError, match=message):
-        TemporalSAE.load(folder)
+        TemporalSAE.load(resealed(folder))
 
 
 @pytest.mark.parametrize(
@@ -518,13 +520,13 @@ def test_weights_that_are_no_finite_numbers_are_refused(
 def test_files_with_values_of_no_use_are_refused(
     small: TemporalSAE, file: str, content: Any, message: str, tmp_path: Path
 ) -> None:
-    folder = unsealed(small.save(tmp_path / "sae"))
+    folder = small.save(tmp_path / "sae")
     if isinstance(content, dict):
         whole = json.loads((folder / file).read_text())
         content = json.dumps({**whole, **content, "sae": _with(whole["sae"], content.get("sae", {}))}).encode()
     (folder / file).write_bytes(content)
     with pytest.raises(TsaeError, match=message):
-        TemporalSAE.load(folder)
+        TemporalSAE.load(resealed(folder))
 
 
 def _with(config: dict[str, Any], change: Any) -> Any:

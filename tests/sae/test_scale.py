@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +13,7 @@ from support.builders import synthetic_store
 from tsae import SAEConfig, TemporalSAE, TrainingConfig, evaluate, train
 from tsae.activations.batches.outliers import NormStats, OutlierMask, norm_stats
 from tsae.activations.batches.windows import Windows
-from tsae.base.files import write_json
-from tsae.base.seal import with_checksum
 from tsae.errors import TsaeError
-from tsae.sae.fitting.run_folder import RunFolder
-from tsae.sae.fitting.training_plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
 
@@ -128,18 +123,3 @@ def test_a_centre_is_not_moved_by_many_sinks(tmp_path: Path) -> None:
     assert many.mean == pytest.approx(few.mean, rel=0.1)
     # Shards, and so their order and number, change no statistic but by rounding.
     assert stats(x[::-1].copy()).mean == pytest.approx(many.mean, rel=1e-6)
-
-
-def test_an_unfinished_training_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    store = synthetic_store(tmp_path / "acts", texts(0, n=20))
-    plan = Plan.of(store, SAEConfig(d_sae=16, k=2), TrainingConfig(tokens=512, batch_tokens=128), to=tmp_path / "sae")
-    folder = plan.folder
-    assert isinstance(folder, RunFolder)
-    folder.log({"step": 0, "loss": 1.0})
-    folder.save(2, {"position": torch.zeros(3)})
-    folder.claim()
-    file = tmp_path / "sae/checkpoint/0000000002/state.json"
-    state = json.loads(file.read_text())
-    write_json(file, with_checksum({key: value for key, value in state.items() if key != "scaled"}))
-    with pytest.raises(TsaeError, match="unfinished training of an earlier version"):
-        folder.claim()

@@ -91,6 +91,6 @@ def make_attribution(texts: tuple[str, ...] = (), *, validated: bool = False, **
     known = {
         "recipe": "adamw, learning rate 0.001 (constant)", "config": {"validate": 8 if validated else 0},
         "series": "tiny", "run": "run", "checkpoints": [0, 3, 6], "inputs": {"rollouts": "none"}, "sae": None,
-        "path_error": 0.01, "notes": ["A note."],
+        "directions": "directions-0123456789abcdef", "path_error": 0.01, "notes": ["A note."],
     }  # fmt: skip
     return Attribution(targets, samples, facts, pd.DataFrame(groups), problems, segments, {**known, **info})

@@ -221,9 +221,9 @@ def write_store(
     import torch
 
     from tsae import ActivationStore
-    from tsae.activations.shards.manifest import FORMAT, VERSION
+    from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
     from tsae.activations.shards.writer import write_shard
-    from tsae.base.files import write_json
+    from tsae.base.files import sha256
 
     entries: list[dict[str, Any]] = []
     for id, (run, shards) in readers.items():
@@ -232,19 +232,28 @@ def write_store(
             file, width = f"{id}/{number:05d}.h5", x.shape[1]
             activations = {site: torch.from_numpy(x.astype(np.float32))}
             write_shard(folder / file, activations, dtype, ids, np.cumsum([0, *lengths]), np.array(rows))
-            files.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows)})
-        entries.append({"id": id, "run": run, "step": 0, "trained_on": None, "shards": files})
+            counts = {"n_tokens": len(x), "n_trajectories": len(rows)}
+            files.append({"file": file, **counts, "sha256": sha256(folder / file)})
+        entries.append({"id": id, "run": run, "step": 0, "trained_on": None, "weights": None, "shards": files})
     rollouts.write(folder / "rollouts.parquet")
-    head = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": dtype}
+    head = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": dtype, "config": {}}
     of_tokens = {"rollouts": rollouts.fingerprint, "special_ids": list(special), "readers": entries}
-    write_json(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
+    write_manifest(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
     return ActivationStore(folder)
 
 
-def overwrite(shard: Any, site: str, values: Any) -> None:
-    """Other float32 activations in a shard, and their norms."""
+def overwrite(store: Any, shard: Any, site: str, values: Any) -> None:
+    """Other float32 activations in a shard of a store, their norms, and the checksum of both."""
+    from tsae.activations.shards.manifest import write_manifest
+    from tsae.base.files import sha256
+
     values = np.broadcast_to(np.asarray(values, np.float32), shard.raw(site).shape)
     for raw, new in ((shard.raw(site), values), (shard.norms(site), np.linalg.norm(values, axis=1))):
         writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
         writable[:] = new
         writable.flush()
+    file = str(shard.path.relative_to(store.path.resolve()))
+    for record in [record for reader in store.manifest["readers"] for record in reader["shards"]]:
+        if record["file"] == file:
+            record["sha256"] = sha256(shard.path)
+    write_manifest(store.path / "manifest.json", store.manifest)

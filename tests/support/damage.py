@@ -1,12 +1,11 @@
-"""Bytes that flip, and folders as earlier versions wrote them."""
+"""Bytes that flip, and folders whose checksums fit what was changed in them."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
-from tsae.base.seal import SEAL
+from tsae.base.seal import seal, sealed_names
 
 
 def flip(file: Path, place: int, bit: int = 1) -> None:
@@ -18,13 +17,7 @@ def flip(file: Path, place: int, bit: int = 1) -> None:
     os.utime(file, ns=(before + 10**9, before + 10**9))
 
 
-def unsealed(folder: Path, *more: str) -> Path:
-    """The folder without its seal, and without the words that there was one."""
-    (folder / SEAL).unlink(missing_ok=True)
-    for manifest in folder.glob("*.json"):
-        content = json.loads(manifest.read_text())
-        if content.pop("sealed", False):
-            for name in ("checksum", *more):
-                content.pop(name, None)
-            manifest.write_text(json.dumps(content))
+def resealed(folder: Path) -> Path:
+    """The folder with the checksums of what its files hold now: only their content can be refused."""
+    seal(folder, sealed_names(folder))
     return folder

@@ -175,7 +175,7 @@ class Catalogue:
             "rollouts": manifest["rollouts"],
             "readers": {
                 record["id"]: {
-                    "weights": record.get("weights"),
+                    "weights": record["weights"],
                     "shard_tokens": [shard["n_tokens"] for shard in record["shards"]],
                 }
                 for record in self._records()
@@ -183,7 +183,7 @@ class Catalogue:
             "site": site,
             "dtype": manifest["dtype"],
             "special_ids": manifest["special_ids"],
-            "capture": manifest.get("config"),
+            "capture": manifest["config"],
             **({"subset": selected} if selected else {}),
             **({"parts": parts} if (parts := self.rollouts.parts_fingerprint) else {}),
             **{axis: _hash(self.rollouts.table[axis].to_pylist()) for axis in labels},

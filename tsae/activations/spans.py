@@ -74,8 +74,7 @@ def rows_mask(
         raise TsaeError(
             "no response has thinking, by any marker that is known",
             where=rollouts.origin,
-            fix="Use the span response; or, where an earlier version made these rollouts, import or sample them again, "
-            "capture into the same folder (which reads no model again), and encode again.",
+            fix="Use the span response.",
         )
     lengths = rollouts.lengths("prompt_ids")[rows]
     return span_mask(token_ids, offsets, lengths, span, special_ids, rollouts.token_parts(rows))

@@ -67,7 +67,7 @@ class ActivationStore(Source):
     @property
     def has_token_statistics(self) -> bool:
         """Whether its shards hold entropies and log-probabilities."""
-        return bool(self.manifest.get("config", {}).get("token_statistics"))
+        return bool(self.manifest["config"].get("token_statistics"))
 
     @cached_property
     def rollouts(self) -> Rollouts:

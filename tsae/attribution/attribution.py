@@ -16,7 +16,7 @@ from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.files import as_path, read_object, reading
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
@@ -32,10 +32,9 @@ _COLUMNS = {
     "problems": ("problem_id", "target", "share", "effect", "low", "high"),
     "segments": ("target",),
 }
-"""That every version wrote."""
 _TABLES = ("targets", "samples", "facts", "groups", "problems", "segments")
-DIRECTIONS = re.compile("directions(-[0-9a-f]{16})?")
-"""Names of folders that hold directions. Earlier versions called it "directions" for all targets."""
+DIRECTIONS = re.compile("directions-[0-9a-f]{16}")
+"""Names of folders that hold directions."""
 
 
 def is_left_over(directions: Path) -> bool:
@@ -43,7 +42,7 @@ def is_left_over(directions: Path) -> bool:
     if not DIRECTIONS.fullmatch(directions.name):
         return False
     try:
-        named = read_object(directions.parent / "attribution.json", "Attribute again.").get("directions", "directions")
+        named = read_object(directions.parent / "attribution.json", "Attribute again.").get("directions")
     except TsaeError:
         return False
     return bool(named != directions.name)
@@ -176,8 +175,6 @@ class Attribution(Tables):
         near = [c for c in series if c.step in steps and (c.is_base or c.run == self.info["run"])]
         self._check_files({c.step: c for c in near}, steps, series.name)
         path = TrainingPath.of(series.select([c.id for c in near]), self.info["run"])
-        for s in steps:
-            self._need_same(s, path.fingerprint(s), self.info["inputs"]["checkpoints"][str(s)], series.name)
         local = TrainingPath(path.trained, {s - begin: weights for s, weights in path.knots.items() if s >= begin})
         j = list(self.targets.target).index(target)
         store = GradientStore(self.folder / "gradients")
@@ -189,22 +186,16 @@ class Attribution(Tables):
         return pd.DataFrame({"position": np.arange(len(ids)), **columns})
 
     def _check_files(self, given: Mapping[int, Checkpoint], steps: Sequence[int], where: str) -> None:
-        """Compare files with what was written down; earlier versions wrote down the trained weights alone."""
+        """Compare files with what was written down."""
         for step in steps:
-            told = self.info.get("weights", {}).get(str(step))
-            if step not in given:
-                self._need_same(step, "not there", self.info["inputs"]["checkpoints"][str(step)], where)
-            elif told is not None:
-                self._need_same(step, weights_fingerprint(given[step]), told, where)
-
-    @staticmethod
-    def _need_same(step: int, found: str, told: str, where: str) -> None:
-        if found != told:
-            raise TsaeError(
-                f"the checkpoint after step {step} is not the one that was attributed (weights: {found}, then: {told})",
-                where=where,
-                fix="Give the series that was attributed, with its checkpoints as they were; or attribute again.",
-            )
+            found = weights_fingerprint(given[step]) if step in given else "not there"
+            if found != (told := self.info["weights"][str(step)]):
+                raise TsaeError(
+                    f"the checkpoint after step {step} is not the one that was attributed (weights: {found}, then: "
+                    f"{told})",
+                    where=where,
+                    fix="Give the series that was attributed, with its checkpoints as they were; or attribute again.",
+                )
 
     def _of(self, table: pd.DataFrame, target: str) -> pd.DataFrame:
         if target not in set(self.targets.target):
@@ -237,22 +228,15 @@ class Attribution(Tables):
             TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
         folder = as_path(folder)
-        missing = [
-            name for name in ("attribution.json", *(f"{t}.parquet" for t in _TABLES)) if not (folder / name).is_file()
-        ]
-        if missing:
-            raise TsaeError(f"holds no {missing[0]}", where=folder, fix="Give a folder that `tsae attribute` wrote.")
-        check_seal(folder, "Attribute again.")
-        info = read_object(folder / "attribution.json", "Attribute again.")
-        if info.pop("sealed", False):
-            need_seal(folder, (folder / f"{name}.parquet" for name in _TABLES), "Attribute again.")
+        files = ("attribution.json", *(f"{table}.parquet" for table in _TABLES))
+        info = read_whole(folder, files, "Attribute again.", "Give a folder that `tsae attribute` wrote.")
         with reading(folder, "Attribute again."):
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
             for name, columns in _COLUMNS.items():
                 if lacking := set(columns) - set(tables[name]):
                     raise ValueError(f"{name}.parquet has no column {min(lacking)}")
             of = str(info["inputs"]["rollouts"])
-            if not DIRECTIONS.fullmatch(lie := str(info.setdefault("directions", "directions"))):
+            if not DIRECTIONS.fullmatch(lie := str(info["directions"])):
                 raise ValueError(f"{lie!r} is no folder of directions")
         if rollouts is not None and rollouts.fingerprint != of:
             raise TsaeError(

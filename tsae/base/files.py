@@ -63,12 +63,11 @@ def is_kept(path: Path) -> bool:
 
 
 @contextmanager
-def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
+def replacing(path: str | Path) -> Iterator[Path]:
     """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
 
     Args:
         path: missing folders are made.
-        flush: wait until the content is on the disk before the file is renamed.
     """
     path = as_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,9 +75,6 @@ def replacing(path: str | Path, *, flush: bool = False) -> Iterator[Path]:
     partial.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield partial
-        if flush:
-            with partial.open("rb") as stream:
-                os.fsync(stream.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -157,8 +153,7 @@ def clear_first(path: str | Path) -> None:
 def is_beginning(path: Path, left: str) -> bool:
     """Whether a name is one under which `write_first` writes a file before it is there, and no name of a user's own."""
     name = re.escape(path.name)
-    # Earlier versions wrote under a name that ends in ".tmp".
-    names = rf"{name}\.[0-9a-f]{{32}}(\.tmp)?|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}"
+    names = rf"{name}\.[0-9a-f]{{32}}|\.{name}\.[0-9a-f]{{32}}{re.escape(_PARTIAL)}"
     return re.fullmatch(names, left) is not None
 
 

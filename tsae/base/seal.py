@@ -1,7 +1,7 @@
 """A folder's seal: checksums of what a stage wrote, compared when a later stage reads it.
 
 checksums.json holds the SHA-256 of every sealed file. A file that was changed, exchanged or lost since then is refused
-by name, before any number is made of it. Folders of earlier versions have no seal and are read as they are.
+by name, before any number is made of it.
 
 JSON files that are written again and again, or stand alone, carry their own checksum (`with_checksum`).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
@@ -52,8 +52,6 @@ def _digests(folder: Path, names: Iterable[str], coming: Mapping[str, Path]) -> 
 
 def write_sealed(folder: str | Path, name: str, content: Mapping[str, Any], others: Iterable[str]) -> None:
     """Write the seal of a folder, and then the JSON file that completes it. So a complete folder always has a seal.
-
-    The file says that there is a seal, so that one that is lost is missed (`need_seal`).
 
     Args:
         folder: that holds the files.
@@ -109,23 +107,27 @@ def write_whole(
     return folder
 
 
-def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None) -> None:
+def check_seal(folder: str | Path, fix: str, needed: Iterable[str] = (), *, others: bool = True) -> None:
     """Compare sealed files with their checksums.
 
     Args:
         folder: that holds the files.
         fix: what makes them anew.
-        names: files to compare; by default all that are sealed.
+        needed: files that the seal has to name.
+        others: compare all others that it names, too.
 
     Raises:
-        TsaeError: where a sealed file is missing or has other bytes, or the seal itself is damaged.
+        TsaeError: where a sealed file is missing or has other bytes, or the seal is missing or damaged, or does not
+            name a file that is needed.
     """
-    folder = Path(folder)
-    file = folder / SEAL
-    if not file.is_file():
-        return
-    known = _read(file)
-    wanted = [name for name in known if names is None or name in set(names)]
+    folder, needed = Path(folder), list(needed)
+    if not (folder / SEAL).is_file():
+        raise TsaeError(f"its {SEAL} is missing, so that nothing says whether it is whole", where=folder, fix=fix)
+    known = _read(folder / SEAL)
+    strange = [name for name in needed if name not in known]
+    if strange:
+        raise TsaeError(f"holds {strange[0]}, which was not written with the rest of it", where=folder, fix=fix)
+    wanted = list(known) if others else needed
     missing = [name for name in wanted if not (folder / name).is_file()]
     if missing:
         raise TsaeError(f"{missing[0]} is missing", where=folder, fix=fix)
@@ -137,54 +139,55 @@ def check_seal(folder: str | Path, fix: str, names: Iterable[str] | None = None)
                 )
 
 
-def need_seal(folder: str | Path, files: Iterable[Path], fix: str) -> None:
-    """Refuse a folder that was sealed when it was written and is no longer, and files that its seal does not name.
+def read_whole(folder: Path, files: Sequence[str], fix: str, make: str) -> dict[str, Any]:
+    """The object in the JSON file that completes a folder, after all files were compared with their checksums.
 
     Args:
         folder: that holds the files.
-        files: that are going to be read.
-        fix: what makes them anew.
+        files: that have to be there, and in the seal; first the JSON file.
+        fix: what makes them anew where they are damaged.
+        make: what makes them where one is missing.
 
     Raises:
-        TsaeError: where the seal is missing, or does not name one of the files.
+        TsaeError: where a file is missing; as `check_seal`; or where the JSON file holds something else.
     """
-    seal_of = Path(folder) / SEAL
-    if not seal_of.is_file():
-        raise TsaeError(f"its {SEAL} is missing, so that nothing says whether it is whole", where=folder, fix=fix)
-    known = _read(seal_of)
-    strange = [file.name for file in files if file.name not in known]
-    if strange:
-        raise TsaeError(f"holds {strange[0]}, which was not written with the rest of it", where=folder, fix=fix)
+    for name in files:
+        if not (folder / name).is_file():
+            raise TsaeError(f"holds no {name}", where=folder, fix=make)
+    check_seal(folder, fix, files)
+    content = read_object(folder / files[0], fix)
+    content.pop("sealed", None)
+    return content
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON content that carries the SHA-256 of the rest of it, and says so: a checksum that is lost is missed."""
+    """JSON content that carries the SHA-256 of the rest of it, and says so."""
     content = {**{name: value for name, value in content.items() if name != _CHECKSUM}, "sealed": True}
     return {**content, _CHECKSUM: _content_digest(content)}
 
 
 def without_checksum(content: Mapping[str, Any], where: str | Path, fix: str) -> dict[str, Any]:
-    """Content that `with_checksum` gave, compared with its checksum. Content of earlier versions has none.
+    """Content that `with_checksum` gave, compared with its checksum.
 
     Raises:
-        TsaeError: where it has changed, or has lost its checksum.
+        TsaeError: where it has changed, or has no checksum.
     """
     found = dict(content)
     told = found.pop(_CHECKSUM, None)
-    if told is None and "sealed" not in found:
-        return found
+    if told is None:
+        raise TsaeError("has no checksum, so that nothing says whether it is whole", where=where, fix=fix)
     try:
         same = told == _content_digest(found)
     except RecursionError as error:  # what can just be read may be too deep to be written
         raise TsaeError("is damaged: it is nested too deeply", where=where, fix=fix) from error
     if not same:
         raise TsaeError("is damaged: its content has changed since it was written", where=where, fix=fix)
-    del found["sealed"]
+    found.pop("sealed", None)
     return found
 
 
 def read_sealed(file: str | Path, fix: str) -> dict[str, Any]:
-    """The object in a JSON file that carries its checksum, or is of an earlier version.
+    """The object in a JSON file that carries its checksum.
 
     Raises:
         TsaeError: where the file is missing or damaged, or holds something else.

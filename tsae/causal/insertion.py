@@ -109,9 +109,6 @@ def insert_discoveries(
     sae: TemporalSAE | str | Path,
     features: FeatureTable | str | Path,
     n: int = 5,
-    config: InsertionConfig | None = None,
-    *,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """`insertion` for the clearest discoveries of a diff: n shifts of every checkpoint, and n outcome effects of the
     base, each read by the side on which the feature is stronger (for outcomes, by the base).
@@ -130,10 +127,7 @@ def insert_discoveries(
         raise TsaeError("nothing was discovered, so that there is no feature to test", where="insertion")
     features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
     sae = TemporalSAE.of(sae)
-    parts = [
-        insertion(series[reader], sae, features, sorted(set(chosen)), config, progress=progress)
-        for reader, chosen in wanted.items()
-    ]
+    parts = [insertion(series[reader], sae, features, sorted(set(chosen))) for reader, chosen in wanted.items()]
     return pd.concat(parts, ignore_index=True)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import as_path, is_kept, read_object, reading
+from tsae.base.files import as_path, is_kept, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.seal import read_whole, write_whole
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
@@ -307,13 +307,7 @@ class Intervention(Tables):
     def load(cls, folder: str | Path) -> Intervention:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae causal`.")
-        check_seal(folder, "Run it again.")
-        info = read_object(folder / "causal.json", "Run it again.")
-        if info.pop("sealed", False):
-            need_seal(folder, (folder / name for name in _FILES), "Run it again.")
+        info = read_whole(folder, _FILES, "Run it again.", "Make it with `tsae causal`.")
         if info.pop("record", None) is None:
             raise TsaeError("is no causal test's: it has no record", where=folder / "causal.json", fix="Run it again.")
         with reading(folder / "outcomes.parquet", "Run it again."):

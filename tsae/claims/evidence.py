@@ -169,7 +169,7 @@ class Evidence:
         return False
 
     def _need_own(self, where: Path, found: Mapping[str, str | None], expected: Mapping[str, str | None]) -> None:
-        """Raise a TsaeError for a piece of something else. What an earlier version did not write down is not known."""
+        """Raise a TsaeError for a piece of something else. What neither says is not compared."""
         for name, value in found.items():
             if None not in (value, of := expected.get(name)) and value != of:
                 raise TsaeError(

@@ -90,7 +90,7 @@ class DiffConfig:
 
 
 def need_settings(drawn: Mapping[str, Any], config: DiffConfig, where: Path) -> None:
-    """Refuse a diff that was drawn with other settings. Earlier versions may have had fewer of them.
+    """Refuse a diff that was drawn with other settings.
 
     Args:
         drawn: the settings of the diff, as its file has them.
@@ -101,7 +101,7 @@ def need_settings(drawn: Mapping[str, Any], config: DiffConfig, where: Path) -> 
         TsaeError: naming the settings that differ.
     """
     wanted = json.loads(json.dumps(config.settings()))
-    differing = [name for name in wanted if name in drawn and drawn[name] != wanted[name]]
+    differing = [name for name in wanted if drawn.get(name) != wanted[name]]
     if differing:
         raise TsaeError(
             f"was drawn with other settings than this run's (differing: {', '.join(differing)})",

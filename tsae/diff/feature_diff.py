@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.base.files import as_path, read_object, reading
+from tsae.base.files import as_path, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.base.views import Plots, views
@@ -358,14 +358,10 @@ class FeatureDiff(Tables):
         """
         folder = as_path(folder)
         files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
-        for needed in (folder / "diff.json", *(files[name] for name in _TABLES)):
-            if not needed.is_file():
-                raise TsaeError(f"holds no {needed.name}", where=folder, fix="Make it with `tsae diff`.")
-        fix = "Draw it again with `tsae diff`."
-        check_seal(folder, fix)
-        info, tables = read_object(folder / "diff.json", fix), {}
-        if info.pop("sealed", False):
-            need_seal(folder, (file for file in files.values() if file.is_file()), fix)
+        fix, there = "Draw it again with `tsae diff`.", [files[name] for name in _OPTIONAL if files[name].is_file()]
+        needed = ("diff.json", *(f"{name}.parquet" for name in _TABLES), *(file.name for file in there))
+        info = read_whole(folder, needed, fix, "Make it with `tsae diff`.")
+        tables = {}
         strings = info.get("token_strings", {})
         with reading(folder / "diff.json", fix):
             if not all(isinstance(text, str) and 0 <= int(id) < 2**31 for id, text in strings.items()):
@@ -374,12 +370,6 @@ class FeatureDiff(Tables):
             if file.is_file():
                 with reading(file, fix):
                     tables[name] = pd.read_parquet(file)
-        if not {"delta", "p_differs"} <= set(tables["shifts"]):
-            raise TsaeError(
-                "its shifts have no sizes (column delta): an earlier version drew it",
-                where=folder,
-                fix="Draw it again with `tsae diff`.",
-            )
         if features is not None:
             of, sae, given_sae = features.rollouts, info.get("sae") or {}, features.info.get("sae") or {}
             made_from = {

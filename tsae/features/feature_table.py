@@ -25,10 +25,10 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.spans import TokenSpan, rows_mask
-from tsae.base.files import read_object, reading, writing
+from tsae.base.files import reading, writing
 from tsae.base.filters import several
 from tsae.base.remote.mirror import local, published, removed
-from tsae.base.seal import SEAL, check_seal, need_seal, write_sealed
+from tsae.base.seal import SEAL, read_whole, write_sealed
 from tsae.base.views import views
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import weights_fingerprint
@@ -39,7 +39,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.quality.stability import FILE as STABILITY
 from tsae.sae.quality.stability import Stability
 
-_FILES = ("features.json", CODES, "rollouts.parquet")
+_FILES = ("features.json", CODES, COLUMNS, MEANS, "rollouts.parquet")
 _AT_ONCE = 50_000  # tokens
 
 
@@ -179,12 +179,11 @@ class FeatureTable:
             TsaeError: where another SAE made them, or none.
         """
         sae = self.info.get("sae") or {}
-        # Earlier versions wrote no fingerprint.
-        if "n_experts" in sae or sae.get("weights") not in (weights, None) or self.n_features != d_sae:
+        if "n_experts" in sae or sae.get("weights") != weights or self.n_features != d_sae:
             raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
 
     def need_weights(self, checkpoint: Checkpoint) -> None:
-        """Check that a checkpoint is the reader of its id. Tables of earlier versions do not name its weights.
+        """Check that a checkpoint is the reader of its id.
 
         Raises:
             TsaeError: where its weights or its config are others.
@@ -308,19 +307,12 @@ class FeatureTable:
     def load(cls, folder: str | Path) -> FeatureTable:
         """Load a folder that `save` wrote. Codes and means stay there, and are read when they are needed."""
         folder = local(folder)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                if (folder / "pieces").is_dir():
-                    what = "its encoding did not finish"
-                    raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it goes on.")
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae encode`.")
-        check_seal(folder, "Encode again.")
-        info = read_object(folder / "features.json", "Encode again.")
+        if (folder / "pieces").is_dir() and not (folder / "features.json").is_file():
+            what = "its encoding did not finish"
+            raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it goes on.")
+        info = read_whole(folder, _FILES, "Encode again.", "Make it with `tsae encode`.")
         with reading(folder / "features.json", "Encode again."):
             n_features = int(info.pop("n_features"))
-        if info.pop("sealed", False):
-            written = (folder / name for name in (*_FILES, COLUMNS, MEANS))
-            need_seal(folder, written, "Encode again.")
         codes, arrays = read_codes(folder, n_features)
         rollouts = Rollouts.read(folder / "rollouts.parquet")
         with reading(folder / "features.json", "Encode again."):

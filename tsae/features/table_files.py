@@ -6,7 +6,7 @@
     means.h5           /SPAN/rows, /SPAN/columns: mean activations of every row over a span, by rows and by features;
                        /SPAN has the attribute mask, a digest of the tokens that counted
 
-Tables of earlier versions have neither columns.h5 nor means.h5; both are then made in memory.
+`tsae encode` writes all three.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _spooled(spool: IO[bytes], sizes: list[tuple[int, int]], n_columns: int) -> 
 
 
 def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.ndarray]]:
-    """The codes, with their columns and means where these lie beside them, and the arrays of `ARRAYS`.
+    """The codes, with their columns and means, and the arrays of `ARRAYS`.
 
     Raises:
         TsaeError: where a file cannot be read, or they do not fit each other.
@@ -102,26 +102,24 @@ def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.
         _check_sizes(arrays, codes.shape[0])
     except (OSError, KeyError, ValueError) as error:
         raise _unreadable(folder, CODES, error) from error
-    if (folder / COLUMNS).is_file():
-        try:
-            codes.columns = StoredColumns(StoredFile(folder / COLUMNS), "columns", codes.shape[0])
-        except (OSError, KeyError, ValueError) as error:
-            raise _unreadable(folder, COLUMNS, error) from error
-        if codes.columns.shape != codes.shape or codes.columns.nnz != codes.nnz:
-            raise TsaeError(f"{COLUMNS} is not that of {CODES}", where=folder, fix=_FIX)
-    if (folder / MEANS).is_file():
-        try:
-            found = StoredFile(folder / MEANS)
-            n_rows = len(arrays["trajectory"])
-            for name, mask in found.attributes.items():
-                span = name.removesuffix("/mask")
-                columns = StoredColumns(found, f"{span}/columns", n_rows)
-                rows = StoredRows(found, f"{span}/rows", n_features, columns)
-                if not rows.shape == columns.shape == (n_rows, n_features):
-                    raise ValueError(f"/{span} has means of {rows.shape} and {columns.shape}, expected {n_rows} rows")
-                codes.means[span] = str(mask), rows
-        except (OSError, KeyError, ValueError) as error:
-            raise _unreadable(folder, MEANS, error) from error
+    try:
+        codes.columns = StoredColumns(StoredFile(folder / COLUMNS), "columns", codes.shape[0])
+    except (OSError, KeyError, ValueError) as error:
+        raise _unreadable(folder, COLUMNS, error) from error
+    if codes.columns.shape != codes.shape or codes.columns.nnz != codes.nnz:
+        raise TsaeError(f"{COLUMNS} is not that of {CODES}", where=folder, fix=_FIX)
+    try:
+        found = StoredFile(folder / MEANS)
+        n_rows = len(arrays["trajectory"])
+        for name, mask in found.attributes.items():
+            span = name.removesuffix("/mask")
+            columns = StoredColumns(found, f"{span}/columns", n_rows)
+            rows = StoredRows(found, f"{span}/rows", n_features, columns)
+            if not rows.shape == columns.shape == (n_rows, n_features):
+                raise ValueError(f"/{span} has means of {rows.shape} and {columns.shape}, expected {n_rows} rows")
+            codes.means[span] = str(mask), rows
+    except (OSError, KeyError, ValueError) as error:
+        raise _unreadable(folder, MEANS, error) from error
     return codes, arrays
 
 

@@ -43,8 +43,8 @@ import torch
 from safetensors.torch import load_file
 
 from tsae.base.disk.tensors import write_tensors
-from tsae.base.files import as_path, read_object, reading
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.files import as_path, reading
+from tsae.base.seal import read_whole, write_whole
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
@@ -173,13 +173,7 @@ class Credit:
             TsaeError: where a file is missing or damaged, or holds what no fit gives.
         """
         folder, fix = as_path(folder), "Make it with `tsae credit fit`."
-        for name in ("credit.json", "credit.safetensors"):
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix=fix)
-        check_seal(folder, fix)
-        content = read_object(folder / "credit.json", fix)
-        if content.pop("sealed", False):
-            need_seal(folder, (folder / name for name in ("credit.json", "credit.safetensors")), fix)
+        content = read_whole(folder, ("credit.json", "credit.safetensors"), fix, fix)
         with reading(folder / "credit.json", fix):
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")

@@ -24,7 +24,7 @@ from tsae.activations.batches.outliers import distances
 from tsae.activations.source import Source
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, read_object, reading, write_json
-from tsae.base.seal import check_seal, need_seal, write_sealed
+from tsae.base.seal import read_whole, write_sealed
 from tsae.base.usual_state import usual_state
 from tsae.base.views import views
 from tsae.errors import TsaeError
@@ -103,7 +103,7 @@ class TemporalSAE(torch.nn.Module):
 
     @property
     def norm_centre(self) -> list[float]:
-        """d_model values from which `norm_limit` is measured; none, for 0, in SAEs of earlier versions."""
+        """d_model values from which `norm_limit` is measured; none, for 0, where that is not known."""
         return list(self.training_info.get("norms", {}).get("centre", ()))
 
     def outliers(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,10 +209,6 @@ class TemporalSAE(torch.nn.Module):
         folder, found = find_foreign(where, site)
         if found is not None:
             return _of_others(found, where, device)
-        for name in ("config.json", "sae.safetensors"):
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Train one with `tsae train`.")
-        check_seal(folder, _AGAIN, _FILES)
         d_model, config, own_site, info = _own_config(folder)
         with reading(folder / "sae.safetensors", _AGAIN), not_fitting("sae.safetensors", "config.json", folder, _AGAIN):
             weights = as_weights(load_file(folder / "sae.safetensors"), folder, _AGAIN)
@@ -314,19 +310,17 @@ load_sae = TemporalSAE.load
 
 def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
     """d_model, config, site and metadata of the training, of a folder that `TemporalSAE.save` wrote."""
-    content = read_object(folder / "config.json", _AGAIN)
+    content = read_whole(folder, _FILES, _AGAIN, "Train one with `tsae train`.")
     if content.get("format") != FORMAT:
         what = f"config.json is not an SAE's (format {shown(content.get('format'))}, expected {FORMAT!r})"
         raise TsaeError(what, where=folder, fix=_AGAIN)
-    if content.get("sealed"):
-        need_seal(folder, (folder / name for name in _FILES), _AGAIN)
     with reading(folder / "config.json", _AGAIN):
         config = SAEConfig(**content["sae"])
         # An SAE that was made by hand may have none.
         site = check_site(content["site"], folder) if content["site"] != "" else ""
     d_model = whole(content.get("d_model"), "d_model", folder, fix=_AGAIN)
     file = folder / "training.json"
-    info = read_object(file, _AGAIN) if file.is_file() else {}
+    info = read_object(file, _AGAIN)
     for name in ("norms", "sae_lens", "last"):
         if not isinstance(info.get(name, {}), dict):
             raise TsaeError(f"{name} is {shown(info[name])}, expected an object", where=file, fix=_AGAIN)
@@ -348,7 +342,7 @@ def _centre(values: Any, d_model: int, name: str, where: str | Path) -> list[flo
 
 def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
     info: dict[str, Any] = {"sae_lens": found.metadata}
-    # What `to_saelens` wrote of ours. Files of earlier versions, and of others, do not say it.
+    # What `to_saelens` wrote of ours. Files of others do not say it.
     ours = found.metadata.get("tsae") or {}
     if (limit := ours.get("norm_limit")) is not None:
         centre = _centre(ours.get("norm_centre", []), found.d_model, "metadata.tsae.norm_centre", where)

@@ -54,25 +54,14 @@ class Kind:
     """Kinds of a higher rank rest on those of a lower one."""
     marks: tuple[str, ...]
     """Files, any of which shows that a folder is of this kind; the first is written last. Empty for lone files."""
-    check: Callable[[Path], bool]
-    """Compares an artefact with its checksums, and reads it; whether it has checksums. Raises TsaeError."""
+    check: Callable[[Path], object]
+    """Compares an artefact with its checksums, and reads it; False where it has none. Raises TsaeError."""
     working: tuple[str, ...] = ()
     """Files or folders that are there until the artefact is complete."""
 
 
 class OtherVersion(TsaeError):
     """An artefact that another version of tsae wrote, which this one does not read."""
-
-
-def _sealed(load: Callable[[Path], Any]) -> Callable[[Path], bool]:
-    """A check of a folder with a seal."""
-
-    def check(path: Path) -> bool:
-        check_seal(path, AGAIN)
-        load(path)
-        return (path / SEAL).is_file()
-
-    return check
 
 
 def _check_store(path: Path) -> bool:
@@ -87,68 +76,43 @@ def _check_store(path: Path) -> bool:
     run = path / "run.json"
     if read_manifest(path)["complete"]:
         read_sealed(run, AGAIN)
-    return "checksum" in manifest and check_parquet(path / "rollouts.parquet", AGAIN)
+    return check_parquet(path / "rollouts.parquet", AGAIN)
 
 
 def _check_sae(path: Path) -> bool:
     if (path / "config.json").is_file():
-        found = read_object(path / "config.json", AGAIN).get("format")
         check_seal(path, AGAIN)
+        found = read_object(path / "config.json", AGAIN).get("format")
         if found != SAE_FORMAT:
             raise OtherVersion(f"has the format {found}, this tsae reads {SAE_FORMAT}", where=path, fix=AGAIN)
     info = read_object(path / "training.json", AGAIN) if (path / "training.json").is_file() else {}
-    return _sealed(Crosscoder.load if OF_PAIR in info else TemporalSAE.load)(path)
-
-
-def _check_diff(path: Path) -> bool:
-    check_seal(path, AGAIN)
-    try:
-        FeatureDiff.load(path)
-    except TsaeError as error:
-        if "an earlier version" in error.what:
-            raise OtherVersion(error.what, where=error.where, fix=error.fix) from error
-        raise
+    (Crosscoder if OF_PAIR in info else TemporalSAE).load(path)
     return (path / SEAL).is_file()
 
 
-def _check_gradients(path: Path) -> bool:
+def _check_gradients(path: Path) -> None:
     store = GradientStore(path)
     for step in store.steps:
         store.check(step)
-    return (path / SEAL).is_file()
 
 
-def _check_attribution(path: Path) -> bool:
-    check_seal(path, AGAIN)
+def _check_attribution(path: Path) -> None:
     directions = Directions(path / Attribution.load(path).info["directions"])
     if directions.folder.is_dir():
         directions.check()
-    return (path / SEAL).is_file()
 
 
-def _check_tables(path: Path) -> bool:
+def _check_tables(path: Path) -> None:
     check_seal(path, AGAIN)
     for file in path.glob("*.parquet"):
         with reading(file, AGAIN):
             pd.read_parquet(file)
-    return (path / SEAL).is_file()
 
 
-def _check_evaluation(path: Path) -> bool:
+def _check_evaluation(path: Path) -> None:
     found = read_sealed(path / "evaluation.json", AGAIN)
     with reading(path / "evaluation.json", AGAIN):
         Evaluation.from_dict(found)
-    return "checksum" in read_object(path / "evaluation.json", AGAIN)
-
-
-def _check_stamp(path: Path) -> bool:
-    read_sealed(path, AGAIN)
-    return "checksum" in read_object(path, AGAIN)
-
-
-def _check_claims(path: Path) -> bool:
-    Claims.load(path.parent)
-    return "checksum" in read_object(path, AGAIN)
 
 
 def _check_rollouts(path: Path) -> bool:
@@ -166,28 +130,28 @@ def _check_parquet(path: Path) -> bool:
 
 FOLDERS = (
     Kind("store", 2, ("manifest.json", "rollouts.parquet"), _check_store),
-    Kind("features", 4, ("features.json", "features.h5", "columns.h5", "means.h5"), _sealed(FeatureTable.load),
+    Kind("features", 4, ("features.json", "features.h5", "columns.h5", "means.h5"), FeatureTable.load,
          ("pieces",)),
     Kind("SAE", 3, ("config.json", "sae.safetensors", "training.json", CONFIG_FILE), _check_sae, ("checkpoint",)),
-    Kind("diff", 5, ("diff.json", "shifts.parquet", "contrasts.parquet"), _check_diff),
+    Kind("diff", 5, ("diff.json", "shifts.parquet", "contrasts.parquet"), FeatureDiff.load),
     Kind("attribution", 7, ("attribution.json", "effects.parquet", "inputs.json"), _check_attribution,
          ("gradients",)),
     Kind("gradients", 6, ("gradients.json",), _check_gradients),
     Kind("recording", 1, (SAMPLES, SETTINGS), check_samples),
-    Kind("causal test", 6, ("causal.json", "outcomes.parquet"), _sealed(Intervention.load)),
-    Kind("explanations", 6, (EXPLANATIONS, "explanations.parquet"), _sealed(Explanations.load), ("answers.jsonl",)),
-    Kind("influence", 6, ("influence.json", "influence.parquet"), _sealed(Influence.load)),
-    Kind("credit", 6, ("credit.json", "credit.safetensors"), _sealed(Credit.load)),
+    Kind("causal test", 6, ("causal.json", "outcomes.parquet"), Intervention.load),
+    Kind("explanations", 6, (EXPLANATIONS, "explanations.parquet"), Explanations.load, ("answers.jsonl",)),
+    Kind("influence", 6, ("influence.json", "influence.parquet"), Influence.load),
+    Kind("credit", 6, ("credit.json", "credit.safetensors"), Credit.load),
     Kind("reinforcement", 6, ("reinforcement.parquet", "groups.parquet"), _check_tables),
     Kind("evaluation", 4, ("evaluation.json",), _check_evaluation),
 )  # fmt: skip
 """Kinds of folders. The first that fits is taken."""
 TABLES = Kind("tables", 6, (SEAL,), _check_tables)
 """Any other folder with a seal."""
-STAMP = Kind("run", 0, (), _check_stamp)
+STAMP = Kind("run", 0, (), lambda path: read_sealed(path, AGAIN))
 ROLLOUTS = Kind("rollouts", 1, (), _check_rollouts)
 PARQUET = Kind("table", 6, (), _check_parquet)
-CLAIMS = Kind("claims", 8, (), _check_claims)
+CLAIMS = Kind("claims", 8, (), lambda path: Claims.load(path.parent))
 PAGE = Kind("page", 9, (), check_page)
 
 

@@ -32,7 +32,7 @@ from tsae.upkeep.kinds import AGAIN, STAMP, OtherVersion
 from tsae.upkeep.stamped import stamped_command
 
 State = Literal["intact", "no checksum", "damaged", "missing", "incomplete", "outdated", "other version", "not ours"]
-"""no checksum: an earlier version or another program wrote it; it can be read, and nothing tells whether it is whole.
+"""no checksum: another program wrote it; it can be read, and nothing tells whether it is whole.
 outdated: it rests on other inputs than those that are there now."""
 _THREADS = 4
 _SAE = "weights of the SAE"
@@ -138,10 +138,10 @@ def _checked(artefact: Artefact) -> Finding:
     try:
         if kind.marks and not (path / kind.marks[0]).is_file() and any((path / name).exists() for name in kind.working):
             return Finding(artefact, "incomplete", f"was not finished{unknown}", path, command)
-        sealed = kind.check(path)
+        found = kind.check(path)
         if kind.name == "store" and not read_manifest(path)["complete"]:
             return Finding(artefact, "incomplete", f"its capture did not finish{unknown}", path, command)
-        return Finding(artefact, "intact" if sealed else "no checksum", "", path, command)
+        return Finding(artefact, "no checksum" if found is False else "intact", "", path, command)
     except OtherVersion as error:
         state, what = "other version", error.what
     except TsaeError as error:

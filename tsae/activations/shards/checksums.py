@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tsae.activations.shards.manifest import inside, read_manifest
-from tsae.activations.shards.shard import CHANGED, check_trajectories, open_shard
+from tsae.activations.shards.shard import check_trajectories, open_shard
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -57,7 +57,7 @@ def _damage(
         return error.what
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return "" if record.get("sha256") else CHANGED
+    return ""
 
 
 def stored_rollouts(

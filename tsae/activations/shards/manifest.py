@@ -25,12 +25,13 @@ FORMAT = "tsae-activations"
 VERSION = 3
 
 _FIX = "Capture again."
-_SHARD: dict[str, Any] = {"file": str, "n_tokens": int, "n_trajectories": int}
+_SHARD: dict[str, Any] = {"file": str, "sha256": str, "n_tokens": int, "n_trajectories": int}
 _READER: dict[str, Any] = {
     "id": str,
     "run": (str, NoneType),
     "step": int,
     "trained_on": (str, NoneType),
+    "weights": (str, NoneType),
     "shards": list,
 }
 
@@ -113,7 +114,7 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
                 _check_types(record, _SHARD)
                 if record["file"] != name:
                     raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
-                if record.pop("capture", None) != capture:
+                if record.pop("capture") != capture:
                     foreign.append(name)
                 known[name] = record
         reader["shards"] = [known[name] for name in sorted(known)]
@@ -128,18 +129,25 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _check_structure(manifest: dict[str, Any]) -> None:
     _check_types(
-        manifest, {"dtype": str, "complete": bool, "rollouts": str, "sites": dict, "special_ids": list, "readers": list}
+        manifest,
+        {
+            "dtype": str,
+            "complete": bool,
+            "rollouts": str,
+            "sites": dict,
+            "special_ids": list,
+            "readers": list,
+            "config": dict,
+        },
     )
     if manifest["dtype"] not in DTYPES:
         raise ValueError(f"dtype {manifest['dtype']}")
-    _check_types({"config": manifest.get("config", {})}, {"config": dict})
     for id in manifest["special_ids"]:
         _check_types({"special_ids": id}, {"special_ids": int})
     for info in manifest["sites"].values():
         _check_types(info, {"d_model": int})
     for reader in manifest["readers"]:
         _check_types(reader, _READER)
-        _check_types({"weights": reader.get("weights")}, {"weights": (str, NoneType)})
         for shard in reader["shards"]:
             _check_types(shard, _SHARD)
     for name, every in {

@@ -48,7 +48,7 @@ class Shard:
     places: Mapping[str, Place] = field(default_factory=dict, repr=False)
     """Of every dataset; read once, when the file is opened."""
     sha256: str | None = None
-    """Of the file, as the manifest has it; None in stores of earlier versions."""
+    """Of the file, as the manifest has it; None of what lies in no file."""
 
     @property
     def n_tokens(self) -> int:
@@ -132,7 +132,7 @@ def open_shard(
     if not needed(path).is_file():
         raise TsaeError("a shard of the manifest is missing", where=path, fix=REPAIR)
     origin = next(r for r in manifest["readers"] if r["id"] == reader)
-    expected = {"weights": origin.get("weights"), "rollouts": manifest["rollouts"]}
+    expected = {"weights": origin["weights"], "rollouts": manifest["rollouts"]}
     attributes, places = opened(path)
     for name, found in attributes.items():
         if name in expected and expected[name] not in (None, found):
@@ -148,7 +148,7 @@ def open_shard(
         offsets=np.asarray(mapped(path, places, "offsets")),
         trajectory=np.asarray(mapped(path, places, "trajectory")),
         places=places,
-        sha256=record.get("sha256"),
+        sha256=record["sha256"],
     )
     wrong = next(_faults(shard, manifest["sites"], record["n_tokens"]), None)
     if wrong is not None:

@@ -20,7 +20,7 @@ from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import as_path, reading
-from tsae.base.seal import check_seal, need_seal, seal
+from tsae.base.seal import check_seal, seal
 from tsae.checkpoints.forward.hooks import positions
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -60,15 +60,13 @@ class Directions:
         return found
 
     def check(self, files: Sequence[Path] | None = None) -> None:
-        """Compare files, by default all, with their checksums. Folders of earlier versions may have none.
+        """Compare files, by default all, with their checksums.
 
         Raises:
             TsaeError: where they are damaged, or the checksums are lost.
         """
         there = sorted(self.folder.glob("step-*.safetensors")) if files is None else files
-        if there and self.folder.name != "directions":  # the name of earlier versions
-            need_seal(self.folder, there, "Attribute again.")
-        check_seal(self.folder, "Attribute again.", None if files is None else [file.name for file in files])
+        check_seal(self.folder, "Attribute again.", [file.name for file in there], others=files is None)
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.safetensors"

@@ -29,7 +29,7 @@ from tsae.attribution.trainer.policy_loss import PolicyLoss
 from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.progress import progress_bar
-from tsae.base.seal import check_seal, need_seal, read_sealed, seal, with_checksum
+from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -66,7 +66,6 @@ class GradientStore:
         if not path.is_file():
             raise TsaeError("holds no gradients.json", where=self.folder, fix="Build the gradients first.")
         self.info: dict[str, Any] = read_sealed(path, _FIX)
-        self._sealed = bool(self.info.pop("steps_sealed", False))
         with reading(path, _FIX):
             self.steps: list[int] = list(self.info["steps"])
 
@@ -93,9 +92,7 @@ class GradientStore:
             TsaeError: where it is missing or damaged.
         """
         file = _file(self.folder, number)
-        if self._sealed:
-            need_seal(self.folder, [file], _FIX)
-        check_seal(self.folder, _FIX, [file.name])
+        check_seal(self.folder, _FIX, [file.name], others=False)
         return file
 
     @property
@@ -174,11 +171,10 @@ def _begin(to: Path, info: dict[str, Any]) -> None:
     to.mkdir(parents=True, exist_ok=True)
     known, info = to / "gradients.json", json.loads(json.dumps(info))
     if known.is_file():
-        found = read_sealed(known, _FIX)
-        if {name: value for name, value in found.items() if name != "steps_sealed"} != info:
+        if read_sealed(known, _FIX) != info:
             raise TsaeError("holds the gradients of another run or loss", where=to, fix="Give another folder.")
     else:
-        write_json(known, with_checksum({**info, "steps_sealed": True}))
+        write_json(known, with_checksum(info))
 
 
 def _build_step(

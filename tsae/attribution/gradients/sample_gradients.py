@@ -69,10 +69,10 @@ class TrainedWeights:
 
 
 def sample_gradients(
-    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, *, temperature: float = 1.0
+    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """The gradients of `gradients_and_spread` alone."""
-    return gradients_and_spread(trained, ids, mask, weight, temperature=temperature)[0]
+    """The gradients of `gradients_and_spread` alone, at temperature 1."""
+    return gradients_and_spread(trained, ids, mask, weight)[0]
 
 
 def gradients_and_spread(

@@ -24,7 +24,7 @@ from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import as_path, reading, write_json
-from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
+from tsae.base.seal import check_seal, seal, sealed_names
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -90,7 +90,7 @@ def _next_sum(before: str, line: str) -> str:
     return hashlib.sha256(f"{before}{line}".encode()).hexdigest()[:16]
 
 
-def _samples(file: Path, sealed: bool) -> Iterator[dict[str, Any]]:
+def _samples(file: Path) -> Iterator[dict[str, Any]]:
     """The samples in a file, each line compared with its checksum.
 
     Raises:
@@ -102,13 +102,10 @@ def _samples(file: Path, sealed: bool) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 return
-            text, told, end = line.rpartition(_SUM)
-            if not (told or sealed):  # of an earlier version
-                yield json.loads(line)
-                continue
+            text, _, end = line.rpartition(_SUM)
             text = f"{text}}}"
             last = _next_sum(last, text)
-            if end != f'{last}"}}\n' or not sealed:
+            if end != f'{last}"}}\n':
                 raise TsaeError(f"line {number} is damaged, or lines before it are missing", where=file, fix=_FIX)
             yield json.loads(text)
 
@@ -118,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_recording(path: Path, weights: Sequence[Path]) -> None:
-    """Compare weights and settings with their checksums, where there are any.
+    """Compare weights and settings with their checksums.
 
     Raises:
         TsaeError: where one is damaged, or missing before the last. A training that was stopped may lack its last.
@@ -130,12 +127,10 @@ def check_recording(path: Path, weights: Sequence[Path]) -> None:
         raise TsaeError(what, where=odd[0], fix="Remove it from the recording.")
     if weights and path / _weights_name(0) not in weights:
         raise TsaeError(f"holds no {_weights_name(0)}, the weights that it began with", where=path, fix=_FIX)
-    if not (path / SEAL).is_file():
-        return
-    need_seal(path, weights, _FIX)
+    check_seal(path, _FIX, [file.name for file in weights], others=False)
     names = sealed_names(path)
     last = max((name for name in names if name.startswith("weights-")), default="")
-    check_seal(path, _FIX, [name for name in names if name != last or (path / last).is_file()])
+    check_seal(path, _FIX, [name for name in names if name != last or (path / last).is_file()], others=False)
 
 
 def _weights_name(step: int) -> str:
@@ -149,18 +144,16 @@ def _is_weights(file: Path) -> bool:
     return named and file.is_file() and not file.is_symlink()
 
 
-def check_samples(path: Path) -> bool:
-    """Compare all of a recording with its checksums; whether it has any.
+def check_samples(path: Path) -> None:
+    """Compare all of a recording with its checksums.
 
     Raises:
         TsaeError: where something is damaged or missing.
     """
     check_recording(path, sorted(path.glob("weights-*.safetensors")))
-    sealed = (path / SEAL).is_file()
     with reading(path / SAMPLES, _FIX):
-        for _ in _samples(path / SAMPLES, sealed):
+        for _ in _samples(path / SAMPLES):
             pass
-    return sealed
 
 
 def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingPath, Rollouts]:
@@ -194,11 +187,10 @@ def read_recording(path: str | Path, trained: TrainedWeights) -> tuple[TrainingP
         knots[int(file.stem.removeprefix("weights-"))] = trained.join(found)
     records = []
     told = {"policy": "run", "prompt": "", "response": "", "outcome": "unknown"}
-    sealed = (path / SEAL).is_file()
     with reading(path / SAMPLES, _FIX):
-        for sample in _samples(path / SAMPLES, sealed):
+        for sample in _samples(path / SAMPLES):
             # A down-weighted sample acted as one with a smaller advantage.
             records.append({**told, **sample, "advantage": sample["advantage"] * sample["weight"]})
-        if sealed and max(knots, default=0) > max((record["step"] for record in records), default=0):
+        if max(knots, default=0) > max((record["step"] for record in records), default=0):
             raise ValueError(f"its last samples are missing; there are weights of step {max(knots)}")
     return TrainingPath(trained, knots), Rollouts.from_records(records)

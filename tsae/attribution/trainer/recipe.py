@@ -63,12 +63,11 @@ class Recipe:
         return ", ".join(parts) + f" (by {self.source})"
 
 
-def read_recipe(where: str | Path, *, n_steps: int | None = None) -> Recipe:
+def read_recipe(where: str | Path) -> Recipe:
     """Read the settings of a run.
 
     Args:
         where: a file with settings, or the run's folder.
-        n_steps: of the whole training; by default what trainer_state.json or the settings say.
 
     Raises:
         TsaeError: where there are no settings, they name what cannot be simulated, or the logged learning rates are
@@ -88,7 +87,7 @@ def read_recipe(where: str | Path, *, n_steps: int | None = None) -> Recipe:
         state = _state(folder)
         lasts = _steps(state)
     with reading(file, _CORRECT):
-        steps = n_steps or lasts or _steps(settings)
+        steps = lasts or _steps(settings)
         recipe = (_of_verl if "actor_rollout_ref" in settings else _of_trl)(settings, steps, file)
     with reading(folder / _STATE, _CORRECT):
         _check_rates(recipe.optimiser, state, folder)

@@ -14,8 +14,8 @@ import pandas as pd
 import tsae
 from tsae.activations.reader.assignment import check_tokenizer
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import read_object, reading, write_text
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.files import reading, write_text
+from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
 from tsae.causal.intervention import folders_of_tests
@@ -166,13 +166,9 @@ def run_report(options: Report) -> None:
         diff = tsae.Intervention.load(folder).mark(diff)
     if options.reinforcement is not None:
         folder = options.reinforcement
-        if not (folder / "predicted.parquet").is_file():
-            raise TsaeError("holds no predicted.parquet", where=folder, fix="Make it with `tsae reinforcement --diff`.")
         fix = "Make it again with `tsae reinforcement --diff`."
-        check_seal(folder, fix)
-        known = read_object(folder / _PUSHED, fix) if (folder / _PUSHED).is_file() else {}
-        if known.get("sealed"):
-            need_seal(folder, [folder / f"{name}.parquet" for name in ("reinforcement", "predicted")], fix)
+        needed = (_PUSHED, "reinforcement.parquet", "predicted.parquet")
+        known = read_whole(folder, needed, fix, "Make it with `tsae reinforcement --diff`.")
         for name, of in inputs_of(diff).items():
             if known.get(name) not in (None, of):
                 raise TsaeError(f"is of other {NAMES[name]} than the diff", where=folder, fix=fix)

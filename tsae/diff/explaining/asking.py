@@ -5,8 +5,7 @@ alone: a label is the text of one JSON object, a verdict a list of as many 0 and
 no answer, whatever a rollout told the model to say.
 
 Every answer is kept in answers.jsonl, under the hash of its request, its server's address and its model. The same
-command asks for the others only; another server is asked for everything. Answers that earlier versions kept do not say
-which server gave them, and are not used.
+command asks for the others only; another server is asked for everything.
 """
 
 from __future__ import annotations
@@ -368,7 +367,7 @@ def _read(file: Path) -> dict[str, str]:
             try:
                 entry = parse_json(line)
                 key, answer = str(entry["key"]), str(entry["answer"])
-                if entry.get("sum") in (None, _sum(key, answer)):  # earlier versions wrote none
+                if entry["sum"] == _sum(key, answer):
                     found[key] = answer
             except (ValueError, KeyError, TypeError):
                 continue

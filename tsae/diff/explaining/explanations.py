@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import as_path, read_object, reading
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.files import as_path, reading
+from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.diff.feature_diff import FeatureDiff
@@ -100,13 +100,7 @@ class Explanations(Tables):
             TsaeError: where a file is missing or damaged, or holds what no labels are.
         """
         folder = as_path(folder)
-        for name in (FILE, _TABLE):
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae explain`.")
-        check_seal(folder, _FIX)
-        info = read_object(folder / FILE, _FIX)
-        if info.pop("sealed", False):
-            need_seal(folder, [folder / _TABLE], _FIX)
+        info = read_whole(folder, (FILE, _TABLE), _FIX, "Make it with `tsae explain`.")
         with reading(folder / FILE, _FIX):
             if not isinstance(info["labeller"], str) or not isinstance(info["sae"], str | None):
                 raise ValueError("its labeller or its SAE is no text")

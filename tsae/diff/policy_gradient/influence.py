@@ -23,9 +23,9 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.files import as_path, read_object, reading
+from tsae.base.files import as_path, reading
 from tsae.base.filters import several
-from tsae.base.seal import check_seal, need_seal, write_whole
+from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
 from tsae.errors import TsaeError
@@ -86,13 +86,7 @@ class Influence(Tables):
     def load(cls, folder: str | Path) -> Influence:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        for name in _FILES:
-            if not (folder / name).is_file():
-                raise TsaeError(f"holds no {name}", where=folder, fix="Make it with `tsae influence`.")
         fix = "Make it again with `tsae influence`."
-        check_seal(folder, fix)
-        info = read_object(folder / "influence.json", fix)
-        if info.pop("sealed", False):
-            need_seal(folder, (folder / name for name in _FILES), fix)
+        info = read_whole(folder, _FILES, fix, "Make it with `tsae influence`.")
         with reading(folder / "influence.parquet", fix):
             return cls(pd.read_parquet(folder / "influence.parquet"), info)

@@ -239,10 +239,8 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
 def _copy_sealed(source: Path, to: Path) -> None:
     """Copy the files that a folder's seal names, and no others. A link could lead to what nobody meant to publish."""
     check_seal(source, _AGAIN)
-    if not (names := sealed_names(source)):
-        raise TsaeError("has no checksums, as earlier versions wrote it", where=source, fix=_AGAIN)
     to.mkdir(parents=True)
-    for name in (*names, SEAL):
+    for name in (*sealed_names(source), SEAL):
         _copy(source / name, to / name)
 
 

@@ -60,7 +60,7 @@ def card(
     Args:
         title: the class.
         facts: what it holds, by name; None is left out.
-        tables: (caption, table), see `table_html`.
+        tables: (caption, table): the first rows, numbers to three significant digits; an index is left out.
         note: what to know before believing it.
         sortable: rows of the first table, if it scrolls and a click on a head sorts it; 0 for one like the others.
     """
@@ -70,11 +70,6 @@ def card(
     limits = [sortable if sorted_one else 12, *[12] * len(kept)]
     shown = [_cells(table, caption, limit) for (caption, table), limit in zip(kept, limits, strict=False)]
     return macro("cards.html", "card", title, known, shown, note, sorted_one)
-
-
-def table_html(table: pd.DataFrame, caption: str = "", limit: int = 12) -> str:
-    """The first rows of a table, numbers to three significant digits; its index is left out."""
-    return macro("cards.html", "table", *_cells(table, caption, limit))
 
 
 def tokens_html(

@@ -101,19 +101,16 @@ def is_page(path: Path) -> bool:
         return b'<meta name="generator" content="tsae">' in file.read(_HEAD)
 
 
-def check_page(path: Path) -> bool:
-    """Compare a page with the checksum at its end; whether it has one.
+def check_page(path: Path) -> None:
+    """Compare a page with the checksum at its end.
 
     Raises:
         TsaeError: where its bytes have changed since it was written, or its end is missing.
     """
     page = path.read_bytes()
     end = len(_MARK % (b"0" * 64))
-    if b'<meta name="checksum"' not in page[:_HEAD]:
-        return False  # of an earlier version
     if page[-end:] != _MARK % hashlib.sha256(page[:-end]).hexdigest().encode():
         raise TsaeError("is damaged: its bytes have changed since it was written", where=path, fix="Make it again.")
-    return True
 
 
 def target(path: str | Path) -> Path:

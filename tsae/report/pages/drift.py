@@ -12,7 +12,7 @@ from tsae.report.pages.tables import Table
 from tsae.report.story.drift import last_of_runs, written
 
 
-def write_drift(drift: pd.DataFrame, path: str | Path, *, title: str = "Where training wrote") -> Path:
+def write_drift(drift: pd.DataFrame, path: str | Path) -> Path:
     """Write the page.
 
     Raises:
@@ -22,7 +22,7 @@ def write_drift(drift: pd.DataFrame, path: str | Path, *, title: str = "Where tr
     rows = [[one.checkpoint, one.most, one.relative, one.changed, one.rank] for one in written(drift)]
     content = render_page(
         "drift.html",
-        title,
+        "Where training wrote",
         {"drift": drift_figure(drift, last_of_runs(drift))},
         n_checkpoints=drift.checkpoint.nunique(),
         n_weights=int(drift[drift.checkpoint == drift.checkpoint.iloc[0]].n_weights.sum()),

@@ -42,8 +42,6 @@ from tsae.sae.model import TemporalSAE
 
 _FIRST_ROW = b'{"step": 0, "loss": '
 """How metrics.jsonl begins."""
-_SCALED = "about the centre"
-"""What the weights in a checkpoint take."""
 _NOT_COMPARED = ("site", "device", "save_every_steps", "resume", "log_to")
 """Fields of TrainingConfig that do not change the result. (The site is among the inputs.)"""
 
@@ -105,13 +103,10 @@ class RunFolder:
                 raise TsaeError(
                     f"holds another training ({'; '.join(changes[:4])}{more})", where=self.path, fix=_OTHER_FOLDER
                 )
-            if not self.finished and found.get("scaled") != _SCALED:
-                what = "holds an unfinished training of an earlier version, which scaled activations with their mean"
-                raise TsaeError(what, where=self.path, fix=_OTHER_FOLDER)
         elif self.training.resume != "never":
             self._need_room()
         if self.finished:
-            check_seal(self.path, _ANEW, ["metrics.jsonl"])
+            check_seal(self.path, _ANEW, ["metrics.jsonl"], others=False)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         else:
             self._cut_metrics(self.steps)
@@ -165,7 +160,6 @@ class RunFolder:
         state = {
             "stage": "train",
             "steps": steps,
-            "scaled": _SCALED,
             "config": {"sae": asdict(self.sae), "training": asdict(self.training)},
             "inputs": self.inputs,
         }

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class Evaluation:
     """Share of latents that fired in the last `dead_after_tokens` tokens of training; None where that is not known.
     The tokens measured on may be too few for a rare latent to fire."""
     sae: str | None = None
-    """Fingerprint of the SAE; None in evaluations of earlier versions."""
+    """Fingerprint of the SAE; None where that is not known."""
 
     def table(self) -> pd.DataFrame:
         """Reconstruction: one row a slice."""
@@ -279,7 +279,7 @@ def _values(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dataclass of numbers and texts, from JSON in which None stands for NaN."""
     found: dict[str, Any] = {}
     for field in fields(kind):
-        if field.name in ("slices", "losses") or (field.name not in content and field.default is not MISSING):
+        if field.name in ("slices", "losses"):
             continue
         value, annotated = content[field.name], str(field.type)
         if value is None:

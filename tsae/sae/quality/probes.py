@@ -147,23 +147,16 @@ def fit_logistic(
     return minimize(loss, np.zeros((d + 1, n_classes)) if start is None else start)
 
 
-def minimize(
-    loss: Callable[[np.ndarray], tuple[float, np.ndarray]],
-    start: np.ndarray,
-    *,
-    tolerance: float = 1e-5,
-    memory: int = 10,
-    most: int = 200,
-) -> np.ndarray:
+def minimize(loss: Callable[[np.ndarray], tuple[float, np.ndarray]], start: np.ndarray) -> np.ndarray:
     """Minimum of a convex function that gives its value and gradient: L-BFGS with backtracking (Nocedal & Wright, 7.4).
 
     scipy's L-BFGS-B stops at other points within the same tolerance: accuracies on the testbed move by up to .013.
     Where cores are shared it also waits for BLAS threads: thousands of small problems took ten times as long.
     """
     at, (value, gradient) = start, loss(start)
-    steps: deque[tuple[np.ndarray, np.ndarray, float]] = deque(maxlen=memory)
-    for _ in range(most):
-        if np.abs(gradient).max() <= tolerance:
+    steps: deque[tuple[np.ndarray, np.ndarray, float]] = deque(maxlen=10)
+    for _ in range(200):
+        if np.abs(gradient).max() <= 1e-5:
             break
         direction, shares = gradient, []
         for s, y, scale in reversed(steps):

@@ -70,7 +70,6 @@ def loss_recovered(
     targets: TokenSpan = "response",
     beyond: Callable[[torch.Tensor], torch.Tensor] | None = None,
     batch_tokens: int = 1024,
-    seed: int = 0,
     loader: ModelLoader | None = None,
 ) -> LossRecovered:
     """Measure on trajectories of a store.
@@ -85,7 +84,6 @@ def loss_recovered(
         beyond: (…, d_model) -> (…) bool, outliers, which are not replaced; by default none are.
         batch_tokens: tokens of a forward pass, padding included; one trajectory at least. Logits of the whole
             vocabulary are held for each.
-        seed: of the bootstrap.
         loader: loads the model; one for several adapters loads their base once.
 
     Raises:
@@ -134,7 +132,7 @@ def loss_recovered(
             fix="Choose another token span, or raise max_norm.",
         )
     problem_ids = rollouts.table["problem_id"].to_pylist()
-    return _summary(checkpoint.id, sums, [problem_ids[row] for row in rows], seed)
+    return _summary(checkpoint.id, sums, [problem_ids[row] for row in rows])
 
 
 def spliced_losses(
@@ -196,7 +194,7 @@ def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Te
     return logits.float().log_softmax(-1)
 
 
-def _summary(reader: str, sums: np.ndarray, problems: list[str], seed: int) -> LossRecovered:
+def _summary(reader: str, sums: np.ndarray, problems: list[str]) -> LossRecovered:
     code = np.unique(problems, return_inverse=True)[1]
     by_problem = np.zeros((code.max() + 1, sums.shape[1]))
     np.add.at(by_problem, code, sums)
@@ -211,7 +209,7 @@ def _summary(reader: str, sums: np.ndarray, problems: list[str], seed: int) -> L
 
     loss, spliced, zero, recovered, kl = measures(by_problem.sum(0)).tolist()
     n = len(by_problem)
-    drawn = measures(counts(n, _DRAWS, seed) @ by_problem)
+    drawn = measures(counts(n, _DRAWS, 0) @ by_problem)
     (recovered_low, kl_low), (recovered_high, kl_high) = percentile_interval(drawn[:, 3:])
     return LossRecovered(
         reader=reader,

@@ -23,7 +23,7 @@ import torch
 from einops import reduce
 
 from tsae.base.files import as_path, write_json
-from tsae.base.seal import SEAL, check_seal, need_seal, seal, sealed_names
+from tsae.base.seal import SEAL, check_seal, seal, sealed_names
 from tsae.base.untrusted import parse_json
 from tsae.base.views import views
 from tsae.errors import TsaeError
@@ -114,7 +114,9 @@ class Stability:
             TsaeError: where another file of the folder is damaged or missing: nothing is added to what is not whole.
         """
         if (as_path(folder) / SEAL).is_file():
-            check_seal(folder, f"Mend it: tsae repair {folder}.", [n for n in sealed_names(folder) if n != FILE])
+            check_seal(
+                folder, f"Mend it: tsae repair {folder}.", [n for n in sealed_names(folder) if n != FILE], others=False
+            )
         file = self.write(folder)
         if (as_path(folder) / SEAL).is_file():
             seal(folder, [FILE])
@@ -145,8 +147,7 @@ class Stability:
             raise TsaeError(f"holds no {FILE}", where=folder, fix="Make it with `tsae evaluate --seeds`.")
         fix = "Make it anew with `tsae evaluate --seeds`, or remove it."
         if (as_path(folder) / SEAL).is_file():
-            need_seal(folder, [file], fix)
-            check_seal(folder, fix, [FILE])
+            check_seal(folder, fix, [FILE], others=False)
         try:
             content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
             found = cls(
