@@ -73,6 +73,7 @@ ELSEWHERE = {
     "llm_bands.py": "app/test_llm_bands.py",
     "run_notebooks.py": "app/test_notebooks.py",
     "smollm2_gsm8k.sh": "app/test_demo.py",
+    "slow_variance.py": "sae/test_evaluation.py",
     "soak_watch.py": "app/test_watch.py",
 }
 """Run by another test."""
