@@ -19,7 +19,7 @@ from tsae.errors import TsaeError
 
 _PREFIX = "base_model.model."
 _PART = re.compile(
-    r"(?P<module>.+?)\.(?:"
+    r"(?P<module>(?:(?!\.lora_).)+?)\.(?:"
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
     r"|(?:base_layer\.)?(?P<whole>weight|bias))"
 )
@@ -72,12 +72,12 @@ class LoraUpdate:
                 raise TsaeError(f"A and B of {self.name} do not fit each other", where=self.where)
             out, into = self.B.shape[0], self.A.shape[1]
             shapes.append((into, out) if self.transposed else (out, into))
-            if self.magnitude is not None and self.magnitude.shape != shape[:1]:
-                what = f"the magnitudes of {self.name} have the shape {tuple(self.magnitude.shape)}, not {shape[:1]}"
-                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
             if self.magnitude is not None and self.transposed:
                 what = f"uses DoRA on {self.name}, whose drift is not computed"
                 raise TsaeError(what, where=self.where, fix="Merge it first.")
+            if self.magnitude is not None and self.magnitude.shape != shape[:1]:
+                what = f"the magnitudes of {self.name} have the shape {tuple(self.magnitude.shape)}, not {shape[:1]}"
+                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
         if self.whole is not None:
             shapes.append(tuple(self.whole.shape))
         for found in shapes:
