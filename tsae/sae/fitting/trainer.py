@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -45,6 +46,13 @@ class Trainer:
         sample = windows.first_tokens
         self.scale = windows.d_model**0.5 / windows.norms.mean
         self.centre = torch.tensor(windows.norms.centre, dtype=torch.float32)
+        if (share := windows.norms.outlier_share) > 0.1:
+            what = (
+                f"{share:.0%} of tokens at {windows.site} are left out: they lie far from the others. Some checkpoints"
+            )
+            warnings.warn(
+                f"{what} or texts may have another mean; train on them apart, or raise max_norm.", stacklevel=3
+            )
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
@@ -53,6 +61,9 @@ class Trainer:
             self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
             self.sae.initialize(bias, generator)
         else:
+            if (share := float(start.outliers(torch.from_numpy(sample)).float().mean())) > 0.5:
+                what = f"its training would have left out {share:.0%} of the tokens at {windows.site}: too far from its own"
+                raise TsaeError(what, where="start", fix="Train without a start, or start from an SAE of such tokens.")
             self.sae = trainable(start, config)
             self.sae.fold_scale(1 / self.scale, -self.scale * self.centre)
         self.sae.to(self.device)
