@@ -139,5 +139,5 @@ def test_a_start_that_was_trained_about_another_centre_is_refused(
 ) -> None:
     store, training = synthetic_store(tmp_path / "acts", texts(500)), TrainingConfig(tokens=2_000, batch_tokens=512)
     for start in ({"start": trained[0]}, {"init_from": trained[0]}):
-        with pytest.raises(TsaeError, match="training would have left out 100% of the tokens at x.site"):
+        with pytest.raises(TsaeError, match=r"training would have left out 100% of the tokens at x\.site"):
             train(store, **start, training=training, progress=False)

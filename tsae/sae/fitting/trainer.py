@@ -62,7 +62,7 @@ class Trainer:
             self.sae.initialize(bias, generator)
         else:
             if (share := float(start.outliers(torch.from_numpy(sample)).float().mean())) > 0.5:
-                what = f"its training would have left out {share:.0%} of the tokens at {windows.site}: too far from its own"
+                what = f"its training would have left out {share:.0%} of the tokens at {windows.site} as outliers"
                 raise TsaeError(what, where="start", fix="Train without a start, or start from an SAE of such tokens.")
             self.sae = trainable(start, config)
             self.sae.fold_scale(1 / self.scale, -self.scale * self.centre)
