@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from tsae.activations.batches.outliers import warn_of_outliers
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
@@ -46,13 +46,7 @@ class Trainer:
         sample = windows.first_tokens
         self.scale = windows.d_model**0.5 / windows.norms.mean
         self.centre = torch.tensor(windows.norms.centre, dtype=torch.float32)
-        if (share := windows.norms.outlier_share) > 0.1:
-            what = (
-                f"{share:.0%} of tokens at {windows.site} are left out: they lie far from the others. Some checkpoints"
-            )
-            warnings.warn(
-                f"{what} or texts may have another mean; train on them apart, or raise max_norm.", stacklevel=3
-            )
+        warn_of_outliers(windows.norms.outlier_share, windows.site)
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
