@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora
+from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora, said_twice
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import common_rows, folder_of, weight_files
 from tsae.errors import TsaeError
@@ -156,7 +156,7 @@ def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
     updates: dict[str, LoraUpdate] = {}
     try:
         with safe_open(weight_files(folder)[0], framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
+            for key in sorted({*file.keys()} - said_twice(file.keys())):
                 match = _PART.fullmatch(key.removeprefix(_PREFIX))
                 if match is None or not key.startswith(_PREFIX):
                     what = f"holds {key}, which is no LoRA weight that drift could be computed of"
