@@ -154,6 +154,38 @@ def test_resized_embeddings_drift_by_the_tokens_that_both_have(llama: Path, tmp_
     assert found.spectral == pytest.approx(float(torch.linalg.matrix_norm(a - b, 2)), rel=1e-4)
 
 
+SAVED = (["embed_tokens", "lm_head"], ["lm_head"])
+
+
+@pytest.mark.parametrize("options", [*({"modules_to_save": some} for some in SAVED), {"trainable_token_indices": [N]}])
+def test_an_adapter_that_trained_a_new_token(options: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    """Its run had resized the vocabulary, and peft writes embeddings and heads several times."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.random.fork_rng(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        grown = AutoModelForCausalLM.from_pretrained(llama)
+        grown.resize_token_embeddings(N + 1, mean_resizing=False)
+        config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
+        model = get_peft_model(grown, config)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+        model.save_pretrained(tmp_path / "run")
+        right, merged = model(IDS).logits, model.merge_and_unload().state_dict()
+    series = tsae.CheckpointSeries.load(llama, tmp_path / "run")
+    before, adapted = series.base.load_model()(IDS).logits, list(series)[1]
+    loader = ModelLoader()
+    assert torch.equal(loader.load(adapted)(IDS).logits, right)
+    assert torch.equal(loader.load(series.base)(IDS).logits, before)
+    if "modules_to_save" in options:
+        moved = weight_drift(series, progress=False).set_index("tensor").update_norm
+        own = load_file(llama / "model.safetensors")["lm_head.weight"]
+        assert moved["lm_head.weight"] == pytest.approx(float((merged["lm_head.weight"][:N] - own).norm()))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_an_adapter_of_a_resized_base(architecture: str, tmp_path: Path) -> None:
     """peft saves embeddings and head with the adapter, and the base on the disk has the old ones."""

@@ -194,3 +194,14 @@ def test_threads_share_the_settings_of_the_process() -> None:
             end.set()
             assert running.result() == torch.get_default_dtype() == torch.float32
         assert torch.get_default_dtype() == torch.bfloat16
+
+
+def test_a_live_source_reads_its_models_in_the_usual_state(series: Any, rollouts: Any) -> None:
+    def read() -> bytes:
+        windows = tsae.LiveSource(series, rollouts, SITE).windows(SITE)
+        return b"".join(batch.x.numpy().tobytes() for batch in windows.epoch(0, 128))
+
+    right = read()
+    for name in ("autocast", "products", "meta"):
+        with STATES[name]():
+            assert read() == right, name

@@ -50,6 +50,8 @@ def test_a_path_is_read_as_the_user_means_it(home: Path) -> None:
     for given in (f"~/{FOLDER}", f"~/{FOLDER}/", Path("~", FOLDER), Place(f"~/{FOLDER}"), there.as_uri()):
         assert as_path(given) == local(given) == there
     assert as_path(Path(there.as_uri())) == as_path(f"file://localhost{there}") == there
+    for given in (there, Place(str(there)), Place(f"~/{FOLDER}")):
+        assert tsae.Checkpoint("a", given).path == str(there)  # type: ignore[arg-type]
     for unchanged in ("a/~", "./~", "~nobody-of-this-name/a", "..", "a b/ü"):
         assert as_path(unchanged) == Path(unchanged)
     assert str(as_path("s3://bucket/a")) == str(Path("s3://bucket/a"))

@@ -261,6 +261,20 @@ def test_an_adapter_with_other_weights_is_refused(llama: Path, tmp_path: Path) -
         measure(llama, adapter)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True, "target_modules": ["embed_tokens"]}, "uses DoRA on model.embed_tokens.weight, whose drift"),
+        ({"lora_bias": True}, "lora_B.bias, which is no LoRA weight"),
+    ],
+)
+def test_an_update_that_is_not_computed_is_not_laid_to_the_base(
+    options: dict[str, Any], message: str, llama: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(TsaeError, match=message):
+        measure(llama, save_adapter(llama, tmp_path / "adapter", **options))
+
+
 def test_the_shipped_runs_drift_further_with_every_step() -> None:
     series = tsae.testbed.series()
     table = drift_by(tsae.weight_drift(series, spectral=False, progress=False), []).set_index("checkpoint")

@@ -123,3 +123,23 @@ def test_a_centre_is_not_moved_by_many_sinks(tmp_path: Path) -> None:
     assert many.mean == pytest.approx(few.mean, rel=0.1)
     # Shards, and so their order and number, change no statistic but by rounding.
     assert stats(x[::-1].copy()).mean == pytest.approx(many.mean, rel=1e-6)
+
+
+def test_many_tokens_are_not_left_out_in_silence(trained: dict[int, TemporalSAE], tmp_path: Path) -> None:
+    x = texts(0)
+    for text in x[:24]:
+        text[:, CONSTANT] += 500
+    store, training = synthetic_store(tmp_path / "acts", x), TrainingConfig(tokens=2_000, batch_tokens=512)
+    with pytest.warns(UserWarning, match=r"of tokens at x\.site are left out: they lie far from the others"):
+        evaluate(trained[0], store)
+    with pytest.warns(UserWarning, match=r"4\d% of tokens at x.site are left out: they lie far from the others"):
+        train(store, SAEConfig(d_sae=64, k=4), training=training, progress=False)
+
+
+def test_a_start_that_was_trained_about_another_centre_is_refused(
+    trained: dict[int, TemporalSAE], tmp_path: Path
+) -> None:
+    store, training = synthetic_store(tmp_path / "acts", texts(500)), TrainingConfig(tokens=2_000, batch_tokens=512)
+    for start in ({"start": trained[0]}, {"init_from": trained[0]}):
+        with pytest.raises(TsaeError, match=r"training would have left out 100% of the tokens at x\.site"):
+            train(store, **start, training=training, progress=False)

@@ -126,6 +126,7 @@ class LiveSource(Source):
                     trajectory=rows,
                 )
 
+    @usual_state()
     def windows(self, site: str, **options: Any) -> Windows:
         return LiveWindows(self, site, **options)
 
@@ -279,6 +280,7 @@ class LiveWindows(Windows):
             )
         return found
 
+    @usual_state()
     def _fill(self, portions: np.ndarray) -> None:
         """Hold these portions, so that batches can be made of them."""
         wanted = portions.tolist()

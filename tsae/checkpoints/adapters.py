@@ -8,6 +8,7 @@ nothing has to be taken off again.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from itertools import chain
@@ -41,6 +42,7 @@ _KINDS = (
 would need tokens of their own before the text."""
 # These starts leave the base as it was; with others (PiSSA, OLoRA, …) training starts from a changed base.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_OF_TOKENS = "token_adapter.base_layer."
 _LONGEST_PATH = 4096
 """Characters."""
 GIVE_ITS_BASE = "Give the base that the adapter was trained on."
@@ -151,10 +153,10 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
             wrapped: Any = PeftModel(shell, config)
             _give_own(wrapped, shared, shapes)
             found = wrapped.load_adapter(str(folder), "default", torch_device="cpu" if device == "meta" else device)
-    except (ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError, SafetensorError) as error:
         what = f"cannot be put on {base.path} ({first_line(error)})"
         raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE) from error
-    odd = sorted({*found.missing_keys, *found.unexpected_keys})
+    odd = sorted({*found.missing_keys, *found.unexpected_keys} - said_twice(shapes))
     if odd:
         what = f"does not fit {base.path}: {len(odd)} weights are missing or have no place there (first: {odd[0]})"
         raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE)
@@ -162,6 +164,13 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
     inner.eval()
     inner.requires_grad_(False)
     return Adapter(inner, config, [name for name, p in inner.named_parameters() if id(p) not in shared])
+
+
+def said_twice(names: Collection[str]) -> set[str]:
+    """Names in an adapter's file that another one says too. Of a trained embedding or head, peft writes its weight; in
+    a run with a resized vocabulary also the module around it, with that weight once more and the base's."""
+    plain = {name: re.sub(r"\.(modules_to_save|original_module)(?=\.\w+$)", "", name) for name in names}
+    return {name for name, short in plain.items() if short != name and short in plain}
 
 
 def _apart(model: PreTrainedModel) -> tuple[PreTrainedModel, set[int]]:
@@ -180,7 +189,7 @@ def _resize(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> No
     """Give the model as many tokens as an adapter's file has embeddings for: its run had resized the vocabulary."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [next((name for name, module in model.named_modules() if module is end), "none") for end in ends]
-    keys = [[f"base_model.model.{name}.{of}weight" for of in ("", "base_layer.")] for name in names]
+    keys = [[f"base_model.model.{name}.{of}weight" for of in ("", "base_layer.", _OF_TOKENS)] for name in names]
     rows, head = (next((shapes[key][0] for key in of if key in shapes), None) for of in keys)
     if rows not in (None, len(ends[0].weight)):
         if head != rows and ends[1] is not None and ends[1].weight is not ends[0].weight:

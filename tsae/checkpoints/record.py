@@ -36,7 +36,7 @@ class CheckpointRecord:
     """The base of its series, which an adapter is put on. The series sets it."""
 
     def __post_init__(self) -> None:
-        if str(self.path).startswith(("~", "file:/")):
+        if not isinstance(self.path, str) or self.path.startswith(("~", "file:/")):
             object.__setattr__(self, "path", str(as_path(self.path)))
         if not _SAFE_ID.fullmatch(self.id):
             raise TsaeError(

@@ -6,6 +6,7 @@ every dimension over a sample of tokens; sinks of any size do not move it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _AT_ONCE = 8192  # rows that are read at once
+_FEW = 0.1  # share of outliers without a warning
 _ROUNDING = 1e-4  # of norms that are added, with room to spare
 
 
@@ -70,6 +72,13 @@ def distances(x: torch.Tensor, centre: Sequence[float]) -> torch.Tensor:
 
     x = x.float()
     return (x - torch.tensor(centre, dtype=x.dtype, device=x.device) if len(centre) else x).norm(dim=-1)
+
+
+def warn_of_outliers(share: float, site: str) -> None:
+    """Warn where more tokens are left out than a few sinks, such as those of a reader with another mean."""
+    if share > _FEW:
+        what = f"{share:.0%} of tokens at {site} are left out: they lie far from the others. Some readers or texts may"
+        warnings.warn(f"{what} have another mean: take them apart, or raise max_norm.", stacklevel=3)
 
 
 def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> NormStats:

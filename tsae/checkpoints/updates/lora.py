@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora
+from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora, said_twice
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import common_rows, folder_of, weight_files
 from tsae.errors import TsaeError
 
 _PREFIX = "base_model.model."
 _PART = re.compile(
-    r"(?P<module>.+?)\.(?:"
+    r"(?P<module>(?:(?!\.lora_).)+?)\.(?:"
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
     r"|(?:base_layer\.)?(?P<whole>weight|bias))"
 )
@@ -72,12 +72,12 @@ class LoraUpdate:
                 raise TsaeError(f"A and B of {self.name} do not fit each other", where=self.where)
             out, into = self.B.shape[0], self.A.shape[1]
             shapes.append((into, out) if self.transposed else (out, into))
-            if self.magnitude is not None and self.magnitude.shape != shape[:1]:
-                what = f"the magnitudes of {self.name} have the shape {tuple(self.magnitude.shape)}, not {shape[:1]}"
-                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
             if self.magnitude is not None and self.transposed:
                 what = f"uses DoRA on {self.name}, whose drift is not computed"
                 raise TsaeError(what, where=self.where, fix="Merge it first.")
+            if self.magnitude is not None and self.magnitude.shape != shape[:1]:
+                what = f"the magnitudes of {self.name} have the shape {tuple(self.magnitude.shape)}, not {shape[:1]}"
+                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
         if self.whole is not None:
             shapes.append(tuple(self.whole.shape))
         for found in shapes:
@@ -156,7 +156,7 @@ def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
     updates: dict[str, LoraUpdate] = {}
     try:
         with safe_open(weight_files(folder)[0], framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
+            for key in sorted({*file.keys()} - said_twice(file.keys())):
                 match = _PART.fullmatch(key.removeprefix(_PREFIX))
                 if match is None or not key.startswith(_PREFIX):
                     what = f"holds {key}, which is no LoRA weight that drift could be computed of"

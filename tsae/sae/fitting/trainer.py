@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from tsae.activations.batches.outliers import warn_of_outliers
 from tsae.activations.batches.windows import TokenBatch, Windows
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
@@ -45,6 +46,7 @@ class Trainer:
         sample = windows.first_tokens
         self.scale = windows.d_model**0.5 / windows.norms.mean
         self.centre = torch.tensor(windows.norms.centre, dtype=torch.float32)
+        warn_of_outliers(windows.norms.outlier_share, windows.site)
         # A start has its high-level latents already.
         self.temporal_rise = training.temporal_rise_share * self.n_steps if start is None else 0
         if start is None:
@@ -53,6 +55,9 @@ class Trainer:
             self.sae = TemporalSAE(windows.d_model, config, site=windows.site)
             self.sae.initialize(bias, generator)
         else:
+            if (share := float(start.outliers(torch.from_numpy(sample)).float().mean())) > 0.5:
+                what = f"its training would have left out {share:.0%} of the tokens at {windows.site} as outliers"
+                raise TsaeError(what, where="start", fix="Train without a start, or start from an SAE of such tokens.")
             self.sae = trainable(start, config)
             self.sae.fold_scale(1 / self.scale, -self.scale * self.centre)
         self.sae.to(self.device)

@@ -72,7 +72,8 @@ def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAECo
     share = (lasting / energy.clamp_min(1e-12))[kept]
     high = kept[share.argsort(descending=True, stable=True)[: config.d_high]]
     order = torch.cat([high, kept[~torch.isin(kept, high)]])
-    found = TemporalSAE(sae.d_model, config, site=sae.site)
+    norms = published.training_info.get("norms", {})
+    found = TemporalSAE(sae.d_model, config, site=sae.site, training={"norms": norms})
     found.W_enc.copy_(sae.W_enc[:, order])
     found.b_enc.copy_(sae.b_enc[order])
     found.W_dec.copy_(sae.W_dec[order])

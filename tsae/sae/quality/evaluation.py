@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tsae.activations.batches.outliers import warn_of_outliers
 from tsae.activations.batches.windows import Windows
 from tsae.activations.spans import TokenSpan
 from tsae.activations.store import ActivationStore
@@ -231,6 +232,7 @@ def evaluate(
     largest, robust, high, high_mean, high_robust = (_mean(column) for column in np.array(smooth).T)
     slices = list(slices_of(cells, store.readers))
     everything, whole = slices[0], TokenSums.union(cells.values())
+    warn_of_outliers(1 - whole.n / sum(len(text.tokens) for text in chosen), sae.site)
     result = Evaluation(
         n_tokens=whole.n,
         n_trajectories=len(smooth),
