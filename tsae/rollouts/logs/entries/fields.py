@@ -164,7 +164,7 @@ class Fields:
 
     def marks(self, name: str, called: str = "") -> np.ndarray:
         """(n,) bool: which tokens are marked, by true or by a number above 0. The column must be there."""
-        value = self.need(name)
+        value = read_numbers(self.need(name))
         found = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros((0, 0))
         if found.ndim != 1 or (len(found) and found.dtype.kind not in "biuf") or not np.isfinite(found).all():
             raise self.error(f"{called or name} is no list of marks, one a token", "Correct that row.")
@@ -172,7 +172,7 @@ class Fields:
 
     def ids(self, name: str) -> np.ndarray:
         """(n,) int64 token ids. The column must be there."""
-        value = self.need(name)
+        value = read_numbers(self.need(name))
         try:
             found = np.asarray(value)
         except (ValueError, OverflowError):
@@ -240,6 +240,13 @@ def read_list(value: Any) -> Any:
         except (ValueError, RecursionError):
             pass
     return value
+
+
+def read_numbers(value: Any) -> Any:
+    """A list of numbers, which may be texts, as may be the list; anything else stays what it is."""
+    value = read_list(value)
+    texts = isinstance(value, (list, tuple)) and isinstance(next(iter(value), None), str)
+    return [read_number(inside) for inside in value] if texts else value
 
 
 def is_score(name: str, value: Any) -> bool:
