@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
+from ast import literal_eval
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,6 +27,8 @@ _STEP = re.compile(r"(?:global_?|train(?:ing)?_?)?(?:step|checkpoint|iter(?:atio
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf(inity)?)", re.ASCII)
 _REPR = re.compile(r"^(?:np\.|numpy\.|torch\.)?\w+\(\[?([^][(),]*)\]?(?:, *\w+=[^()]*)?\)$")
 """np.float64(1.0), array([1.]), tensor(1., device='cuda:0')."""
+_LONGEST_REPR = 1 << 20
+"""Characters; to parse Python takes much memory."""
 _SPELLED = {
     "true": True, "np.true_": True, "false": False, "np.false_": False, "": None, "none": None, "null": None,
 }  # fmt: skip
@@ -233,12 +238,14 @@ def read_number(value: Any) -> Any:
 
 
 def read_list(value: Any) -> Any:
-    """A list, or the object, that is given as the text of JSON; anything else stays what it is."""
+    """A list, or the object, that is given as text, in JSON or as Python prints it; anything else stays what it is."""
     if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
-        try:
+        with suppress(ValueError, RecursionError):
             return parse_json(value)
-        except (ValueError, RecursionError):
-            pass
+        # pandas writes lists into CSV as Python prints them; numpy prints no commas between lines.
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return literal_eval(re.sub(r"}\n *{", "}, {", value.strip())) if len(value) < _LONGEST_REPR else value
     return value
 
 
