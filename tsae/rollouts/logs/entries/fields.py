@@ -30,7 +30,8 @@ _REPR = re.compile(r"^(?:np\.|numpy\.|torch\.)?\w+\(\[?([^][(),]*)\]?(?:, *\w+=[
 _LONGEST_REPR = 1 << 20
 """Characters; to parse Python takes much memory."""
 _SPELLED = {
-    "true": True, "np.true_": True, "false": False, "np.false_": False, "": None, "none": None, "null": None,
+    "true": True, "np.true_": True, "yes": True, "false": False, "np.false_": False, "no": False,
+    "": None, "none": None, "null": None,
 }  # fmt: skip
 _SCORE = re.compile(r"reward|score|accura|correct|(?<![a-z])acc(?![a-z])")
 
