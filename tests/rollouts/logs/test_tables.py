@@ -266,6 +266,8 @@ def test_a_json_file_of_rows(policy: Checkpoint, tmp_path: Path) -> None:
         save(tmp_path / "r.json", content)
         for path in (tmp_path, tmp_path / "r.json"):
             assert column(read(path, policy), "reward") == [1.0, 0.0]
+    lines = save(tmp_path / "r.json", "".join(json.dumps(row) + "\n" for row in rows))  # as `datasets` writes it
+    assert column(read(lines, policy), "reward") == [1.0, 0.0]
 
 
 def test_a_folder_that_datasets_saved(policy: Checkpoint, tmp_path: Path) -> None:
