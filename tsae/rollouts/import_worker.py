@@ -50,7 +50,7 @@ def serve(lines: Iterator[str], say: Callable[..., None]) -> None:
     form = next(form for form in FORMATS if form.name == setup["form"])
     config = _config(setup["config"])
     series = CheckpointSeries(tuple(Checkpoint(**found) for found in setup["checkpoints"]))
-    tokens = Tokens(series.base, config)
+    tokens = Tokens(series.base, config, setup["pads"])
     for line in lines:
         job = json.loads(line)
         last = time.monotonic()

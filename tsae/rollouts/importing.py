@@ -97,7 +97,7 @@ def import_log(
         told_so = f"the chat template is given {config.template_arguments}, as {trainers.file} says"
         series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
-    config = tokens.config = replace(config, pad_ids=find_pads(form, files, config, tokens))
+    tokens.pads = find_pads(form, files, config, tokens)
     run, spools = Contents(form, files, series, tokens, config, notes=notes), Spools()
     keeping = None if kept is None else as_path(kept)
     with Journal(to, settings(form, series, tokens, config), config.skip, run.policies.agrees, keeping) as journal:
@@ -154,7 +154,7 @@ def _read(
     n = default_workers(total) if workers is None else workers
     with Bar(total, shown=progress) as bar:
         jobs = (journal.job(part) for part in parts_of(files, cut=run.form.cut))
-        common = setup(run.form, series, run.config)
+        common = setup(run.form, series, run.config, run.tokens.pads)
         done = read_in_workers(jobs, n, common, bar.say) if n > 1 else _read_here(jobs, run, series, bar)
         with closing(done):
             for number, job in enumerate(done):

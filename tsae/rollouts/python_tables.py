@@ -92,7 +92,10 @@ class PythonTable:
         elif not hasattr(given, "__arrow_c_stream__") and hasattr(given, "to_arrow"):
             given = given.to_arrow()
         if hasattr(given, "__arrow_c_stream__") or hasattr(given, "__arrow_c_array__"):
-            table = pa.table(given)
+            try:
+                table = pa.table(given)
+            except pa.ArrowInvalid as error:  # a Series
+                raise TsaeError(f"is of type {type(given).__name__}, not a table", where=NAME, fix=_FIX) from error
             return list(zip(table.column_names, table.columns, strict=True))
         if isinstance(given, Mapping) and all(hasattr(v, "__len__") and not isinstance(v, str) for v in given.values()):
             return [(str(name), values) for name, values in given.items()]

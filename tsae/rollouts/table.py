@@ -8,6 +8,7 @@ table. The tokens and texts of a table that was read take no memory: they stay i
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import tempfile
@@ -99,7 +100,7 @@ class Rollouts(TokenParts, Tables):
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rollouts.parquet"
                 for note in import_log(path, file, checkpoint, config, progress=False).odd:
-                    warnings.warn(note, stacklevel=3)
+                    warnings.warn(note, stacklevel=_users_level())
                 return cls.read(file, origin=str(path))
         if not path.is_file():
             raise TsaeError("no such rollouts file", where=path, fix="Make one with `tsae rollouts sample`.")
@@ -376,6 +377,14 @@ class Rollouts(TokenParts, Tables):
             what = f"{rewards.null_count} trajectories have no reward"
             raise TsaeError(what, where=self.origin, fix="Fill rewards, or drop the rows.")
         return self.with_column("advantage", group_advantages(rewards.to_numpy(), group_names(self.frame), kind))
+
+
+def _users_level() -> int:
+    """How many calls above its caller the user's own line is."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__package__", "").partition(".")[0] == "tsae":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _is_log(path: Path) -> bool:

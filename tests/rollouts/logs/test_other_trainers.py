@@ -581,6 +581,13 @@ BY_HAND: dict[str, tuple[list[dict[str, Any]], list[str], tuple[str, ...]]] = {
                 "format_reward": 0.5, "total_reward": 0.5 + row["is_correct"], "answer": "2"} for row in FLAT],
               ["unknown"] * 2, ("prompt=query", "response=generated", "reward=total_reward",
                                 "correct=accuracy_reward")),
+    "not the reference": ([{"problem": "1+1?", "answer": "2", "generations": row["model_output"],
+                            "correct": "yes" if row["is_correct"] else "no"} for row in FLAT], ["unknown"] * 2,
+                          ("prompt=problem", "response=generations")),
+    "not the whole text": ([{"instruction": "1+1?", "input": "", "text": "1+1?" + row["model_output"], "target": "2",
+                             "completion_text": row["model_output"], "reward_score": int(row["is_correct"])}
+                            for row in FLAT], ["unknown"] * 2,
+                           ("prompt=instruction", "response=completion_text", "reward=reward_score", "answer=target")),
     "several": ([{"query": "1+1?", "generated": row["model_output"], "accuracy_reward": float(row["is_correct"]),
                   "format_reward": 0.5} for row in FLAT], ["unknown"] * 2, ("prompt=query", "response=generated")),
 }  # fmt: skip

@@ -112,6 +112,36 @@ def test_masks_of_the_log_decide(policy: Checkpoint) -> None:
         read_frame(of_both, policy)
 
 
+@pytest.mark.parametrize("sides", ["lr", "rr", "ll"])
+def test_a_pad_that_is_an_ordinary_token_stays_where_nothing_is_padded(policy: Checkpoint, sides: str) -> None:
+    """Some trainers pad with 0, which may be an exclamation mark: texts that begin or end so keep it."""
+    given = rows(11, sides)
+    bare = {"l": slice(None), "r": slice(None, None, -1)}  # the edge that is not padded comes last
+    for row in given:
+        for name, side in zip(("prompt_ids", "response_ids"), sides, strict=True):
+            row[name] = [*row[name][bare[side]], 11][bare[side]]
+    with pytest.warns(UserWarning, match=NOTE) as told:
+        found = read_frame(given, policy)
+    assert {warning.filename for warning in told} == {__file__}
+    prompt, response = ((11 if side == "r" else None, None if side == "r" else 11) for side in sides)
+
+    def kept(ids: list[int], edges: tuple[int | None, int | None]) -> list[int]:
+        return [id for id in (edges[0], *ids, edges[1]) if id is not None]
+
+    assert sequences(found) == ([kept(ids, prompt) for ids in PROMPTS], [kept(ids, response) for ids in RESPONSES])
+
+
+@pytest.mark.parametrize("write", [json.dumps, lambda values: [*map(str, values)]])
+def test_ids_and_masks_may_be_texts(policy: Checkpoint, write: Any) -> None:
+    """As tables of texts have them."""
+    given = rows(EOS, "lr")
+    for row, prompt, response in zip(given, PROMPTS, RESPONSES, strict=True):
+        row["attention_mask"] = [0] * (6 - len(prompt)) + [1] * (len(prompt) + len(response))
+        row["attention_mask"] += [0] * (10 - len(row["attention_mask"]))
+    texts = [{name: write(value) if name != "reward" else value for name, value in row.items()} for row in given]
+    assert sequences(read_frame(texts, policy)) == (PROMPTS, RESPONSES)
+
+
 def test_a_mask_value_between_tokens_is_refused(policy: Checkpoint) -> None:
     with pytest.raises(TsaeError, match=r"has -100 between its tokens, which is a mask value.*--column response_mask"):
         read_frame([{"prompt_ids": [BOS, 4], "response_ids": [4, -100, EOS], "reward": 1.0}], policy)

@@ -8,9 +8,11 @@ import io
 import json
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -24,6 +26,7 @@ from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.detect import find_log
 from tsae.rollouts.logs.on_disk import log_files
 from tsae.rollouts.logs.on_disk.log_files import NoLog
+from tsae.rollouts.table import Rollouts
 
 WANDB = "wandb/offline-run-20260101_000000-abc"
 MEDIA = WANDB + "/files/media/table"
@@ -213,8 +216,18 @@ def test_fields_of_a_spreadsheet(name: str, policy: Checkpoint, tmp_path: Path) 
     assert csv.field_size_limit() == limit
     ids = {"prompt_ids": f"[{BOS}, 1]", "response_ids": f"[2, {EOS}]", "reward": 1}
     assert column(read(spreadsheet(tmp_path / name, [ids]), policy), "response_ids") == [[2, EOS]]
-    many = {"question": "1+1?", "responses": '["#2", "#3"]', "rewards": "[1.0, 0.0]"}
-    assert column(read(spreadsheet(tmp_path / name, [many]), policy), "reward") == [1.0, 0.0]
+    for shown in (json.dumps, str):  # pandas writes lists as Python shows them
+        many = {"question": "1+1?", "responses": shown(["#2", "#3"]), "rewards": shown([1.0, 0.0])}
+        found = read(spreadsheet(tmp_path / name, [many]), policy)
+        holds(found, reward=[1.0, 0.0], response=["#2", "#3"])
+
+
+@pytest.mark.parametrize("shown", [json.dumps, str, lambda messages: str(np.array(messages))])
+def test_messages_of_a_spreadsheet_are_no_text(shown: Callable[..., str], chat: Checkpoint, tmp_path: Path) -> None:
+    messages = [{"role": role, "content": f"1+{len(role)}"} for role in ("user", "assistant", "user")]
+    expected = Rollouts.read([{"prompt": messages, "response": "1", "reward": 1}], chat)
+    file = spreadsheet(tmp_path / "r.csv", [{"prompt": shown(messages), "response": "1", "reward": 1}])
+    assert column(read(file, chat), "prompt_ids") == column(expected, "prompt_ids")
 
 
 def test_broken_tables_say_where(policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +266,8 @@ def test_a_json_file_of_rows(policy: Checkpoint, tmp_path: Path) -> None:
         save(tmp_path / "r.json", content)
         for path in (tmp_path, tmp_path / "r.json"):
             assert column(read(path, policy), "reward") == [1.0, 0.0]
+    lines = save(tmp_path / "r.json", "".join(json.dumps(row) + "\n" for row in rows))  # as `datasets` writes it
+    assert column(read(lines, policy), "reward") == [1.0, 0.0]
 
 
 def test_a_folder_that_datasets_saved(policy: Checkpoint, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ TRIED = 256
 """Rows."""
 # Usual names, the most telling first. Of prompt, response, reward and correct, a word of a longer name counts too.
 _NAMES = {
-    "prompt": "prompt question problem query input instruction messages task",
-    "response": "response completion model_output output generated generation prediction predict pred answer text",
+    "prompt": "prompt question problem query instruction input messages task",
+    "response": "response completion model_output model_answer output generated generation generations "
+    "prediction predict pred",
     "reward": "reward score rewards total_reward return acc accuracy",
     "correct": "is_correct correct correctness passed success solved right acc accuracy",
     "answer": "ground_truth answer gold target reference reference_answer label solution gts gt expected",
@@ -35,6 +36,8 @@ _NAMES = {
     "response_ids": "response_ids completion_ids response_token_ids completion_token_ids output_ids response_tokens",
     "response_mask": "completion_mask loss_mask",
 }
+_PERHAPS = {"response": ("answer", "text")}
+"""Names that as often hold something else, such as a reference answer, or prompt and response."""
 _BY_WORD = ("prompt", "response", "reward", "correct")
 _ABOUT = re.compile("hash|ids?|idx|index|len|length|tokens?|count|num|n|mean|std|mask|logprobs?|time|name")
 """Words of names for something about a prompt or reward."""
@@ -96,7 +99,9 @@ def _candidates(field: str, names: Sequence[str], found: dict[str, str]) -> list
     if field not in _BY_WORD:
         return exact
     itself = [name for name in free if not any(map(_ABOUT.fullmatch, _words(name)))]
-    return list(dict.fromkeys([*exact, *(name for like in usual for name in itself if like in _words(name))]))
+    words = (name for like in usual for name in itself if like in _words(name))
+    perhaps = [name for like in _PERHAPS.get(field, ()) for name in itself if like in _words(name)]
+    return list(dict.fromkeys([*exact, *words, *sorted(perhaps, key=lambda name: len(_words(name)))]))
 
 
 def _entries(file: LogFile, config: ImportConfig, found: dict[str, str], rewards: tuple[str, ...] = ()) -> list[Entry]:

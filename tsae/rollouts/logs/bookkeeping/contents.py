@@ -207,7 +207,8 @@ class Contents:
     def _padded(self) -> Iterator[str]:
         padded, tokens = self.counts[_PADDED], self.tokens
         if padded["ids"]:
-            pads = "".join(f"{id} {tokens.written(id)!r}, " for id in self.config.pad_ids or () if id >= 0)
+            found = sorted({id for ids in tokens.pads.values() for id in ids if id >= 0})
+            pads = "".join(f"{id} {tokens.written(id)!r}, " for id in found)
             yield (
                 f"{padded['prompts']:,} prompts and {padded['responses']:,} responses have padding: {padded['ids']:,} "
                 f"ids at their edges ({pads}mask values below 0) were left out (--pad-ids, if other tokens pad it)"
@@ -215,7 +216,7 @@ class Contents:
 
     def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
         _check_steps(entry, file)
-        n, m = strip(entry, self.config.pad_ids or (), self.tokens)
+        n, m = strip(entry, self.tokens)
         self.counts[_PADDED].update({"prompts": n > 0, "responses": m > 0, "ids": n + m})
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, entry.where)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
+from ast import literal_eval
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,8 +27,11 @@ _STEP = re.compile(r"(?:global_?|train(?:ing)?_?)?(?:step|checkpoint|iter(?:atio
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf(inity)?)", re.ASCII)
 _REPR = re.compile(r"^(?:np\.|numpy\.|torch\.)?\w+\(\[?([^][(),]*)\]?(?:, *\w+=[^()]*)?\)$")
 """np.float64(1.0), array([1.]), tensor(1., device='cuda:0')."""
+_LONGEST_REPR = 1 << 20
+"""Characters; to parse Python takes much memory."""
 _SPELLED = {
-    "true": True, "np.true_": True, "false": False, "np.false_": False, "": None, "none": None, "null": None,
+    "true": True, "np.true_": True, "yes": True, "false": False, "np.false_": False, "no": False,
+    "": None, "none": None, "null": None,
 }  # fmt: skip
 _SCORE = re.compile(r"reward|score|accura|correct|(?<![a-z])acc(?![a-z])")
 
@@ -164,7 +170,7 @@ class Fields:
 
     def marks(self, name: str, called: str = "") -> np.ndarray:
         """(n,) bool: which tokens are marked, by true or by a number above 0. The column must be there."""
-        value = self.need(name)
+        value = read_numbers(self.need(name))
         found = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros((0, 0))
         if found.ndim != 1 or (len(found) and found.dtype.kind not in "biuf") or not np.isfinite(found).all():
             raise self.error(f"{called or name} is no list of marks, one a token", "Correct that row.")
@@ -172,7 +178,7 @@ class Fields:
 
     def ids(self, name: str) -> np.ndarray:
         """(n,) int64 token ids. The column must be there."""
-        value = self.need(name)
+        value = read_numbers(self.need(name))
         try:
             found = np.asarray(value)
         except (ValueError, OverflowError):
@@ -233,13 +239,22 @@ def read_number(value: Any) -> Any:
 
 
 def read_list(value: Any) -> Any:
-    """A list, or the object, that is given as the text of JSON; anything else stays what it is."""
+    """A list, or the object, that is given as text, in JSON or as Python prints it; anything else stays what it is."""
     if isinstance(value, str) and value.strip()[:1] in ("[", "{"):
-        try:
+        with suppress(ValueError, RecursionError):
             return parse_json(value)
-        except (ValueError, RecursionError):
-            pass
+        # pandas writes lists into CSV as Python prints them; numpy prints no commas between lines.
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return literal_eval(re.sub(r"}\n *{", "}, {", value.strip())) if len(value) < _LONGEST_REPR else value
     return value
+
+
+def read_numbers(value: Any) -> Any:
+    """A list of numbers, which may be texts, as may be the list; anything else stays what it is."""
+    value = read_list(value)
+    texts = isinstance(value, (list, tuple)) and isinstance(next(iter(value), None), str)
+    return [read_number(inside) for inside in value] if texts else value
 
 
 def is_score(name: str, value: Any) -> bool:

@@ -69,7 +69,7 @@ def holds_rows(path: Path) -> bool:
 
 
 def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON file, which is a list of objects, or an object with such a list. Any other object is one row.
+    """The rows of a JSON file: a list of objects, an object with such a list, or JSON lines. Other objects are one row.
 
     Weights & Biases and mlflow write a table as the names of its columns, and a list of lists.
 
@@ -83,12 +83,16 @@ def read_json(path: Path, most: int) -> Iterator[dict[str, Any]]:
             raise TsaeError(
                 f"has more than {most >> 20} MiB", where=path, fix="Give JSON lines, one trajectory a line."
             )
-        found = parse_json(whole.decode("utf-8-sig"), names_once=True)
+        parts = [whole]
+        if re.match(rb"(\xef\xbb\xbf)?{.*}\r?\n{", whole):  # JSON lines, as `datasets` writes them
+            parts = [line for line in whole.split(b"\n") if line.strip()]
+        read = [parse_json(part.decode("utf-8-sig"), names_once=True) for part in parts]
+        found = read if len(parts) > 1 else read[0]
     except (OSError, ValueError, RecursionError) as error:
         raise TsaeError(
             f"not a file of JSON in UTF-8 ({error})", where=path, fix="Correct or delete that file."
         ) from error
-    del whole
+    del whole, parts
     rows, names = found, None
     if isinstance(found, dict):
         rows = next((found[name] for name in _ROWS if isinstance(found.get(name), list)), [found])

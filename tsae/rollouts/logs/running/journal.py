@@ -155,6 +155,7 @@ def settings(form: Format, series: CheckpointSeries, tokens: Tokens, config: Imp
     return {
         "form": form.name,
         "config": read,
+        "pads": tokens.pads,
         "series": len(series) > 1,  # Which checkpoint sampled is compared part by part.
         "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
         "template": tokenizer.chat_template,

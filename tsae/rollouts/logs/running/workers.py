@@ -44,11 +44,11 @@ def default_workers(n_bytes: int) -> int:
     return min(cores, _MOST) if n_bytes >= PARALLEL_FROM else 1
 
 
-def setup(form: Format, series: CheckpointSeries, config: ImportConfig) -> dict[str, Any]:
+def setup(form: Format, series: CheckpointSeries, config: ImportConfig, pads: Mapping[str, Any]) -> dict[str, Any]:
     """What a worker needs to know, for JSON."""
     left_out = ("noise", "base")  # of the weights, which are not read
     checkpoints = [{name: value for name, value in asdict(c).items() if name not in left_out} for c in series]
-    return {"form": form.name, "config": asdict(config), "checkpoints": checkpoints}
+    return {"form": form.name, "config": asdict(config), "checkpoints": checkpoints, "pads": pads}
 
 
 def read_in_workers(jobs: Iterable[Job], n: int, common: Mapping[str, Any], say: Say) -> Generator[Job]:

@@ -5,8 +5,9 @@
    alone. Candidates are the tokenizer's pad token, end tokens, and any id that fills a prompt up to the special token
    with which prompts begin, repeats itself behind an end token, or, where rows have the width of a batch, at edges of
    a quarter of prompts and responses. In texts only special tokens count. The first rows of the first files decide.
-3. Padding is left out at the edges, on both sides. A token that the tokenizer or the chat template writes at that edge
-   of a prompt stays once, and so does the end token of a response, unless the log says that the response was cut.
+3. Special tokens that pad a log are left out at all edges, others only at those where the log repeats them. A token
+   that the tokenizer or the chat template writes at that edge of a prompt stays once, and so does the end token of a
+   response, unless the log says that the response was cut.
 
 Where masks of the log have shown what is padding (`Entry.masked`), only these count.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -28,14 +29,15 @@ from tsae.rollouts.logs.entries.log_format import Format
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 from tsae.rollouts.logs.tokenising.tokens import Tokens
 
+_EDGES = ("prompt left", "prompt right", "response left", "response right")
 _FILES, _ROWS = 8, 256
 """How many files, and rows of them, decide what pads a log."""
 
 
-def find_pads(form: Format, files: Sequence[LogFile], config: ImportConfig, tokens: Tokens) -> tuple[int, ...]:
-    """The token ids that pad a log; those of `ImportConfig.pad_ids` if they are given."""
+def find_pads(form: Format, files: Sequence[LogFile], config: ImportConfig, tokens: Tokens) -> dict[str, list[int]]:
+    """By edge ("prompt left", …), the token ids that pad a log; those of `ImportConfig.pad_ids` if they are given."""
     if config.pad_ids is not None:
-        return config.pad_ids
+        return {edge: list(config.pad_ids) for edge in _EDGES}
     sides: list[tuple[str, np.ndarray]] = []
     with suppress(TsaeError):  # the import itself reports it
         for file in files[:_FILES]:
@@ -57,34 +59,37 @@ def find_pads(form: Format, files: Sequence[LogFile], config: ImportConfig, toke
             runs.update([(f"{side} left", id, _run(ids, id)), (f"{side} right", id, _run(ids[::-1], id))])
     uneven = Counter(id for side, id, _ in runs if side == "prompt left")
     # What stands before the beginning of prompts pads nothing by what stands elsewhere, such as line breaks.
-    several = {id for edge, id, n in runs if n > 1 and (id in own or edge == "prompt left")}
-    return tuple(sorted(several | {id for id, times in uneven.items() if times > 1}))
+    shown = {(edge, id) for edge, id, n in runs if n > 1 and (id in own or edge == "prompt left")}
+    shown |= {("prompt left", id) for id, times in uneven.items() if times > 1}
+    everywhere = tokens.ends | tokens.special
+    pads = sorted({id for _, id in shown})
+    return {edge: [id for id in pads if id in everywhere or (edge, id) in shown] for edge in _EDGES}
 
 
-def strip(entry: Entry, pads: Sequence[int], tokens: Tokens) -> tuple[int, int]:
+def strip(entry: Entry, tokens: Tokens) -> tuple[int, int]:
     """Leave out the padding of an entry's ids, or of its texts; returns how many of the prompt and response that is."""
-    n_prompt = n_response = 0
+    n_prompt, n_response, pads = 0, 0, tokens.pads
     cut = entry.finish_reason == "length"
     if entry.prompt_ids is not None and "prompt" not in entry.masked:
-        ids, (low, high) = entry.prompt_ids, _inside(entry.prompt_ids, pads)
+        ids, (low, high) = entry.prompt_ids, _inside(entry.prompt_ids, pads, "prompt")
         low -= low > 0 and int(ids[low - 1]) in tokens.own_edges[0]
         high += high < len(ids) and int(ids[high]) in tokens.own_edges[1]
         entry.prompt_ids, n_prompt = ids[low:high], len(ids) - (high - low)
     if entry.response_ids is not None and "response" not in entry.masked:
-        ids, (low, high) = entry.response_ids, _inside(entry.response_ids, pads)
+        ids, (low, high) = entry.response_ids, _inside(entry.response_ids, pads, "response")
         ended = high > low and int(ids[high - 1]) in tokens.ends
         high += high < len(ids) and int(ids[high]) in tokens.ends and not ended and not cut
         if entry.logprobs is not None and len(entry.logprobs) == len(ids):
             entry.logprobs = entry.logprobs[low:high]
         entry.response_ids, n_response = ids[low:high], len(ids) - (high - low)
     # Where ids show that there is no padding, a text is what it seems.
-    if pads and isinstance(entry.prompt, str) and (entry.prompt_ids is None or n_prompt):
-        before, entry.prompt, after = _split(entry.prompt, pads, tokens)
+    if any(pads.values()) and isinstance(entry.prompt, str) and (entry.prompt_ids is None or n_prompt):
+        before, entry.prompt, after = _split(entry.prompt, "prompt", tokens)
         n_prompt = n_prompt or len(before) + len(after)
         if before or after or entry.prompt.startswith(tokens.tokenizer.bos_token or "\0"):
             entry.prompt_is = "rendered"  # It was decoded with its special tokens.
-    if pads and isinstance(entry.response, str) and (entry.response_ids is None or n_response):
-        before, entry.response, after = _split(entry.response, pads, tokens)
+    if any(pads.values()) and isinstance(entry.response, str) and (entry.response_ids is None or n_response):
+        before, entry.response, after = _split(entry.response, "response", tokens)
         ended = entry.response.endswith(tuple(map(tokens.written, tokens.ends)))
         kept = after[:1] if after and after[0] in map(tokens.written, tokens.ends) and not ended and not cut else []
         n_response = n_response or len(before) + len(after) - len(kept)
@@ -108,15 +113,19 @@ def _run(ids: np.ndarray, id: int = -1) -> int:
     return int(np.argmin(np.r_[ids == id, False]))
 
 
-def _inside(ids: np.ndarray, pads: Sequence[int]) -> tuple[int, int]:
-    """Where the ids begin and end that are not padding; (0, 0) if all are."""
-    inside = np.flatnonzero((ids >= 0) & ~np.isin(ids, pads))
-    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+def _inside(ids: np.ndarray, pads: Mapping[str, Sequence[int]], side: str) -> tuple[int, int]:
+    """Where the ids of a prompt or response begin and end that are not padding; (0, 0) if all are."""
+    low, high = (
+        int(np.argmin(np.r_[(turned < 0) | np.isin(turned, pads[f"{side} {edge}"]), False]))
+        for edge, turned in (("left", ids), ("right", ids[::-1]))
+    )
+    return (low, max(low, len(ids) - high)) if low < len(ids) else (0, 0)
 
 
-def _split(text: str, pads: Sequence[int], tokens: Tokens) -> tuple[list[str], str, list[str]]:
-    """(pads that are written out before a text, the text, those after it)."""
-    pad = "|".join(re.escape(written) for id in pads if id >= 0 and (written := tokens.written(id))) or "(?!)"
-    found = re.fullmatch(f"((?:{pad})*)(.*?)((?:{pad})*)", text, re.DOTALL)
+def _split(text: str, side: str, tokens: Tokens) -> tuple[list[str], str, list[str]]:
+    """(pads that are written out before a prompt or response, its text, those after it)."""
+    written = [[tokens.written(id) for id in tokens.pads[f"{side} {edge}"] if id >= 0] for edge in ("left", "right")]
+    left, right = ("|".join(map(re.escape, filter(None, pads))) or "(?!)" for pads in written)
+    found = re.fullmatch(f"((?:{left})*)(.*?)((?:{right})*)", text, re.DOTALL)
     assert found is not None
-    return re.findall(pad, found[1]), found[2], re.findall(pad, found[3])
+    return re.findall(left, found[1]), found[2], re.findall(right, found[3])

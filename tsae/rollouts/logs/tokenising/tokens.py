@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -75,10 +76,15 @@ class Tokens:
     Args:
         checkpoint: has the tokenizer, chat template, end tokens and context length.
         config: of the import.
+        pads: by edge, the token ids that pad the log (`tsae.rollouts.logs.tokenising.padding`).
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ImportConfig) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ImportConfig, pads: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        self.pads = pads or {}
         self.tokenizer: PreTrainedTokenizerBase = checkpoint.load_tokenizer()
+        self.special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         self.config, self.path = config, checkpoint.path
         self.vocabulary = max(self.tokenizer.get_vocab().values()) + 1
         self.context, ends = text_limits(checkpoint)
@@ -328,14 +334,13 @@ class Tokens:
     @cached_property
     def own_edges(self) -> tuple[set[int], set[int]]:
         """The special tokens with which the tokenizer or the chat template begins a prompt by itself, and ends one."""
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         prompts: list[list[int]] = []
         with suppress(Exception):  # no such letter, or no template, which raises what it likes
             prompts.append(tokenize(self.tokenizer, "1"))
             if self.template is not None:
                 text = self.template.render([{"role": "user", "content": "1"}])
                 prompts.append(tokenize(self.tokenizer, text, add_special_tokens=False))
-        return {ids[0] for ids in prompts if ids} & special, {ids[-1] for ids in prompts if ids} & special
+        return {ids[0] for ids in prompts if ids} & self.special, {ids[-1] for ids in prompts if ids} & self.special
 
     def written(self, id: int) -> str:
         """A token as texts with special tokens have it."""

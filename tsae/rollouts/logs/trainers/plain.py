@@ -60,12 +60,8 @@ def _entry(row: Fields) -> Entry:
     if row.row.keys() >= _TABLE:
         fix = "Give the file to the next stage as it is (Rollouts.read without a config)."
         raise row.error("is a table of rollouts already, not a log", fix)
-    # A table of texts keeps lists as JSON.
-    lists = (names.prompt_ids, names.response_ids, names.response_mask)
-    told = {name: read_list(row.row[name]) for name in (names.prompt, *lists) if name in row}
-    if not is_conversation(told.get(names.prompt)):
-        told.pop(names.prompt, None)
-    row = row.inside({**row.row, **told})
+    if is_conversation(told := read_list(row.get(names.prompt))):  # A table of texts keeps lists as JSON.
+        row = row.inside({**row.row, names.prompt: told})
     # NaN is how pandas leaves a text empty.
     prompt, response = (None if value != value else value for value in map(row.get, (names.prompt, names.response)))
     if (messages := _dialogue(row.row, row.config)) is not None:
@@ -77,7 +73,7 @@ def _entry(row: Fields) -> Entry:
     asks = isinstance(prompt, str) or is_conversation(prompt)
     asks |= prompt is None and row.get(names.prompt_ids) is not None
     answers = isinstance(response, str) or (response is None and row.get(names.response_ids) is not None)
-    if asks and not answers and response is None and names.response in row:
+    if asks and not answers and not response and names.response in row:
         raise row.unusable("empty", "the response is empty")
     if missing := [name for name, there in ((names.prompt, asks), (names.response, answers)) if not there]:
         fix = "Name the columns that hold them (--column prompt=NAME --column response=NAME)."
