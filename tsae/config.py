@@ -105,11 +105,8 @@ class RunConfig:
             if value is not None and value < 1:
                 raise TsaeError(f"{name}={value} is less than 1", where="RunConfig")
             if value is not None and self.sae is not None and name != "tokens":
-                raise TsaeError(
-                    f"{name}={value} is for training an SAE, and sae={self.sae} is given",
-                    where="RunConfig",
-                    fix="Leave one of them out.",
-                )
+                what = f"{name}={value} is for training an SAE, and sae={self.sae} is given"
+                raise TsaeError(what, where="RunConfig", fix="Leave one of them out.")
         # What cannot be trained is refused now, not after the capture.
         if self.d_sae is not None:
             SAEConfig(d_sae=self.d_sae, k=self.k or 1)

@@ -223,11 +223,8 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
     except TsaeError as error:
         if config.base is not None:
             raise
-        raise TsaeError(
-            f"names {base} as its base{told}, which cannot be used: {error}",
-            where=path,
-            fix="Give the model that training started from (--base).",
-        ) from error
+        what = f"names {base} as its base{told}, which cannot be used: {error}"
+        raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
     return _comparable(series, path), f"the base is {base}{told}"
 
 

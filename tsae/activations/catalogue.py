@@ -106,11 +106,8 @@ class Catalogue:
 
     def d_model(self, site: str) -> int:
         if site not in self.manifest["sites"]:
-            raise TsaeError(
-                f"no site {site!r}; there are {', '.join(self.sites)}",
-                where=self.path,
-                fix="Choose one of these sites.",
-            )
+            what = f"no site {site!r}; there are {', '.join(self.sites)}"
+            raise TsaeError(what, where=self.path, fix="Choose one of these sites.")
         return int(self.manifest["sites"][site]["d_model"])
 
     def subset(self, selection: Subset | None = None, **axes: str | Sequence[str]) -> Self:

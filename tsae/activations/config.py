@@ -61,11 +61,8 @@ class ReadingConfig:
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise TsaeError(f"{name}={value} is less than 1", where=type(self).__name__)
         if self.device == "auto" and self.backend == "transformer_lens":
-            raise TsaeError(
-                'device="auto" needs backend="huggingface": a TransformerBridge runs on one device',
-                where=type(self).__name__,
-                fix="Use the Hugging Face backend, or name one device.",
-            )
+            what = 'device="auto" needs backend="huggingface": a TransformerBridge runs on one device'
+            raise TsaeError(what, where=type(self).__name__, fix="Use the Hugging Face backend, or name one device.")
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,8 @@ class CaptureConfig(ReadingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend == "vllm" and self.token_statistics:
-            raise TsaeError(
-                'token_statistics=True needs another backend than "vllm", which gives hidden states alone',
-                where="CaptureConfig",
-                fix="Leave --token-statistics out, or --backend vllm.",
-            )
+            what = 'token_statistics=True needs another backend than "vllm", which gives hidden states alone'
+            raise TsaeError(what, where="CaptureConfig", fix="Leave --token-statistics out, or --backend vllm.")
 
 
 @dataclass(frozen=True)

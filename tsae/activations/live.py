@@ -273,11 +273,8 @@ class LiveWindows(Windows):
             self.seed,
         )
         if found.size.max() > self._most:
-            raise TsaeError(
-                f"a trajectory of {found.size.max()} counted tokens does not fit into buffer_tokens={self._most}",
-                where="LiveConfig",
-                fix="Raise buffer_tokens, or leave such trajectories out.",
-            )
+            what = f"a trajectory of {found.size.max()} counted tokens does not fit into buffer_tokens={self._most}"
+            raise TsaeError(what, where="LiveConfig", fix="Raise buffer_tokens, or leave such trajectories out.")
         return found
 
     @usual_state()

@@ -71,10 +71,7 @@ def rows_mask(
         TsaeError: for thinking, where no response of the rollouts has any.
     """
     if span == "thinking" and not rollouts.has_thinking:
-        raise TsaeError(
-            "no response has thinking, by any marker that is known",
-            where=rollouts.origin,
-            fix="Use the span response.",
-        )
+        what = "no response has thinking, by any marker that is known"
+        raise TsaeError(what, where=rollouts.origin, fix="Use the span response.")
     lengths = rollouts.lengths("prompt_ids")[rows]
     return span_mask(token_ids, offsets, lengths, span, special_ids, rollouts.token_parts(rows))

@@ -284,11 +284,8 @@ def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | No
     if sae is None:
         return []
     if sae.d_model != width:
-        raise TsaeError(
-            f"the SAE reads {sae.d_model} numbers a token, the model has {width}",
-            where=sae.site,
-            fix="Give an SAE of this model.",
-        )
+        what = f"the SAE reads {sae.d_model} numbers a token, the model has {width}"
+        raise TsaeError(what, where=sae.site, fix="Give an SAE of this model.")
     return list(tokenizer.all_special_ids)
 
 

@@ -163,11 +163,8 @@ class Attribution(Tables):
         if place.empty:
             raise TsaeError(f"no step was trained on trajectory {trajectory}", where="tokens")
         if self.source is None or self.folder is None:
-            raise TsaeError(
-                "the log is not at hand",
-                where="Attribution.tokens",
-                fix="Load with it: Attribution.load(to, rollouts).",
-            )
+            what = "the log is not at hand"
+            raise TsaeError(what, where="Attribution.tokens", fix="Load with it: Attribution.load(to, rollouts).")
         begin, step = int(self.info["checkpoints"][0]), int(place.step.iloc[0])
         steps = [s for s in self.info["checkpoints"] if s <= step - 1][-1:] + [
             s for s in self.info["checkpoints"] if s > step - 1
@@ -239,11 +236,8 @@ class Attribution(Tables):
             if not DIRECTIONS.fullmatch(lie := str(info["directions"])):
                 raise ValueError(f"{lie!r} is no folder of directions")
         if rollouts is not None and rollouts.fingerprint != of:
-            raise TsaeError(
-                f"was made from other rollouts ({of}) than these ({rollouts.fingerprint})",
-                where=folder,
-                fix="Give the log that was attributed.",
-            )
+            what = f"was made from other rollouts ({of}) than these ({rollouts.fingerprint})"
+            raise TsaeError(what, where=folder, fix="Give the log that was attributed.")
         return cls(**tables, info=info, source=rollouts, folder=folder)
 
     def __repr__(self) -> str:

@@ -106,11 +106,8 @@ def matched_features(
     alive[list(chosen)] = alive[list(exclude)] = False
     pool = np.flatnonzero(alive)
     if len(pool) < 2 * len(chosen):
-        raise TsaeError(
-            f"{len(pool)} other features fire, too few to match {len(chosen)} with",
-            where="intervene",
-            fix="Choose fewer features, or exclude fewer.",
-        )
+        what = f"{len(pool)} other features fire, too few to match {len(chosen)} with"
+        raise TsaeError(what, where="intervene", fix="Choose fewer features, or exclude fewer.")
     floor = max(
         float(scales.rate[pool].min()), 1e-12
     )  # A chosen feature may never fire in the checkpoint's own tokens.
@@ -171,11 +168,8 @@ def mean_difference(
             total += x.sum(0, dtype=np.float64)
             n += len(x)
         if n == 0:
-            raise TsaeError(
-                f"holds no response tokens that {reader} both sampled and read",
-                where=store.path,
-                fix="Name two readers that sampled rollouts themselves.",
-            )
+            what = f"holds no response tokens that {reader} both sampled and read"
+            raise TsaeError(what, where=store.path, fix="Name two readers that sampled rollouts themselves.")
         means.append(total / n)
     difference = torch.from_numpy(means[0] - means[1]).float()
     if not difference.norm() > 0:

@@ -291,9 +291,6 @@ def last_activations(
             codes = sae.encode(batch.values[sae.site][ends].float())
             found[batch.texts] = codes[:, feature].cpu().numpy()
     except OutOfMemory as error:
-        raise TsaeError(
-            f"a batch of {batch_tokens} tokens does not fit into memory",
-            where="insertion",
-            fix="Set a smaller batch_tokens.",
-        ) from error
+        what = f"a batch of {batch_tokens} tokens does not fit into memory"
+        raise TsaeError(what, where="insertion", fix="Set a smaller batch_tokens.") from error
     return found

@@ -181,11 +181,8 @@ def check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
     """Refuse an SAE that did not encode the table."""
     expected = features.info["sae"].get("weights")
     if expected != sae.fingerprint:
-        raise TsaeError(
-            f"the features were encoded with another SAE ({expected}) than the one given ({sae.fingerprint})",
-            where=features.origin,
-            fix="Give the SAE that `tsae encode` took, or encode again.",
-        )
+        what = f"the features were encoded with another SAE ({expected}) than the one given ({sae.fingerprint})"
+        raise TsaeError(what, where=features.origin, fix="Give the SAE that `tsae encode` took, or encode again.")
 
 
 def check_features(chosen: tuple[int, ...], n_features: int) -> None:
@@ -209,11 +206,8 @@ def _check_chosen(chosen: tuple[int, ...], scales: FeatureScales, n_features: in
         raise TsaeError("a feature comes twice", where="intervene", fix="Give every feature once.")
     silent = [feature for feature in chosen if not scales.typical[feature] > 0]
     if silent:
-        raise TsaeError(
-            f"feature {silent[0]} fires on no response token of the table, so that its typical activation is unknown",
-            where="intervene",
-            fix="Leave it out.",
-        )
+        what = f"feature {silent[0]} fires on no response token of the table, so that its typical activation is unknown"
+        raise TsaeError(what, where="intervene", fix="Leave it out.")
 
 
 def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:
@@ -221,11 +215,8 @@ def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint
     check_sites([sae.site], model.config.get_text_config().num_hidden_layers, checkpoint.path)
     width = model.config.get_text_config().hidden_size
     if width != sae.d_model:
-        raise TsaeError(
-            f"has d_model {width}, the SAE expects {sae.d_model}",
-            where=checkpoint.path,
-            fix="Use an SAE trained on this model.",
-        )
+        what = f"has d_model {width}, the SAE expects {sae.d_model}"
+        raise TsaeError(what, where=checkpoint.path, fix="Use an SAE trained on this model.")
     features.need_weights(checkpoint)
     check_tokenizer(checkpoint, features.rollouts)
 

@@ -254,11 +254,8 @@ class Intervention(Tables):
             TsaeError: where the diff is of another SAE.
         """
         if diff.info["sae"].get("weights") != self.info["sae"].get("weights"):
-            raise TsaeError(
-                "the diff is of another SAE than the intervention",
-                where="Intervention.mark",
-                fix="Use the diff of the features that were tested.",
-            )
+            what = "the diff is of another SAE than the intervention"
+            raise TsaeError(what, where="Intervention.mark", fix="Use the diff of the features that were tested.")
         tested = [*(diff.info.get("causally_tested") or []), self.record()]
         return replace(diff, info={**diff.info, "causally_tested": tested})
 

@@ -161,11 +161,8 @@ class Evidence:
         if file.is_file():
             return True
         if known or file.name in sealed_names(file.parent):
-            raise TsaeError(
-                f"holds no {file.name}, which was there, or whose writing was interrupted",
-                where=file.parent,
-                fix=f"Put it back, or make it again: tsae repair {self.folder}.",
-            )
+            what = f"holds no {file.name}, which was there, or whose writing was interrupted"
+            raise TsaeError(what, where=file.parent, fix=f"Put it back, or make it again: tsae repair {self.folder}.")
         return False
 
     def _need_own(self, where: Path, found: Mapping[str, str | None], expected: Mapping[str, str | None]) -> None:

@@ -103,11 +103,8 @@ def need_settings(drawn: Mapping[str, Any], config: DiffConfig, where: Path) -> 
     wanted = json.loads(json.dumps(config.settings()))
     differing = [name for name in wanted if drawn.get(name) != wanted[name]]
     if differing:
-        raise TsaeError(
-            f"was drawn with other settings than this run's (differing: {', '.join(differing)})",
-            where=where,
-            fix="Move that folder elsewhere; the same command then draws the run's own.",
-        )
+        what = f"was drawn with other settings than this run's (differing: {', '.join(differing)})"
+        raise TsaeError(what, where=where, fix="Move that folder elsewhere; the same command then draws the run's own.")
 
 
 @dataclass(frozen=True)

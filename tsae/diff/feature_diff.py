@@ -219,11 +219,8 @@ class FeatureDiff(Tables):
         """
         ours, theirs = (diff.info["sae"].get("weights") for diff in (self, other))
         if ours != theirs or len(self.features) != len(other.features):
-            raise TsaeError(
-                f"a diff of the SAE {ours} cannot be compared with one of {theirs}: their features are not the same",
-                where="FeatureDiff.compare",
-                fix="Encode both with one SAE.",
-            )
+            what = f"a diff of the SAE {ours} cannot be compared with one of {theirs}: their features are not the same"
+            raise TsaeError(what, where="FeatureDiff.compare", fix="Encode both with one SAE.")
         keys = [*CONTRAST, "feature"]
         numbers = ["difference", "low", "high", "delta", "q"]
         both = self.shifts[keys + numbers].merge(other.shifts[keys + numbers], on=keys, suffixes=("", "_other"))

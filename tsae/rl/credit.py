@@ -242,9 +242,6 @@ def open_reference(reference: Checkpoint, site: str, d_model: int, *, device: st
     reader = HuggingFaceReader(reference.load_model(device=device), [site])
     width = reader.model.config.get_text_config().hidden_size
     if width != d_model:
-        raise TsaeError(
-            f"the reference has d_model {width}, the SAE expects {d_model}",
-            where=reference.path,
-            fix="Give the checkpoint whose activations the SAE was trained on.",
-        )
+        what = f"the reference has d_model {width}, the SAE expects {d_model}"
+        raise TsaeError(what, where=reference.path, fix="Give the checkpoint whose activations the SAE was trained on.")
     return reader

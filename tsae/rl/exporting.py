@@ -71,19 +71,13 @@ def write_credit(
     shaping = shaping or ShapingConfig()
     ours, theirs = credit.info["sae"].get("weights"), features.info["sae"].get("weights")
     if ours != theirs:
-        raise TsaeError(
-            f"the credit was learned on features of the SAE {ours}, these are of {theirs}",
-            where=features.origin,
-            fix="Encode with the SAE that credit was learned with.",
-        )
+        what = f"the credit was learned on features of the SAE {ours}, these are of {theirs}"
+        raise TsaeError(what, where=features.origin, fix="Encode with the SAE that credit was learned with.")
     rows = features.rows(reader=credit.info["reader"])
     frame = features.rollouts.frame.iloc[features.trajectory[rows]]
     if frame.advantage.isna().any():
-        raise TsaeError(
-            f"{int(frame.advantage.isna().sum())} trajectories have no advantage",
-            where=features.origin,
-            fix="Set them (`Rollouts.with_advantages`) before encoding.",
-        )
+        what = f"{int(frame.advantage.isna().sum())} trajectories have no advantage"
+        raise TsaeError(what, where=features.origin, fix="Set them (`Rollouts.with_advantages`) before encoding.")
     logprob = _need_logprob(logprob, features, rows)
     # A group stays in one table: its advantages must add up to 0.
     order = np.argsort(_groups(frame), kind="stable")
@@ -133,18 +127,12 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
             fix="Have the reference read again (--series), or capture with --token-statistics.",
         )
     if store.rollouts.fingerprint != features.rollouts.fingerprint:
-        raise TsaeError(
-            f"holds other trajectories than {features.origin}",
-            where=store.path,
-            fix="Give the store that the features were encoded from.",
-        )
+        what = f"holds other trajectories than {features.origin}"
+        raise TsaeError(what, where=store.path, fix="Give the store that the features were encoded from.")
     weights = {record["id"]: record.get("weights") for record in store.manifest["readers"]}.get(reader)
     if weights != (known := features.reader_info(reader).get("weights")) and None not in (weights, known):
-        raise TsaeError(
-            f"its {reader} has other weights than the one that read {features.origin}",
-            where=store.path,
-            fix="Give the store that the features were encoded from.",
-        )
+        what = f"its {reader} has other weights than the one that read {features.origin}"
+        raise TsaeError(what, where=store.path, fix="Give the store that the features were encoded from.")
     mine = features.rows(reader=reader)
     rows = dict(zip(features.trajectory[mine].tolist(), mine.tolist(), strict=True))
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
@@ -157,11 +145,8 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
             if row is not None:
                 found[features.row_offsets[row] : features.row_offsets[row + 1]] = logprob[start:stop]
     if rows:
-        raise TsaeError(
-            f"holds nothing of {len(rows)} trajectories that {reader} read",
-            where=store.path,
-            fix="Give the store that the features were encoded from.",
-        )
+        what = f"holds nothing of {len(rows)} trajectories that {reader} read"
+        raise TsaeError(what, where=store.path, fix="Give the store that the features were encoded from.")
     return found
 
 
@@ -193,11 +178,8 @@ def read_logprob(
             for i, part in zip(batch.texts, parts, strict=True):
                 found[spans[i]] = part
     except OutOfMemory as error:
-        raise TsaeError(
-            f"a batch of {batch_tokens} tokens does not fit into memory",
-            where="read_logprob",
-            fix="Set a smaller batch_tokens (--batch-tokens).",
-        ) from error
+        what = f"a batch of {batch_tokens} tokens does not fit into memory"
+        raise TsaeError(what, where="read_logprob", fix="Set a smaller batch_tokens (--batch-tokens).") from error
     return found
 
 

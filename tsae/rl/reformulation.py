@@ -65,9 +65,6 @@ def read_reformulations(path: str | Path) -> list[Reformulation]:
                 raise ValueError(f"hidden is {record['hidden']!r}, expected [start, stop]")
             found.append(Reformulation(problem, parent, kind, (start, stop), tuple(accepted)))
         except (KeyError, TypeError, ValueError) as error:
-            raise TsaeError(
-                f"a problem, but no reformulation ({type(error).__name__}: {error})",
-                where=f"{path}:{number}",
-                fix="Make the file with `tsae reformulate`.",
-            ) from error
+            what = f"a problem, but no reformulation ({type(error).__name__}: {error})"
+            raise TsaeError(what, where=f"{path}:{number}", fix="Make the file with `tsae reformulate`.") from error
     return found

@@ -206,25 +206,16 @@ def check_arguments(args: GRPOConfig, tokenizer: Any, credit: AdvantageRule | No
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer.eos_token_id is None:
-        raise TsaeError(
-            "the tokenizer has no end-of-sequence token, so that no response would ever end",
-            where="processing_class",
-            fix="Set its eos_token.",
-        )
+        what = "the tokenizer has no end-of-sequence token, so that no response would ever end"
+        raise TsaeError(what, where="processing_class", fix="Set its eos_token.")
     if credit is None:
         return
     if args.loss_type not in LOSS_TYPES:
-        raise TsaeError(
-            f"loss_type={args.loss_type!r} takes one advantage a trajectory",
-            where="GRPOConfig",
-            fix=f"Use one of {', '.join(LOSS_TYPES)} with token credit.",
-        )
+        what = f"loss_type={args.loss_type!r} takes one advantage a trajectory"
+        raise TsaeError(what, where="GRPOConfig", fix=f"Use one of {', '.join(LOSS_TYPES)} with token credit.")
     if args.importance_sampling_level != "token" or args.off_policy_mask_threshold is not None:
-        raise TsaeError(
-            "token credit needs importance_sampling_level='token' and no off_policy_mask_threshold",
-            where="GRPOConfig",
-            fix="Leave both at their defaults.",
-        )
+        what = "token credit needs importance_sampling_level='token' and no off_policy_mask_threshold"
+        raise TsaeError(what, where="GRPOConfig", fix="Leave both at their defaults.")
     local = args.per_device_train_batch_size * args.steps_per_generation
     if local % args.num_generations:
         raise TsaeError(

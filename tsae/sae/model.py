@@ -259,11 +259,8 @@ class ForeignSAE(TemporalSAE):
 
     def decode(self, codes: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         if x is None and self.config.normalize != "none":
-            raise TsaeError(
-                f"normalises every token ({self.config.normalize}), which codes alone do not tell",
-                where="ForeignSAE.decode",
-                fix="Give the activations too: decode(codes, x).",
-            )
+            what = f"normalises every token ({self.config.normalize}), which codes alone do not tell"
+            raise TsaeError(what, where="ForeignSAE.decode", fix="Give the activations too: decode(codes, x).")
         return super().decode(codes, x)
 
     def encoder_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -119,11 +119,8 @@ class SteeringVector:
             ) from error
         name = site_names(self.site).get("llama.cpp")
         if name is None:
-            raise TsaeError(
-                f"llama.cpp cannot steer {self.site}: control vectors begin behind the second block",
-                where=str(file),
-                fix="Use an SAE of a later block, or export safetensors.",
-            )
+            what = f"llama.cpp cannot steer {self.site}: control vectors begin behind the second block"
+            raise TsaeError(what, where=str(file), fix="Use an SAE of a later block, or export safetensors.")
         with replacing(file) as partial:
             writer = GGUFWriter(partial, "controlvector")
             writer.add_string("controlvector.model_hint", model_hint)

@@ -137,8 +137,5 @@ def raise_where_not_finite(store: Catalogue, shards: Sequence[Shard], site: str,
             if len(bad):
                 row = int(shard.trajectory[place])
                 problem = store.rollouts.table["problem_id"][row].as_py()
-                raise TsaeError(
-                    f"{site} is not finite in trajectory {row} (problem {problem}), token {bad[0]}",
-                    where=shard.path,
-                    fix=REPAIR,
-                )
+                what = f"{site} is not finite in trajectory {row} (problem {problem}), token {bad[0]}"
+                raise TsaeError(what, where=shard.path, fix=REPAIR)

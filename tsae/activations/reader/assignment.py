@@ -211,11 +211,8 @@ def check_context(
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     longest = int(lengths.argmax() if rows is None else rows[lengths[rows].argmax()])
     if context is not None and lengths[longest] > context:
-        raise TsaeError(
-            f"trajectory {longest} has {lengths[longest]} tokens, more than {of}'s context of {context}",
-            where=rollouts.origin,
-            fix="Leave out trajectories longer than the context.",
-        )
+        what = f"trajectory {longest} has {lengths[longest]} tokens, more than {of}'s context of {context}"
+        raise TsaeError(what, where=rollouts.origin, fix="Leave out trajectories longer than the context.")
     if vocabulary is None:
         return
     place = first_with(rollouts, lambda ids: (ids < 0) | (ids >= vocabulary), rows)

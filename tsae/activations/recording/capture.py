@@ -100,11 +100,8 @@ def capture(
     """
     config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
     if auto and world_size() > 1:
-        raise TsaeError(
-            'device="auto" spreads one model over all GPUs, which several processes cannot share',
-            where="CaptureConfig.device",
-            fix="Start one process, or use --device cuda.",
-        )
+        what = 'device="auto" spreads one model over all GPUs, which several processes cannot share'
+        raise TsaeError(what, where="CaptureConfig.device", fix="Start one process, or use --device cuda.")
     to = local(to)
     # A process that is done waits for the slowest.
     with sole_writer(to), join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
@@ -124,11 +121,8 @@ def capture(
                 removed(to)
             raise refusal or TsaeError("another process stopped the capture", where=to, fix="See its message.")
         if server is not None and missing:
-            raise TsaeError(
-                f"other readers have {len(missing)} shards still to record, such as {missing[0]}",
-                where=to,
-                fix="Capture these with servers of their own.",
-            )
+            what = f"other readers have {len(missing)} shards still to record, such as {missing[0]}"
+            raise TsaeError(what, where=to, fix="Capture these with servers of their own.")
         if processes.first:
             clear_parts(to, ("manifest.json", "run.json", "rollouts.parquet"))
         return ActivationStore(to)
@@ -345,11 +339,8 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
         with reading(written, "Remove it, and capture again; no model is read again."):
             inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
         if (of := inputs.get("rollouts")) != rollouts.fingerprint:
-            raise TsaeError(
-                f"is the record of another capture (rollouts {of}, this store’s are {rollouts.fingerprint})",
-                where=written,
-                fix="Remove it, and capture again; no model is read again.",
-            )
+            what = f"is the record of another capture (rollouts {of}, this store’s are {rollouts.fingerprint})"
+            raise TsaeError(what, where=written, fix="Remove it, and capture again; no model is read again.")
         record = with_checksum({**run, "inputs": inputs})
     # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
     os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
@@ -365,8 +356,5 @@ def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Pa
     a, b = essence(found), essence(wanted)
     different = sorted(key for key in b if a.get(key) != b[key])
     if different:
-        raise TsaeError(
-            f"holds another capture: {', '.join(different)} differ",
-            where=where,
-            fix="Give another folder, or delete this one.",
-        )
+        what = f"holds another capture: {', '.join(different)} differ"
+        raise TsaeError(what, where=where, fix="Give another folder, or delete this one.")

@@ -56,11 +56,8 @@ def repair_store(
     readers = {reader["id"]: reader for reader in manifest["readers"]}
     damaged = list(dict.fromkeys(damage.reader for damage in damages))
     for id, found, expected in changed_checkpoints(manifest, series, damaged):
-        raise TsaeError(
-            f"its weights or its config are not those that were captured as {id} (hash {found}, expected {expected})",
-            where=series[id].path,
-            fix="Give the series that the store was captured from.",
-        )
+        what = f"its weights or its config are not those that were captured as {id} (hash {found}, expected {expected})"
+        raise TsaeError(what, where=series[id].path, fix="Give the series that the store was captured from.")
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     plan, begins = plan_readers(list(readers), rollouts, config), beginnings(rollouts, lengths, config)
     pieces = list(cut(plan, lengths, config.shard_tokens, begins))
@@ -77,11 +74,8 @@ def repair_store(
                 # By name, for shards of other parts may be missing; by place where the name itself is damaged.
                 piece = by_file.get(before["file"]) or next(iter(mine[number : number + 1]), None)
                 if piece is None:
-                    raise TsaeError(
-                        f"names {len(shards)} shards of {id}, whose trajectories make {len(mine)}",
-                        where=path / "manifest.json",
-                        fix="Capture again.",
-                    )
+                    what = f"names {len(shards)} shards of {id}, whose trajectories make {len(mine)}"
+                    raise TsaeError(what, where=path / "manifest.json", fix="Capture again.")
                 # The damaged file may be a link to somewhere else, or a folder. A file stays until its replacement is
                 # complete, which takes its place, and not that of what a link leads to.
                 inside(path, str(Path(piece.file).parent))

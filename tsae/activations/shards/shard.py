@@ -95,11 +95,8 @@ class Shard:
             bad = np.flatnonzero(~np.isfinite(values).all(axis=1))[0]
             token = int(np.arange(self.n_tokens)[index][bad])
             place = int(np.searchsorted(self.offsets, token, side="right")) - 1
-            raise TsaeError(
-                f"{site} is not finite in trajectory {self.trajectory[place]}, token {token - self.offsets[place]}",
-                where=self.path,
-                fix=REPAIR,
-            )
+            what = f"{site} is not finite in trajectory {self.trajectory[place]}, token {token - self.offsets[place]}"
+            raise TsaeError(what, where=self.path, fix=REPAIR)
         return values
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:

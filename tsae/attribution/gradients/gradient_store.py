@@ -231,16 +231,10 @@ def batches_of(rollouts: Rollouts, rows: Sequence[int] | np.ndarray | None = Non
         )
     step = rollouts.frame["step"].to_numpy(dtype=float, na_value=np.nan)[rows]
     if np.isnan(step).any():
-        raise TsaeError(
-            f"{int(np.isnan(step).sum())} of {len(step)} rows have no step",
-            where=rollouts.origin,
-            fix="Import a log that says the step of every row.",
-        )
+        what = f"{int(np.isnan(step).sum())} of {len(step)} rows have no step"
+        raise TsaeError(what, where=rollouts.origin, fix="Import a log that says the step of every row.")
     numbers = np.unique(step)
     if (broken := numbers[~np.isfinite(numbers) | (numbers % 1 != 0)]).size:
-        raise TsaeError(
-            f"has the step {broken[0]:g}, expected whole numbers",
-            where=rollouts.origin,
-            fix="Number the steps of the optimiser 1, 2, 3, …",
-        )
+        what = f"has the step {broken[0]:g}, expected whole numbers"
+        raise TsaeError(what, where=rollouts.origin, fix="Number the steps of the optimiser 1, 2, 3, …")
     return {int(number): rows[step == number] for number in numbers}

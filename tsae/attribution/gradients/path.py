@@ -67,20 +67,14 @@ class TrainingPath:
                 fix="Give the folder with the run's checkpoint-N folders, or have the trainer save them (save_steps).",
             )
         if run not in runs:
-            raise TsaeError(
-                f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}"),
-                where=series.name,
-                fix="Name one of them.",
-            )
+            what = f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}")
+            raise TsaeError(what, where=series.name, fix="Name one of them.")
         loader = ModelLoader(device=device, dtype="float32", attention="eager")
         mine = [checkpoint for checkpoint in series if checkpoint.run == run and not checkpoint.is_base]
         twice = next((c for i, c in enumerate(mine) if c.step in [other.step for other in mine[:i]]), None)
         if twice is not None:
-            raise TsaeError(
-                f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}",
-                where=series.name,
-                fix="Leave one of them out.",
-            )
+            what = f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}"
+            raise TsaeError(what, where=series.name, fix="Leave one of them out.")
         kinds = {is_adapter(folder_of(checkpoint)) for checkpoint in mine}
         if len(kinds) > 1:
             raise TsaeError(
@@ -142,11 +136,8 @@ class TrainingPath:
         """
         for step in (first, last):
             if step not in self.knots:
-                raise TsaeError(
-                    f"no checkpoint after step {step}; there are {', '.join(map(str, self.steps))}",
-                    where="steps",
-                    fix="Give two of these, the earlier first.",
-                )
+                what = f"no checkpoint after step {step}; there are {', '.join(map(str, self.steps))}"
+                raise TsaeError(what, where="steps", fix="Give two of these, the earlier first.")
         knots = {step - first: weights for step, weights in self.knots.items() if first <= step <= last}
         return TrainingPath(self.trained, knots, self.notes if first == 0 else ())
 

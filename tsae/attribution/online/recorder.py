@@ -78,11 +78,8 @@ class Recorder:
         groups = {id(p): group for group in self.optimiser.param_groups for p in group["params"]}
         missing = [name for name, p in trained.parameters.items() if id(p) not in groups]
         if missing:
-            raise TsaeError(
-                f"the optimiser does not train {missing[0]!r}",
-                where="Recorder",
-                fix="Give TrainedWeights the names of the weights that it trains.",
-            )
+            what = f"the optimiser does not train {missing[0]!r}"
+            raise TsaeError(what, where="Recorder", fix="Give TrainedWeights the names of the weights that it trains.")
         self._groups = {name: groups[id(p)] for name, p in trained.parameters.items()}
         self.step = 0
         """Steps finished."""

@@ -77,11 +77,8 @@ def read_recipe(where: str | Path) -> Recipe:
     folder = where if where.is_dir() else where.parent
     file = where if where.is_file() else next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise TsaeError(
-            f"holds no settings of the training ({', '.join(_FILES)})",
-            where=where,
-            fix="Give the file, or the optimiser and the loss themselves.",
-        )
+        what = f"holds no settings of the training ({', '.join(_FILES)})"
+        raise TsaeError(what, where=where, fix="Give the file, or the optimiser and the loss themselves.")
     settings = _load(file)
     with reading(folder / _STATE, _CORRECT):
         state = _state(folder)
@@ -131,11 +128,8 @@ def _of_trl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Recip
     loss_type = str(settings.get("loss_type", "dapo"))
     norm = settings.get("max_grad_norm", 1.0)
     if settings.get("beta"):
-        raise TsaeError(
-            f"beta={settings['beta']}: the run had a KL penalty, whose gradient is not attributed to samples",
-            where=file,
-            fix="Attribute a run without one.",
-        )
+        what = f"beta={settings['beta']}: the run had a KL penalty, whose gradient is not attributed to samples"
+        raise TsaeError(what, where=file, fix="Attribute a run without one.")
     for name, usual, does in _OTHER_STEPS:
         value = settings.get(name)
         if value not in (None, usual, str(usual)):
@@ -143,11 +137,8 @@ def _of_trl(settings: Mapping[str, Any], steps: int | None, file: Path) -> Recip
                 f"{name}={value}: {does}, which is not simulated", where=file, fix="Attribute a run without it."
             )
     if int(settings.get("num_iterations") or 1) > 1:
-        raise TsaeError(
-            f"num_iterations={settings['num_iterations']}: a batch is used more than once",
-            where=file,
-            fix="Attribute a run that uses each batch once.",
-        )
+        what = f"num_iterations={settings['num_iterations']}: a batch is used more than once"
+        raise TsaeError(what, where=file, fix="Attribute a run that uses each batch once.")
     try:
         optimiser = Optimiser(
             "sgd" if kind == "sgd" else "adamw",

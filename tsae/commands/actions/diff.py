@@ -115,11 +115,8 @@ def _check(options: Diff) -> None:
     if options.insertion and not (options.series and options.sae):
         raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
     if options.sae is not None and options.tokenizer is None and not options.series:
-        raise TsaeError(
-            "needs checkpoints: one whose unembedding is read, or those that read with noise",
-            where="--sae",
-            fix="Give --tokenizer, or --series.",
-        )
+        what = "needs checkpoints: one whose unembedding is read, or those that read with noise"
+        raise TsaeError(what, where="--sae", fix="Give --tokenizer, or --series.")
     if options.series and options.sae is None:
         raise TsaeError("names checkpoints, of which nothing is read", where="--series", fix="Give --sae too.")
 

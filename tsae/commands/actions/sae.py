@@ -76,11 +76,8 @@ def _source(options: Train | Encode, command: str, site: str | None) -> Source:
     if options.store is not None and live == Live():
         return tsae.ActivationStore(options.store)
     if options.store is not None or live.series is None or live.rollouts is None:
-        raise TsaeError(
-            "activations come from a store, or from live models given by both --live.series and --live.rollouts",
-            where=command,
-            fix="Give --store alone, or both of these without --store.",
-        )
+        what = "activations come from a store, or from live models given by both --live.series and --live.rollouts"
+        raise TsaeError(what, where=command, fix="Give --store alone, or both of these without --store.")
     series = load_series(live.series)
     series = series.select(live.checkpoints) if live.checkpoints else series.final()
     return tsae.LiveSource(series, tsae.Rollouts.read(live.rollouts), site, config=live.config)

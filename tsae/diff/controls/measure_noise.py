@@ -93,11 +93,8 @@ def noise_null(
     if features.info["sae"].get("weights") not in (None, sae.fingerprint):
         raise TsaeError("was encoded with another SAE", where=features.origin, fix="Give the SAE that it names.")
     if series.base.id != features.readers[0]:
-        raise TsaeError(
-            f"has the base {series.base.id}, but the features were read by the base {features.readers[0]}",
-            where=series.name,
-            fix="Give the checkpoints that read the features.",
-        )
+        what = f"has the base {series.base.id}, but the features were read by the base {features.readers[0]}"
+        raise TsaeError(what, where=series.name, fix="Give the checkpoints that read the features.")
     special, of_features = sorted(set(series.base.load_tokenizer().all_special_ids)), features.info["special_ids"]
     other = list({*special} ^ {*of_features})
     if first_with(features.rollouts, lambda ids: np.isin(ids, other)) is not None:
@@ -211,11 +208,8 @@ def _choose(features: FeatureTable, reader: str, policy: str | None, config: Dif
     read = np.intersect1d(*(features.trajectory[features.rows(reader=id)] for id in (base, reader)))
     read = read if policy is None else read[frame.policy.to_numpy()[read] == policy]
     if not len(read):
-        raise TsaeError(
-            f"no trajectory was read by both {base} and {reader}, so that noise cannot be set beside it",
-            where=features.origin,
-            fix='Capture with plan="auto" or "all".',
-        )
+        what = f"no trajectory was read by both {base} and {reader}, so that noise cannot be set beside it"
+        raise TsaeError(what, where=features.origin, fix='Capture with plan="auto" or "all".')
     rng = np.random.default_rng([config.seed, 12])
     of = frame.iloc[read][["problem_id", "band"]].assign(row=read, at=rng.permutation(len(read)))
     problems = of.drop_duplicates("problem_id")[["problem_id", "band"]].fillna({"band": "none"})

@@ -70,18 +70,12 @@ class Explanations(Tables):
             TsaeError: where the diff is of another SAE, or nothing says of which one the labels are.
         """
         if self.info["sae"] is None:
-            raise TsaeError(
-                "the labels do not say of which SAE they are, as its features do not",
-                where="Explanations.mark",
-                fix="Make the features, the diff and the labels again.",
-            )
+            what = "the labels do not say of which SAE they are, as its features do not"
+            raise TsaeError(what, where="Explanations.mark", fix="Make the features, the diff and the labels again.")
         there = self.table.feature.isin(diff.features.index)
         if diff.info["sae"].get("weights") != self.info["sae"] or not there.all():
-            raise TsaeError(
-                "the diff is of another SAE than the labels",
-                where="Explanations.mark",
-                fix="Use the diff that `tsae explain` read.",
-            )
+            what = "the diff is of another SAE than the labels"
+            raise TsaeError(what, where="Explanations.mark", fix="Use the diff that `tsae explain` read.")
         known = self.table.set_index("feature")
         labels = known.label.where(known.shown, "").reindex(diff.features.index, fill_value="")
         features = diff.features.assign(label=labels, label_score=known.score.reindex(diff.features.index))

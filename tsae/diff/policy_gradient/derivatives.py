@@ -48,17 +48,11 @@ class Fixed:
             )
             others = [policy for policy in rollouts.policies if policy != checkpoint.id]
             if others:
-                raise TsaeError(
-                    f"{others[0]} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}",
-                    where=rollouts.origin,
-                    fix=fix,
-                )
+                what = f"{others[0]} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}"
+                raise TsaeError(what, where=rollouts.origin, fix=fix)
             if size.min() < 2:
-                raise TsaeError(
-                    f"{(size < 2).sum()} problems have one response, which leaves the policy part without a baseline",
-                    where=rollouts.origin,
-                    fix=fix,
-                )
+                what = f"{(size < 2).sum()} problems have one response, which leaves the policy part without a baseline"
+                raise TsaeError(what, where=rollouts.origin, fix=fix)
         return cls(rollouts, 1 / (size[problem] * len(size)), problem, special, with_policy)
 
     def score(self, values: np.ndarray) -> np.ndarray:

@@ -63,9 +63,6 @@ def response_logprobs(
                 for i, part in zip(mine[batch.texts], parts, strict=True):
                     found[i] = part[prompt[i] :][rollouts.sampled(int(rows[i]))].sum()
         except OutOfMemory as error:
-            raise TsaeError(
-                f"a batch of {batch_tokens} tokens does not fit into memory",
-                where="response_logprobs",
-                fix="Set a smaller batch_tokens.",
-            ) from error
+            what = f"a batch of {batch_tokens} tokens does not fit into memory"
+            raise TsaeError(what, where="response_logprobs", fix="Set a smaller batch_tokens.") from error
     return found

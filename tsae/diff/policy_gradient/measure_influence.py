@@ -130,11 +130,8 @@ def _check(
     config = model.config.get_text_config()
     check_sites([sae.site], config.num_hidden_layers, checkpoint.path)
     if sae.d_model != config.hidden_size:
-        raise TsaeError(
-            f"the SAE has d_model {sae.d_model}, the model {config.hidden_size}",
-            where=checkpoint.path,
-            fix="Give the SAE that was trained on this model's activations.",
-        )
+        what = f"the SAE has d_model {sae.d_model}, the model {config.hidden_size}"
+        raise TsaeError(what, where=checkpoint.path, fix="Give the SAE that was trained on this model's activations.")
     wrong = [f for f in features if not isinstance(f, SupportsIndex) or not 0 <= int(f) < sae.config.d_sae]
     if wrong or not len(features) or len(set(features)) < len(features):
         raise TsaeError(

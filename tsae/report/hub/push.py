@@ -171,11 +171,8 @@ def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Pa
     stability = Stability.beside(source, sae.fingerprint)
     if stability is not None:
         if stability.cosine.shape[1] != sae.config.d_sae:
-            raise TsaeError(
-                f"the stability is of {stability.cosine.shape[1]} latents, and the SAE has {sae.config.d_sae}",
-                where=source,
-                fix=_AGAIN,
-            )
+            what = f"the stability is of {stability.cosine.shape[1]} latents, and the SAE has {sae.config.d_sae}"
+            raise TsaeError(what, where=source, fix=_AGAIN)
         stability = replace(stability, others=tuple(Path(other).name for other in stability.others))
     folder = to / "model"
     sae.save(folder)
@@ -221,11 +218,8 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
     features, sae = FeatureTable.load(source / "features"), TemporalSAE.load(source / "sae").fingerprint
     FeatureDiff.load(source / "diff", features=features)
     if features.info["sae"].get("weights") != sae:
-        raise TsaeError(
-            f"holds the codes of the SAE {features.info['sae'].get('weights')}, and {sae} is pushed",
-            where=source / "features",
-            fix="Encode again.",
-        )
+        what = f"holds the codes of the SAE {features.info['sae'].get('weights')}, and {sae} is pushed"
+        raise TsaeError(what, where=source / "features", fix="Encode again.")
     for part in ("features", "diff"):
         _copy_sealed(source / part, folder / part)
     tables = sorted(file.stem for file in (folder / "diff").glob("*.parquet"))

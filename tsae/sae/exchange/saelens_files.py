@@ -51,11 +51,8 @@ def lens_config(
     which that is measured.
     """
     if architecture not in get_args(LensArchitecture):
-        raise TsaeError(
-            f"unknown architecture {architecture!r}",
-            where="to_saelens",
-            fix=f"Choose one of {', '.join(get_args(LensArchitecture))}.",
-        )
+        what = f"unknown architecture {architecture!r}"
+        raise TsaeError(what, where="to_saelens", fix=f"Choose one of {', '.join(get_args(LensArchitecture))}.")
     known = norm_limit if norm_limit is None or isfinite(norm_limit) else None  # JSON knows no infinity
     metadata = {
         # sae_lens rewrites configs of unknown or older versions while it loads them.

@@ -57,11 +57,8 @@ def train_many(
     store = store if isinstance(store, Source) else ActivationStore(store)
     training = training or TrainingConfig()
     if sites is not None and training.site is not None:
-        raise TsaeError(
-            f"both site={training.site} and sites={', '.join(sites)} are asked for",
-            where="train_many",
-            fix="Leave one out.",
-        )
+        what = f"both site={training.site} and sites={', '.join(sites)} are asked for"
+        raise TsaeError(what, where="train_many", fix="Leave one out.")
     wanted = list(dict.fromkeys(sites if sites is not None else [training.site] if training.site else store.sites))
     numbers = list(dict.fromkeys(seeds if seeds is not None else [training.seed]))
     if not wanted or not numbers:

@@ -148,11 +148,8 @@ class Trainer:
         # Read once all is under way: a GPU is waited for here.
         if not math.isfinite(self.processes.sum(terms.total.detach()).item()):
             self.windows.refuse_not_finite(batch.x, batch.trajectory)
-            raise TsaeError(
-                f"the loss is not finite at step {self.steps}",
-                where=self.windows.store.path,
-                fix="Lower the learning rate.",
-            )
+            what = f"the loss is not finite at step {self.steps}"
+            raise TsaeError(what, where=self.windows.store.path, fix="Lower the learning rate.")
         self.steps += 1
         if (self.steps - 1) % 25 and self.steps != self.n_steps:
             return None

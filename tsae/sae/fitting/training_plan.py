@@ -92,9 +92,6 @@ class Plan:
 
 def _only_site(store: Source) -> str:
     if len(store.sites) > 1:
-        raise TsaeError(
-            f"has the sites {', '.join(store.sites)}",
-            where=store.path,
-            fix="Name the one to train on (training.site).",
-        )
+        what = f"has the sites {', '.join(store.sites)}"
+        raise TsaeError(what, where=store.path, fix="Name the one to train on (training.site).")
     return store.sites[0]

@@ -48,11 +48,8 @@ def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAECo
     published = TemporalSAE.of(published)
     config = config or warm_start_config(published)
     if config.d_sae > published.config.d_sae:
-        raise TsaeError(
-            f"has {published.config.d_sae} latents, and d_sae={config.d_sae} are asked for",
-            where="init_from",
-            fix=f"Ask for as many or fewer (--d-sae {published.config.d_sae}).",
-        )
+        what = f"has {published.config.d_sae} latents, and d_sae={config.d_sae} are asked for"
+        raise TsaeError(what, where="init_from", fix=f"Ask for as many or fewer (--d-sae {published.config.d_sae}).")
     starting_config(published, store)
     # Its own groups mean nothing here.
     sae = trainable(published, replace(config, d_sae=published.config.d_sae, groups=(1.0,), group_weights=None))

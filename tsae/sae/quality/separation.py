@@ -181,11 +181,8 @@ def separation(
     levels |= dict.fromkeys((task.label for task in of_tokens), "token")
     tasks += of_tokens
     if not tasks:
-        raise TsaeError(
-            "no label can be probed: " + "; ".join(f"{k}: {v}" for k, v in {**skipped, **token_skipped}.items()),
-            where=store.path,
-            fix="Use more problems, with bands and several responses each.",
-        )
+        what = "no label can be probed: " + "; ".join(f"{k}: {v}" for k, v in {**skipped, **token_skipped}.items())
+        raise TsaeError(what, where=store.path, fix="Use more problems, with bands and several responses each.")
     probes: dict[tuple[str, str, str], Probe] = {}
     scores = []
     for name, group, codes in _inputs(loaded, x):

@@ -94,11 +94,8 @@ def loss_recovered(
     expected = store.reader_info(checkpoint.id).get("weights")
     # After loading, so that a rewrite in between is seen.
     if expected is not None and expected != weights_fingerprint(checkpoint):
-        raise TsaeError(
-            f"its weights or its config are not those that reader {checkpoint.id} had when {store.path} was captured",
-            where=checkpoint.path,
-            fix="Give the series that was captured, or capture again.",
-        )
+        what = f"its weights or its config are not those that reader {checkpoint.id} had when {store.path} was captured"
+        raise TsaeError(what, where=checkpoint.path, fix="Give the series that was captured, or capture again.")
     rollouts = store.rollouts
     texts = [np.concatenate(rollouts.tokens(row)) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: len(texts[i]))
@@ -126,11 +123,8 @@ def loss_recovered(
         )
         sums[batch] = found.cpu().numpy()
     if sums[:, 0].sum() == 0:
-        raise TsaeError(
-            f"none of the {len(rows)} trajectories has a token to replace",
-            where=store.path,
-            fix="Choose another token span, or raise max_norm.",
-        )
+        what = f"none of the {len(rows)} trajectories has a token to replace"
+        raise TsaeError(what, where=store.path, fix="Choose another token span, or raise max_norm.")
     problem_ids = rollouts.table["problem_id"].to_pylist()
     return _summary(checkpoint.id, sums, [problem_ids[row] for row in rows])
 

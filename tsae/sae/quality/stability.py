@@ -178,11 +178,8 @@ class Stability:
             TsaeError: where it belongs to another SAE.
         """
         if self.sae != sae:
-            raise TsaeError(
-                f"the stability in {FILE} is that of the SAE {self.sae}, not of {sae}",
-                where=where,
-                fix=f"Make it anew with `tsae evaluate --seeds`, or delete {FILE}.",
-            )
+            what = f"the stability in {FILE} is that of the SAE {self.sae}, not of {sae}"
+            raise TsaeError(what, where=where, fix=f"Make it anew with `tsae evaluate --seeds`, or delete {FILE}.")
         return self
 
 
@@ -205,11 +202,8 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
         other = TemporalSAE.of(item)
         name = str(item) if isinstance(item, (str, Path)) else f"SAE {number + 1}"
         if (other.d_model, other.site) != (mine.d_model, mine.site):
-            raise TsaeError(
-                f"reads {other.site} of d_model {other.d_model}, not {mine.site} of d_model {mine.d_model}",
-                where=name,
-                fix="Compare SAEs of the same activations.",
-            )
+            what = f"reads {other.site} of d_model {other.d_model}, not {mine.site} of d_model {mine.d_model}"
+            raise TsaeError(what, where=name, fix="Compare SAEs of the same activations.")
         if other.fingerprint in seen:
             raise TsaeError("is this SAE, or another that is compared already", where=name, fix="Give other seeds.")
         seen.add(other.fingerprint)
