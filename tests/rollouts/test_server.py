@@ -252,7 +252,7 @@ def test_parts_give_what_one_gives(policy: Checkpoint, served: Served, tmp_path:
             sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)
         shutil.rmtree(tmp_path / "other")
         (pieces / "base" / "000001.json").write_text('{"responses": [{"ids": [1]}]}')
-        with pytest.raises(TsaeError, match=r"000001\.json: cannot be read"):
+        with pytest.raises(TsaeError, match=r"000001\.json: has no checksum"):
             sample(policy, PROBLEMS, CONFIG, server=server, pieces=pieces, progress=False)
 
 

@@ -893,7 +893,8 @@ def test_evaluation_leaves_out_what_training_left_out(
     store = synthetic_store(tmp_path / "acts", list(x))
     sae = TemporalSAE.load(trained)
     assert sae.norm_limit == 10 * json.loads((trained / "training.json").read_text())["norms"]["median"]
-    found = evaluate(sae, store, held_out=None)
+    with pytest.warns(UserWarning, match="50% of tokens at x.site are left out"):
+        found = evaluate(sae, store, held_out=None)
     assert found.n_tokens == 6 * 30
     assert found.fve == pytest.approx(numbers_by_hand(sae, list(x[::2]))[0]["fve"], rel=1e-4)
     # A user's multiple of the median goes first; an SAE that stored nothing has 10 times the median.
