@@ -55,7 +55,7 @@ _SAMPLE = ("rollouts", "sample", *_SERIES, "--problems", "problems.jsonl", "--n-
            *_VERIFIER)  # fmt: skip
 _CAPTURE = ("capture", *_SERIES, "--rollouts", "rollouts.parquet", "--shard-tokens", "1000")
 _ENCODE = ("encode", "--sae", "sae", "--store", "acts")
-_CAUSAL = ("causal", *_SERIES, "--checkpoint", "hard-100", "--sae", "sae", "--features", "features", "--choose", "3",
+_CAUSAL = ("causal", *_SERIES, "--checkpoint", "hard-100", "--sae", "sae", "--features", "features", "--choose", "12",
            "--problems", "problems.jsonl", *_VERIFIER, "--n-samples", "2", "--max-new-tokens", "12", "--n-random",
            "1")  # fmt: skip
 _ATTRIBUTE = ("attribute", "mixed", "--rollouts", "mixed.parquet", "--sae", "sae", "--targets", "features", "outcome",
