@@ -134,7 +134,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def has_no_part(name: str) -> bool:
-    """Whether a weight that the model has no place for takes no part in what it computes: masks, value heads."""
+    """Whether a weight may be left out, because the model computes the same without it: masks, value heads."""
     return bool(_TABLES.fullmatch(name) or _BESIDE.fullmatch(name))
 
 

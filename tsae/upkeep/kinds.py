@@ -55,7 +55,7 @@ class Kind:
     marks: tuple[str, ...]
     """Files, any of which shows that a folder is of this kind; the first is written last. Empty for lone files."""
     check: Callable[[Path], object]
-    """Compares an artefact with its checksums, and reads it; False where it has none. Raises TsaeError."""
+    """Compares an artefact with its checksums and reads it. Gives False if it has no checksums. Raises TsaeError."""
     working: tuple[str, ...] = ()
     """Files or folders that are there until the artefact is complete."""
 

@@ -48,7 +48,7 @@ class Shard:
     places: Mapping[str, Place] = field(default_factory=dict, repr=False)
     """Of every dataset; read once, when the file is opened."""
     sha256: str | None = None
-    """Of the file, as the manifest has it; None of what lies in no file."""
+    """SHA-256 of the file, as the manifest notes it; None for a shard that has no file."""
 
     @property
     def n_tokens(self) -> int:

@@ -122,7 +122,7 @@ def _parts(rows: pd.DataFrame) -> pd.DataFrame:
     times = rows.groupby([*_GROUP, "content"]).row.transform("size")
     of, by = times.groupby([rows[name] for name in _GROUP]), rows.groupby(_GROUP)
     found = pd.DataFrame({"size": of.size(), "parts": of.agg(np.gcd.reduce), "content": by.unstepped.sum()})
-    # Equal parts are as many draws, of which any two agree as often as the rows do.
+    # Each equal part counts as one draw. Two draws agree as often as two rows of the group do.
     n, agree = found["size"] / found.parts, of.mean() / found["size"]
     return found.assign(chance=np.minimum(n * np.log(agree) + gammaln(n + 1), 0), mixed=agree < 1)
 
