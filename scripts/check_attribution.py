@@ -45,7 +45,7 @@ from tsae.attribution.gradients.gradient_store import GradientStore, batches_of,
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
-from tsae.attribution.trainer.policy_loss import Again
+from tsae.attribution.training.loss import Again
 from tsae.attribution.trainer.recipe import read_recipe
 from tsae.base.files import write_json
 from tsae.errors import TsaeError

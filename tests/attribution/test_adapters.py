@@ -22,8 +22,8 @@ from tsae.attribution.gradients.gradient_store import batches_of, build_gradient
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, sample_gradients
 from tsae.attribution.targets import NextToken
-from tsae.attribution.trainer.optimiser import Optimiser
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.trainer.recipe import Recipe
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError

@@ -23,8 +23,8 @@ from tsae.attribution.online.guard import Guard, worst
 from tsae.attribution.online.recorder import Recorder
 from tsae.attribution.online.recording import RecordingFolder, check_samples, read_recording
 from tsae.attribution.targets import NextToken
-from tsae.attribution.trainer.optimiser import Optimiser
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.trainer.recipe import read_recipe
 from tsae.base.seal import seal
 from tsae.checkpoints.checkpoint import Checkpoint

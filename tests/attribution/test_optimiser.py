@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tsae.attribution.trainer.optimiser import Optimiser, Simulation
+from tsae.attribution.training.optimiser import Optimiser, Simulation
 from tsae.errors import TsaeError
 
 N_STEPS = 25

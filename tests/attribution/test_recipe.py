@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tsae.attribution.trainer.optimiser import Optimiser
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.trainer.recipe import read_recipe
 from tsae.errors import TsaeError
 

@@ -17,7 +17,7 @@ from tsae.attribution.credit.banzhaf import random_halves
 from tsae.attribution.credit.replays import Logs, logged_probabilities, replay
 from tsae.attribution.gradients.gradient_store import batches_of
 from tsae.attribution.gradients.path import TrainingPath
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.trainer.recipe import read_recipe
 from tsae.errors import TsaeError
 from tsae.report.printed.attribution import attribution_text

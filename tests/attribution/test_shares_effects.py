@@ -18,8 +18,8 @@ from tsae.attribution.gradients.gradient_store import StepGradients, batches_of,
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import NextToken
-from tsae.attribution.trainer.optimiser import Optimiser, Simulation
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser, Simulation
+from tsae.attribution.training.loss import PolicyLoss
 from tsae.base.seal import SEAL
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError

@@ -43,8 +43,8 @@ from tsae.attribution.tables import (
 )
 from tsae.attribution.targets import Targets
 from tsae.attribution.trainer.log_fit import Batches, batches_between, check_settings
-from tsae.attribution.trainer.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.trainer.recipe import Recipe, read_recipe
+from tsae.attribution.training.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import as_path, read_object, write_json
 from tsae.base.remote.mirror import removed

@@ -6,7 +6,7 @@ moves the weights, and the target is evaluated there.
 
 On the other path the samples are not the policy's own. A run that samples anew would have other ones: importance
 weights ρ make the logged samples stand for these. A run that replays the log has the trainer's loss weigh and clip them
-(`tsae.attribution.trainer.policy_loss`). A sample's log-ratio is taken to be linear in the weights,
+(`tsae.attribution.training.loss`). A sample's log-ratio is taken to be linear in the weights,
 ⟨∇log π_i(θ_t), θ' − θ_t⟩, with the gradients that are there already, and is divided among its tokens in proportion to
 their squared gradients in the logits. What is left out: that ∇log π itself, and the advantages, would have been others.
 """
@@ -22,8 +22,8 @@ from einops import rearrange, reduce
 from tsae.attribution.gradients.gradient_store import GradientStore, StepGradients
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
-from tsae.attribution.trainer.optimiser import Optimiser, Simulation
-from tsae.attribution.trainer.policy_loss import Again, PolicyLoss
+from tsae.attribution.training.loss import Again, PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser, Simulation
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
 

@@ -24,8 +24,8 @@ from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import Targets
-from tsae.attribution.trainer.optimiser import Optimiser, Simulation
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser, Simulation
 from tsae.base.files import replacing
 from tsae.base.progress import progress_bar
 from tsae.diff.policy_gradient.derivatives import padded

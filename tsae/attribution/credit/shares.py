@@ -2,7 +2,7 @@
 
     F(θ_T) − F(θ_0) = Σ_t ∇F_tᵀ u_t + remainder          ∇F_t: mean of the gradients before and after step t (trapezoid)
 
-A step u_t is a sum over the gradients of all samples up to it (`tsae.attribution.trainer.optimiser`). Put together by
+A step u_t is a sum over the gradients of all samples up to it (`tsae.attribution.training.optimiser`). Put together by
 sample, the share of a sample i of step s is
 
     ⟨w_s, g_si⟩        w_s = −c_s Σ_{t ≥ s} lr_t k_{t−s,t} ∘ ∇F_t
@@ -22,7 +22,7 @@ import torch
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
-from tsae.attribution.trainer.optimiser import Optimiser, Simulation
+from tsae.attribution.training.optimiser import Optimiser, Simulation
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
 

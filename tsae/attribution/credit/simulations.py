@@ -14,8 +14,8 @@ from tsae.attribution.credit.effects import simulate
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import Targets
-from tsae.attribution.trainer.optimiser import Optimiser
-from tsae.attribution.trainer.policy_loss import Again
+from tsae.attribution.training.loss import Again
+from tsae.attribution.training.optimiser import Optimiser
 from tsae.base.disk.npz import read_npz
 from tsae.base.files import reading, replacing
 from tsae.base.progress import progress_bar

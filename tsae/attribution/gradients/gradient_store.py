@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import gradients_and_spread
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss
 from tsae.base.disk.tensors import tensors_replacing
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.progress import progress_bar

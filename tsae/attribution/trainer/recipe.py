@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from tsae.attribution.trainer.optimiser import Optimiser
-from tsae.attribution.trainer.policy_loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser
 from tsae.base.files import as_path, reading
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.errors import TsaeError
