@@ -72,10 +72,8 @@ def test_plain_pickles_of_every_protocol(protocol: int, tmp_path: Path) -> None:
 
 def test_the_random_state_of_the_cpu(tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    torch.save(
-        {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": state, "cuda": [state[:16]]},
-        tmp_path / "rng_state.pth",
-    )
+    others = {"python": random.getstate(), "numpy": np.random.get_state(), "cuda": [state[:16]]}  # noqa: NPY002
+    torch.save({**others, "cpu": state}, tmp_path / "rng_state.pth")
     np.testing.assert_array_equal(cpu_rng_state(tmp_path / "rng_state.pth"), state.numpy())
     for content in ({"python": 1}, {"cpu": torch.ones(3)}, [1], {"cpu": 3}):
         torch.save(content, tmp_path / "rng_state.pth")

@@ -108,6 +108,7 @@ def _run(pickled: bytes) -> Any:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    arg: Any
 
     def pop() -> Any:
         if stack[-1] is _MARK:
