@@ -207,12 +207,8 @@ def _updates(generations: list[_Generation], accumulation: int) -> list[Update]:
 def _check_all_there(have: set[int], begin: int, end: int, rollouts: Rollouts, settings: RunSettings) -> None:
     missing = [step for step in range(begin, end + 1) if step not in have]
     if missing:
-        every = counted(settings, "logging_steps") or 1
-        why = (
-            f", and logged every {every}th alone"
-            if every > 1
-            else f"; it starts at step {min(have)}" * (begin < min(have, default=0))
-        )
+        every, start = counted(settings, "logging_steps") or 1, min(have, default=0)
+        why = f"; it starts at step {start}" * (begin < start) if every == 1 else f"; one step in {every} was logged"
         raise TsaeError(
             f"lacks {len(missing)} of the steps {begin} to {end}, the first of them step {missing[0]}{why}",
             where=rollouts.origin,
@@ -278,7 +274,7 @@ class _Draws:
     ) -> None:
         self.settings, self.each, self.n_rows = settings, int(settings.batching.updates), len(generations[0].rows)
         self.states = {
-            step // self.each: cpu_rng_state(folder / _RNG)
+            step // self.each: _state(folder / _RNG)
             for step, folder in checkpoints.items()
             if step % self.each == 0 and (folder / _RNG).is_file()
         }
@@ -313,9 +309,16 @@ class _Draws:
             if number in self.epochs:
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
             for _ in range(self.tokens[number] if words else 0):
-                torch.empty(self.n_rows, words).exponential_(generator=generator)
+                torch.empty(self.n_rows, words or 0).exponential_(generator=generator)
             found[number] = torch.randperm(self.n_rows, generator=generator).numpy()
         return found, generator.get_state().numpy()
+
+
+def _state(file: Path) -> np.ndarray:
+    found = cpu_rng_state(file)
+    with reading(file, "Remove the file, or give the one that the trainer wrote."):
+        torch.Generator().set_state(torch.from_numpy(found))
+    return found
 
 
 def _shuffled(
