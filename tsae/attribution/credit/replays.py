@@ -24,7 +24,7 @@ from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import Targets
-from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.loss import BatchTokens, PolicyLoss
 from tsae.attribution.training.optimiser import Optimiser, Simulation
 from tsae.base.files import replacing
 from tsae.base.progress import progress_bar
@@ -165,9 +165,9 @@ def _gradient(trained: TrainedWeights, logs: Logs, rows: np.ndarray, kept: np.nd
             then = log.detach().clone()
             then[response[:, 1:]] = torch.cat([logged[row] for row in some.tolist()]).to(then)
             of_rows = [torch.tensor([[part[row]] for row in some.tolist()]).to(log) for part in (advantages, weights)]
-            summands = logs.loss.summands(log - then, of_rows[0]) * response[:, 1:]
+            summands, _ = logs.loss.summands(BatchTokens(log, response[:, 1:], of_rows[0], then))
             leaves = list(trained.parameters.values())
-            gradients = torch.autograd.grad(-(summands * of_rows[1]).sum(), leaves, allow_unused=True)
+            gradients = torch.autograd.grad((summands * of_rows[1]).sum(), leaves, allow_unused=True)
             parts = {n: g for n, g in zip(trained.parameters, gradients, strict=True) if g is not None}
             total += trained.join(parts).to(total)
     finally:
