@@ -7,9 +7,9 @@ padding) rounds as the trainer did: it is taken under bfloat16 autocast, and for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -118,15 +118,20 @@ def chunks(run: Run, rows: np.ndarray, generation: np.ndarray) -> Iterator[Chunk
         yield Chunk(some, ids.to(device), mask.to(device), response.to(device), None)
 
 
-def forward(run: Run, chunk: Chunk, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, L − 1) log-probability of every token after the first, and the entropy of what it was drawn from, in nats."""
+def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
+    """(B, L − 1, vocabulary) log-probabilities of the tokens after the first, in nats."""
     amp = torch.autocast(chunk.ids.device.type, torch.bfloat16) if run.settings.autocast == "bfloat16" else nullcontext()
     inputs: dict[str, Any] = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
     if chunk.positions is not None:
         inputs["position_ids"] = chunk.positions
     with amp:
         logits = run.trained.model(**inputs).logits
-    every = torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
+    return torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
+
+
+def forward(run: Run, chunk: Chunk, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, L − 1) log-probability of every token after the first, and the entropy of what it was drawn from, in nats."""
+    every = every_log(run, chunk)
     log = every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
     return log, -(every.exp() * every).sum(-1) if entropy else None
 
@@ -240,9 +245,7 @@ def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor
     """(B, L − 1) of the loss's policy term and of its KL term, normalised; `log` as `forward` gives it."""
     rows, loss = chunk.rows.tolist(), run.settings.loss
     detached, mask = log.detach(), chunk.counted
-    if step.counted:
-        kept = chunk.spread({row: step.counted[row].float() for row in rows if row in step.counted}, detached)
-        mask_entropy = kept > 0
+    kept = chunk.spread({row: one.float() for row, one in step.counted.items()}, detached) > 0 if step.counted else None
     advantage, weight = (
         torch.tensor([of[row] for row in rows], dtype=torch.float32, device=log.device)
         for of in (step.advantage, step.weight)
@@ -250,11 +253,9 @@ def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor
     # Where the trainer compares with the log-probabilities of now, the ratio is 1 and its gradient that of log π.
     old = chunk.spread(known.old, detached) if any(row in known.old for row in rows) else None
     ref = chunk.spread(known.ref, detached) if loss.needs_ref else None
-    sampler = logged(run.rollouts, SAMPLER, chunk.rows) if loss.needs_sampler else None
-    batch = BatchTokens(log, mask, advantage, old, ref, None if sampler is None else chunk.spread(sampler, detached))
-    policy, kl = loss.summands(batch)
-    if step.counted:
-        policy = policy * mask_entropy
+    sampled = logged(run.rollouts, SAMPLER, chunk.rows) if loss.needs_sampler else None
+    sampler = None if sampled is None else chunk.spread(sampled, detached)
+    policy, kl = loss.summands(BatchTokens(log, mask, advantage, old, ref, sampler, kept))
     return policy * weight[:, None], torch.zeros_like(policy) if kl is None else kl * weight[:, None]
 
 
@@ -332,8 +333,3 @@ def needs_old(run: Run) -> bool:
     and the ratio is 1."""
     batching, loss = run.settings.batching, run.settings.loss
     return batching.accumulation % (batching.parts * batching.iterations) != 0 or loss.ratio_to == "sampler"
-
-
-def kept_of(rows: Sequence[int], known: Known) -> Known:
-    """The same for some rows."""
-    return replace(known, old={r: known.old[r] for r in rows if r in known.old})

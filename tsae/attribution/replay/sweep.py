@@ -97,7 +97,7 @@ def shares(
     trained, stepper = run.trained, path.stepper
     at = _points(path, points)
     get, ahead = steps_back(path), torch.zeros(n, len(trained), device=trained.device)
-    decay = np.zeros(n)
+    decay, predicted, later = np.zeros(n), np.zeros(n), path.end
     rows: list[np.ndarray] = []
     steps: list[np.ndarray] = []
     found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -113,6 +113,8 @@ def shares(
                 lower = targets.gradients(trained).float()
                 trained.put(stepped.before)
             middle = torch.lerp(lower, upper, (step - 0.5 - low) / (high - low))
+            predicted += (middle @ (later - stepped.before)).double().cpu().numpy()
+            later = stepped.before
             shrunk = stepper.decay_of(stepped.before, step)
             decay += (middle @ shrunk).double().cpu().numpy()
             if (pulled := stepper.optimiser.weight_decay) and stepper.optimiser.name != "adamw":
@@ -134,7 +136,6 @@ def shares(
             where="shares",
             fix="Look at the settings of the training, and at its log for advantages that are not finite.",
         )
-    predicted = policy.sum(0) + kl.sum(0) + decay
     return Shares(
         targets.names,
         np.concatenate(rows[::-1]),
