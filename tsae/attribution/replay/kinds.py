@@ -17,7 +17,6 @@ import torch
 
 from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, every_log, rows_of, summands
 from tsae.attribution.replay.path import Replayed, known_of
-from tsae.attribution.replay.states import State
 from tsae.attribution.replay.sweep import backward
 from tsae.attribution.training.loss import Again
 from tsae.base.progress import progress_bar
@@ -43,9 +42,9 @@ def simulate(path: Replayed, kept: np.ndarray, *, again: Again = "on-policy", pr
         (K, P) final weights.
     """
     run, device = path.run, path.run.trained.device
-    states = [State.at(run.start.to(device)) for _ in kept]
+    states = [run.begin.copy() for _ in kept]
     mask = torch.as_tensor(kept, dtype=torch.float32, device=device)
-    now = State.at(run.start.to(device))  # The run itself, taken along.
+    now = run.begin.copy()  # The run itself, taken along.
     for update in progress_bar("simulated trainings", "step", over=run.plan.updates, shown=progress):
         rows = np.concatenate(update.parts)
         weights = now.weights

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.states import State
 from tsae.attribution.training.loss import BatchTokens
 from tsae.attribution.training.order import Plan, Update
 from tsae.attribution.training.settings import RunSettings
@@ -39,14 +40,19 @@ class Run:
     """With advantages."""
     settings: RunSettings
     plan: Plan
-    start: torch.Tensor
-    """(P,) weights before the first step."""
+    begin: State
+    """The optimiser before the first update."""
     batch_tokens: int = 4096
     """Tokens of a forward pass, with padding."""
 
     @property
     def last(self) -> int:
+        """Steps that are finished at the end."""
         return self.plan.updates[-1].step
+
+    def update(self, step: int) -> Update:
+        """The update that made a step."""
+        return self.plan.updates[step - self.begin.step - 1]
 
     @property
     def exact(self) -> bool:

@@ -69,7 +69,7 @@ class _Walk:
 
     def gradient(self, state: State, kept: np.ndarray | None = None, known: Known | None = None) -> tuple[Rows, Taken]:
         """Of the next step, at the state's weights, which the model gets."""
-        run, update = self.run, self.run.plan.updates[state.step]
+        run, update = self.run, self.run.update(state.step + 1)
         run.trained.put(state.weights)
         if known is None and update.first:
             self.known = known_at(run, update, self.reference)
@@ -107,8 +107,8 @@ def replay(
     """
     settings = run.settings
     stepper = Stepper(run.trained, settings.optimiser, rounded=settings.weights == "bfloat16")
-    walk = _Walk(run, stepper, (run.start if reference is None else reference) if settings.loss.needs_ref else None)
-    state, begin = State.at(run.start), run.start
+    walk = _Walk(run, stepper, (run.begin.weights if reference is None else reference) if settings.loss.needs_ref else None)
+    state, begin = run.begin.copy(), run.begin.weights
     found = Replayed(run, states, stepper, state.weights, pd.DataFrame(), {}, {}, {}, walk.reference)
     lines = []
     for update in progress_bar("replay", "step", over=run.plan.updates, shown=progress):
@@ -169,7 +169,7 @@ def steps_back(path: Replayed) -> Callable[[int], tuple[Stepped, Rows, Known]]:
             there.clear()
             there.update(_again(path, max(start for start in path.starts if start < step), step))
         found = states.get(step, run.trained.device)
-        update = run.plan.updates[step - 1]
+        update = run.update(step)
         run.trained.put(found.before)
         return found, rows_of(run, update), known_of(path, np.concatenate(update.parts))
 
@@ -180,7 +180,7 @@ def _again(path: Replayed, low: int, high: int) -> range:
     """Take the steps after `low` up to `high` again, and keep what the sweep needs of them."""
     state = path.states.kept(low, path.starts[low], path.run.trained.device)
     for step in range(low + 1, high + 1):
-        update = path.run.plan.updates[step - 1]
+        update = path.run.update(step)
         before = state.weights.clone()
         path.run.trained.put(state.weights)
         rows = rows_of(path.run, update)
@@ -211,7 +211,7 @@ def train_on(path: Replayed, kept: np.ndarray, *, progress: bool = True) -> torc
     Returns:
         (P,) final weights. With all samples, those of the run.
     """
-    run, state = path.run, State.at(path.run.start)
+    run, state = path.run, path.run.begin.copy()
     for update in progress_bar("training anew", "step", over=run.plan.updates, shown=progress):
         rows = np.concatenate(update.parts)
         run.trained.put(state.weights)

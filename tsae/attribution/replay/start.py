@@ -37,8 +37,8 @@ class Start:
     """The model, and the weights that it began with."""
 
     trained: TrainedWeights
-    weights: torch.Tensor
-    """(P,)."""
+    begin: State
+    """With the weights, and, where it is not the run's first step, the optimiser's running means."""
     controls: Controls
     notes: list[str]
 
@@ -70,7 +70,13 @@ def checkpoints_of(series: CheckpointSeries, run: str | None) -> list[Checkpoint
 
 
 def start_of(
-    series: CheckpointSeries, mine: Sequence[Checkpoint], optimiser: Optimiser, *, seed: int | None, device: str
+    series: CheckpointSeries,
+    mine: Sequence[Checkpoint],
+    optimiser: Optimiser,
+    *,
+    after: int | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
 ) -> Start:
     """Load what a replay begins with.
 
@@ -78,12 +84,37 @@ def start_of(
         series: has the base.
         mine: later checkpoints of the run.
         optimiser: of the run: with its state, a checkpoint can restart a replay.
+        after: begin at the checkpoint after this step; by default at the base.
         seed: of the trainer; None where it is not known.
         device: torch device.
 
     Raises:
         TsaeError: where an adapter has weights beside A and B, or checkpoints differ in the weights that they have.
     """
+    whole = _whole_run(series, mine, optimiser, seed, device)
+    begin = series.base.step if after is None else after
+    if begin == 0:
+        return whole
+    at = next((c for c in (series.base, *mine) if c.step == begin), None)
+    if at is None:
+        what = f"no checkpoint after step {begin}; there are {', '.join(str(c.step) for c in (series.base, *mine))}"
+        raise TsaeError(what, where="steps", fix="Begin after one of these.")
+    weights = whole.begin.weights if at is series.base else whole.controls[begin]().weights
+    state = _optimiser_state(at, whole.trained, weights, optimiser)
+    if state is None:
+        raise TsaeError(
+            f"is a later step ({begin}), and no optimizer.pt beside it says what the optimiser knew there",
+            where=at.path,
+            fix="Begin with the model that the training started from (--base), or keep optimizer.pt with checkpoints.",
+        )
+    later = {step: control for step, control in whole.controls.items() if step > begin}
+    return Start(whole.trained, state, later, whole.notes)
+
+
+def _whole_run(
+    series: CheckpointSeries, mine: Sequence[Checkpoint], optimiser: Optimiser, seed: int | None, device: str
+) -> Start:
+    """From the base on; without what its optimiser knew, if the base is a later step."""
     loader = ModelLoader(device=device, dtype="float32", attention="eager")
     if is_adapter(folder_of(mine[0])):
         return _of_adapters(loader, mine, optimiser, seed)
@@ -98,7 +129,7 @@ def start_of(
             f"The run resized the vocabulary: tokens that {series.base.id} does not have are taken to have had the "
             f"weights of step {mine[0].step} before the first step."
         )
-    return Start(trained, start, _controls(trained, later, optimiser), notes)
+    return Start(trained, State.at(start), _controls(trained, later, optimiser), notes)
 
 
 def base_shapes(trained: TrainedWeights) -> dict[str, tuple[int, ...]]:
@@ -168,7 +199,7 @@ def _of_adapters(loader: ModelLoader, mine: Sequence[Checkpoint], optimiser: Opt
     saved = dict(zip(trained.parameters, trained.vector().split(trained.sizes), strict=True))
     later = {c.step: c for c in mine if c.step > 0}
     if mine[0].step == 0:
-        return Start(trained, trained.vector(), _controls(trained, later, optimiser), [])
+        return Start(trained, State.at(trained.vector()), _controls(trained, later, optimiser), [])
     of_checkpoint = {name: part for name, part in saved.items() if ".lora_A." in name}
     drawn = None if seed is None else _drawn(mine[0], trained, seed)
     start, notes = of_checkpoint, []
@@ -180,7 +211,7 @@ def _of_adapters(loader: ModelLoader, mine: Sequence[Checkpoint], optimiser: Opt
             f"The adapter before the first step is not there: it is taken to have had the A of step {mine[0].step}, and "
             "B = 0."
         )
-    return Start(trained, trained.join(start), _controls(trained, later, optimiser), notes)
+    return Start(trained, State.at(trained.join(start)), _controls(trained, later, optimiser), notes)
 
 
 def _apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

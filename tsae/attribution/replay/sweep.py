@@ -14,8 +14,9 @@ restarts at checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,9 +31,17 @@ from tsae.errors import TsaeError
 POINTS = 10
 """Weights along the path at which targets are differentiated, about. More gain little: r .999 against every step."""
 
-Seen = Callable[[int, torch.Tensor, Rows, Known], None]
-"""Called with a step, (n_targets, P) directions −c_t a_t, the step's rows and their log-probabilities; the model has the
-weights before the step."""
+
+
+class Seen(Protocol):
+    """Looks on; the model has the weights before the step."""
+
+    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
+        """(n_targets,) values at the ends of the path."""
+
+    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
+        """A step: (n_targets, P) directions −c_t a_t, its rows with their log-probabilities, and (n, n_targets) shares."""
+
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,12 @@ class Shares:
 
 
 def shares(
-    path: Replayed, targets: Targets, *, points: int = POINTS, seen: Seen | None = None, progress: bool = True
+    path: Replayed,
+    targets: Targets,
+    *,
+    points: int = POINTS,
+    seen: Seen | None = None,
+    progress: bool = True,
 ) -> Shares:
     """Split the changes of targets over samples.
 
@@ -101,11 +115,15 @@ def shares(
     rows: list[np.ndarray] = []
     steps: list[np.ndarray] = []
     found: list[tuple[np.ndarray, np.ndarray]] = []
+    trained.put(run.begin.weights)
+    before = targets.values(trained)
     trained.put(path.end)
     after, upper = targets.values(trained), targets.gradients(trained).float()
     lower, low, high = upper, last, last
-    with progress_bar("shares", "step", last, shown=progress) as bar:
-        for step in range(last, 0, -1):
+    if seen is not None:
+        seen.begin(before, after)
+    with progress_bar("shares", "step", len(run.plan.updates), shown=progress) as bar:
+        for step in range(last, run.begin.step, -1):
             stepped, those, known = get(step)
             if step - 1 < low:  # The next point at which targets are differentiated lies before.
                 high, upper, low = low, lower, max(point for point in at if point < step)
@@ -121,14 +139,12 @@ def shares(
                 decay -= path.clips[step] * pulled * (ahead @ stepped.before).double().cpu().numpy()
             ahead = ahead * stepper.carried + middle * stepped.scale
             directions = -path.clips[step] * ahead
-            if seen is not None:
-                seen(step, directions, those, known)
             found.append(products(run, those, known, directions))
+            if seen is not None:
+                seen(step, directions, those, known, found[-1][0] + found[-1][1])
             rows.append(those.rows)
             steps.append(np.full(len(those.rows), step))
             bar.update()
-    trained.put(run.start)
-    before = targets.values(trained)
     policy, kl = (np.concatenate(part[::-1]) for part in zip(*found, strict=True))
     if not (np.isfinite(policy).all() and np.isfinite(kl).all() and np.isfinite(decay).all()):
         raise TsaeError(
@@ -151,9 +167,10 @@ def shares(
 
 def _points(path: Replayed, wanted: int) -> list[int]:
     """Steps after which weights are at hand, about as many as wanted, the first and the last among them."""
-    last, there = path.run.last, sorted(path.starts) or list(range(path.run.last))
+    first, last = path.run.begin.step, path.run.last
+    there = sorted(path.starts) or list(range(first, last))
     every = [there[i] for i in sorted({round(x) for x in np.linspace(0, len(there) - 1, min(wanted, len(there)))})]
-    return sorted({0, *every, last})
+    return sorted({first, *every, last})
 
 
 def _weights(path: Replayed, after: int) -> torch.Tensor:
