@@ -6,8 +6,9 @@
     cispo:  −stop(min(ρ_it, ε_high)) A_i log π_it                              MiniMax 2025; Khatri et al. 2025
     sapo:   −4/τ sigmoid(τ (ρ_it − 1)) A_i                                     Gao et al. 2025; τ by sign of A_i
     vespo:  −stop(e^λ W_i^k e^(−λ W_i)) A_i log π_it, W_i = Π_t ρ_it           k, λ by sign of A_i
-    dppo:   −ρ_it A_i, or 0 where π_it − sampler_it > ε_high and A_i > 0,      prime-rl; arXiv 2602.04879
-            or < −ε and A_i ≤ 0; ipo: where it is more than ε either way
+    mask:   −ρ_it A_i, or 0 where ρ_it − 1 is above ε_high or below −ε         prime-rl before 2026
+    ipo:    the same where π_it − sampler_it is                                prime-rl
+    dppo:   the same where it is above ε_high and A_i > 0, or below −ε and not prime-rl since 2026-04; arXiv 2602.04879
 
 ρ_it is the probability of token t against its probability when it was sampled, or, for a loss of level `sequence`, the
 geometric mean of a response's (GSPO; Zheng et al. 2025). A_i is the advantage. w_i is the normalisation: it belongs to
@@ -34,7 +35,7 @@ Again = Literal["on-policy", "replayed"]
 
 _WORDS = {
     "kind": ("grpo", "bnpo", "dapo", "dr_grpo", "sum_norm", "luspo"),
-    "surrogate": ("clip", "cispo", "sapo", "vespo", "dppo", "ipo"),
+    "surrogate": ("clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"),
     "level": ("token", "sequence"),
     "kl": ("k1", "abs", "k2", "k3"),
     "ratio_to": ("old", "sampler"),
@@ -108,8 +109,8 @@ class PolicyLoss:
     """How far below 1 the ratio may fall before a token with negative advantage stops to count; None: no ratio."""
     epsilon_high: float | None = None
     """How far above 1 it may rise with positive advantage; by default epsilon. For cispo the largest ratio itself."""
-    surrogate: Literal["clip", "cispo", "sapo", "vespo", "dppo", "ipo"] = "clip"
-    """The policy term, as above. dppo and ipo need ratio_to="sampler"."""
+    surrogate: Literal["clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"] = "clip"
+    """The policy term, as above. prime-rl's need ratio_to="sampler"."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio it is (TRL: importance_sampling_level)."""
     delta: float | None = None
@@ -258,8 +259,9 @@ class PolicyLoss:
         else:
             policy = self._policy(log, log_ratio, advantage)
             policy = policy if correction is None else policy * correction
-        if self.surrogate in ("dppo", "ipo"):
-            policy = torch.where(self._moved(log.exp() - sampler.exp(), advantage), 0.0, policy)
+        if self.surrogate in ("mask", "ipo", "dppo"):
+            moved = log_ratio.exp() - 1 if self.surrogate == "mask" else log.exp() - sampler.exp()
+            policy = torch.where(self._outside(moved, advantage), 0.0, policy)
         if self.off_policy_threshold is not None:
             far = _mean(sampler - log.detach(), mask) > self.off_policy_threshold
             policy = torch.where(far & (advantage < 0), 0.0, policy)
@@ -292,13 +294,11 @@ class PolicyLoss:
             return loss
         return torch.where(advantage < 0, torch.minimum(loss, -self.dual_clip * advantage), loss)
 
-    def _moved(self, moved: Tensor, advantage: Tensor) -> Tensor:
-        """Whether a token's probability left dppo's or ipo's trust region."""
+    def _outside(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        """Whether tokens left the trust region of a surrogate that masks."""
         assert self.epsilon is not None
-        if self.surrogate == "ipo":
-            return moved.abs() > self.epsilon
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return torch.where(advantage > 0, moved > high, moved < -self.epsilon)
+        above, below = moved > (self.epsilon if self.epsilon_high is None else self.epsilon_high), moved < -self.epsilon
+        return torch.where(advantage > 0, above, below) if self.surrogate == "dppo" else above | below
 
     def _vespo(self, log: Tensor, per_token: Tensor, advantage: Tensor, correction: Tensor | None) -> Tensor:
         k_of_more, rate_of_more, k_of_less, rate_of_less = self.vespo
