@@ -6,6 +6,8 @@
     cispo:  −stop(min(ρ_it, ε_high)) A_i log π_it                              MiniMax 2025; Khatri et al. 2025
     sapo:   −4/τ sigmoid(τ (ρ_it − 1)) A_i                                     Gao et al. 2025; τ by sign of A_i
     vespo:  −stop(e^λ W_i^k e^(−λ W_i)) A_i log π_it, W_i = Π_t ρ_it           k, λ by sign of A_i
+    dppo:   −ρ_it A_i, 0 where π_it has risen by more than ε_high (A_i > 0) or fallen by more than ε (A_i ≤ 0), as
+            probability; ipo: 0 in both cases whatever the sign (Qi et al. 2026; Prime Intellect's prime-rl)
 
 ρ_it is the probability of token t against its probability when it was sampled, or, for a loss of level `sequence`, the
 geometric mean of a response's (GSPO; Zheng et al. 2025). A_i is the advantage. w_i is the normalisation: it belongs to
@@ -30,7 +32,8 @@ from tsae.errors import TsaeError
 Again = Literal["on-policy", "replayed"]
 """How a run is imagined anew: with responses that its policy samples, or with those of the log."""
 
-_KINDS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+_KINDS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "step")
+_SURROGATES = ("clip", "cispo", "sapo", "vespo", "dppo", "ipo")
 _LARGEST = 3.0
 """Ratios are extrapolated, and far ones would rule."""
 
@@ -79,12 +82,13 @@ class BatchTokens:
 class PolicyLoss:
     """What a step made of samples and their advantages."""
 
-    kind: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo"] = "dapo"
+    kind: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "step"] = "dapo"
     """Normalisation: by every response's own tokens (grpo; verl's seq-mean-token-mean), by the micro-batch's tokens
-    (bnpo; verl's token-mean), by the tokens of the generation (dapo), by max_completion_length (dr_grpo; verl's
-    seq-mean-token-sum-norm), or by the number of responses alone (luspo; verl's seq-mean-token-sum). TRL's default is
-    dapo. Its cispo and vespo normalise as dapo, its sapo as grpo."""
-    max_completion_length: int | None = None
+    (bnpo; verl's token-mean to 0.7), by the tokens of the generation (dapo), by max_completion_length (dr_grpo; verl's
+    seq-mean-token-sum-norm), by the number of responses alone (luspo; verl's seq-mean-token-sum), or by the tokens of
+    the optimiser's step (step; verl since 0.8, NeMo-RL, open-instruct, prime-rl). TRL's default is dapo. Its cispo and
+    vespo normalise as dapo, its sapo as grpo."""
+    max_completion_length: float | None = None
     """For dr_grpo alone: the limit in tokens."""
     temperature: float = 1.0
     """Of the sampling, by which the trainer divides logits."""
@@ -92,8 +96,10 @@ class PolicyLoss:
     """How far below 1 the ratio may fall before a token with negative advantage stops to count; None: no ratio."""
     epsilon_high: float | None = None
     """How far above 1 it may rise with positive advantage; by default epsilon. For cispo the largest ratio itself."""
-    surrogate: Literal["clip", "cispo", "sapo", "vespo"] = "clip"
+    surrogate: Literal["clip", "cispo", "sapo", "vespo", "dppo", "ipo"] = "clip"
     """The policy term, as above."""
+    cispo_low: float | None = None
+    """Smallest ratio of cispo (verl, NeMo-RL)."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio it is (TRL: importance_sampling_level)."""
     delta: float | None = None
@@ -110,6 +116,10 @@ class PolicyLoss:
     """Estimator of KL(π ‖ reference), by d = log π − log reference: d, |d|, d²/2, or e^(−d) + d − 1 (Schulman 2020)."""
     kl_corrected: bool = False
     """Whether the KL term is multiplied by the ratio (TRL: use_bias_correction_kl)."""
+    kl_scored: bool = False
+    """Whether the gradient also has the KL times ∇log π, for tokens are drawn from π (NeMo-RL since 0.7)."""
+    kl_to: Literal["ref", "sampler"] = "ref"
+    """Whose log-probabilities the KL term is against: the reference's, or the sampler's (prime-rl)."""
     kl_input_clamp: float | None = None
     """Largest size of d in k3 (verl, NeMo-RL: 20)."""
     kl_clamp: float | None = None
@@ -130,9 +140,10 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         for name, known in (
             ("kind", _KINDS),
-            ("surrogate", ("clip", "cispo", "sapo", "vespo")),
+            ("surrogate", _SURROGATES),
             ("level", ("token", "sequence")),
             ("kl", ("k1", "abs", "k2", "k3")),
+            ("kl_to", ("ref", "sampler")),
         ):
             if getattr(self, name) not in known:
                 raise TsaeError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}", where="PolicyLoss")
@@ -165,8 +176,8 @@ class PolicyLoss:
 
     @property
     def needs_ref(self) -> bool:
-        """Whether the loss has a KL term."""
-        return self.beta != 0
+        """Whether the loss has a KL term against the reference."""
+        return self.beta != 0 and self.kl_to == "ref"
 
     @property
     def needs_entropy(self) -> bool:
@@ -176,7 +187,7 @@ class PolicyLoss:
     @property
     def needs_sampler(self) -> bool:
         """Whether the sampler's own log-probabilities are needed."""
-        return self.correction is not None or self.ratio_to == "sampler"
+        return self.correction is not None or "sampler" in (self.ratio_to, self.kl_to if self.beta else "")
 
     def weights(
         self,
@@ -203,6 +214,8 @@ class PolicyLoss:
             own = np.maximum(n_tokens, 1)
         elif self.max_completion_length is not None:
             own = np.full(n, self.max_completion_length)
+        elif self.kind == "step":
+            own = np.full(n, max(n_tokens.sum(), 1) / n)
         elif self.kind == "bnpo":
             for part in parts:
                 own[part] = max(n_tokens[part].sum(), 1) / len(part)
@@ -231,7 +244,7 @@ class PolicyLoss:
         if self.surrogate == "vespo":
             policy = self._vespo(log, per_token, advantage, correction)
         else:
-            policy = self._policy(log, log_ratio, advantage)
+            policy = self._policy(log, log_ratio, advantage, against)
             policy = policy if correction is None else policy * correction
         if self.off_policy_threshold is not None:
             sampled = old if batch.sampler is None else batch.sampler
@@ -240,18 +253,25 @@ class PolicyLoss:
         policy = torch.where(mask if batch.kept is None else mask & batch.kept, policy, 0.0)
         if not self.beta:
             return policy, None
-        assert batch.ref is not None
-        kl = self._kl(log - batch.ref)
+        other = batch.ref if self.kl_to == "ref" else batch.sampler
+        assert other is not None
+        kl = self._kl(torch.where(mask, log - other, 0.0).nan_to_num(nan=0.0))
+        kl = kl * (log - log.detach()).exp() if self.kl_scored else kl
         return policy, torch.where(mask, self.beta * (kl * log_ratio.exp() if self.kl_corrected else kl), 0.0)
 
-    def _policy(self, log: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Summands of the policy term, from log π and log ρ."""
+    def _policy(self, log: Tensor, log_ratio: Tensor, advantage: Tensor, against: Tensor) -> Tensor:
+        """Summands of the policy term, from log π, log ρ, and what log ρ is against."""
         if self.epsilon is None:
             return -advantage * log
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         ratio = log_ratio.exp()
         if self.surrogate == "cispo":
-            return -ratio.clamp(max=high).detach() * advantage * log
+            return -ratio.clamp(self.cispo_low, high).detach() * advantage * log
+        if self.surrogate in ("dppo", "ipo"):
+            moved = log.detach().exp() - against.exp()
+            risen, fallen = moved > high, moved < -self.epsilon
+            far = risen | fallen if self.surrogate == "ipo" else torch.where(advantage > 0, risen, fallen)
+            return torch.where(far, 0.0, -ratio * advantage)
         if self.surrogate == "sapo":
             tau = torch.where(advantage > 0, *self.sapo_temperatures)
             return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import Literal
 
+import numpy as np
 import torch
 
 from tsae.base.ranges import need_numbers
@@ -42,6 +43,10 @@ class Optimiser:
     """Of SGD."""
     max_grad_norm: float | None = 1.0
     """Norm to which a batch's gradient is clipped; None does not clip."""
+    points: tuple[tuple[float, float], ...] = ()
+    """In place of schedule and warm-up: (steps done, factor of the rate), in order, with straight lines between."""
+    every: int = 1
+    """Optimiser steps that share a rate, of which the schedule counts one (verl and NeMo-RL: all of a generation)."""
 
     def __post_init__(self) -> None:
         if self.name not in ("adam", "adamw", "sgd"):
@@ -74,7 +79,9 @@ class Optimiser:
 
     def rate(self, step: int) -> float:
         """Learning rate of a step; the first is 1. As transformers schedules it."""
-        done = step - 1
+        done = (step - 1) // self.every
+        if self.points:
+            return self.learning_rate * float(np.interp(done, *zip(*self.points, strict=True)))
         if done < self.warmup:
             return self.learning_rate * done / self.warmup
         if self.schedule == "constant":
