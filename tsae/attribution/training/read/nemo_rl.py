@@ -100,9 +100,10 @@ def _loss(words: Words, updates: int) -> PolicyLoss:
         mode = mode.replace("token", "sequence") if by_sequence else mode
         correction = Correction(mode, None if low is None else float(low), None if high is None else float(high))
     low, high = words.number("loss_fn.ratio_clip_min", default=0.2), words.number("loss_fn.ratio_clip_max", default=0.2)
-    dual, clamps = words.get("loss_fn.ratio_clip_c"), [
-        words.get(f"loss_fn.kl_{end}put_clamp_value") for end in ("in", "out")
-    ]
+    dual, clamps = (
+        words.get("loss_fn.ratio_clip_c"),
+        [words.get(f"loss_fn.kl_{end}put_clamp_value") for end in ("in", "out")],
+    )
     return PolicyLoss(
         "step" if by_token else "grpo",
         temperature=words.number("policy.generation.temperature", default=1.0),
@@ -141,7 +142,9 @@ def _points(scheduler: Any, file: Path) -> tuple[tuple[float, float], ...]:
             last = int(given["T_max"])
             points += [(start + done, (1 + cos(pi * done / last)) / 2) for done in range(last + 1)]
         else:
-            raise TsaeError(f"policy.scheduler: {name} {given} is not known", where=file, fix="Attribute a run without.")
+            raise TsaeError(
+                f"policy.scheduler: {name} {given} is not known", where=file, fix="Attribute a run without."
+            )
     if [at for at, _ in points] != sorted(at for at, _ in points):
         raise TsaeError("policy.scheduler: a phase ends after the next begins", where=file, fix="Correct milestones.")
     return tuple(points)

@@ -10,7 +10,6 @@ The workers to 0.7 average over a micro-batch's tokens, those since 0.8 over the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import cos, pi
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +19,25 @@ from tsae.attribution.training.read.words import Words
 from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
-_ACTOR, _ROLLOUT, _CORRECTION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
+_ACTOR, _ROLLOUT, _CORRECTION = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.rollout.",
+    "algorithm.rollout_correction.",
+)
 _KINDS = {
     "token-mean": "bnpo",
     "seq-mean-token-mean": "grpo",
     "seq-mean-token-sum": "luspo",
     "seq-mean-token-sum-norm": "dr_grpo",
 }
-_SURROGATES = {"vanilla": "clip", "gspo": "clip", "gpg": "clip", "sapo": "sapo", "cispo": "cispo", "bypass_mode": "clip"}
+_SURROGATES = {
+    "vanilla": "clip",
+    "gspo": "clip",
+    "gpg": "clip",
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "bypass_mode": "clip",
+}
 _KL: Mapping[str, Literal["k1", "abs", "k2", "k3"]]
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _GRADIENTS = _KL | {f"{name}+": "k2" for name in _KL}
@@ -184,7 +194,9 @@ def _loss(words: Words, batching: Batching, *, engine: bool) -> PolicyLoss:
 
 def _total(words: Words, steps: int | None) -> int | None:
     """Generations of the whole training."""
-    said = (words.whole(name, default=0) for name in (f"{_ACTOR}optim.total_training_steps", "trainer.total_training_steps"))
+    said = (
+        words.whole(name, default=0) for name in (f"{_ACTOR}optim.total_training_steps", "trainer.total_training_steps")
+    )
     return next((total for total in said if total > 0), steps)
 
 
@@ -194,37 +206,26 @@ def _optimiser(words: Words, steps: int | None, batching: Batching, *, engine: b
     name = words.get(f"{optim}warmup_style", f"{optim}lr_scheduler_type", default="constant")
     if name not in ("constant", "cosine"):
         raise TsaeError(f"lr_scheduler_type={name} is not known", where=words.file, fix="Known are constant, cosine.")
-    warmup = words.whole(f"{optim}lr_warmup_steps", default=-1)
+    warmup, ratio = words.whole(f"{optim}lr_warmup_steps", default=-1), f"{optim}lr_warmup_steps_ratio"
     if warmup < (1 if engine else 0):
-        warmup = int(words.number(f"{optim}lr_warmup_steps_ratio", default=0.0) * _need_total(words, total, optim))
+        warmup = 0
+        if part := words.number(ratio, default=0.0):
+            if total is None:
+                what = f"{ratio}={part} needs the number of steps of the whole training"
+                raise TsaeError(what, where=words.file, fix="Give trainer.total_training_steps.")
+            warmup = int(part * total)
     least, cycles = words.number(f"{optim}min_lr_ratio", default=0.0), words.number(f"{optim}num_cycles", default=0.5)
-    points: list[tuple[float, float]] = []
-    if name == "cosine" and (least, cycles) != (0.0, 0.5):
-        n = _need_total(words, total, f"{optim}lr_scheduler_type")
-        for done in range(n + 1):
-            wave = cos(2 * pi * cycles * (done - warmup) / max(1, n - warmup))
-            points.append((done, done / warmup if done < warmup else max(least, (1 + least + (1 - least) * wave) / 2)))
     betas = words.get(f"{optim}betas", default=(0.9, 0.999))
     clip = words.number(f"{optim}clip_grad" if engine else f"{_ACTOR}grad_clip", default=1.0)
     return Optimiser(
         "adamw",
         words.number(f"{optim}lr", default=1e-6),
-        name,
+        "cosine_with_min_lr" if name == "cosine" else "constant",
         warmup,
         total,
         (float(betas[0]), float(betas[1])),
         weight_decay=words.number(f"{optim}weight_decay", default=0.01),
         max_grad_norm=clip or None,
-        points=tuple(points),
+        shape={"min_lr_rate": least, "num_cycles": cycles} if name == "cosine" else {},
         every=int(batching.updates),
     )
-
-
-def _need_total(words: Words, total: int | None, name: str) -> int:
-    if total is None and words.number(f"{name}lr_warmup_steps_ratio", default=0.0) == 0 and name.endswith("."):
-        return 0
-    if total is None:
-        raise TsaeError(
-            f"{name} needs the number of steps of the whole training", where=words.file, fix="Give total_training_steps."
-        )
-    return total

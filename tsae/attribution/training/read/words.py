@@ -93,7 +93,9 @@ class Words:
             rest = name.removeprefix(prefix)
             if rest != name and rest.split(".")[0] not in known and value not in _NOTHING:
                 what = f"{name}={value} is not known, and may change the updates"
-                raise TsaeError(what, where=self.file, fix="Attribute a run without it, or file an issue that names it.")
+                raise TsaeError(
+                    what, where=self.file, fix="Attribute a run without it, or file an issue that names it."
+                )
 
     def updates(self, rows: int, mini: int, names: str) -> int:
         """Updates that a generation of rows gives."""
