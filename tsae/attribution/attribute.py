@@ -21,7 +21,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from tsae.activations.reader.assignment import check_context, check_tokenizer
-from tsae.attribution.attribution import Attribution, is_left_over
+from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
 from tsae.attribution.credit.replays import Logs, validate
@@ -47,7 +47,6 @@ from tsae.attribution.trainer.recipe import Recipe, read_recipe
 from tsae.attribution.training.optimiser import LaterOptimiser, Optimiser
 from tsae.attribution.wanted import Wanted, find_targets
 from tsae.base.files import as_path, read_object, write_json
-from tsae.base.remote.mirror import removed
 from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -190,11 +189,7 @@ def attribute(
         },
         source=checked,
     )
-    saved = found.save(to)
-    for folder in to.iterdir():
-        if folder.is_dir() and is_left_over(folder):
-            removed(folder)  # of an earlier attribution, which this one replaced
-    return saved
+    return found.save(to)
 
 
 def find_recipe(series: CheckpointSeries, run: str | None = None, where: str | Path | None = None) -> Recipe:
