@@ -15,7 +15,7 @@ Memory holds the model, some vectors of its weights for each target, and one bat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -39,7 +39,7 @@ from tsae.attribution.sample_kinds import band_of, has_bands, sample_kinds
 from tsae.attribution.tables import fact_table, group_table, sample_table, target_table
 from tsae.attribution.targets import Targets
 from tsae.attribution.training.log_fit import check_settings
-from tsae.attribution.training.order import plan_updates, rows_by_step
+from tsae.attribution.training.order import batches_of, plan_updates, read_history
 from tsae.attribution.training.read import find_settings
 from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
@@ -168,27 +168,28 @@ def _prepared(
     notes: list[str],
 ) -> _Prepared:
     """What is replayed, of the whole run or of the stretch that is asked for."""
-    after, last = config.steps or (series.base.step, None)
+    after, last = config.steps or (series.base.step, mine[-1].step)
     folders = {c.step: Path(folder_of(c)) for c in mine}
-    facts = logged_facts(list(folders.values()))
-    logged = rows_by_step(rollouts)
-    rollouts = with_end_tokens(rollouts, logged, facts, _end_token(series), notes)
-    rollouts = _with_behaviours(check_settings(rollouts, logged, settings, notes), config, notes)
+    history = read_history(folders)
+    facts = logged_facts(history)
+    rollouts = with_end_tokens(rollouts, batches_of(rollouts), facts, _end_token(series), notes)
     start = start_of(series, mine, settings.optimiser, after=after, seed=settings.seed, device=config.device)
     notes += start.notes
-    vocabulary = len(start.trained.model.get_input_embeddings().weight)
-    plan = plan_updates(rollouts, settings, checkpoints=folders, vocabulary=vocabulary)
-    updates = [u for u in plan.updates if u.step > after and (last is None or u.step <= last)]
-    if not updates or updates[0].step != after + 1:
-        first = plan.updates[0].step if plan.updates else None
+    vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]
+    plan = plan_updates(
+        rollouts, settings, checkpoints=folders, vocabulary=vocabulary, steps=(after + 1, last) if config.steps else None
+    )
+    if plan.updates[0].step != after + 1:
         raise TsaeError(
-            f"begins at step {first}, and the replay after step {after}",
+            f"begins at step {plan.updates[0].step}, and the replay after step {after}",
             where=rollouts.origin,
-            fix="Give the log of every step (logging_steps=1 in TRL), or begin after a checkpoint that has optimizer.pt "
-            "(--steps).",
+            fix="Give the log of every step, or begin after a checkpoint that has optimizer.pt (--steps).",
         )
     notes += plan.notes
-    run = Run(start.trained, rollouts, settings, replace(plan, updates=updates), start.begin, config.batch_tokens)
+    of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
+    rollouts = check_settings(rollouts, of_generations, settings, notes, history)
+    rollouts = _with_behaviours(rollouts, config, notes)
+    run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens)
     reference = None
     if settings.loss.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights

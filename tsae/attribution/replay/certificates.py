@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ import pandas as pd
 
 from tsae.attribution.replay.passes import Run
 from tsae.attribution.training.settings import RunSettings
-from tsae.base.files import reading
-from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -26,24 +23,13 @@ _OTHER_RUN = 0.3
 _FACTS = {"grad_norm": ("grad_norm",), "mean_length": ("completions/mean_length", "completion_length")}
 
 
-def logged_facts(folders: Sequence[Path]) -> pd.DataFrame:
-    """grad_norm and mean_length (tokens) by step, from the trainer_state.json of the last of these folders that has
-    one; NaN where a step has not."""
-    for folder in reversed(folders):
-        file = folder / "trainer_state.json"
-        if file.is_file():
-            with reading(file, "Remove it, or restore it."):
-                return _of_state(parse_json(file.read_text(encoding="utf-8")))
-    return pd.DataFrame(columns=list(_FACTS), index=pd.Index([], dtype=int), dtype=float)
-
-
-def _of_state(state: Any) -> pd.DataFrame:
-    found: dict[int, dict[str, float]] = {}
-    for line in state.get("log_history", ()):
+def logged_facts(history: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
+    """grad_norm and mean_length (tokens) by step, from what the trainer logged; NaN where it did not."""
+    found: dict[int, dict[str, float]] = {step: {} for step in history}
+    for step, line in history.items():
         for name, keys in _FACTS.items():
             value = next((line[key] for key in keys if isinstance(line.get(key), int | float)), None)
-            if value is not None and "step" in line:
-                found.setdefault(int(line["step"]), {})[name] = float(value)
+            found[step][name] = float("nan") if value is None else float(value)
     return pd.DataFrame.from_dict(found, orient="index", columns=list(_FACTS), dtype=float).sort_index()
 
 
