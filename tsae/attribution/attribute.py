@@ -40,7 +40,7 @@ from tsae.attribution.tables import fact_table, group_table, sample_table, targe
 from tsae.attribution.targets import Targets
 from tsae.attribution.training.log_fit import check_settings
 from tsae.attribution.training.order import batches_of, plan_updates, read_history
-from tsae.attribution.training.read import find_settings
+from tsae.attribution.training.read.find import find_settings
 from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
 from tsae.base.files import as_path
@@ -131,7 +131,7 @@ def attribute(
         reading.entropy_table(split),
         reading.token_table(),
         {
-            "recipe": given.describe(),
+            "recipe": str(given),
             "config": vars(config),
             "series": series.name,
             "run": mine[-1].run,
