@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 _ELSEWHERE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^{}]*))?\}")
 """An interpolation as Hydra leaves it: the value of another word, or a default."""
 _UNSAID = (None, "", "null", "None", "none")
-_OFF: tuple[Any, ...] = (*_UNSAID, False, 0, "False", "false", [], {})
+_OFF: tuple[Any, ...] = (*_UNSAID, False, 0, "False", "false", [], {}, ())
 
 
 class Words:
@@ -42,6 +42,24 @@ class Words:
                 return value
         return default
 
+    def number(self, *names: str, default: float | None = None) -> float:
+        """The same as a number; a `TsaeError` where it is not one, and where without a default the file has none."""
+        value = self.get(*names, default=default)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            what = f"does not say {names[0]}" if value is None else f"{names[0]}={value!r} is not a number"
+            fix = "Give the complete settings of the run, as its trainer resolved them: defaults differ by version."
+            raise TsaeError(what, where=self.file, fix=fix) from error
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """The same as a whole number."""
+        return int(self.number(*names, default=default))
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """The same as yes or no."""
+        return str(self.get(*names, default=default)).lower() in ("true", "1", "yes")
+
     def take(self, fields: str, section: str = "") -> dict[str, Any]:
         """Values of fields by name.
 
@@ -50,29 +68,19 @@ class Words:
                 there counts. The default is JSON, and says whether it is a number, a whole number, or yes or no. With
                 null the field is a number or None; without a default the file has to say it.
             section: what their names begin with.
-
-        Raises:
-            TsaeError: for a word that is missing, or not a number.
         """
         found: dict[str, Any] = {}
         for field in fields.split():
-            ours, theirs, rest = re.fullmatch(r"(\w+)=([^:]+):?(.*)", field).groups()  # type: ignore[union-attr]
-            names = [section + name for name in theirs.split("|")]
-            usual = json.loads(rest) if rest else None
-            value = self.get(*names, default=usual)
+            ours, _, rest = field.partition("=")
+            theirs, _, rest = rest.partition(":")
+            names, usual = [section + name for name in theirs.split("|")], json.loads(rest or "null")
             if isinstance(usual, bool):
-                found[ours] = str(value).lower() in ("true", "1", "yes")
-                continue
-            try:
-                found[ours] = (
-                    None
-                    if rest == "null" and value is None
-                    else (float if usual is None else type(usual))(float(value))
-                )
-            except (TypeError, ValueError) as error:
-                what = f"does not say {names[0]}" if value is None else f"{names[0]}={value!r} is not a number"
-                fix = "Give the complete settings of the run, as its trainer resolved them: defaults differ by version."
-                raise TsaeError(what, where=self.file, fix=fix) from error
+                found[ours] = self.flag(*names, default=usual)
+            elif isinstance(usual, int):
+                found[ours] = self.whole(*names, default=usual)
+            else:
+                missing = rest == "null" and self.get(*names) is None
+                found[ours] = None if missing else self.number(*names, default=usual)
         return found
 
     def choice(self, known: Mapping[str, _T], *names: str, default: str | None = None) -> _T:
@@ -82,6 +90,19 @@ class Words:
             raise TsaeError(f"{names[0]}={value} is not known", where=self.file, fix=f"Known are {', '.join(known)}.")
         return known[value]
 
+    def need(self, does: str, name: str, *fine: Any) -> None:
+        """Refuse a word that changes updates in a way that is not replayed.
+
+        Args:
+            does: what it does, for the message.
+            name: of the word.
+            fine: values beside none, 0 and false with which it does not.
+        """
+        value = self.get(name)
+        if value not in _OFF and str(value) not in map(str, fine):
+            what = f"{name}={value}: {does}, which is not replayed"
+            raise TsaeError(what, where=self.file, fix="Attribute a run without it.")
+
     def usual(self, names: str, section: str = "") -> None:
         """Refuse words that change updates in a way that is not replayed.
 
@@ -90,10 +111,7 @@ class Words:
             section: what names begin with.
         """
         for name, _, fine in (one.partition("=") for one in names.split()):
-            value = self.get(section + name)
-            if value not in _OFF and str(value) not in fine.split("|"):
-                what = f"{section}{name}={value} changes the updates in a way that is not replayed"
-                raise TsaeError(what, where=self.file, fix="Attribute a run without it.")
+            self.need("it changes the updates", section + name, *fine.split("|"))
 
     def only(self, section: str, known: str) -> None:
         """Refuse words of a section that are not among the known ones, where they may change an update."""
