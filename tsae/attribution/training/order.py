@@ -102,7 +102,7 @@ def plan_updates(
     generations = _by_step(rollouts, settings) if logged is None else logged
     updates, how, notes = _updates(generations, batching.accumulation), "the log's own", list[str]()
     last = updates[-1].step if updates else 1
-    begin, end = steps or (1, min(last, counted(settings, "max_steps") or last))
+    begin, end = steps or (1, min(last, last_step(settings) or last))
     _check_all_there({update.step for update in updates}, begin, end, rollouts, settings)
     if logged is None and not _order_matters(settings):
         how = "one step a generation" if batching.updates == 1 else "each step uses a whole generation"
@@ -256,7 +256,8 @@ def _unknown(why: str, settings: RunSettings) -> TsaeError:
     return TsaeError(
         f"say that {what}, {why}",
         where=settings.source,
-        fix="Log the order: tsae.rl.TsaeCallback(trainer), one line. On one process, checkpoints with rng_state.pth "
+        fix=settings.facts.get("order_fix")
+        or "Log the order: tsae.rl.TsaeCallback(trainer), one line. On one process, checkpoints with rng_state.pth "
         f"(save_only_model=False) at multiples of {n:g} steps do as well.",
     )
 
@@ -365,3 +366,9 @@ def counted(settings: RunSettings, name: str) -> int | None:
     """A fact of the settings that counts something; None where it is not said, or -1."""
     value = settings.facts.get(name)
     return int(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def last_step(settings: RunSettings) -> int | None:
+    """The last step of the optimiser by the settings (max_steps), if they say it."""
+    last = counted(settings, "max_steps")
+    return last and last * (1 if settings.trainer in _COUNT_STEPS else int(settings.batching.updates))
