@@ -90,7 +90,7 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
         ({"optim": "adafactor"}, "the optimiser 'adafactor' cannot be simulated"),
         ({"lr_scheduler_type": "polynomial"}, "the schedule 'polynomial' cannot be simulated"),
         ({"beta": 0.04}, "the run had a KL penalty"),
-        ({"loss_type": "cispo", "lr_scheduler_type": "constant"}, "loss 'cispo' is none of"),
+        ({"loss_type": "cispo", "lr_scheduler_type": "constant"}, "kind='cispo' is none of"),
         ({"num_iterations": 2}, "a batch is used more than once"),
         ({"top_entropy_quantile": 0.2}, "tokens with less entropy were left out of the loss, which is not simulated"),
         ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "the learning rates had a schedule of their own"),

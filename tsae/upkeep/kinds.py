@@ -16,7 +16,6 @@ from tsae.activations.shards.manifest import FORMAT as STORE_FORMAT
 from tsae.activations.shards.manifest import VERSION as STORE_VERSION
 from tsae.activations.shards.manifest import read_manifest
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.credit.token_shares import Directions
 from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.base.disk.sealed_parquet import check_parquet
 from tsae.base.files import read_object, reading
@@ -95,12 +94,6 @@ def _check_gradients(path: Path) -> None:
         store.check(step)
 
 
-def _check_attribution(path: Path) -> None:
-    directions = Directions(path / Attribution.load(path).info["directions"])
-    if directions.folder.is_dir():
-        directions.check()
-
-
 def _check_tables(path: Path) -> None:
     check_seal(path, AGAIN)
     for file in path.glob("*.parquet"):
@@ -133,7 +126,7 @@ FOLDERS = (
          ("pieces",)),
     Kind("SAE", 3, ("config.json", "sae.safetensors", "training.json", CONFIG_FILE), _check_sae, ("checkpoint",)),
     Kind("diff", 5, ("diff.json", "shifts.parquet", "contrasts.parquet"), FeatureDiff.load),
-    Kind("attribution", 7, ("attribution.json", "effects.parquet", "inputs.json"), _check_attribution,
+    Kind("attribution", 7, ("attribution.json", "effects.parquet", "inputs.json"), Attribution.load,
          ("gradients",)),
     Kind("gradients", 6, ("gradients.json",), _check_gradients),
     Kind("causal test", 6, ("causal.json", "outcomes.parquet"), Intervention.load),
