@@ -191,7 +191,7 @@ class TsaeCallback(TrainerCallback):
             self._step = None
             if self.guard is not None and self.trainer.accelerator.sync_gradients:
                 listed = self.guard()
-                if len(listed):
+                if len(listed) and self.guard.weight < 1:
                     places = listed[["generation", "row"]].to_numpy().tolist()
                     self._facts["weights"] = [[*place, self.guard.weight] for place in places]
             return loss
@@ -228,15 +228,16 @@ class TsaeCallback(TrainerCallback):
         if "tool_mask" in batch:
             wide["response_mask"] = batch["tool_mask"]
         given = {name: value.float().cpu().numpy() for name, value in wide.items() if value is not None}
+        asked_ids, read = batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu()
         rows = []
-        for i, ids in enumerate(responses):
+        for i, (ids, advantage) in enumerate(zip(responses, advantages.tolist(), strict=True)):
             row = {
                 "prompt" if isinstance(prompts[i], str) else "messages": prompts[i],
-                "prompt_ids": batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist(),
+                "prompt_ids": asked_ids[i][read[i]].tolist(),
                 "response_ids": list(ids),
                 "rewards": dict(zip(names, rewards[i].tolist(), strict=True)),
                 "reward": totals[i],
-                "advantage": float(advantages[i]),
+                "advantage": advantage,
                 "truncated": not len(ids) or ids[-1] not in ends,
                 "micro_batch": [],
                 "data": {name: value for name, value in asked[i].items() if name not in ("prompt", "image", "images")},
