@@ -50,7 +50,7 @@ def make(
     before = log + 0.6 * normal(*shape)
     ref, sampler = before + 0.5 * normal(*shape), before + 0.2 * normal(*shape)
     ref[0, 0], ref[1, 0], sampler[0, 1] = log[0, 0] - 30, log[1, 0] + 5, torch.nan
-    lengths = torch.randint(2, width + 1, (n, 1), generator=rng)
+    lengths = torch.randint(1, width + 1, (n, 1), generator=rng)
     lengths[n - 1] = 0
     tokens = BatchTokens(
         log.requires_grad_(),
@@ -84,7 +84,7 @@ def same(loss: PolicyLoss, made: Generation, expected: torch.Tensor) -> None:
     """Loss and gradient are those expected; every tensor of the batch that is not needed may be missing."""
     (wanted,) = torch.autograd.grad(expected, made.tokens.log)
     lean = made.tokens
-    for name, needed in (("ref", loss.needs_ref), ("sampler", loss.needs_sampler or loss.off_policy_threshold)):
+    for name, needed in (("ref", loss.needs_ref), ("sampler", loss.needs_sampler)):
         lean = lean if needed else replace(lean, **{name: None})
     made = replace(made, tokens=lean)
     found = ours(loss, made)
@@ -185,7 +185,8 @@ EXTRAS: list[dict[str, Any]] = [
     {},
     {"beta": 0.04, "epsilon_high": 0.28},
     {"beta": 0.1, "use_bias_correction_kl": False, "top_entropy_quantile": 0.3},
-    {"delta": 1.5, "off_policy_mask_threshold": 0.05, "top_entropy_quantile": 0.6},
+    {"delta": 1.3},
+    {"delta": 1.2, "off_policy_mask_threshold": 0.1, "top_entropy_quantile": 0.6},
     {"use_vllm": True, "off_policy_mask_threshold": 0.05},
     {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.9},
     {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.1},

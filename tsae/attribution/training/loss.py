@@ -145,7 +145,8 @@ class PolicyLoss:
     mask_truncated: bool = False
     """Whether responses that reached the limit count no tokens (TRL: mask_truncated_completions)."""
     off_policy_threshold: float | None = None
-    """Mean of log old − log π, nats, above which a response with negative advantage is dropped (DeepSeek-V3.2)."""
+    """Mean of log old − log π, nats, above which a response with negative advantage is dropped (DeepSeek-V3.2). In
+    place of old are the sampler's log-probabilities where a batch has them (TRL with vLLM)."""
     correction: Correction | None = None
     """Importance sampling for the difference of sampler and trainer (TRL with vLLM, verl, NeMo-RL, open-instruct)."""
     ratio_to: Literal["old", "sampler"] = "old"
