@@ -63,6 +63,54 @@ def test_many_trainings_at_once_are_torchs_own(optimiser: Optimiser) -> None:
     assert (simulation.weights - start).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("constant_with_warmup", {}),
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.7}),
+        ("cosine_with_restarts", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.7}),
+        ("polynomial", {}),
+        ("polynomial", {"lr_end": 1e-5, "power": 2.0}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 7}),
+        ("warmup_stable_decay", {"num_decay_steps": 8}),
+        ("warmup_stable_decay", {"num_decay_steps": 5, "num_stable_steps": 6, "min_lr_ratio": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 8, "warmup_type": "cosine", "decay_type": "linear"}),
+        ("warmup_stable_decay", {"num_decay_steps": 8, "warmup_type": "1-sqrt", "decay_type": "1-sqrt"}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+def test_schedules_are_those_of_transformers(name: str, shape: dict[str, Any], warmup: int) -> None:
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedule = transformers.get_scheduler(name, made, warmup, N_STEPS, scheduler_specific_kwargs=shape)
+    known: Any = "constant" if name == "constant_with_warmup" else name
+    optimiser = Optimiser("sgd", 1e-3, known, warmup, N_STEPS, shape=shape)
+    for step in range(1, N_STEPS + 4):  # the last ones: after the training's end
+        assert optimiser.rate(step) == pytest.approx(made.param_groups[0]["lr"], rel=1e-12, abs=1e-18), step
+        made.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "said"),
+    [
+        ("linear", {"num_cycles": 2}, "has words that a linear schedule does not take"),
+        ("cosine", {"num_cycles": "many"}, "must hold numbers"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "and of curves linear, cosine, 1-sqrt"),
+        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+    ],
+)
+def test_shapes_that_a_schedule_does_not_have(schedule: Any, shape: dict[str, Any], said: str) -> None:
+    with pytest.raises(TsaeError, match=said):
+        Optimiser("adam", 1e-3, schedule, n_steps=9, shape=shape)
+
+
 def test_a_schedule_that_ends_needs_its_end() -> None:
     with pytest.raises(TsaeError, match="needs the number of steps"):
         Optimiser("adam", 1e-3, "cosine")

@@ -34,7 +34,7 @@ Again = Literal["on-policy", "replayed"]
 """How a run is imagined anew: with responses that its policy samples, or with those of the log."""
 
 _WORDS = {
-    "kind": ("grpo", "bnpo", "dapo", "dr_grpo", "sum_norm", "luspo"),
+    "kind": ("grpo", "bnpo", "dapo", "step", "dr_grpo", "sum_norm", "luspo"),
     "surrogate": ("clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"),
     "level": ("token", "sequence"),
     "kl": ("k1", "abs", "k2", "k3"),
@@ -94,13 +94,13 @@ class BatchTokens:
 class PolicyLoss:
     """What a step made of samples and their advantages."""
 
-    kind: Literal["grpo", "bnpo", "dapo", "dr_grpo", "sum_norm", "luspo"] = "dapo"
+    kind: Literal["grpo", "bnpo", "dapo", "step", "dr_grpo", "sum_norm", "luspo"] = "dapo"
     """Normalisation of each micro-batch, of which a step has the mean: by every response's own tokens and the number of
     responses (grpo; verl's seq-mean-token-mean), by its tokens (bnpo; verl's token-mean), by max_completion_length and
     the number of responses (dr_grpo), by max_completion_length alone (sum_norm; verl's seq-mean-token-sum-norm), or by
     the number of responses (luspo; verl's seq-mean-token-sum). dapo: by the tokens of the whole generation. TRL's
-    default is dapo; its cispo and vespo normalise as dapo, its sapo as grpo. NeMo-RL, open-instruct and prime-rl divide
-    by the step's tokens: bnpo with the step as one part."""
+    default is dapo; its cispo and vespo normalise as dapo, its sapo as grpo. step: by the tokens of the whole step, as verl
+    since 0.8, NeMo-RL, open-instruct and prime-rl do."""
     max_completion_length: int | None = None
     """For dr_grpo and sum_norm alone: the limit in tokens (verl: loss_scale_factor)."""
     temperature: float = 1.0
@@ -222,6 +222,8 @@ class PolicyLoss:
             parts_of_generation: micro-batches that the generation is split into, for dapo; by default the step's.
         """
         n, parts = len(n_tokens), [np.arange(len(n_tokens))] if parts is None else parts
+        if self.kind == "step":
+            return np.full(n, 1 / max(n_tokens.sum(), 1))
         if self.kind == "dapo":
             total = n_tokens.sum() if tokens_of_generation is None else tokens_of_generation
             return np.full(n, (parts_of_generation or len(parts)) / (max(total, 1) * len(parts)))

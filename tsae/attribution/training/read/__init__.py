@@ -1,0 +1,1 @@
+"""Readers of the settings that trainers leave, one module a trainer."""
