@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,8 @@ from tsae.errors import TsaeError
 _T = TypeVar("_T")
 _ELSEWHERE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^{}]*))?\}")
 """An interpolation as Hydra leaves it: the value of another word, or a default."""
-_NOTHING = (None, "", "null", "None", False, 0, [], {}, ())
+_UNSAID = (None, "", "null", "None", "none")
+_OFF: tuple[Any, ...] = (*_UNSAID, False, 0, "False", "false", [], {}, ())
 
 
 class Words:
@@ -36,16 +38,12 @@ class Words:
                     break
                 other = self.values.get(found[1])
                 value = other if other is not None or found[2] is None else parse_yaml(found[2])
-            if value not in (None, "null", "None"):
+            if value not in _UNSAID:
                 return value
         return default
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """The same as a number. Without a default the file has to say it.
-
-        Raises:
-            TsaeError: where it does not, or says another thing.
-        """
+        """The same as a number; a `TsaeError` where it is not one, and where without a default the file has none."""
         value = self.get(*names, default=default)
         try:
             return float(value)
@@ -62,16 +60,34 @@ class Words:
         """The same as yes or no."""
         return str(self.get(*names, default=default)).lower() in ("true", "1", "yes")
 
-    def choice(self, known: Mapping[str, _T], *names: str, default: str | None = None) -> _T:
-        """What a word means.
+    def take(self, fields: str, section: str = "") -> dict[str, Any]:
+        """Values of fields by name.
 
-        Raises:
-            TsaeError: where its value is not among the known ones.
+        Args:
+            fields: ``ours=theirs:default``, with spaces between; several of theirs with | between, the first that is
+                there counts. The default is JSON, and says whether it is a number, a whole number, or yes or no. With
+                null the field is a number or None; without a default the file has to say it.
+            section: what their names begin with.
         """
+        found: dict[str, Any] = {}
+        for field in fields.split():
+            ours, _, rest = field.partition("=")
+            theirs, _, rest = rest.partition(":")
+            names, usual = [section + name for name in theirs.split("|")], json.loads(rest or "null")
+            if isinstance(usual, bool):
+                found[ours] = self.flag(*names, default=usual)
+            elif isinstance(usual, int):
+                found[ours] = self.whole(*names, default=usual)
+            else:
+                missing = rest == "null" and self.get(*names) is None
+                found[ours] = None if missing else self.number(*names, default=usual)
+        return found
+
+    def choice(self, known: Mapping[str, _T], *names: str, default: str | None = None) -> _T:
+        """What a word means; a `TsaeError` where its value is not known."""
         value = str(self.get(*names, default=default))
         if value not in known:
-            what, fix = f"{names[0]}={value} is not known", f"Known are {', '.join(known)}."
-            raise TsaeError(what, where=self.file, fix=fix)
+            raise TsaeError(f"{names[0]}={value} is not known", where=self.file, fix=f"Known are {', '.join(known)}.")
         return known[value]
 
     def need(self, does: str, name: str, *fine: Any) -> None:
@@ -83,24 +99,35 @@ class Words:
             fine: values beside none, 0 and false with which it does not.
         """
         value = self.get(name)
-        if value not in _NOTHING and str(value) not in ("False", "false", "0.0", *map(str, fine)):
+        if value not in _OFF and str(value) not in map(str, fine):
             what = f"{name}={value}: {does}, which is not replayed"
             raise TsaeError(what, where=self.file, fix="Attribute a run without it.")
 
-    def only(self, prefix: str, known: Collection[str]) -> None:
-        """Refuse words of a section that are not known, where they have a value that may change an update."""
+    def usual(self, names: str, section: str = "") -> None:
+        """Refuse words that change updates in a way that is not replayed.
+
+        Args:
+            names: with spaces between, and after = the values with which a word does not, beside none, 0 and false.
+            section: what names begin with.
+        """
+        for name, _, fine in (one.partition("=") for one in names.split()):
+            self.need("it changes the updates", section + name, *fine.split("|"))
+
+    def only(self, section: str, known: str) -> None:
+        """Refuse words of a section that are not among the known ones, where they may change an update."""
         for name, value in self.values.items():
-            rest = name.removeprefix(prefix)
-            if rest != name and rest.split(".")[0] not in known and value not in _NOTHING:
+            rest = name.removeprefix(section)
+            if rest != name and rest.split(".")[0] not in known.split() and value not in _OFF:
                 what = f"{name}={value} is not known, and may change the updates"
                 raise TsaeError(
                     what, where=self.file, fix="Attribute a run without it, or file an issue that names it."
                 )
 
-    def updates(self, rows: int, mini: int, names: str) -> int:
-        """Updates that a generation of rows gives."""
-        if not mini or rows % mini:
-            raise TsaeError(f"{names}: {rows} rows are not a multiple of {mini}", where=self.file, fix="Correct them.")
+    def updates(self, rows: int, mini: int) -> int:
+        """Updates that a generation of so many rows gives."""
+        if mini < 1 or rows % mini:
+            what = f"the {rows} rows of a generation are not a multiple of the {mini} of an update"
+            raise TsaeError(what, where=self.file, fix="Correct the batch sizes.")
         return rows // mini
 
 
