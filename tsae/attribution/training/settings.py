@@ -65,3 +65,21 @@ class RunSettings:
     scale_rewards, logging_steps, use_vllm, reward_weights, …"""
     notes: tuple[str, ...] = ()
     """What was assumed, such as the defaults of a version."""
+
+    def __str__(self) -> str:
+        o, loss = self.optimiser, self.loss
+        low, high = 1 - (loss.epsilon or 0), 1 + (loss.epsilon_high or loss.epsilon or 0)
+        clipped = {"clip": f"ratios clipped at {low:g} and {high:g}", "cispo": f"ratios truncated at {high - 1:g}"}
+        warmup = f", {o.warmup} steps of warm-up" if o.warmup else ""
+        parts = [
+            f"{o.name}, learning rate {o.learning_rate:g} ({o.schedule}{warmup})",
+            f"weight decay {o.weight_decay:g}" if o.weight_decay else "no weight decay",
+            "no clipping of gradients" if o.max_grad_norm is None else f"gradients clipped at norm {o.max_grad_norm:g}",
+            f"loss {loss.kind}",
+            clipped.get(loss.surrogate, loss.surrogate) if loss.epsilon is not None else "no ratios",
+            *([f"KL penalty {loss.beta:g}"] if loss.beta else []),
+            *([f"{self.batching.updates:g} updates a generation"] if self.batching.updates > 1 else []),
+            *([self.autocast] if self.autocast != "float32" else []),
+        ]
+        by = f" (by {self.source}; {self.trainer} {self.version or ''}".rstrip() + ")" if self.source else ""
+        return ", ".join(parts) + by

@@ -1,0 +1,226 @@
+"""Settings as they lie: finds the file that a trainer left, and gives it to the reader of that trainer.
+
+Of several files the first of this order counts: training_args.json or .yaml, training_args.bin, what W&B keeps of the
+run, a recipe in YAML. They lie in the run's folder or in its checkpoints. Beside them lie the version (README.md,
+requirements.txt of W&B), the number of steps and the logged learning rates (trainer_state.json), and the base.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import safe_open
+
+from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.read import nemo_rl, trl, verl, wandb_run
+from tsae.attribution.training.settings import RunSettings
+from tsae.base.files import as_path, read_object, reading
+from tsae.base.inert_pickle import read_dataclass
+from tsae.base.untrusted import parse_json, parse_yaml
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.errors import TsaeError
+
+_OTHERS: tuple[Any, ...] = (verl, nemo_rl)
+"""Readers of other trainers. TRL's is asked last: its words are transformers', which others use too."""
+_STATE = "trainer_state.json"
+_CORRECT = "Correct the file, or remove it."
+_WANDB = ("", "wandb/latest-run/", "wandb/run-*/", "wandb/offline-run-*/")
+_FILES = (
+    "training_args.json", "training_args.yaml", "training_args.bin",
+    "checkpoint-*/training_args.json", "checkpoint-*/training_args.bin",
+    *(f"{place}files/config.yaml" for place in _WANDB), *(f"{place}*.wandb" for place in _WANDB),
+    ".hydra/config.yaml", "config.yaml", "*.yaml", "*.yml", "*.toml",
+)  # fmt: skip
+"""Where settings lie, best first. Of several of a kind the last counts."""
+_LARGEST = 4 << 20
+"""Bytes of a file of settings."""
+
+
+def find_settings(
+    series: CheckpointSeries, run: str | None = None, where: str | Path | None = None, *, version: str | None = None
+) -> RunSettings:
+    """The settings: what the caller names, or those beside a checkpoint of the run.
+
+    Raises:
+        TsaeError: where there are none, or what they name cannot be replayed.
+    """
+    mine = [c for c in series if not c.is_base and run in (None, c.run)]
+    folders = list(dict.fromkeys(folder for c in mine for folder in (Path(c.path).parent, Path(c.path))))
+    for folder in [where] if where is not None else folders:
+        if where is not None or _file(folder) is not None:
+            return read_settings(folder, version=version)
+    raise TsaeError(
+        "the trainer's settings do not lie beside the checkpoints (training_args.bin or .json, wandb/, .hydra/)",
+        where=str(folders[0]) if folders else series.name,
+        fix="Give the file (settings=…, --settings), or a tsae.RunSettings.",
+    )
+
+
+def read_settings(where: str | Path, *, version: str | None = None) -> RunSettings:
+    """Read the settings of a run, whichever trainer left them.
+
+    Args:
+        where: a file with settings, or the run's folder.
+        version: of the trainer that wrote the run; by default what its README.md or W&B say.
+
+    Raises:
+        TsaeError: where there are no settings, they name what is not replayed, have a word that is not known and may
+            change an update, or the logged learning rates are others.
+    """
+    where = as_path(where)
+    file = where if where.is_file() else _file(where)
+    if file is None:
+        what = "holds no settings of a training (training_args.bin or .json, wandb/, .hydra/config.yaml, a recipe)"
+        raise TsaeError(what, where=where, fix="Give the file, or the run's folder.")
+    settings = _load(file)
+    folders = _beside(file)
+    with reading(next((f / _STATE for f in folders if (f / _STATE).is_file()), file), _CORRECT):
+        states = [read_object(f / _STATE, _CORRECT) for f in folders if (f / _STATE).is_file()]
+        state = max(states, key=lambda state: state.get("global_step", 0), default={})
+        n_steps = max(0, int(state.get("max_steps") or 0)) or None
+    with reading(file, _CORRECT):
+        found = _read(settings, file, folders, n_steps, version)
+    with reading(folders[0] / _STATE, _CORRECT):
+        _check_rates(found.optimiser, state, file)
+    return found
+
+
+def _read(
+    settings: Mapping[str, Any], file: Path, folders: list[Path], n_steps: int | None, version: str | None
+) -> RunSettings:
+    for reader in _OTHERS:
+        if reader.is_mine(settings):
+            found: RunSettings = reader.of(settings, file=file, steps=n_steps)
+            return replace(found, version=version or found.version)
+    if not trl.is_mine(settings):
+        raise TsaeError(
+            "does not hold the settings of a trainer that is known",
+            where=file,
+            fix="Give the file with all settings of the training.",
+        )
+    beside = trl.Beside(
+        version or _version(folders),
+        n_steps,
+        _base(folders),
+        _object(folders, "config.json"),
+        _object(folders, "adapter_config.json"),
+        _kept(folders),
+    )
+    return trl.of(settings, file=file, beside=beside)
+
+
+def _claimed(settings: Mapping[str, Any]) -> bool:
+    return any(reader.is_mine(settings) for reader in (*_OTHERS, trl))
+
+
+def _file(folder: str | Path) -> Path | None:
+    """The file with settings in a folder."""
+    folder = as_path(folder)
+    for pattern in _FILES:
+        files = sorted(folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", str(file))])
+        for file in reversed(files):
+            if "*." not in pattern or pattern.endswith(".wandb") or _claimed(_load(file)):
+                return file
+    return None
+
+
+def _load(file: Path) -> dict[str, Any]:
+    if file.suffix == ".bin":
+        of, found = read_dataclass(file)
+        if "GRPO" not in of.rpartition(".")[2]:
+            raise TsaeError(
+                f"holds a {of}, expected a GRPOConfig", where=file, fix="Give the settings of the training."
+            )
+        return found
+    if file.suffix == ".wandb":
+        return wandb_run.read_config(file)
+    with reading(file, _CORRECT):
+        if file.stat().st_size > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} bytes")
+        text = file.read_text(encoding="utf-8")
+        parse: Callable[[str], Any] = parse_yaml
+        if file.suffix in (".json", ".toml"):
+            parse = parse_json if file.suffix == ".json" else tomllib.loads
+        try:
+            found = parse(text)
+        except (ValueError, yaml.YAMLError) as error:
+            what = f"is not {file.suffix[1:].upper()} ({str(error).splitlines()[0]})"
+            raise TsaeError(what, where=file, fix=_CORRECT) from error
+        if not isinstance(found, dict):
+            raise TsaeError(f"holds a {type(found).__name__}, expected settings by name", where=file)
+    inner = {name: each["value"] for name, each in found.items() if isinstance(each, dict) and "value" in each}
+    return inner if len(inner) >= len(found) - 1 and inner else found  # as W&B writes it: `wandb_version` has no value
+
+
+def _beside(file: Path) -> list[Path]:
+    """Folders in which more of the run may lie: the file's own, the run's, and the run's checkpoints, newest first."""
+    own = file.parent
+    around = [own, *(own.parent for _ in [0] if own.name in ("files", ".hydra") or own.name.startswith("checkpoint-"))]
+    around += [folder.parent for folder in own.parents if folder.name == "wandb"] if ".wandb" not in own.name else []
+    if own.name == "wandb":
+        around.append(own.parent)
+    newest = [
+        checkpoint
+        for folder in around
+        for checkpoint in sorted(
+            folder.glob("checkpoint-*"), key=lambda c: int((re.findall(r"\d+", c.name) or [0])[-1]), reverse=True
+        )
+    ]
+    return list(dict.fromkeys([*around, *(around[0] / "files",), *newest]))
+
+
+def _version(folders: list[Path]) -> str | None:
+    """TRL's, by the run's README.md or what W&B says was installed."""
+    for name, pattern in (("README.md", r"^- TRL: (\S{1,40})"), ("requirements.txt", r"^trl==(\S{1,40})")):
+        for folder in folders:
+            if found := re.search(pattern, _text(folder / name), re.MULTILINE):
+                return found[1]
+    return None
+
+
+def _base(folders: list[Path]) -> str | None:
+    """The base in the head of the run's README.md."""
+    for folder in folders:
+        if found := re.match(r"---\n(?:.*\n)*?base_model: *(\S.*)\n", _text(folder / "README.md")[:4000]):
+            return found[1].strip("'\" ")
+    return None
+
+
+def _text(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        return stream.read(_LARGEST)
+
+
+def _object(folders: list[Path], name: str) -> Mapping[str, Any]:
+    file = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return {} if file is None else read_object(file, _CORRECT)
+
+
+def _kept(folders: list[Path]) -> str | None:
+    """Type of the numbers in the first file of weights."""
+    for folder in folders:
+        for name in ("adapter_model.safetensors", "model*.safetensors"):
+            for file in sorted(folder.glob(name)):
+                with reading(file, "Restore the file, or remove it."), safe_open(file, "pt") as weights:
+                    return str(weights.get_slice(next(iter(weights.keys()))).get_dtype())
+    return None
+
+
+def _check_rates(optimiser: Optimiser, state: Mapping[str, Any], file: Path) -> None:
+    """Compare the logged learning rates with those of the settings."""
+    for line in state.get("log_history", []):
+        if "learning_rate" in line and "step" in line:
+            logged, step = float(line["learning_rate"]), int(line["step"])
+            # transformers logs the rate after the step's schedule has moved on, or before: releases differ.
+            near = [optimiser.rate(s) for s in (step, step + 1) if s >= 1]
+            if not any(abs(logged - rate) <= 1e-3 * max(abs(rate), 1e-12) for rate in near):
+                what = f"the learning rate of step {step} was {logged:g} by {_STATE}, {near[0]:g} by the settings"
+                raise TsaeError(what, where=file, fix="Give the settings of this run.")
