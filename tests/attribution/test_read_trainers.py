@@ -14,7 +14,7 @@ import yaml
 
 from tsae.attribution.training.loss import BatchTokens, Correction, PolicyLoss
 from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read import nemo_rl, open_instruct, openrlhf, prime_rl, verl
+from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
 from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
@@ -23,41 +23,21 @@ from tsae.errors import TsaeError
 VERL = """
 actor_rollout_ref:
   actor:
-    _target_: verl.workers.config.FSDPActorConfig
-    strategy: fsdp
+    {_target_: verl.workers.config.FSDPActorConfig, strategy: fsdp, ppo_mini_batch_size: 32, ppo_epochs: 1,
+    ppo_micro_batch_size_per_gpu: 4, use_dynamic_bsz: false, grad_clip: 0.5, clip_ratio: 0.2, clip_ratio_low: 0.2,
+    clip_ratio_high: 0.28, clip_ratio_c: 10.0, loss_agg_mode: token-mean, loss_scale_factor: null, entropy_coeff: 0,
+    use_kl_loss: true, kl_loss_coef: 0.001, kl_loss_type: low_var_kl, shuffle: false, data_loader_seed: 42,
+    ulysses_sequence_parallel_size: 1, fsdp_config: {model_dtype: fp32, dtype: bfloat16},
+    policy_loss: {_target_: verl.workers.config.PolicyLossConfig, loss_mode: vanilla, clip_cov_ratio: 0.0002},
     optim: {optimizer: AdamW, optimizer_impl: torch.optim, lr: 1e-06, lr_warmup_steps: -1, lr_warmup_steps_ratio: 0.1,
       total_training_steps: -1, weight_decay: 0.1, betas: [0.9, 0.999], min_lr_ratio: 0.0, num_cycles: 0.5,
-      lr_scheduler_type: constant, warmup_style: null, clip_grad: 1.0, override_optimizer_config: null}
-    fsdp_config: {model_dtype: fp32, dtype: bfloat16}
-    ppo_mini_batch_size: 32
-    ppo_micro_batch_size_per_gpu: 4
-    use_dynamic_bsz: false
-    grad_clip: 0.5
-    clip_ratio: 0.2
-    clip_ratio_low: 0.2
-    clip_ratio_high: 0.28
-    clip_ratio_c: 10.0
-    policy_loss: {_target_: verl.workers.config.PolicyLossConfig, loss_mode: vanilla, clip_cov_ratio: 0.0002}
-    loss_agg_mode: token-mean
-    loss_scale_factor: null
-    entropy_coeff: 0
-    use_kl_loss: true
-    kl_loss_coef: 0.001
-    kl_loss_type: low_var_kl
-    ppo_epochs: 1
-    shuffle: false
-    data_loader_seed: 42
-    ulysses_sequence_parallel_size: 1
+      lr_scheduler_type: constant, warmup_style: null, clip_grad: 1.0, override_optimizer_config: null}}
   rollout: {n: 8, temperature: 1.0, response_length: '${oc.select:data.max_response_length,512}'}
   model: {path: Qwen/Qwen2.5-7B, lora_rank: 0}
 data: {train_batch_size: 64, max_response_length: 8192}
-algorithm:
-  adv_estimator: grpo
-  norm_adv_by_std_in_grpo: true
-  use_kl_in_reward: false
-  kl_penalty: kl
-  kl_ctrl: {type: fixed, kl_coef: 0.002}
-  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, bypass_mode: false}
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: true, use_kl_in_reward: false, kl_penalty: kl,
+  kl_ctrl: {type: fixed, kl_coef: 0.002},
+  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, bypass_mode: false}}
 trainer: {nnodes: 1, n_gpus_per_node: 8, total_training_steps: 100, balance_batch: true, use_legacy_worker_impl: auto}
 reward_model: {overlong_buffer: {enable: true, len: 4096, penalty_factor: 1.0}}
 """
@@ -85,29 +65,11 @@ policy:
   generation: {temperature: 1.0}
 """
 OPEN = """
-model_name_or_path: allenai/OLMo-2-1124-7B-DPO
-learning_rate: 5e-7
-lr_scheduler_type: constant
-warmup_ratio: 0.0
-max_grad_norm: 1.0
-loss_fn: dapo
-clip_lower: 0.2
-clip_higher: 0.272
-beta: 0.01
-kl_estimator: 2
-load_ref_policy: true
-num_epochs: 1
-num_mini_batches: 1
-num_unique_prompts_rollout: 48
-num_samples_per_prompt_rollout: 16
-total_episodes: 768000
-loss_denominator: token
-use_rho_correction: true
-rho_clamp_upper_bound: 2.0
-async_steps: 8
-temperature: 1.0
-response_length: 2048
-seed: 1
+{model_name_or_path: allenai/OLMo-2-1124-7B-DPO, learning_rate: 5e-7, lr_scheduler_type: constant, warmup_ratio: 0.0,
+max_grad_norm: 1.0, loss_fn: dapo, clip_lower: 0.2, clip_higher: 0.272, beta: 0.01, kl_estimator: 2, seed: 1,
+load_ref_policy: true, num_epochs: 1, num_mini_batches: 1, num_unique_prompts_rollout: 48, total_episodes: 768000,
+num_samples_per_prompt_rollout: 16, loss_denominator: token, use_rho_correction: true, rho_clamp_upper_bound: 2.0,
+async_steps: 8, temperature: 1.0, response_length: 2048}
 """
 PRIME = """
 max_steps: 200
@@ -120,26 +82,24 @@ trainer:
 orchestrator: {batch_size: 128, group_size: 8, max_off_policy_steps: 8, train: {sampling: {temperature: 0.9}}}
 """
 OPENRLHF = """
-pretrain: OpenRLHF/Llama-3-8b-sft-mixture
-init_kl_coef: 0.001
-use_kl_loss: false
-kl_estimator: k1
-actor_learning_rate: 5e-07
-lr_scheduler: cosine_with_min_lr
-lr_warmup_ratio: 0.03
-adam_betas: [0.9, 0.95]
-l2: 0.0
-max_norm: 1.0
-eps_clip: 0.2
-rollout_batch_size: 128
-n_samples_per_prompt: 8
-train_batch_size: 1024
-advantage_estimator: group_norm
-policy_loss_type: ppo
+{pretrain: OpenRLHF/Llama-3-8b-sft-mixture, init_kl_coef: 0.001, use_kl_loss: false, kl_estimator: k1, l2: 0.0,
+actor_learning_rate: 5e-07, lr_scheduler: cosine_with_min_lr, lr_warmup_ratio: 0.03, adam_betas: [0.9, 0.95],
+max_norm: 1.0, eps_clip: 0.2, rollout_batch_size: 128, n_samples_per_prompt: 8, train_batch_size: 1024,
+advantage_estimator: group_norm, policy_loss_type: ppo}
+"""
+SWIFT = """
+{rlhf_type: grpo, model: Qwen/Qwen2.5-7B-Instruct, tuner_type: lora, lora_dropout: 0.05, swift_version: 4.5.2, seed: 42,
+learning_rate: 1e-6, lr_scheduler_type: cosine, lr_scheduler_kwargs: null, warmup_ratio: 0.05, weight_decay: 0.1,
+adam_beta1: 0.9, adam_beta2: 0.95, adam_epsilon: 1e-8, max_grad_norm: 1.0, optim: adamw_torch_fused, bf16: true,
+per_device_train_batch_size: 4, gradient_accumulation_steps: 4, steps_per_generation: 8, num_generations: 8,
+num_iterations: 1, max_completion_length: 1024, temperature: 1.0, beta: 0.04, loss_type: sapo, epsilon: 0.2,
+epsilon_high: null, delta: null, importance_sampling_level: token, tau_pos: 1.0, tau_neg: 1.1, overlong_filter: true,
+top_entropy_quantile: 1.0, kl_in_reward: false, use_vllm: true, rollout_importance_sampling_mode: null,
+rollout_importance_sampling_threshold: 2.0, max_steps: -1, scale_rewards: group, teacher_model: null}
 """
 TRAINERS: dict[str, tuple[Any, str]]
 TRAINERS = {"verl": (verl, VERL), "nemo": (nemo_rl, NEMO), "open": (open_instruct, OPEN), "prime": (prime_rl, PRIME)}
-TRAINERS |= {"openrlhf": (openrlhf, OPENRLHF)}
+TRAINERS |= {"openrlhf": (openrlhf, OPENRLHF), "swift": (ms_swift, SWIFT)}
 
 
 def read(trainer: str, steps: int | None = None, **changed: Any) -> RunSettings:
@@ -282,6 +242,21 @@ def test_openrlhf() -> None:
     assert (new.loss.beta, new.batching.updates, new.facts["order"]) == (0.01, 4, "unknown")
 
 
+def test_ms_swift() -> None:
+    found = read("swift", steps=100)
+    assert found.optimiser == Optimiser(
+        "adamw", 1e-6, "cosine", 5, 100, (0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0, decay_all=False
+    )
+    assert found.loss == PolicyLoss(
+        "grpo", surrogate="sapo", sapo_temperatures=(1.0, 1.1), beta=0.04, kl_input_clamp=20.0, kl_clamp=10.0,
+        mask_truncated=True,
+    )  # fmt: skip
+    assert (found.batching.updates, found.trainer, found.version, found.dropout) == (2, "ms_swift", "4.5.2", True)
+    assert found.base == "Qwen/Qwen2.5-7B-Instruct"
+    weighed = read("swift", steps=100, rollout_importance_sampling_mode="token_mask", beta=0.0).loss.correction
+    assert weighed == Correction("token_mask", None, 2.0)
+
+
 @pytest.mark.parametrize(
     ("trainer", "changed", "said"),
     [
@@ -308,11 +283,14 @@ def test_openrlhf() -> None:
         ("prime", {"trainer__loss__type": "custom"}, "loss.type=custom is not known"),
         ("prime", {"trainer__loss__token_mask_high": 8.0}, "token_mask_high=8.0 is not known"),
         ("openrlhf", {"advantage_estimator": "gae"}, "advantage.estimator=gae is not known"),
+        ("swift", {"loss_type": "fipo"}, "loss_type=fipo is not known"),
+        ("swift", {"sdar_loss_coef": 0.1}, "sdar_loss_coef=0.1: it changes the updates"),
+        ("swift", {"rollout_importance_sampling_mode": "token_mask"}, "beta=0.04"),
     ],
 )
 def test_unknown_words_are_named(trainer: str, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(TsaeError, match=said):
-        read(trainer, steps=None, **changed)
+        read(trainer, steps=100 if trainer in ("openrlhf", "swift") else None, **changed)
 
 
 def verls(b: BatchTokens) -> torch.Tensor:

@@ -20,7 +20,6 @@ _OURS = {
     "overlong_filter": "mask_truncated_completions",
     "rollout_importance_sampling_mode": "vllm_importance_sampling_mode",
     "rollout_importance_sampling_threshold": "vllm_importance_sampling_clip_max",
-    "off_policy_sequence_mask_delta": "off_policy_mask_threshold",
 }
 _TRL = (
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay seed "
@@ -31,7 +30,8 @@ _TRL = (
     "scale_rewards lora_dropout logging_steps use_liger_kernel neftune_noise_alpha"
 )
 _ODD = (
-    "chord_sft_dataset advantage_reweight sdar_loss_coef teacher_model teacher_model_server async_generate kl_in_reward"
+    "optimizer multi_turn_scheduler quant_method off_policy_sequence_mask_delta chord_sft_dataset sdar_loss_coef "
+    "advantage_reweight teacher_model teacher_model_server async_generate kl_in_reward"
 )
 
 
@@ -47,7 +47,9 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         TsaeError: for a word that is not known, and for what is not replayed.
     """
     words = Words(settings, file)
-    words.usual(f"rlhf_type=grpo optimizer multi_turn_scheduler quant_method {_ODD}")
+    words.usual(f"rlhf_type=grpo rollout_importance_sampling_mode=token_truncate|token_mask {_ODD}")
+    if words.get("rollout_importance_sampling_mode"):  # It weighs the KL term, too.
+        words.usual("beta")
     given = {name: settings[name] for name in _TRL.split() if name in settings}
     given |= {ours: settings[name] for name, ours in _OURS.items() if settings.get(name) is not None}
     given["vllm_importance_sampling_correction"] = "vllm_importance_sampling_mode" in given
