@@ -185,13 +185,14 @@ def test_nemo_rl() -> None:
     assert rates == pytest.approx([0.1, 0.1, 0.1 + 0.9 / 50, 0.1 + 0.9 * 49 / 50, 1, 1, 1])
     assert (found.optimiser.betas, found.optimiser.weight_decay, found.optimiser.every) == ((0.9, 0.95), 0.01, 2)
     assert found.loss == PolicyLoss(
-        "step", epsilon=0.2, epsilon_high=0.28, beta=0.01, kl_scored=True, kl_input_clamp=20.0, kl_clamp=10.0,
+        "step", epsilon=0.2, epsilon_high=0.28, beta=0.01, kl_corrected=True, kl_corrected_to="now",
+            kl_input_clamp=20.0, kl_clamp=10.0,
         correction=Correction("token_truncate", None, 5.0),
     )  # fmt: skip
     assert found.loss.needs_sampler
     assert (found.batching, found.facts["order"]) == (Batching(1, 2, 1, 1), "log")
     before = read("nemo", loss_fn__positive_example_nll_weight=..., loss_fn__sequence_level_importance_ratios=True)
-    assert (before.loss.kl_scored, before.loss.level) == (False, "sequence")
+    assert (before.loss.kl_corrected, before.loss.level) == (False, "sequence")
     assert before.loss.correction == Correction("sequence_truncate", None, 5.0)
 
 

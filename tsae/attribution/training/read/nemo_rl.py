@@ -85,7 +85,10 @@ def _loss(words: Words, updates: int) -> PolicyLoss:
     if has["cispo"]:
         given |= {"surrogate": "cispo", "epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
     given["kl"] = words.choice({k: k for k in ("k1", "k2", "k3")}, "loss_fn.reference_policy_kl_type", default="k3")
-    given["kl_scored"] = "loss_fn.positive_example_nll_weight" in words.values  # Since 0.7.
+    given |= {
+        "kl_corrected": "loss_fn.positive_example_nll_weight" in words.values,
+        "kl_corrected_to": "now",
+    }  # From 0.7.
     return PolicyLoss("step" if has["by_token"] else "grpo", **given)
 
 
