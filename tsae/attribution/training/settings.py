@@ -81,5 +81,5 @@ class RunSettings:
             *([f"{self.batching.updates:g} updates a generation"] if self.batching.updates > 1 else []),
             *([self.autocast] if self.autocast != "float32" else []),
         ]
-        version = f" {self.version}" if self.version else ""
-        return ", ".join(parts) + f" (by {self.source}{' of ' + self.trainer + version if self.source else ''})"
+        by = f" (by {self.source}; {self.trainer} {self.version or ''}".rstrip() + ")" if self.source else ""
+        return ", ".join(parts) + by

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import yaml
 from safetensors import safe_open
 
 from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read import nemo_rl, trl, verl, wandb_run
+from tsae.attribution.training.read import nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl, wandb_run
 from tsae.attribution.training.settings import RunSettings
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.inert_pickle import read_dataclass
@@ -28,7 +29,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.trainers.tsae_log import FORMAT as RUN_LOG
 
-_OTHERS: tuple[Any, ...] = (verl, nemo_rl)
+_OTHERS: tuple[Any, ...] = (verl, nemo_rl, open_instruct, prime_rl, openrlhf)
 """Readers of other trainers. TRL's is asked last: its words are transformers', which others use too."""
 _STATE = "trainer_state.json"
 _CORRECT = "Correct the file, or remove it."
@@ -37,9 +38,9 @@ _FILES = (
     "tsae/settings.json", "training_args.json", "training_args.yaml", "training_args.bin",
     "checkpoint-*/training_args.json", "checkpoint-*/training_args.bin",
     *(f"{place}files/config.yaml" for place in _WANDB), *(f"{place}*.wandb" for place in _WANDB),
-    ".hydra/config.yaml", "config.yaml", "*.yaml", "*.yml", "*.toml",
+    "checkpoint-*/args.json", "args.json", ".hydra/config.yaml", "*.yaml", "*.yml", "*.toml",
 )  # fmt: skip
-"""Where settings lie, best first. Of several of a kind the last counts."""
+"""Where settings lie, best first; of several of a kind the last counts. From args.json on they may be anything."""
 _OF_RUN_LOG = {"model_name_or_path": "base", "num_processes": "processes", "max_steps": "max_steps"}
 """Names in the settings of a run log, by the words of TRL that say the same."""
 _LARGEST = 4 << 20
@@ -102,7 +103,7 @@ def _read(
         if reader.is_mine(settings):
             found: RunSettings = reader.of(settings, file=file, steps=n_steps)
             return replace(found, version=version or found.version)
-    if not trl.is_mine(settings):
+    if not (trl.is_mine(settings) or file.name.startswith("training_args")):
         raise TsaeError(
             "does not hold the settings of a trainer that is known",
             where=file,
@@ -119,8 +120,12 @@ def _read(
     return trl.of(settings, file=file, beside=beside)
 
 
-def _claimed(settings: Mapping[str, Any]) -> bool:
-    return any(reader.is_mine(settings) for reader in (*_OTHERS, trl))
+def _claimed(file: Path) -> bool:
+    """Whether a file of any name holds settings; one that is damaged is passed over."""
+    with suppress(TsaeError):
+        settings = _load(file)
+        return any(reader.is_mine(settings) for reader in (*_OTHERS, trl))
+    return False
 
 
 def _file(folder: str | Path) -> Path | None:
@@ -129,7 +134,7 @@ def _file(folder: str | Path) -> Path | None:
     for pattern in _FILES:
         files = sorted(folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", str(file))])
         for file in reversed(files):
-            if "*." not in pattern or pattern.endswith(".wandb") or _claimed(_load(file)):
+            if _FILES.index(pattern) < _FILES.index("checkpoint-*/args.json") or _claimed(file):
                 return file
     return None
 

@@ -24,6 +24,7 @@ _LOSS = (
     "truncated_importance_sampling_type truncated_importance_sampling_ratio truncated_importance_sampling_ratio_min "
     "sequence_level_importance_ratios force_on_policy_ratio use_cispo disable_ppo_ratio"
 )
+_CUTS = {"tis": "truncate", "icepop": "mask"}
 _ODD = "seq_logprob_error_threshold invalid_tool_call_advantage malformed_thinking_advantage"
 
 
@@ -44,61 +45,51 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     words.usual("megatron_cfg.enabled optimizer.name=torch.optim.AdamW", "policy.")
     words.usual(_ODD, "grpo.")
     size = words.take("prompts=num_prompts_per_step n=num_generations_per_prompt last=max_num_steps:0", "grpo.")
-    size |= words.take("mini=policy.train_global_batch_size clip=policy.max_grad_norm:null seed=grpo.seed:42")
+    size |= words.take("mini=policy.train_global_batch_size drops=grpo.use_dynamic_sampling:false")
     updates = words.updates(int(size["prompts"] * size["n"]), int(size["mini"]))
     given = words.take("learning_rate=lr weight_decay=weight_decay:0.01 eps=eps:1e-8", "policy.optimizer.kwargs.")
-    given |= {"max_grad_norm": size["clip"] or None, "points": _points(words.get("policy.scheduler"), file)}
-    betas: Any = tuple(float(beta) for beta in words.get("policy.optimizer.kwargs.betas", default=(0.9, 0.999)))
-    lora = words.take("on=enabled:false dropout=dropout:0.0", "policy.dtensor_cfg.lora_cfg.")
-    dropped = words.take("some=grpo.use_dynamic_sampling:false")["some"]
-    facts = {"num_generations": int(size["n"]), "max_steps": size["last"] or steps, "advantages": "logged"}
-    fix = "train_data_step*.jsonl holds generation_logprobs: import it anew"
-    return RunSettings(
-        Optimiser("adamw", schedule="constant", betas=betas, every=updates, **given),
-        _loss(words, updates),
-        Batching(1, updates, 1, 1),
-        str(file),
-        "nemo_rl",
-        base=words.get("policy.model_name"),
-        seed=size["seed"],
-        autocast="float32" if words.get("policy.precision") == "float32" else "bfloat16",
-        dropout=lora["on"] and lora["dropout"] > 0,
-        facts=facts | {"order": "log", "sampler_fix": fix},
-        notes=("groups of equal rewards were dropped (use_dynamic_sampling)",) * dropped,
+    given |= words.take("max_grad_norm=policy.max_grad_norm:null")
+    given["betas"] = tuple(map(float, words.get("policy.optimizer.kwargs.betas", default=(0.9, 0.999))))
+    optimiser = Optimiser(
+        points=_points(words.get("policy.scheduler"), file), schedule="constant", every=updates, **given
     )
+    lora = words.take("on=enabled:false dropout=dropout:0.0", "policy.dtensor_cfg.lora_cfg.")
+    facts = {"num_generations": int(size["n"]), "max_steps": size["last"] or steps, "advantages": "logged"}
+    facts |= {"order": "log", "sampler_fix": "train_data_step*.jsonl holds generation_logprobs: import it anew"}
+    rest: dict[str, Any] = {"facts": facts, "dropout": lora["on"] and lora["dropout"] > 0}
+    rest["autocast"] = "float32" if words.get("policy.precision") == "float32" else "bfloat16"
+    rest["notes"] = ("groups of equal rewards were dropped (use_dynamic_sampling)",) * size["drops"]
+    rest |= {"base": words.get("policy.model_name"), **words.take("seed=grpo.seed:42")}
+    return RunSettings(optimiser, _loss(words, updates), Batching(1, updates, 1, 1), str(file), "nemo_rl", **rest)
 
 
 def _loss(words: Words, updates: int) -> PolicyLoss:
     has = words.take("by_token=token_level_loss:true by_sequence=sequence_level_importance_ratios:false", "loss_fn.")
     has |= words.take("cispo=use_cispo:false weighed=use_importance_sampling_correction:false", "loss_fn.")
     has |= words.take("free=disable_ppo_ratio:false low=ratio_clip_min:0.2 high=ratio_clip_max:0.2", "loss_fn.")
-    has |= words.take("least=truncated_importance_sampling_ratio_min:null", "loss_fn.")
-    has |= words.take("most=truncated_importance_sampling_ratio:null", "loss_fn.")
-    kept = words.take("dual_clip=ratio_clip_c:null beta=reference_policy_kl_penalty:0.01", "loss_fn.")
-    kept |= words.take("kl_input_clamp=kl_input_clamp_value:null kl_clamp=kl_output_clamp_value:null", "loss_fn.")
-    kept |= words.take("temperature=policy.generation.temperature:1.0 mask_truncated=grpo.overlong_filtering:false")
+    bounds = words.take("low=ratio_min:null high=ratio:null", "loss_fn.truncated_importance_sampling_")
+    given = words.take("dual_clip=ratio_clip_c:null beta=reference_policy_kl_penalty:0.01", "loss_fn.")
+    given |= words.take("kl_input_clamp=kl_input_clamp_value:null kl_clamp=kl_output_clamp_value:null", "loss_fn.")
+    given |= words.take("temperature=policy.generation.temperature:1.0 mask_truncated=grpo.overlong_filtering:false")
     if not has["by_token"]:
         words.usual("grpo.overlong_filtering")  # The mean of responses leaves them out, too.
-    if kept["beta"]:
+    if given["beta"]:
         words.usual("loss_fn.use_on_policy_kl_approximation loss_fn.use_kl_in_reward")
     if updates > 1:
         words.usual("loss_fn.force_on_policy_ratio")
-    modes: Mapping[str, Any] = {"tis": "truncate", "icepop": "mask"}
-    mode = words.choice(modes, "loss_fn.truncated_importance_sampling_type", default="tis")
-    mode = f"{'sequence' if has['by_sequence'] else 'token'}_{mode}"
-    kinds: Mapping[str, Any] = {"k1": "k1", "k2": "k2", "k3": "k3"}
-    return PolicyLoss(
-        "step" if has["by_token"] else "grpo",
-        epsilon=None if has["free"] else has["low"],
-        epsilon_high=has["high"] + has["cispo"],
-        surrogate="cispo" if has["cispo"] else "clip",
-        cispo_low=1 - has["low"] if has["cispo"] else None,
-        level="sequence" if has["by_sequence"] else "token",
-        kl=words.choice(kinds, "loss_fn.reference_policy_kl_type", default="k3"),
-        kl_scored="loss_fn.positive_example_nll_weight" in words.values,
-        correction=Correction(mode, has["least"], has["most"]) if has["weighed"] else None,  # type: ignore[arg-type]
-        **kept,
-    )
+    given["level"] = "sequence" if has["by_sequence"] else "token"
+    cut = words.choice(_CUTS, "loss_fn.truncated_importance_sampling_type", default="tis")
+    if has["weighed"]:
+        given["correction"] = Correction(f"{given['level']}_{cut}", **bounds)  # type: ignore[arg-type]
+    given |= {"epsilon": None if has["free"] else has["low"], "epsilon_high": has["high"]}
+    if has["cispo"]:
+        given |= {"surrogate": "cispo", "epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
+    given["kl"] = words.choice({k: k for k in ("k1", "k2", "k3")}, "loss_fn.reference_policy_kl_type", default="k3")
+    given |= {
+        "kl_corrected": "loss_fn.positive_example_nll_weight" in words.values,
+        "kl_corrected_to": "now",
+    }  # From 0.7.
+    return PolicyLoss("step" if has["by_token"] else "grpo", **given)
 
 
 def _points(scheduler: Any, file: Path) -> tuple[tuple[float, float], ...]:

@@ -35,59 +35,33 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     words = Words(_plain(settings), file)
     words.usual("loss_denominator=token masked_mean_denominator=token")
     size = words.take("prompts=num_unique_prompts_rollout n=num_samples_per_prompt_rollout minis=num_mini_batches:1")
-    size |= words.take("epochs=num_epochs:1 last=num_training_steps:0 episodes=total_episodes:0 seed=seed:42")
+    size |= words.take("epochs=num_epochs:1 last=num_training_steps:0 episodes=total_episodes:0")
     generations = size["last"] or steps or int(size["episodes"] // (size["prompts"] * size["n"]))
     total = generations * size["epochs"] * size["minis"]
-    given = words.take(
-        "learning_rate=learning_rate weight_decay=weight_decay:0.0 warm=warm_up_steps:0 part=warmup_ratio"
-    )
+    given = words.take("learning_rate=learning_rate weight_decay=weight_decay:0.0")
     given |= words.take("decay_all=set_weight_decay_on_bias_and_norm:true")
-    warmup = given.pop("warm") or int(given["part"] * total)
-    del given["part"]
-    unclipped = "max_grad_norm" in words.values and words.get("max_grad_norm") is None
-    given["max_grad_norm"] = None if unclipped else words.take("norm=max_grad_norm")["norm"] or None
-    has = words.take("low=clip_lower:0.2 high=clip_higher beta=beta:0.05 with_ref=load_ref_policy:true alpha=alpha:0.6")
-    has |= words.take("follows=ref_policy_update_freq:0 sampler=use_vllm_logprobs:false length=response_length:null")
-    kl, corrected = words.choice(_KL, "kl_estimator", default="2")
-    cispo = words.choice({"dapo": False, "cispo": True}, "loss_fn", default="dapo")
-    facts = {
-        "num_generations": int(size["n"]),
-        "max_completion_length": has["length"],
-        "max_steps": generations or None,
-    }
-    facts |= {"advantages": "logged", "order": "log" if size["minis"] == 1 else "unknown"}
+    warmup = words.whole("warm_up_steps", default=0) or int(words.number("warmup_ratio") * total)
+    said = words.values.get("max_grad_norm", "")
+    given["max_grad_norm"] = None if said in (None, "None") else words.number("max_grad_norm") or None
+    given |= {"schedule": words.choice(_SCHEDULES, "lr_scheduler_type"), "warmup": warmup, "n_steps": total or None}
+    loss = words.take("temperature=temperature mask_truncated=mask_truncated_completions:false epsilon=clip_lower:0.2")
+    loss |= words.take("epsilon_high=clip_higher beta=beta:0.05")
+    has = words.take("with_ref=load_ref_policy:true alpha=alpha:0.6 follows=ref_policy_update_freq:0")
+    loss["kl"], loss["kl_corrected"] = words.choice(_KL, "kl_estimator", default="2")
+    if words.choice({"dapo": False, "cispo": True}, "loss_fn", default="dapo"):
+        loss |= {"surrogate": "cispo", "epsilon_high": 1 + loss["epsilon_high"]}
+    loss |= {"beta": loss["beta"] * has["with_ref"], "kl_input_clamp": 40.0, "correction": _correction(words)}
+    loss |= {"ratio_to": "sampler" if words.flag("use_vllm_logprobs") else "old"}
+    if has["follows"]:
+        loss["sync_ref"] = (has["alpha"], has["follows"])
+    facts = words.take("num_generations=num_samples_per_prompt_rollout:1 max_completion_length=response_length:0")
+    facts |= {"max_steps": generations, "advantages": "logged", "order": "log" if size["minis"] == 1 else "unknown"}
     facts["order_fix"] = "--num_mini_batches 1 makes one step of a batch; traces do not say what was packed together"
     facts["sampler_fix"] = "--save_traces of open-instruct since 0.3 holds log-probabilities"
-    return RunSettings(
-        Optimiser(
-            "adamw",
-            schedule=words.choice(_SCHEDULES, "lr_scheduler_type"),
-            warmup=warmup,
-            n_steps=total or None,
-            **given,
-        ),
-        PolicyLoss(
-            "step",
-            epsilon=has["low"],
-            epsilon_high=has["high"] + cispo,
-            surrogate="cispo" if cispo else "clip",
-            beta=has["beta"] if has["with_ref"] else 0.0,
-            kl=kl,
-            kl_corrected=corrected,
-            kl_input_clamp=40.0,
-            sync_ref=(has["alpha"], has["follows"]) if has["follows"] else None,
-            correction=_correction(words),
-            ratio_to="sampler" if has["sampler"] else "old",
-            **words.take("temperature=temperature mask_truncated=mask_truncated_completions:false"),
-        ),
-        Batching(1, size["minis"], size["epochs"], 1),
-        str(file),
-        "open_instruct",
-        base=words.get("model_name_or_path"),
-        seed=size["seed"],
-        autocast="float32" if words.get("model_dtype") == "float32" else "bfloat16",
-        facts=facts,
-    )
+    rest: dict[str, Any] = {"base": words.get("model_name_or_path"), **words.take("seed=seed:42"), "facts": facts}
+    rest["autocast"] = "float32" if words.get("model_dtype") == "float32" else "bfloat16"
+    batching = Batching(1, size["minis"], size["epochs"], 1)
+    return RunSettings(Optimiser(**given), PolicyLoss("step", **loss), batching, str(file), "open_instruct", **rest)
 
 
 def _correction(words: Words) -> Correction | None:

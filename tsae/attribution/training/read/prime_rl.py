@@ -14,10 +14,11 @@ from typing import Any
 from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
 _LOSS = "type dppo_mask_low dppo_mask_high ipo_mask_low ipo_mask_high ipo_threshold adv_tau kl_tau teacher_tau"
+_NUMBERS = {"float32": "float32", "bfloat16": "bfloat16"}
 
 
 def is_mine(settings: Mapping[str, Any]) -> bool:
@@ -37,27 +38,22 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     words.only(f"{own}loss.", _LOSS)
     words.usual("loss.adv_tau=1|1.0 loss.teacher_tau optim.type=adamw model.fp8 model.quantization", own)
     words.usual("orchestrator.algo.type=grpo|max_rl|rae|hierarchical_grpo")
-    total = words.take(f"max={own}max_steps|max_steps:0")["max"] or steps
-    given = words.take("learning_rate=lr:1e-6 weight_decay=weight_decay:0.01", f"{own}optim.")
-    betas = words.take("first=betas1:0.9 second=betas2:0.999 clip=max_norm:1.0", f"{own}optim.")
-    unclipped = f"{own}optim.max_norm" in words.values and words.get(f"{own}optim.max_norm") is None
-    given |= {"betas": (betas["first"], betas["second"]), "max_grad_norm": None if unclipped else betas["clip"]}
+    total = words.whole(f"{own}max_steps", "max_steps", default=0) or steps
+    given = words.take(
+        "learning_rate=lr:1e-6 weight_decay=weight_decay:0.01 max_grad_norm=max_norm:1.0", f"{own}optim."
+    )
+    if words.values.get(f"{own}optim.max_norm", "") in (None, "None"):
+        given["max_grad_norm"] = None
+    given["betas"] = tuple(words.take("first=betas1:0.9 second=betas2:0.999", f"{own}optim.").values())
     given["points"] = _points(words, f"{own}scheduler.", given["learning_rate"], total)
     facts = {"max_steps": total, "advantages": "logged", "order": "log"}
     facts |= words.take("num_generations=group_size|rollouts_per_example:1", "orchestrator.")
     facts["sampler_fix"] = "traces.jsonl since 0.7 and token exports hold log-probabilities: import those"
-    weights: Mapping[str, Any] = {"float32": "float32", "bfloat16": "bfloat16"}
-    return RunSettings(
-        Optimiser("adamw", schedule="constant", **given),
-        _loss(words, f"{own}loss."),
-        source=str(file),
-        trainer="prime_rl",
-        base=words.get(f"{own}model.name", "model.name"),
-        autocast="bfloat16",
-        weights=words.choice(weights, f"{own}model.optimization_dtype", default="float32"),
-        dropout=words.take(f"rate={own}model.lora.dropout:0.0")["rate"] > 0,
-        facts=facts,
-    )
+    rest: dict[str, Any] = {"base": words.get(f"{own}model.name", "model.name"), "autocast": "bfloat16", "facts": facts}
+    rest["weights"] = words.choice(_NUMBERS, f"{own}model.optimization_dtype", default="float32")
+    rest["dropout"] = words.number(f"{own}model.lora.dropout", default=0.0) > 0
+    loss = _loss(words, f"{own}loss.")
+    return RunSettings(Optimiser(schedule="constant", **given), loss, Batching(), str(file), "prime_rl", **rest)
 
 
 def _loss(words: Words, loss: str) -> PolicyLoss:

@@ -24,6 +24,8 @@ from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
 _OLDEST, _NEWEST = (0, 14), (1, 16)
+_FULL = {"beta", "optim", "adam_beta1", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "dataloader_num_workers"}
+"""A file with all of these is a dump: nobody writes them all."""
 _BUFFERED = (0, 16)
 """Since this version a generation is used for several micro-batches, and its ratios are clipped."""
 
@@ -161,10 +163,8 @@ class Beside:
 
 
 def is_mine(settings: Mapping[str, Any]) -> bool:
-    """Whether these are words of transformers' arguments, and not of another trainer that uses some of them."""
-    return "learning_rate" in settings and any(
-        name in settings for name in ("num_generations", "lr_scheduler_type", "max_completion_length", "loss_type")
-    )
+    """Whether these are words of TRL's GRPOConfig, or of a trainer that took them over."""
+    return not settings.keys().isdisjoint(("num_generations", "max_completion_length", "num_iterations", "loss_type"))
 
 
 def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSettings:
@@ -183,7 +183,7 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     if "output_router_logits" in {**settings, **beside.model} and words.get("router_aux_loss_coef") != 0:
         what = "the loss had a term that balances the experts of the model, which is not replayed"
         raise TsaeError(what, where=file, fix="Attribute a run with router_aux_loss_coef=0.")
-    if words.get("model_init_kwargs.quantization_config", "quantization_config.quant_method"):
+    if any("quantization_config" in name for name, value in words.values.items() if value):
         raise TsaeError("the base was quantised, which is not replayed", where=file, fix="Attribute a run without it.")
     for name, means in (
         ("use_liger_kernel", "Liger's kernels computed the loss, which is the same formula."),
@@ -230,9 +230,13 @@ def _defaults(
     settings: Mapping[str, Any], version: tuple[int, int] | None, file: Path, notes: list[str]
 ) -> dict[str, Any]:
     """The values of words that the file does not have. A full dump lacks a word because its version did not know it."""
-    if {"adam_beta1", "max_grad_norm", "optim", "beta"} <= settings.keys():
+    if settings.keys() >= _FULL:
         return {name: values[0][1] for name, values in _DEFAULTS.items()} | _SAME
-    missing = [name for name in ("beta", "loss_type", "temperature", "bf16", "epsilon") if name not in settings]
+    asked = ["beta", "loss_type", "temperature", "epsilon"]
+    asked += ["use_bias_correction_kl"] if settings.get("beta") else []
+    asked += ["vllm_importance_sampling_correction"] if settings.get("use_vllm") else []
+    asked += ["max_completion_length"] if settings.get("loss_type") == "dr_grpo" else []
+    missing = [name for name in asked if name not in settings]
     if version is None and missing:
         raise TsaeError(
             f"does not say {', '.join(missing)}, whose defaults differ by version of TRL",
@@ -244,9 +248,12 @@ def _defaults(
         raise TsaeError(
             f"has the defaults of TRL {version[0]}.{version[1]}, which are not known; those of 0.14 to 1.16 are",
             where=file,
-            fix="Give the run's training_args.bin, which says them.",
+            fix="Give the run's training_args.bin, which says every word.",
         )
-    version = version or _NEWEST
+    if version is None:
+        if "bf16" not in settings:
+            notes.append("The settings do not say bf16: float32 is assumed.")
+        return {name: values[-1][1] for name, values in _DEFAULTS.items()} | _SAME | {"bf16": False}
     notes.append(f"What the file does not say has the defaults of TRL {version[0]}.{version[1]}.")
     return {name: [v for since, v in values if since <= version][-1] for name, values in _DEFAULTS.items()} | _SAME
 

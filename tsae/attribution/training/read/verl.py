@@ -20,7 +20,7 @@ from tsae.attribution.training.read.words import Words
 from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
-_ACTOR, _CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
+_ACTOR, _ALGO, _CORRECTION = "actor_rollout_ref.actor.", "algorithm.", "algorithm.rollout_correction."
 _KINDS = {"token-mean": "bnpo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "luspo"}
 _KINDS["seq-mean-token-sum-norm"] = "dr_grpo"
 _SURROGATES = {"sapo": "sapo", "cispo": "cispo"} | dict.fromkeys(("vanilla", "gspo", "gpg", "bypass_mode"), "clip")
@@ -42,16 +42,10 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     Raises:
         TsaeError: for a word that is not known, and for what is not replayed.
     """
-    words = Words(settings, file)
+    words, notes = Words(settings, file), list[str]()
     legacy = words.get("trainer.use_legacy_worker_impl")
     engine = legacy == "disable" or (legacy is None and f"{_ACTOR}optim.zero_indexed_step" in words.values)
-    words.usual("entropy_coeff strategy=fsdp|fsdp2 optim.optimizer=AdamW qat.enable", _ACTOR)
-    words.usual("optim.optimizer_impl=torch.optim", _ACTOR)
-    words.usual("distillation.enabled algorithm.use_pf_ppo trainer.critic_warmup algorithm.rollout_is")
-    words.usual("rollout_is_batch_normalize rollout_rs", _CORRECTION)
-    words.only(f"{_ACTOR}optim.override_optimizer_config.", "")
-    losses = "_target_ loss_mode clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta"
-    words.only(f"{_ACTOR}policy_loss.", f"{losses} rollout_correction")
+    _refuse(words)
     size = words.take("n=rollout.n:1 length=rollout.response_length:512", "actor_rollout_ref.")
     size |= words.take("batch=data.train_batch_size:1024 nodes=trainer.nnodes:1 gpus=trainer.n_gpus_per_node:8")
     size |= words.take(
@@ -59,54 +53,63 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     )
     size |= words.take("micro=ppo_micro_batch_size_per_gpu:0 dynamic=use_dynamic_bsz:false", _ACTOR)
     updates, processes = words.updates(size["batch"], size["mini"]), size["nodes"] * size["gpus"] // size["split"]
-    parts = 1
-    if not engine and not size["dynamic"] and size["micro"]:
-        parts = size["mini"] * size["n"] // (processes * size["micro"])
+    fixed = size["micro"] and not (engine or size["dynamic"])
+    parts = size["mini"] * size["n"] // (processes * size["micro"]) if fixed else 1
     said = words.take(f"optim={_ACTOR}optim.total_training_steps:0 all=trainer.total_training_steps:0").values()
     total = next((n for n in said if n > 0), steps)
-    more = words.take(
-        "v1=trainer.use_v1:false dropped=algorithm.filter_groups.enable:false kl=algorithm.use_kl_in_reward:false"
+    has = words.take(
+        "dropped=filter_groups.enable:false kl=use_kl_in_reward:false std=norm_adv_by_std_in_grpo:true", _ALGO
     )
-    more |= words.take(f"std=algorithm.norm_adv_by_std_in_grpo:true shuffle={_ACTOR}shuffle:false")
+    has |= words.take(f"v1=trainer.use_v1:false shuffle={_ACTOR}shuffle:false")
     advantages = words.choice(_ADVANTAGES, "algorithm.adv_estimator", default="gae")
-    loss, notes = _loss(words, size, engine=engine, rows=size["mini"] * size["n"] / (parts * processes)), []
+    loss = _loss(words, size, engine=engine, rows=size["mini"] * size["n"] / (parts * processes))
     if loss.kind == "bnpo" and size["dynamic"]:
         loss = replace(loss, kind="step")
         notes.append("micro-batches had no fixed size (use_dynamic_bsz): the token mean is taken over mini-batches")
-    if more["dropped"]:
+    if has["dropped"]:
         notes.append("groups of equal rewards were dropped before the updates (filter_groups)")
     facts = {"num_generations": size["n"], "max_completion_length": size["length"], "max_steps": total}
-    facts |= {"advantages": advantages if more["std"] or advantages != "grpo" else "dr_grpo", "advantage_epsilon": 1e-6}
-    facts |= {"order": "unknown" if more["v1"] or (more["shuffle"] and engine) else "log"}
+    facts |= {"advantages": advantages if has["std"] or advantages != "grpo" else "dr_grpo", "advantage_epsilon": 1e-6}
+    facts["order"] = "unknown" if has["v1"] or (has["shuffle"] and engine) else "log"
     facts["order_fix"] = "trainer.use_v1=False and actor_rollout_ref.actor.shuffle=False keep the order in the log"
     facts["sampler_fix"] = (
         "rollout_data_dir holds no log-probabilities: set algorithm.rollout_correction.rollout_is=null"
     )
-    if more["kl"]:
-        words.usual("algorithm.kl_ctrl.type=fixed")
-        facts["kl_in_reward"] = words.take("beta=algorithm.kl_ctrl.kl_coef:0.001")
+    if has["kl"]:
+        words.usual("kl_ctrl.type=fixed", _ALGO)
+        facts["kl_in_reward"] = words.take("beta=kl_ctrl.kl_coef:0.001", _ALGO)
         facts["kl_in_reward"]["kl"] = words.choice(_KL, "algorithm.kl_penalty", default="kl")
     kept, computed = (words.get(f"{_ACTOR}fsdp_config.{name}", default="") for name in ("model_dtype", "dtype"))
-    return RunSettings(
-        _optimiser(words, total, updates * size["epochs"], engine=engine),
-        loss,
-        Batching(parts, parts * updates, size["epochs"], processes),
-        str(file),
-        "verl",
-        base=words.get("actor_rollout_ref.model.path"),
-        autocast="float32" if computed in ("float32", "fp32") else "bfloat16",
-        weights="bfloat16" if kept in ("bf16", "bfloat16") else "float32",
-        facts=facts,
-        notes=tuple(notes),
+    given: dict[str, Any] = {"base": words.get("actor_rollout_ref.model.path"), "facts": facts, "notes": tuple(notes)}
+    given["autocast"] = "float32" if computed in ("float32", "fp32") else "bfloat16"
+    given["weights"] = "bfloat16" if kept in ("bf16", "bfloat16") else "float32"
+    batching = Batching(parts, parts * updates, size["epochs"], processes)
+    optimiser = _optimiser(words, total, int(batching.updates), engine=engine)
+    return RunSettings(optimiser, loss, batching, str(file), "verl", **given)
+
+
+def _refuse(words: Words) -> None:
+    words.usual("entropy_coeff strategy=fsdp|fsdp2 optim.optimizer=AdamW optim.optimizer_impl=torch.optim", _ACTOR)
+    words.usual(
+        f"{_ACTOR}qat.enable distillation.enabled algorithm.use_pf_ppo trainer.critic_warmup algorithm.rollout_is"
     )
+    words.usual("rollout_is_batch_normalize rollout_rs", _CORRECTION)
+    words.only(f"{_ACTOR}optim.override_optimizer_config.", "")
+    losses = "_target_ loss_mode clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta"
+    words.only(f"{_ACTOR}policy_loss.", f"{losses} rollout_correction")
 
 
 def _loss(words: Words, size: Mapping[str, Any], *, engine: bool, rows: float) -> PolicyLoss:
     """The loss; rows are those of a micro-batch."""
     mode = str(words.get(f"{_ACTOR}policy_loss.loss_mode", default="vanilla"))
-    surrogate: Any = words.choice(_SURROGATES, f"{_ACTOR}policy_loss.loss_mode", default="vanilla")
+    surrogate = words.choice(_SURROGATES, f"{_ACTOR}policy_loss.loss_mode", default="vanilla")
     kind: Any = words.choice(_KINDS, f"{_ACTOR}loss_agg_mode", default="token-mean")
-    has = words.take("kl=use_kl_loss:false cap=tis_imp_ratio_cap:0.0 clip=clip_ratio:0.2", _ACTOR)
+    given = words.take("temperature=actor_rollout_ref.rollout.temperature:1.0")
+    given |= words.take("dual_clip=clip_ratio_c:3.0 beta=kl_loss_coef:0.001", _ACTOR)
+    has = words.take("kl=use_kl_loss:false up=tau_pos:1.0 down=tau_neg:1.05 both=clip_ratio:0.2", _ACTOR)
+    has |= words.take(f"low=clip_ratio_low:{has['both']} high=clip_ratio_high:{has['both']}", _ACTOR)
+    has |= words.take(f"old={_ACTOR}tis_imp_ratio_cap:0.0 cap={_CORRECTION}rollout_is_threshold:2.0")
+    has |= words.take("bypass=bypass_mode:false", _CORRECTION)
     if mode in ("gspo", "sapo"):
         if has["kl"]:  # The KL term alone is averaged by loss_agg_mode.
             words.usual("loss_agg_mode=seq-mean-token-mean", _ACTOR)
@@ -117,43 +120,29 @@ def _loss(words: Words, size: Mapping[str, Any], *, engine: bool, rows: float) -
         if not engine:  # Divided by the length, and not by the rows of a micro-batch.
             words.usual("use_dynamic_bsz", _ACTOR)
             limit /= rows
-    bypass = words.take(f"bypass={_CORRECTION}bypass_mode:false")["bypass"] or mode == "bypass_mode"
-    if bypass:
-        words.usual("loss_type=ppo_clip", _CORRECTION)
     level: Any = words.choice(_LEVELS, f"{_CORRECTION}rollout_is", default="None")
-    cap = words.take(f"cap={_CORRECTION}rollout_is_threshold:2.0")["cap"]
-    if has["cap"] > 0:
-        level, cap = "token_truncate", has["cap"]
-    ends = words.take(
-        f"low=clip_ratio_low:{has['clip']} high=clip_ratio_high:{has['clip']} dual=clip_ratio_c:3.0", _ACTOR
-    )
-    ends |= words.take("up=tau_pos:1.0 down=tau_neg:1.05 beta=kl_loss_coef:0.001", _ACTOR)
-    cispo = surrogate == "cispo"
-    return PolicyLoss(
-        "step" if kind == "bnpo" and engine else kind,
-        limit,
-        words.take("temperature=actor_rollout_ref.rollout.temperature:1.0")["temperature"],
-        None if mode == "gpg" else ends["low"],
-        ends["high"] + cispo,
-        surrogate,
-        1 - ends["low"] if cispo else None,
-        "sequence" if mode == "gspo" else "token",
-        dual_clip=ends["dual"] if mode in ("vanilla", "bypass_mode") else None,
-        sapo_temperatures=(ends["up"], ends["down"]),
-        beta=ends["beta"] if has["kl"] else 0.0,
-        kl=words.choice(_GRADIENTS, f"{_ACTOR}kl_loss_type", default="low_var_kl"),  # type: ignore[arg-type]
-        kl_input_clamp=20.0,
-        kl_clamp=10.0,
-        correction=None if level is None or bypass else Correction(level, None, cap),
-        ratio_to="sampler" if bypass else "old",
-    )
+    if has["old"] > 0:
+        level, has["cap"] = "token_truncate", has["old"]
+    if has["bypass"] or mode == "bypass_mode":  # The ratio itself corrects for the sampler.
+        words.usual("loss_type=ppo_clip", _CORRECTION)
+        level, given["ratio_to"] = None, "sampler"
+    if mode not in ("vanilla", "bypass_mode"):
+        del given["dual_clip"]
+    given |= {"epsilon": None if mode == "gpg" else has["low"], "epsilon_high": has["high"], "surrogate": surrogate}
+    if mode == "cispo":
+        given |= {"epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
+    given |= {"level": "sequence" if mode == "gspo" else "token", "sapo_temperatures": (has["up"], has["down"])}
+    given["kl"] = words.choice(_GRADIENTS, f"{_ACTOR}kl_loss_type", default="low_var_kl")
+    given |= {"kl_input_clamp": 20.0, "kl_clamp": 10.0} if given["kl"] == "k3" else {}
+    given["beta"] *= has["kl"]
+    given["correction"] = None if level is None else Correction(level, None, has["cap"])
+    return PolicyLoss("step" if kind == "bnpo" and engine else kind, limit, **given)
 
 
 def _optimiser(words: Words, total: int | None, every: int, *, engine: bool) -> Optimiser:
-    name = words.get(f"{_ACTOR}optim.warmup_style", f"{_ACTOR}optim.lr_scheduler_type", default="constant")
-    cosine = words.choice({"constant": False, "cosine": True}, f"{_ACTOR}optim.warmup_style", default=name)
+    names = [f"{_ACTOR}optim.{name}" for name in ("warmup_style", "lr_scheduler_type", "betas")]
+    cosine = words.choice({"constant": False, "cosine": True}, *names[:2], default="constant")
     given = words.take("learning_rate=lr:1e-6 weight_decay=weight_decay:0.01", f"{_ACTOR}optim.")
-    clip = words.take(f"clip={_ACTOR}optim.clip_grad:1.0" if engine else f"clip={_ACTOR}grad_clip:1.0")["clip"]
     shape = words.take("min_lr_rate=min_lr_ratio:0.0 num_cycles=num_cycles:0.5", f"{_ACTOR}optim.")
     rise = words.take("steps=lr_warmup_steps:-1 part=lr_warmup_steps_ratio:0.0", f"{_ACTOR}optim.")
     if rise["steps"] < int(engine):
@@ -161,7 +150,7 @@ def _optimiser(words: Words, total: int | None, every: int, *, engine: bool) -> 
             what = f"lr_warmup_steps_ratio={rise['part']} needs the number of steps of the whole training"
             raise TsaeError(what, where=words.file, fix="Give trainer.total_training_steps.")
         rise["steps"] = int(rise["part"] * (total or 0))
-    schedule: Any = "cosine_with_min_lr" if cosine else "constant"
-    betas: Any = tuple(float(beta) for beta in words.get(f"{_ACTOR}optim.betas", default=(0.9, 0.999)))
-    given |= {"betas": betas, "max_grad_norm": clip or None, "every": every, "shape": shape if cosine else {}}
-    return Optimiser("adamw", schedule=schedule, warmup=rise["steps"], n_steps=total, **given)
+    clip = words.take("clip=optim.clip_grad:1.0" if engine else "clip=grad_clip:1.0", _ACTOR)["clip"]
+    given |= {"schedule": "cosine_with_min_lr" if cosine else "constant", "shape": shape if cosine else {}}
+    given |= {"warmup": rise["steps"], "n_steps": total, "max_grad_norm": clip or None, "every": every}
+    return Optimiser(betas=tuple(map(float, words.get(names[2], default=(0.9, 0.999)))), **given)  # type: ignore[arg-type]
