@@ -30,7 +30,6 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.shards.manifest import write_manifest
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.credit.token_shares import Directions
-from tsae.attribution.online.recording import RecordingFolder
 from tsae.base.disk.made_by import command_file, made_by, record_command
 from tsae.base.files import sha256, write_json
 from tsae.base.provenance import write_run
@@ -43,6 +42,7 @@ from tsae.diff.measure_diff import feature_diff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.report.pages.document import check_page, render_page, write_page
+from tsae.rl.run_log import RunLog
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -150,9 +150,7 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     shard["sha256"] = sha256(store.path / shard["file"])
     write_manifest(store.path / "manifest.json", store.manifest)
     write_run(store.path, "capture", {}, {"rollouts": store.rollouts.fingerprint})
-    recording = RecordingFolder(folder / "recording", {"learning_rate": 1e-3})
-    fact = {"problem_id": "p", "advantage": 0.5, "prompt_ids": [1], "response_ids": [3]}
-    recording.add(1, [fact], [1.0])
+    RunLog(folder / "tsae", {}).add(1, [{"advantage": 0.5, "prompt_ids": [1], "response_ids": [3]}])
     table = attribution.targets
     write_table(folder / "statistics.parquet", *_arrow(table), {"kind": "token statistics"})
     return {
@@ -163,7 +161,7 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
         "credit": ("credit", "credit.safetensors"),
         "sae": ("SAE", "training.json"),
         "acts": ("store", "run.json"),
-        "recording": ("recording", "samples.jsonl"),
+        "tsae/generations/generation-000001-rank-0.parquet": ("table", ""),
         "statistics.parquet": ("table", ""),
     }
 

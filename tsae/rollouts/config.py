@@ -110,8 +110,8 @@ class ServerConfig(EndpointConfig):
 
 
 LogFormat = Literal[
-    "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift", "slime",
-    "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "lm-eval", "atropos", "plain",
+    "auto", "tsae", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift",
+    "slime", "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "lm-eval", "atropos", "plain",
 ]  # fmt: skip
 Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated", "cut"]
 

@@ -592,7 +592,7 @@ def test_what_is_ambiguous_lists_its_candidates(chat: Checkpoint, tmp_path: Path
     write(odd.with_name("b.jsonl"), {"loss": 0.1})
     with pytest.raises(TsaeError, match=r"b\.jsonl: has not the columns of a plain log.*its columns are loss"):
         read(tmp_path / "odd", chat)
-    with pytest.raises(TsaeError, match="no known log has the columns loss; known are trl, verl"):
+    with pytest.raises(TsaeError, match="no known log has the columns loss; known are tsae, trl, verl"):
         read(odd.with_name("b.jsonl"), chat)
     with pytest.raises(TsaeError, match=r"b\.jsonl:1: has no score; its columns are loss"):
         read(odd.with_name("b.jsonl"), chat, format="verl")
