@@ -100,7 +100,8 @@ def plan_updates(
         )
     logged = _by_column(rollouts, settings)
     generations = _by_step(rollouts, settings) if logged is None else logged
-    updates, how, notes = _updates(generations, batching.accumulation), "the log's own", list[str]()
+    a_step = batching.accumulation * _processes(settings)
+    updates, how, notes = _updates(generations, a_step), "the log's own", list[str]()
     last = updates[-1].step if updates else 1
     begin, end = steps or (1, min(last, last_step(settings) or last))
     _check_all_there({update.step for update in updates}, begin, end, rollouts, settings)
@@ -108,7 +109,7 @@ def plan_updates(
         how = "one step a generation" if batching.updates == 1 else "each step uses a whole generation"
     elif logged is None:
         generations, how, notes = _ordered(generations, (begin, end), rollouts, settings, checkpoints, vocabulary)
-        updates = _updates(generations, batching.accumulation)
+        updates = _updates(generations, a_step)
     updates = [update for update in updates if begin <= update.step <= end]
     used = sorted({update.generation for update in updates})
     return Plan(
@@ -188,8 +189,21 @@ def _by_step(rollouts: Rollouts, settings: RunSettings) -> list[_Generation]:
                 where=rollouts.origin,
                 fix=f"Give the settings of this run; save checkpoints at multiples of {each} steps.",
             )
-        found[first] = _Generation(first, rows, [np.array_split(rows, batching.parts)] * batching.iterations)
+        found[first] = _Generation(first, rows, [_split(rows, settings)] * batching.iterations)
     return list(found.values())
+
+
+def _processes(settings: RunSettings) -> int:
+    """Processes whose rows a log has one after the other."""
+    return 1 if settings.trainer in _COUNT_STEPS else settings.batching.processes or 1
+
+
+def _split(rows: np.ndarray, settings: RunSettings) -> list[np.ndarray]:
+    """Micro-batches of all processes in the order of the steps; of each process the rows follow each other."""
+    n, accumulation, n_parts = _processes(settings), settings.batching.accumulation, settings.batching.parts
+    pieces = np.array_split(rows, n * n_parts)
+    starts = range(0, n_parts, accumulation)
+    return [pieces[p * n_parts + i] for low in starts for p in range(n) for i in range(low, low + accumulation)]
 
 
 def _updates(generations: list[_Generation], accumulation: int) -> list[Update]:
@@ -237,7 +251,7 @@ def _ordered(
     """Generations with their rows in the order of the training, where that is from, notes."""
     batching, facts = settings.batching, settings.facts
     sizes = sorted({len(generation.rows) for generation in generations})
-    if len(sizes) > 1 or sizes[0] % batching.parts:
+    if len(sizes) > 1 or sizes[0] % (batching.parts * _processes(settings)):
         raise _unknown(f"and some rows are not in the log: its generations have {sizes[0]} to {sizes[-1]}", settings)
     if settings.trainer != "trl":
         if facts.get("order") == "log":

@@ -54,7 +54,11 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         points=_points(words.get("policy.scheduler"), file), schedule="constant", every=updates, **given
     )
     lora = words.take("on=enabled:false dropout=dropout:0.0", "policy.dtensor_cfg.lora_cfg.")
-    facts = {"num_generations": int(size["n"]), "max_steps": size["last"] or steps, "advantages": "logged"}
+    facts = {
+        "num_generations": int(size["n"]),
+        "max_steps": (size["last"] or steps or 0) * updates or None,
+        "advantages": "logged",
+    }
     facts |= {"order": "log", "sampler_fix": "train_data_step*.jsonl holds generation_logprobs: import it anew"}
     rest: dict[str, Any] = {"facts": facts, "dropout": lora["on"] and lora["dropout"] > 0}
     rest["autocast"] = "float32" if words.get("policy.precision") == "float32" else "bfloat16"

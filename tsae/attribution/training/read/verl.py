@@ -68,7 +68,11 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         notes.append("micro-batches had no fixed size (use_dynamic_bsz): the token mean is taken over mini-batches")
     if has["dropped"]:
         notes.append("groups of equal rewards were dropped before the updates (filter_groups)")
-    facts = {"num_generations": size["n"], "max_completion_length": size["length"], "max_steps": total}
+    facts = {
+        "num_generations": size["n"],
+        "max_completion_length": size["length"],
+        "max_steps": total and total * updates * size["epochs"],
+    }
     facts |= {"advantages": advantages if has["std"] or advantages != "grpo" else "dr_grpo", "advantage_epsilon": 1e-6}
     facts["order"] = "unknown" if has["v1"] or (has["shuffle"] and engine) else "log"
     facts["order_fix"] = "trainer.use_v1=False and actor_rollout_ref.actor.shuffle=False keep the order in the log"
