@@ -187,10 +187,15 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     notes += ["Adam's state was kept in 8 bits; it is replayed in full."] if words.get("optim") in _ADAM_8BIT else []
     if "dev" in (beside.version or ""):
         notes.append(f"TRL {beside.version} is a development version; it is read as the release.")
+    loss = _loss(words)
+    facts = {name: words.get(name) for name in _FACTS if words.get(name) is not None} | {"scale_rewards": _scale(words)}
+    if loss.correction:
+        without = "vllm_importance_sampling_correction=False needs none"
+        facts["sampler_fix"] = f"tsae.rl.TsaeCallback logs the sampler's log-probabilities; {without}"
     bases = (beside.adapter.get("base_model_name_or_path"), beside.model.get("_name_or_path"), beside.base)
     return RunSettings(
         _optimiser(words, beside),
-        _loss(words),
+        loss,
         _batching(words),
         str(file),
         "trl",
@@ -200,7 +205,7 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
         "bfloat16" if words.flag("bf16") else "float32",
         _weights(words, beside, notes),
         _dropout(words, beside),
-        {name: words.get(name) for name in _FACTS if words.get(name) is not None} | {"scale_rewards": _scale(words)},
+        facts,
         tuple(notes),
     )
 
