@@ -20,7 +20,7 @@ import yaml
 from safetensors import safe_open
 
 from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read import nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl, wandb_run
+from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl, wandb_run
 from tsae.attribution.training.settings import RunSettings
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.inert_pickle import read_dataclass
@@ -29,7 +29,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.trainers.tsae_log import FORMAT as RUN_LOG
 
-_OTHERS: tuple[Any, ...] = (verl, nemo_rl, open_instruct, prime_rl, openrlhf)
+_OTHERS: tuple[Any, ...] = (verl, nemo_rl, open_instruct, prime_rl, openrlhf, ms_swift)
 """Readers of other trainers. TRL's is asked last: its words are transformers', which others use too."""
 _STATE = "trainer_state.json"
 _CORRECT = "Correct the file, or remove it."
