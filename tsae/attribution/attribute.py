@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -118,7 +118,7 @@ def attribute(
         )  # fmt: skip
         reading = _Reading(prepared.run, wanted, config, token_strings(series.base.load_tokenizer()))
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
-        kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
+        _kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
     finally:
         states.remove()
     found = Attribution(
@@ -176,7 +176,11 @@ def _prepared(
     notes += start.notes
     vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]
     plan = plan_updates(
-        rollouts, settings, checkpoints=folders, vocabulary=vocabulary, steps=(after + 1, last) if config.steps else None
+        rollouts,
+        settings,
+        checkpoints=folders,
+        vocabulary=vocabulary,
+        steps=(after + 1, last) if config.steps else None,
     )
     if plan.updates[0].step != after + 1:
         raise TsaeError(
@@ -216,7 +220,9 @@ def _check_token(token: int | None, trained: TrainedWeights) -> None:
         raise TsaeError(f"{token!r} is no token id of this model; there are 0 to {size - 1}", where="first_token")
 
 
-def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights) -> list[int]:
+def _special(
+    series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights
+) -> list[int]:
     """Token ids that count in no feature; checks that log and SAE belong to the model."""
     vocabulary, width = trained.model.get_input_embeddings().weight.shape
     check_context(rollouts, getattr(trained.model.config, "max_position_embeddings", None), vocabulary)

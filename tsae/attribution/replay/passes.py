@@ -7,6 +7,7 @@ padding) rounds as the trainer did: it is taken under bfloat16 autocast, and for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -196,7 +197,7 @@ def rows_of(run: Run, update: Update) -> Rows:
     rows = np.concatenate(update.parts)
     n_tokens = _counted(run, rows)
     edges = np.cumsum([0, *map(len, update.parts)])
-    places = [np.arange(low, high) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    places = [np.arange(low, high) for low, high in itertools.pairwise(edges)]
     weight = loss.weights(
         n_tokens,
         places,
