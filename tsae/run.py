@@ -363,7 +363,8 @@ def _attributed(
     measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
     bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)
     log = tsae.Rollouts.read(whole)
-    log = log if bands is None else log.in_bands(bands)
+    if bands is not None:  # whole problems, so that every sample is in a band
+        log = log.in_bands(bands).with_column("band", log.frame.problem_id.map(problem_bands(bands.rows)).to_numpy())
     problems = None if config.problems is None else other_problems(config.problems, log, base.id)
     return tsae.attribute(
         series, log, config.to / "attribution", settings=settings, sae=sae, problems=problems, config=options,
