@@ -130,20 +130,20 @@ RECIPES = (
         "nemo_rl",
         f"{GITHUB}/NVIDIA-NeMo/RL/blob/7fa6e55192530ff1346d670ce74f9c70cab8f75b/examples/configs/grpo_math_1B.yaml",
         {"reference_policy_kl_penalty": 0.01, "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0},
-        PolicyLoss("bnpo", beta=0.01, kl_corrected=True, kl_corrected_to="now", kl_input_clamp=20.0, kl_clamp=10.0),
+        PolicyLoss("step", beta=0.01, kl_corrected=True, kl_corrected_to="now", kl_input_clamp=20.0, kl_clamp=10.0),
     ),
     Recipe(
         "open-instruct OLMo 3 7B RL-Zero",
         "open_instruct",
         f"{GITHUB}/allenai/open-instruct/blob/d8a7f1ce97087795c19a170691b4de15a7c228a6/scripts/train/olmo3/7b_rlzero_math.sh",
         {"beta": 0.0, "kl_estimator": 2},
-        PolicyLoss("bnpo", epsilon=0.2, epsilon_high=0.272, correction=Correction("token_truncate", None, 2.0)),
+        PolicyLoss("step", epsilon=0.2, epsilon_high=0.272, correction=Correction("token_truncate", None, 2.0)),
     ),
     Recipe(
         "prime-rl reverse-text",
         "prime_rl",
         f"{GITHUB}/PrimeIntellect-ai/prime-rl/blob/9975d8868db6cd83aa22c84a05641ce5b36a80d3/examples/basic/reverse-text/rl.toml",
         {"kl_tau": 1e-3},
-        PolicyLoss("bnpo", surrogate="dppo", ratio_to="sampler", beta=2e-3, kl="k2", kl_to="sampler"),
+        PolicyLoss("step", surrogate="dppo", ratio_to="sampler", beta=2e-3, kl="k2", kl_to="sampler"),
     ),
 )

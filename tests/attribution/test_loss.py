@@ -50,7 +50,7 @@ def make(
     before = log + 0.6 * normal(*shape)
     ref, sampler = before + 0.5 * normal(*shape), before + 0.2 * normal(*shape)
     ref[0, 0], ref[1, 0], sampler[0, 1] = log[0, 0] - 30, log[1, 0] + 5, torch.nan
-    lengths = torch.randint(2, width + 1, (n, 1), generator=rng)
+    lengths = torch.randint(1, width + 1, (n, 1), generator=rng)
     lengths[n - 1] = 0
     tokens = BatchTokens(
         log.requires_grad_(),
@@ -84,7 +84,7 @@ def same(loss: PolicyLoss, made: Generation, expected: torch.Tensor) -> None:
     """Loss and gradient are those expected; every tensor of the batch that is not needed may be missing."""
     (wanted,) = torch.autograd.grad(expected, made.tokens.log)
     lean = made.tokens
-    for name, needed in (("ref", loss.needs_ref), ("sampler", loss.needs_sampler or loss.off_policy_threshold)):
+    for name, needed in (("ref", loss.needs_ref), ("sampler", loss.needs_sampler)):
         lean = lean if needed else replace(lean, **{name: None})
     made = replace(made, tokens=lean)
     found = ours(loss, made)
@@ -185,7 +185,8 @@ EXTRAS: list[dict[str, Any]] = [
     {},
     {"beta": 0.04, "epsilon_high": 0.28},
     {"beta": 0.1, "use_bias_correction_kl": False, "top_entropy_quantile": 0.3},
-    {"delta": 1.5, "off_policy_mask_threshold": 0.05, "top_entropy_quantile": 0.6},
+    {"delta": 1.3},
+    {"delta": 1.2, "off_policy_mask_threshold": 0.1, "top_entropy_quantile": 0.6},
     {"use_vllm": True, "off_policy_mask_threshold": 0.05},
     {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.9},
     {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.1},
@@ -330,7 +331,7 @@ def open_instruct_loss(settings: Mapping[str, Any], made: Generation) -> torch.T
     """compute_grpo_loss and compute_rho_correction in open_instruct/grpo_utils.py, estimate_kl in model_utils.py, at
     e6c3044a."""
     s = {"clip_lower": 0.2, "clip_higher": 0.272, "loss_fn": "dapo", "beta": 0.05, "kl_estimator": 2}
-    s |= {"use_rho_correction": True, "rho_clamp_upper_bound": 2.0, "loss_denominator": "token", **settings}
+    s |= {"use_rho_correction": True, "rho_clamp_upper_bound": 2.0, **settings}
     b = made.of(np.concatenate(made.parts))
     mask, advantage = b.mask.double(), b.advantage[:, None]
     assert b.old is not None
@@ -346,8 +347,7 @@ def open_instruct_loss(settings: Mapping[str, Any], made: Generation) -> torch.T
         policy = policy * (b.old - sampler).clamp(-10, 10).exp().clamp(max=s["rho_clamp_upper_bound"])
     d = (b.log - b.ref).clamp(-40, 40)
     kl = torch.stack([d, d**2 / 2, torch.expm1(-d) + d, ratio * d])[s["kl_estimator"]]
-    per = mask.sum() if s["loss_denominator"] == "token" else s["loss_denominator"]
-    return ((policy + s["beta"] * kl) * mask).sum() / per
+    return ((policy + s["beta"] * kl) * mask).sum() / mask.sum()
 
 
 def prime_rl_loss(settings: Mapping[str, Any], made: Generation) -> torch.Tensor:
@@ -385,9 +385,8 @@ def generation_of(recipe: Recipe, seed: int) -> Generation:
         return make(seed, accumulation=accumulation, per_generation=per_generation, old=accumulation < per_generation)
     made = make(seed, accumulation=3, per_generation=3)
     made.tokens.mask[-1, :2] = True  # none of these trainers keeps a response without tokens
-    rows = np.concatenate(made.parts)
-    cuts = [2, 5] if recipe.trainer == "verl" else []  # verl's micro-batches differ in size: use_dynamic_bsz
-    return replace(made, parts=np.split(rows, cuts))
+    # Micro-batches that differ in size, as verl's with use_dynamic_bsz do. The others' do not matter.
+    return replace(made, parts=np.split(np.concatenate(made.parts), [2, 5]))
 
 
 def check(recipe: Recipe, seed: int) -> None:
@@ -439,43 +438,42 @@ OTHERS: list[tuple[str, dict[str, Any], PolicyLoss]] = [
         {"rollout_is_threshold": 1.1},
         PolicyLoss("bnpo", dual_clip=3.0, correction=Correction("token_truncate", None, 1.1)),
     ),
-    ("nemo_rl", {"ratio_clip_c": 1.5}, PolicyLoss("bnpo", dual_clip=1.5)),
+    ("nemo_rl", {"ratio_clip_c": 1.5}, PolicyLoss("step", dual_clip=1.5)),
     ("nemo_rl", {"token_level_loss": False, "sequence": True}, PolicyLoss("grpo", level="sequence")),
-    ("nemo_rl", {"use_cispo": True}, PolicyLoss("bnpo", surrogate="cispo", cispo_low=0.8, epsilon_high=1.2)),
-    ("nemo_rl", {"disable_ppo_ratio": True}, PolicyLoss("bnpo", epsilon=None)),
-    *(("nemo_rl", {**KL, "reference_policy_kl_type": kl}, PolicyLoss("bnpo", kl=kl, **NEMO)) for kl in ("k1", "k2")),
+    ("nemo_rl", {"use_cispo": True}, PolicyLoss("step", surrogate="cispo", cispo_low=0.8, epsilon_high=1.2)),
+    ("nemo_rl", {"disable_ppo_ratio": True}, PolicyLoss("step", epsilon=None)),
+    *(("nemo_rl", {**KL, "reference_policy_kl_type": kl}, PolicyLoss("step", kl=kl, **NEMO)) for kl in ("k1", "k2")),
     (
         "nemo_rl",
         {**KL, "use_on_policy_kl_approximation": True},
-        PolicyLoss("bnpo", **{**NEMO, "kl_corrected_to": "sampler"}),
+        PolicyLoss("step", **{**NEMO, "kl_corrected_to": "sampler"}),
     ),
-    ("nemo_rl", IS, PolicyLoss("bnpo", correction=Correction("token_truncate", None, None))),
+    ("nemo_rl", IS, PolicyLoss("step", correction=Correction("token_truncate", None, None))),
     (
         "nemo_rl",
         {**IS, "tis": "tis", "tis_max": 1.2},
-        PolicyLoss("bnpo", correction=Correction("token_truncate", 0, 1.2)),
+        PolicyLoss("step", correction=Correction("token_truncate", 0, 1.2)),
     ),
     (
         "nemo_rl",
         {**IS, "tis": "icepop", "tis_min": 0.9, "tis_max": 1.2},
-        PolicyLoss("bnpo", correction=Correction("token_mask", 0.9, 1.2)),
+        PolicyLoss("step", correction=Correction("token_mask", 0.9, 1.2)),
     ),
     (
         "nemo_rl",
         {**IS, "tis": "seq-mask-tis", "tis_min": 0.95, "tis_max": 1.05},
-        PolicyLoss("bnpo", correction=Correction("geometric_mask", 0.95, 1.05)),
+        PolicyLoss("step", correction=Correction("geometric_mask", 0.95, 1.05)),
     ),
     (
         "open_instruct",
         {"use_rho_correction": False, "use_vllm_logprobs": True},
-        PolicyLoss("bnpo", epsilon_high=0.272, ratio_to="sampler", beta=0.05, kl_input_clamp=40.0),
+        PolicyLoss("step", epsilon_high=0.272, ratio_to="sampler", beta=0.05, kl_input_clamp=40.0),
     ),
     (
         "open_instruct",
-        {"kl_estimator": 3, "loss_fn": "cispo", "loss_denominator": 100.0},
+        {"kl_estimator": 3, "loss_fn": "cispo"},
         PolicyLoss(
-            "sum_norm",
-            100,
+            "step",
             surrogate="cispo",
             epsilon_high=1.272,
             beta=0.05,
@@ -488,13 +486,13 @@ OTHERS: list[tuple[str, dict[str, Any], PolicyLoss]] = [
     (
         "prime_rl",
         {"type": "ipo", "high": 0.1},
-        PolicyLoss("bnpo", surrogate="ipo", epsilon=0.1, ratio_to="sampler", beta=2e-3, kl="k2", kl_to="sampler"),
+        PolicyLoss("step", surrogate="ipo", epsilon=0.1, ratio_to="sampler", beta=2e-3, kl="k2", kl_to="sampler"),
     ),
     (
         "prime_rl",
         {"type": "mask", "low": 0.6, "high": 2.0, "kl_tau": 0.1},
         PolicyLoss(
-            "bnpo", None, 1.0, 0.4, 1.0, surrogate="mask", ratio_to="sampler", beta=0.1, kl="k1", kl_to="sampler"
+            "step", None, 1.0, 0.4, 1.0, surrogate="mask", ratio_to="sampler", beta=0.1, kl="k1", kl_to="sampler"
         ),
     ),
 ]

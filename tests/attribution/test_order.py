@@ -216,11 +216,14 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_other_trainers_count_generations() -> None:
-    verl = replace(SETTINGS, trainer="verl", batching=Batching(1, 4), facts={"order": "log"})
+    verl = replace(SETTINGS, trainer="verl", batching=Batching(1, 4), facts={"order": "log", "max_steps": 2})
     plan = plan_of(log_of((1, 2)), verl)
     assert [u.step for u in plan.updates] == list(range(1, 9))
     assert parts_of(plan)[5] == list(range(20, 24))
     assert plan.how == "the log's own"
+    unknown = replace(verl, facts={"order": "unknown", "order_fix": "actor.shuffle=False keeps the order"})
+    with pytest.raises(TsaeError, match=r"each was made of\. actor\.shuffle=False keeps the order"):
+        plan_of(log_of((1, 2)), unknown)
 
 
 @pytest.mark.slow(ci=True)

@@ -134,6 +134,15 @@ def test_missing_advantages_are_computed_as_the_settings_say() -> None:
         found, notes = check(the_log().with_column("advantage", nothing), scale_rewards=scale)
         assert notes[-1].startswith("The log has no advantages; they are computed from its rewards")
         np.testing.assert_allclose(found.frame.advantage, the_log(kind=kind).frame.advantage)
+    found, notes = check(the_log().with_column("advantage", nothing), advantages="rloo")
+    np.testing.assert_allclose(found.frame.advantage, 4 / 3 * the_log(kind="dr_grpo").frame.advantage)
+    assert "reward − mean of the others of the group" in notes[-1]
+    for facts, said in (
+        ({"advantages": "gae"}, "as gae"),
+        ({"kl_in_reward": {"beta": 0.001}}, "with a KL penalty in the"),
+    ):
+        with pytest.raises(TsaeError, match=f"in a way that is not followed here .{said}"):
+            check(the_log().with_column("advantage", nothing), **facts)
     bare = the_log().with_column("advantage", nothing).with_column("reward", nothing)
     with pytest.raises(TsaeError, match="has no advantages, and no rewards for 24 of 24 samples"):
         check(bare)

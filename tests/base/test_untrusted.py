@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tsae
-from tsae.attribution.trainer.recipe import read_recipe
+from tsae.attribution.training.read.find import read_settings
 from tsae.base.untrusted import check_zip, parse_json, parse_yaml, weighs_within
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.limits import text_limits
@@ -76,7 +76,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("diff.json", tsae.FeatureDiff.load),
     ("attribution.json", tsae.Attribution.load),
     ("cfg.json", tsae.TemporalSAE.load),
-    ("trainer_state.json", read_recipe),
+    ("trainer_state.json", read_settings),
     ("problems.jsonl", lambda folder: read_problems(folder / "problems.jsonl")),
 ]
 
@@ -92,7 +92,7 @@ def test_files_of_json_that_cannot_be_read_are_refused_by_name(
     if name in ("cfg.json", "adapter_config.json"):
         (tmp_path / "config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "training_args.yaml").write_text("learning_rate: 1.0e-6\n")
+    (tmp_path / "training_args.yaml").write_text("{beta: 0, loss_type: dapo, temperature: 1, epsilon: 0.2, max_steps: 3}")
     (tmp_path / name).write_text(text)
     with pytest.raises(TsaeError) as said:
         read(tmp_path)
@@ -103,5 +103,5 @@ def test_files_of_json_that_cannot_be_read_are_refused_by_name(
 @pytest.mark.parametrize("text", [BOMB, "a: 2001-99-99"])
 def test_a_recipe_in_hostile_yaml_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(TsaeError, match=r"config\.yaml: is no YAML"):
-        read_recipe(tmp_path / "config.yaml")
+    with pytest.raises(TsaeError, match=r"config\.yaml: is not YAML"):
+        read_settings(tmp_path / "config.yaml")

@@ -14,7 +14,6 @@ Memory holds the model, some vectors of its weights for each target, and one bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -45,7 +44,7 @@ from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
 from tsae.base.files import as_path
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings, weights_fingerprint
+from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
@@ -117,7 +116,7 @@ def attribute(
             trained, (prepared.run.begin.weights, path.end), log, rows, problems=problems, sae=sae,
             first_token=first_token, special=special, temperature=given.loss.temperature, config=config, notes=notes,
         )  # fmt: skip
-        reading = _Reading(prepared.run, wanted, config, token_strings(series.base))
+        reading = _Reading(prepared.run, wanted, config, token_strings(series.base.load_tokenizer()))
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
         kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
     finally:
@@ -240,7 +239,7 @@ class _Reading:
     run: Run
     targets: Targets
     config: AttributionConfig
-    strings: Mapping[int, str] | list[str]
+    strings: list[str]
     best: dict[int, tuple[float, int, np.ndarray]] = field(default_factory=dict)
     """(share, step, (T,) shares of its tokens) by row."""
     drawn: list[pd.DataFrame] = field(default_factory=list)
@@ -307,8 +306,7 @@ class _Reading:
         tables = []
         for row, (_, step, of_tokens) in self.best.items():
             ids = self.run.rollouts.tokens(row)[1]
-            known = self.strings
-            texts = [known[i] if 0 <= i < len(known) else "" for i in ids.tolist()]
+            texts = [text_of(self.strings, i) for i in ids.tolist()]
             tables.append(
                 pd.DataFrame(
                     {

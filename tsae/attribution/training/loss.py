@@ -98,10 +98,10 @@ class PolicyLoss:
     """Normalisation of each micro-batch, of which a step has the mean: by every response's own tokens and the number of
     responses (grpo; verl's seq-mean-token-mean), by its tokens (bnpo; verl's token-mean), by max_completion_length and
     the number of responses (dr_grpo), by max_completion_length alone (sum_norm; verl's seq-mean-token-sum-norm), or by
-    the number of responses (luspo; verl's seq-mean-token-sum). dapo: by the tokens of the whole generation. TRL's
-    default is dapo; its cispo and vespo normalise as dapo, its sapo as grpo. step: by the tokens of the whole step, as verl
-    since 0.8, NeMo-RL, open-instruct and prime-rl do."""
-    max_completion_length: int | None = None
+    the number of responses (luspo; verl's seq-mean-token-sum). dapo: by the tokens of the whole generation. step: by
+    those of the whole step, as verl since 0.8, NeMo-RL, open-instruct and prime-rl do. TRL's default is dapo; its cispo
+    and vespo normalise as dapo, its sapo as grpo."""
+    max_completion_length: float | None = None
     """For dr_grpo and sum_norm alone: the limit in tokens (verl: loss_scale_factor)."""
     temperature: float = 1.0
     """Of the sampling, by which the trainer divides logits."""
@@ -145,7 +145,8 @@ class PolicyLoss:
     mask_truncated: bool = False
     """Whether responses that reached the limit count no tokens (TRL: mask_truncated_completions)."""
     off_policy_threshold: float | None = None
-    """Mean of log old − log π, nats, above which a response with negative advantage is dropped (DeepSeek-V3.2)."""
+    """Mean of log old − log π, nats, above which a response with negative advantage is dropped (DeepSeek-V3.2). In
+    place of old are the sampler's log-probabilities where a batch has them (TRL with vLLM)."""
     correction: Correction | None = None
     """Importance sampling for the difference of sampler and trainer (TRL with vLLM, verl, NeMo-RL, open-instruct)."""
     ratio_to: Literal["old", "sampler"] = "old"

@@ -103,7 +103,7 @@ def plan_updates(
     a_step = batching.accumulation * _processes(settings)
     updates, how, notes = _updates(generations, a_step), "the log's own", list[str]()
     last = updates[-1].step if updates else 1
-    begin, end = steps or (1, min(last, counted(settings, "max_steps") or last))
+    begin, end = steps or (1, min(last, last_step(settings) or last))
     _check_all_there({update.step for update in updates}, begin, end, rollouts, settings)
     if logged is None and not _order_matters(settings):
         how = "one step a generation" if batching.updates == 1 else "each step uses a whole generation"
@@ -380,3 +380,9 @@ def counted(settings: RunSettings, name: str) -> int | None:
     """A fact of the settings that counts something; None where it is not said, or -1."""
     value = settings.facts.get(name)
     return int(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def last_step(settings: RunSettings) -> int | None:
+    """The last step of the optimiser by the settings (max_steps), if they say it."""
+    last = counted(settings, "max_steps")
+    return last and last * (1 if settings.trainer in _COUNT_STEPS else int(settings.batching.updates))

@@ -135,8 +135,9 @@ def _loss(words: Words, length: int, *, engine: bool) -> PolicyLoss:
     if mode == "cispo":
         given |= {"epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
     given |= {"level": "sequence" if mode == "gspo" else "token", "sapo_temperatures": (has["up"], has["down"])}
-    given |= {"beta": given["beta"] * has["kl"], "kl_input_clamp": 20.0, "kl_clamp": 10.0}
     given["kl"] = words.choice(_GRADIENTS, f"{_ACTOR}kl_loss_type", default="low_var_kl")
+    given |= {"kl_input_clamp": 20.0, "kl_clamp": 10.0} if given["kl"] == "k3" else {}
+    given["beta"] *= has["kl"]
     given["correction"] = None if level is None else Correction(level, None, has["cap"])
     return PolicyLoss("step" if kind == "bnpo" and engine else kind, limit, **given)
 
