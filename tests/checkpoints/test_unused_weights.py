@@ -145,7 +145,7 @@ def test_two_sets_of_weights_in_a_folder(llama: Path, tmp_path: Path) -> None:
     index = shards / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"]
     edit(index, weight_map={**names, "lm_head.weight": "model-00009-of-00009.safetensors"})
-    for reader in ("capture", "noise", "path"):
+    for reader in ("capture", "noise", "replay"):
         with pytest.raises(TsaeError, match=r"holds .* twice: in model-00001.* and model-00009-of-00009.safetensors"):
             READERS[reader](series, tmp_path / "out")
     edit(index, weight_map=names)
