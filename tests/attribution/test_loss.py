@@ -48,7 +48,7 @@ def make(
     log = -0.1 - 3 * uniform[0]
     before = log + 0.6 * normal[0]
     ref, sampler = before + 0.5 * normal[1], before + 0.2 * normal[2]
-    ref[0, 0], ref[1, 0], sampler[0, 1] = log[0, 0] - 30, log[1, 0] + 5, torch.nan
+    ref[0, 0], ref[1, 0], sampler[0, 1] = log[0, 0] - 50, log[1, 0] + 5, torch.nan
     lengths = torch.randint(1, width + 1, (n, 1), generator=rng)
     lengths[-1] = 0
     advantage = torch.randn(n, generator=rng, dtype=torch.float64)
@@ -211,7 +211,7 @@ def verl_loss(settings: Mapping[str, Any], made: Generation) -> torch.Tensor:
 def nemo_rl_loss(settings: Mapping[str, Any], made: Generation) -> torch.Tensor:
     """ClippedPGLossFn in nemo_rl/algorithms/loss/loss_functions.py and calculate_kl in algorithms/utils.py, at
     7ea279ab; global tokens and sequences are those of the step."""
-    s = {"low": 0.2, "high": 0.2, "reference_policy_kl_type": "k3", "type": None, **settings}
+    s = {"low": 0.2, "high": 0.2, "reference_policy_kl_type": "k3", "type": None, "most": 10, **settings}
     b = made.of(np.concatenate(made.parts))
     mask, n, advantage = b.mask.double(), b.mask.sum(-1, keepdim=True) + 1e-8, b.advantage[:, None]
     sampler = torch.where(b.sampler.isnan(), b.old, b.sampler)
@@ -230,7 +230,7 @@ def nemo_rl_loss(settings: Mapping[str, Any], made: Generation) -> torch.Tensor:
     weight, d = (b.log - to).exp(), (b.ref - b.log).clamp(-20, 20)
     weight = torch.where(d == b.ref - b.log, weight, weight.detach())
     kl = weight * {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[s["reference_policy_kl_type"]]
-    loss = (policy + s.get("reference_policy_kl_penalty", 0.0) * kl.clamp(-10, 10)) * mask
+    loss = (policy + s.get("reference_policy_kl_penalty", 0.0) * kl.clamp(-s["most"], s["most"])) * mask
     return (loss / n).sum() / len(n) if s.get("sequence") else loss.sum() / mask.sum()
 
 
@@ -314,6 +314,7 @@ OTHERS: list[tuple[str, dict[str, Any], PolicyLoss]] = [
     ("nemo_rl", {"cispo": True}, PolicyLoss("step", surrogate="cispo", cispo_low=0.8, epsilon_high=1.2)),
     ("nemo_rl", {"disable_ppo_ratio": True}, PolicyLoss("step", epsilon=None)),
     *(("nemo_rl", {**KL, "reference_policy_kl_type": kl}, PolicyLoss("step", kl=kl, **NEMO)) for kl in ("k1", "k2")),
+    ("nemo_rl", {**KL, "most": torch.inf}, PolicyLoss("step", **{**NEMO, "kl_clamp": None})),
     ("nemo_rl", {**KL, "use_on_policy_kl_approximation": True},
      PolicyLoss("step", **{**NEMO, "kl_corrected_to": "sampler"})),
     ("nemo_rl", IS, PolicyLoss("step", correction=Correction("token_truncate", None, None))),

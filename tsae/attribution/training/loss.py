@@ -333,7 +333,9 @@ class PolicyLoss:
         else:
             kl = free**2 / 2 if self.kl == "k2" else torch.exp(-free) + free - 1
         if log_weight is not None:
-            kl = kl * torch.where(free == apart, log_weight, log_weight.detach()).exp()
+            if self.kl_corrected_to != "old":  # NeMo-RL stops both gradients where d is clamped.
+                log_weight = torch.where(free == apart, log_weight, log_weight.detach())
+            kl = kl * log_weight.exp()
         return kl if self.kl_clamp is None else kl.clamp(-self.kl_clamp, self.kl_clamp)
 
     def pull(self, log_ratio: Tensor, positive: Tensor, again: Again = "replayed") -> Tensor:
