@@ -99,7 +99,8 @@ def test_a_module_says_its_purpose() -> None:
 
 def test_values_do_not_change() -> None:
     """Configs and results are frozen; these few are filled while something is read."""
-    changing = {"BenchConfig", "Entry", "LensTemporalSAEConfig", "LoraUpdate", "Seen", "_Card", "_Chosen", "_Part"}
+    changing = {"BatchTokens", "BenchConfig", "Entry", "Inert", "LensTemporalSAEConfig", "LoraUpdate", "Seen"}
+    changing |= {"_Card", "_Chosen", "_Part"}
     found = set()
     for path in MODULES:
         for node in ast.walk(parsed(path)):

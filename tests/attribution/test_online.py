@@ -355,7 +355,7 @@ def test_what_is_predicted_is_what_is_recorded(llama: Path, log: Rollouts) -> No
         guard=lambda recorder, step: (
             torch.nn.utils.clip_grad_norm_(list(recorder.trained.parameters.values()), 0.05),
             seen.append(recorder.predicted() * recorder._gradient_norm() / recorder._norm),
-        ),  # type: ignore[arg-type,func-returns-value]
+        ),
     )
     assert recorder is not None
     recorded = recorder.frame[[f"share: {name}" for name in recorder.targets.names]].to_numpy()

@@ -343,7 +343,7 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
         ({"max_tool_calling_iterations": 3}, "responses called tools"),
         ({"load_in_4bit": True}, "the base was quantised"),
         ({"model_init_kwargs": {"quantization_config": {"bits": 4}}}, "the base was quantised"),
-        ({"output_router_logits": False, "router_aux_loss_coef": 0.001}, "balances the experts"),
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.001}, "balances the model's experts"),
         ({"strange_bonus": 0.3}, r"strange_bonus=0\.3 is not known, and may change the updates"),
         ({"learning_rate": "fast"}, "learning_rate='fast' is not a number"),
         ({"max_steps": -1}, "does not say the number of steps of the whole training"),  # TRL's way to say: by epochs

@@ -117,7 +117,6 @@ REFUSED = {
     "digits": b"I" + b"9" * 5000 + b"\n.",
     "build on a number": b"I1\n}b.",
     "call a text": b"S'a'\n)R.",
-    "no value": b"(0(.",
     "empty stack": b"0.",
     "no mark": b"N]e.",
     "missing memo": b"h\x05.",

@@ -16,6 +16,7 @@ from support.diffs import MARKUP, make
 from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
+from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.report.figures.attribution import attribution_figure
 from tsae.report.pages.attribution import attributed as section_of
 from tsae.report.printed.attribution import attribution_text
@@ -287,6 +288,10 @@ def test_features_to_attribute_are_those_that_the_diff_names() -> None:
     found = facts.moved_features(diff, 50)
     assert len(found) == len(set(found))
     assert set(found) == set(diff.shifts[(diff.shifts.q <= diff.q) & (diff.shifts.band == "all")].feature)
+    # Those that a control explains come last.
+    known = pd.concat([diff.shifts.assign(control=control, verdict=SURVIVES) for control in CONTROLS])
+    known.loc[(known.feature == 0) & (known.control == "length"), "verdict"] = FAILS
+    assert facts.moved_features(replace(diff, confounds=known), 50) == [*(f for f in found if f), 0]
 
 
 @pytest.fixture

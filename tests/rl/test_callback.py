@@ -19,6 +19,8 @@ from organism.pretraining import ModelConfig, llama_config
 import tsae
 from tsae.attribution.online.guard import Guard
 from tsae.attribution.targets import NextToken
+from tsae.attribution.training.order import plan_updates
+from tsae.attribution.training.read.find import read_settings
 from tsae.config import RunConfig
 from tsae.errors import TsaeError
 from tsae.rl import RunLog, TsaeCallback
@@ -157,6 +159,13 @@ def test_the_log_has_what_the_loss_was_computed_from(base: Path, tmp_path: Path,
     assert [u["grad_norm"] for u in steps] == pytest.approx([line["grad_norm"] for line in history])
     assert [u["learning_rate"] for u in steps] == pytest.approx([1e-2 * (1 - i / 5) for i in range(5)])
     frame = log.frame
+    plan = plan_updates(log, read_settings(tmp_path / "run"), checkpoints={}, vocabulary=None)
+    assert plan.how == "the log's own"
+    for update, told in zip(plan.updates, steps, strict=True):
+        assert update.step == told["step"]
+        for rows, (generation, part) in zip(update.parts, told["used"], strict=True):
+            mine = (frame.generation == generation) & frame.micro_batch.map(lambda parts, part=part: part in parts)
+            assert sorted(rows) == np.flatnonzero(mine).tolist()
     assert frame.groupby("generation").step.unique().map(list).to_dict() == {1: [1], 2: [5]}
     assert frame.policy.unique().tolist() == ["run-00000", "run-00004"]
     assert frame.micro_batch.map(tuple).value_counts().to_dict() == {(part, part): 2 * GROUP for part in range(4)}
@@ -212,6 +221,11 @@ def test_a_resumed_training_counts_nothing_twice(base: Path, tmp_path: Path) -> 
     assert [u["used"] for u in steps[2:4]] == [[[2, 0], [2, 1]], [[2, 2], [2, 3]]]
     log = read(folder, base)
     check_against(seen, log, steps[2:])
+    # The settings say what TRL's own file says, and the base and the number of steps.
+    mine, own = read_settings(tmp_path / "run"), read_settings(tmp_path / "run" / "checkpoint-2" / "training_args.bin")
+    assert mine.source == str(folder / "settings.json")
+    assert (mine.loss, mine.optimiser, mine.batching) == (own.loss, own.optimiser, own.batching)
+    assert (mine.base, mine.version, mine.seed, mine.weights) == (str(base), "1.16.0", 42, "float32")
     # Of the first generation, one iteration of two was used.
     by_generation = log.frame.groupby("generation").micro_batch.apply(lambda parts: {len(p) for p in parts})
     assert by_generation.to_dict() == {1: {1}, 2: {2}}
@@ -262,13 +276,12 @@ def the_targets() -> NextToken:
 def test_shares_are_recorded_and_a_guard_is_called_before_clipping(base: Path, tmp_path: Path) -> None:
     trainer = make_trainer(base, tmp_path / "free")
     free = TsaeCallback(trainer, targets=the_targets(), refresh=1)
-    with pytest.raises(TsaeError, match="no recorder before the training begins"):
-        _ = free.recorder
     train(trainer)
     plain = make_trainer(base, tmp_path / "plain")
     train(plain)
     for one, other in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(one, other)
+    assert free.recorder is not None
     frame = free.recorder.frame
     assert frame["step"].value_counts().to_dict() == dict.fromkeys(range(1, STEPS + 1), PROMPTS * GROUP)
     # The rows of the log: shuffled ones have kept their rewards.
@@ -291,6 +304,7 @@ def test_shares_are_recorded_and_a_guard_is_called_before_clipping(base: Path, t
     )
     train(trainer)
     assert held.guard is not None
+    assert held.recorder is not None
     frame = held.recorder.frame
     # All that push it up are left out, at every step, and nothing else; the log says so.
     assert (frame.weight == 0).sum() == len(held.guard.listed) > 0

@@ -14,10 +14,9 @@ Memory holds the model, some vectors of its weights for each target, and one bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -45,7 +44,7 @@ from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
 from tsae.base.files import as_path
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings, weights_fingerprint
+from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
@@ -117,9 +116,9 @@ def attribute(
             trained, (prepared.run.begin.weights, path.end), log, rows, problems=problems, sae=sae,
             first_token=first_token, special=special, temperature=given.loss.temperature, config=config, notes=notes,
         )  # fmt: skip
-        reading = _Reading(prepared.run, wanted, config, token_strings(series.base))
+        reading = _Reading(prepared.run, wanted, config, token_strings(series.base.load_tokenizer()))
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
-        kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
+        _kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
     finally:
         states.remove()
     found = Attribution(
@@ -177,7 +176,11 @@ def _prepared(
     notes += start.notes
     vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]
     plan = plan_updates(
-        rollouts, settings, checkpoints=folders, vocabulary=vocabulary, steps=(after + 1, last) if config.steps else None
+        rollouts,
+        settings,
+        checkpoints=folders,
+        vocabulary=vocabulary,
+        steps=(after + 1, last) if config.steps else None,
     )
     if plan.updates[0].step != after + 1:
         raise TsaeError(
@@ -217,7 +220,9 @@ def _check_token(token: int | None, trained: TrainedWeights) -> None:
         raise TsaeError(f"{token!r} is no token id of this model; there are 0 to {size - 1}", where="first_token")
 
 
-def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights) -> list[int]:
+def _special(
+    series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights
+) -> list[int]:
     """Token ids that count in no feature; checks that log and SAE belong to the model."""
     vocabulary, width = trained.model.get_input_embeddings().weight.shape
     check_context(rollouts, getattr(trained.model.config, "max_position_embeddings", None), vocabulary)
@@ -240,7 +245,7 @@ class _Reading:
     run: Run
     targets: Targets
     config: AttributionConfig
-    strings: Mapping[int, str] | list[str]
+    strings: list[str]
     best: dict[int, tuple[float, int, np.ndarray]] = field(default_factory=dict)
     """(share, step, (T,) shares of its tokens) by row."""
     drawn: list[pd.DataFrame] = field(default_factory=list)
@@ -307,8 +312,7 @@ class _Reading:
         tables = []
         for row, (_, step, of_tokens) in self.best.items():
             ids = self.run.rollouts.tokens(row)[1]
-            known = self.strings
-            texts = [known[i] if 0 <= i < len(known) else "" for i in ids.tolist()]
+            texts = [text_of(self.strings, i) for i in ids.tolist()]
             tables.append(
                 pd.DataFrame(
                     {

@@ -90,7 +90,7 @@ def _fixed(rollouts: Rollouts, rows: np.ndarray, config: AttributionConfig) -> R
     names = list(dict.fromkeys(bands.tolist()))
     quota, chosen = -(-config.n_fixed // len(names)), []
     for band in names:
-        mine = [name for name in dict.fromkeys(problem[bands == band].tolist())]
+        mine = list(dict.fromkeys(problem[bands == band].tolist()))
         groups = [np.flatnonzero((problem == name) & (bands == band)) for name in mine]
         groups.sort(key=lambda some: not (right[some].any() and wrong[some].any()))
         n = 0

@@ -25,6 +25,7 @@ _MOST_VALUES = 20_000
 _DEEPEST = 20
 _FIX = "Give the file as the trainer wrote it, or the settings as JSON or YAML."
 _MARK = object()
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 @dataclass(eq=False)
@@ -104,24 +105,20 @@ def _member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _run(pickled: bytes) -> Any:
+    """What the pickle stands for. An instruction that does not fit what is on the stack raises some usual error."""
     if len(pickled) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
+    pop, push = stack.pop, stack.append
+
+    def since_mark() -> list[Any]:
+        place = len(stack) - 1 - stack[::-1].index(_MARK)
+        found = stack[place + 1 :]
+        del stack[place:]
+        return found
+
     arg: Any
-
-    def pop() -> Any:
-        if stack[-1] is _MARK:
-            raise ValueError("an instruction has no value to work on")
-        return stack.pop()
-
-    def pop_to_mark() -> list[Any]:
-        found: list[Any] = []
-        while stack[-1] is not _MARK:
-            found.append(stack.pop())
-        stack.pop()
-        return found[::-1]
-
     for step, (opcode, arg, _) in enumerate(pickletools.genops(pickled)):
         if step > _MOST_STEPS:
             raise ValueError(f"it has more than {_MOST_STEPS:,} instructions")
@@ -131,115 +128,78 @@ def _run(pickled: bytes) -> Any:
             case "STOP":
                 return pop()
             case "MARK":
-                stack.append(_MARK)
+                push(_MARK)
             case "POP":
-                stack.pop()
+                pop()
             case "POP_MARK":
-                pop_to_mark()
+                since_mark()
             case "DUP":
-                stack.append(_top(stack))
+                push(stack[-1])
             case "PUT" | "BINPUT" | "LONG_BINPUT":
-                memo[arg] = _top(stack)
+                memo[arg] = stack[-1]
             case "MEMOIZE":
-                memo[len(memo)] = _top(stack)
+                memo[len(memo)] = stack[-1]
             case "GET" | "BINGET" | "LONG_BINGET":
-                stack.append(memo[arg])
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
-            case "EMPTY_TUPLE":
-                stack.append(())
+                push(memo[arg])
+            case name if name in _CONSTANTS:
+                push(_CONSTANTS[name])
             case "EMPTY_LIST" | "EMPTY_SET":
-                stack.append([])
+                push([])
             case "EMPTY_DICT":
-                stack.append({})
+                push({})
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple([pop() for _ in range(int(opcode.name[-1]))][::-1]))
+                push(tuple([pop() for _ in range(int(opcode.name[-1]))][::-1]))
             case "TUPLE":
-                stack.append(tuple(pop_to_mark()))
+                push(tuple(since_mark()))
             case "LIST" | "FROZENSET":
-                stack.append(pop_to_mark())
+                push(since_mark())
             case "DICT":
-                items = pop_to_mark()
-                stack.append({})
-                _put(stack[-1], items)
-            case "APPEND":
-                _extend(stack, [pop()])
-            case "APPENDS" | "ADDITEMS":
-                items = pop_to_mark()
-                _extend(stack, items)
+                push(_put({}, since_mark()))
+            case "APPEND" | "APPENDS" | "ADDITEMS":
+                items = [pop()] if opcode.name == "APPEND" else since_mark()
+                if not isinstance(stack[-1], Inert):  # what a subclass of list holds is not needed
+                    stack[-1].extend(items)
             case "SETITEM":
-                value, key = pop(), pop()
-                _put(_top(stack), [key, value])
+                _put(stack[-3], [stack[-2], stack[-1]])
+                del stack[-2:]
             case "SETITEMS":
-                items = pop_to_mark()
-                _put(_top(stack), items)
+                items = since_mark()
+                _put(stack[-1], items)
             case "GLOBAL":
-                stack.append(Inert(arg.replace(" ", ".")))
+                push(Inert(arg.replace(" ", ".")))
             case "STACK_GLOBAL":
-                name, module = pop(), pop()
-                stack.append(Inert(f"{_text(module)}.{_text(name)}"))
+                names = pop(), pop()
+                push(Inert(".".join(reversed(names))))
             case "EXT1" | "EXT2" | "EXT4":
-                stack.append(Inert(f"copyreg.{arg}"))
-            case "PERSID":
-                stack.append(Inert("persistent", [arg]))
-            case "BINPERSID":
-                stack.append(Inert("persistent", [pop()]))
+                push(Inert(f"copyreg.{arg}"))
+            case "PERSID" | "BINPERSID":
+                push(Inert("persistent", [pop() if arg is None else arg]))
             case "INST":
-                stack.append(Inert(arg.replace(" ", "."), pop_to_mark()))
+                push(Inert(arg.replace(" ", "."), since_mark()))
             case "OBJ":
-                whose, *args = pop_to_mark()
-                stack.append(Inert(_name(whose), args))
-            case "REDUCE" | "NEWOBJ":
+                whose, *args = since_mark()
+                push(Inert(whose.of, args))
+            case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
+                state = pop() if opcode.name == "NEWOBJ_EX" else None
                 args, whose = pop(), pop()
-                stack.append(Inert(_name(whose), list(args)))
-            case "NEWOBJ_EX":
-                named, args, whose = pop(), pop(), pop()
-                stack.append(Inert(_name(whose), list(args), named))
+                push(Inert(whose.of, list(args), state))
             case "BUILD":
                 state = pop()
-                _inert(_top(stack)).state = state
+                stack[-1].state = state
             case _ if not opcode.stack_before and opcode.arg is not None:  # numbers, texts and bytes
-                stack.append(arg)
+                push(arg)
             case _:
                 raise ValueError(f"its instruction {opcode.name} is not known")
     raise ValueError("it has no end")
 
 
-def _top(stack: list[Any]) -> Any:
-    if stack[-1] is _MARK:
-        raise ValueError("an instruction has no value to work on")
-    return stack[-1]
-
-
-def _extend(stack: list[Any], items: list[Any]) -> None:
-    if isinstance(_top(stack), list):
-        stack[-1].extend(items)
-    else:
-        _inert(stack[-1])  # a subclass of list: its items are not needed
-
-
-def _put(held: Any, items: list[Any]) -> None:
+def _put(held: Any, items: list[Any]) -> Any:
     """Set items of a dict. Keys are texts and numbers alone: the hash of a nested tuple may take for ever."""
     keys = items[::2]
     if not all(isinstance(key, (str, bytes, int, float, type(None))) for key in keys):
         raise ValueError("a key is neither a text nor a number")
-    (held if isinstance(held, dict) else _inert(held).items).update(zip(keys, items[1::2], strict=True))
-
-
-def _inert(value: Any) -> Inert:
-    if not isinstance(value, Inert):
-        raise ValueError(f"an instruction takes a {type(value).__name__} for an object")
-    return value
-
-
-def _name(value: Any) -> str:
-    return _inert(value).of
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a name is not a text")
-    return value
+    (held.items if isinstance(held, Inert) else held).update(zip(keys, items[1::2], strict=True))
+    return held
 
 
 def _plain(value: Any, left: list[int], depth: int = 0) -> Any:
@@ -263,9 +223,9 @@ def _plain(value: Any, left: list[int], depth: int = 0) -> Any:
     if isinstance(value.state, dict) or value.items:
         return _plain(value.items or value.state, left, depth + 1)
     if module.startswith("pathlib"):
-        return str(Path(*(_text(part) for part in value.args)))
+        return str(Path(*value.args))
     if value.of == "builtins.getattr" and len(value.args) == 2:  # an enum, by Python 3.11.0 to 3.11.3
-        return _text(value.args[1]).lower()
+        return value.args[1].lower()
     if len(value.args) == 1 and isinstance(value.args[0], (str, int)):  # an enum
         return value.args[0]
     return name if module == "torch" and not value.args else f"<{value.of}>"

@@ -93,7 +93,8 @@ class TsaeCallback(TrainerCallback):
         self._make_guard = guard
         self.guard: Guard | None = None
         """From the beginning of the training on."""
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
+        """Of the targets, from the beginning of the training on."""
         self._step: ExitStack | None = None
         self._rows: list[dict[str, Any]] = []
         """Of the present generation, in the order of the data set."""
@@ -116,21 +117,6 @@ class TsaeCallback(TrainerCallback):
         # It is there: who adds it as other callbacks are added does no harm.
         trainer.add_callback = lambda other: None if other is self else add(other)
 
-    @property
-    def recorder(self) -> Recorder:
-        """Of the targets, in the training.
-
-        Raises:
-            TsaeError: before it begins, and without targets.
-        """
-        if self._recorder is None:
-            raise TsaeError(
-                "there is no recorder before the training begins, nor without targets",
-                where="TsaeCallback",
-                fix="Call trainer.train() first." if self.targets is not None else "Give targets.",
-            )
-        return self._recorder
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step and self.targets is not None:
             raise TsaeError(
@@ -144,7 +130,7 @@ class TsaeCallback(TrainerCallback):
             self.log = RunLog(self.folder, settings, rank=accelerator.process_index, step=state.global_step)
         if self.targets is not None:
             model = accelerator.unwrap_model(self.trainer.model)
-            self._recorder = Recorder(
+            self.recorder = Recorder(
                 TrainedWeights(model, [name for name, p in model.named_parameters() if p.requires_grad]),
                 self.trainer.optimizer,
                 self.targets,
@@ -152,7 +138,7 @@ class TsaeCallback(TrainerCallback):
                 n_steps=state.max_steps,
                 dtype=self.dtype,
             )
-            self.guard = self._make_guard(self._recorder) if self._make_guard else None
+            self.guard = self._make_guard(self.recorder) if self._make_guard else None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._facts["learning_rate"] = float(self.trainer.optimizer.param_groups[0]["lr"])
@@ -164,8 +150,8 @@ class TsaeCallback(TrainerCallback):
         self._used, self._facts = [], {}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     # --- the trainer's methods
 
@@ -186,18 +172,17 @@ class TsaeCallback(TrainerCallback):
             before = self._rows
             found = call(batch)
             if self.trainer.model.training:
-                buffered = self.trainer._buffered_inputs
                 if self._rows is not before:
-                    for number, part in enumerate(buffered):
+                    for number, part in enumerate(self.trainer._buffered_inputs):
                         for row in part[_ROW].tolist():
                             self._rows[row]["micro_batch"] = [number] * self.trainer.num_iterations
                     self.log.add(self.trainer.state.global_step + 1, self._rows)
-                number = next(number for number, part in enumerate(buffered) if part is found)
-                self._used.append((self.log.generation, number))
-            if self._step is not None:
-                rows = found[_ROW].tolist()
-                self._step.enter_context(fused_head(self.recorder.batch, found["completion_mask"].sum(1).tolist()))
-                self._step.enter_context(self.recorder.samples([self._sample(row) for row in rows]))
+                numbers = found[_ROW].tolist()
+                self._used.append((self.log.generation, self._rows[numbers[0]]["micro_batch"][0]))
+                if self.recorder is not None and self._step is not None:
+                    lengths = found["completion_mask"].sum(1).tolist()
+                    self._step.enter_context(fused_head(self.recorder.batch, lengths))
+                    self._step.enter_context(self.recorder.samples([self._sample(number) for number in numbers]))
             return found
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +191,7 @@ class TsaeCallback(TrainerCallback):
             self._step = None
             if self.guard is not None and self.trainer.accelerator.sync_gradients:
                 listed = self.guard()
-                if len(listed):
+                if len(listed) and self.guard.weight < 1:
                     places = listed[["generation", "row"]].to_numpy().tolist()
                     self._facts["weights"] = [[*place, self.guard.weight] for place in places]
             return loss
@@ -243,15 +228,16 @@ class TsaeCallback(TrainerCallback):
         if "tool_mask" in batch:
             wide["response_mask"] = batch["tool_mask"]
         given = {name: value.float().cpu().numpy() for name, value in wide.items() if value is not None}
+        asked_ids, read = batch["prompt_ids"].cpu(), batch["prompt_mask"].bool().cpu()
         rows = []
-        for i, ids in enumerate(responses):
+        for i, (ids, advantage) in enumerate(zip(responses, advantages.tolist(), strict=True)):
             row = {
                 "prompt" if isinstance(prompts[i], str) else "messages": prompts[i],
-                "prompt_ids": batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist(),
+                "prompt_ids": asked_ids[i][read[i]].tolist(),
                 "response_ids": list(ids),
                 "rewards": dict(zip(names, rewards[i].tolist(), strict=True)),
                 "reward": totals[i],
-                "advantage": float(advantages[i]),
+                "advantage": advantage,
                 "truncated": not len(ids) or ids[-1] not in ends,
                 "micro_batch": [],
                 "data": {name: value for name, value in asked[i].items() if name not in ("prompt", "image", "images")},

@@ -378,6 +378,18 @@ def test_nemo_rl(chat: Checkpoint) -> None:
     assert found.n_problems == 1
 
 
+def test_log_probabilities_of_nemo_rl(chat: Checkpoint, tmp_path: Path) -> None:
+    """The sampler's, and the trainer's at the start of the step, of the tokens of the response."""
+    rows = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
+    for row in rows:
+        row["generation_logprobs"], row["prev_logprobs"] = [[-i / 8 for i in range(16)]], [[-i / 4 for i in range(16)]]
+    write(tmp_path / "train_data_step1.jsonl", *rows)
+    table = read(tmp_path, chat).table
+    assert table["sampler_logprobs"].to_pylist() == [[-i / 8 for i in range(5, 5 + n)] for n in (3, 9)]
+    assert table["old_logprobs"].to_pylist() == [[-i / 4 for i in range(5, 5 + n)] for n in (3, 9)]
+    assert "sampler_logprobs" not in read(LOGS / "nemo-rl", chat).table.column_names  # All 0: a placeholder.
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

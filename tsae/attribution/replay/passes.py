@@ -7,6 +7,7 @@ padding) rounds as the trainer did: it is taken under bfloat16 autocast, and for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -58,7 +59,9 @@ class Run:
     def exact(self) -> bool:
         """Whether rows are laid out as the trainer did."""
         config: Any = self.trained.model.config.get_text_config()
-        rotary = any(getattr(config, name, None) is not None for name in ("rope_theta", "rope_parameters", "rotary_pct"))
+        rotary = any(
+            getattr(config, name, None) is not None for name in ("rope_theta", "rope_parameters", "rotary_pct")
+        )
         return self.settings.autocast != "float32" or not rotary
 
 
@@ -126,7 +129,9 @@ def chunks(run: Run, rows: np.ndarray, generation: np.ndarray) -> Iterator[Chunk
 
 def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
     """(B, L − 1, vocabulary) log-probabilities of the tokens after the first, in nats."""
-    amp = torch.autocast(chunk.ids.device.type, torch.bfloat16) if run.settings.autocast == "bfloat16" else nullcontext()
+    amp = (
+        torch.autocast(chunk.ids.device.type, torch.bfloat16) if run.settings.autocast == "bfloat16" else nullcontext()
+    )
     inputs: dict[str, Any] = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
     if chunk.positions is not None:
         inputs["position_ids"] = chunk.positions
@@ -155,11 +160,11 @@ def log_probabilities_of(run: Run, rows: np.ndarray, generation: np.ndarray) -> 
 
 def logged(rollouts: Rollouts, name: str, rows: np.ndarray) -> Logs | None:
     """Log-probabilities that the log itself has; None where it has not, or not of all rows."""
-    if name not in rollouts.frame.columns:
+    if name not in rollouts.table.column_names:
         return None
     found: Logs = {}
-    for row, values in zip(rows.tolist(), rollouts.frame[name].iloc[rows], strict=True):
-        if values is None or np.ndim(values) == 0:
+    for row, values in zip(rows.tolist(), rollouts.table[name].take(rows).to_pylist(), strict=True):
+        if values is None:
             return None
         sampled = rollouts.sampled(row)
         given = np.asarray(values, dtype=np.float32)
@@ -192,7 +197,7 @@ def rows_of(run: Run, update: Update) -> Rows:
     rows = np.concatenate(update.parts)
     n_tokens = _counted(run, rows)
     edges = np.cumsum([0, *map(len, update.parts)])
-    places = [np.arange(low, high) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    places = [np.arange(low, high) for low, high in itertools.pairwise(edges)]
     weight = loss.weights(
         n_tokens,
         places,
@@ -242,7 +247,9 @@ def _high_entropy(run: Run, part: np.ndarray, generation: np.ndarray) -> dict[in
 def used(run: Run, step: Rows, kept: np.ndarray | None = None) -> np.ndarray:
     """The rows of a step that have a gradient: those with an advantage, or all where there is a KL term."""
     rows = step.rows if kept is None else step.rows[kept[step.rows]]
-    acts = [step.weight[row] != 0 and (step.advantage[row] != 0 or run.settings.loss.beta != 0) for row in rows.tolist()]
+    acts = [
+        step.weight[row] != 0 and (step.advantage[row] != 0 or run.settings.loss.beta != 0) for row in rows.tolist()
+    ]
     found: np.ndarray = rows[np.array(acts, dtype=bool)]
     return found
 
@@ -319,6 +326,12 @@ def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.
     """
     generation = run.plan.generations[update.generation]
     rows, known, loss = generation if rows is None else rows, Known(), run.settings.loss
+    if loss.needs_sampler and logged(run.rollouts, SAMPLER, rows) is None:
+        raise TsaeError(
+            "the loss weighs tokens by the log-probabilities that the sampler gave them, which the log does not hold",
+            where=run.rollouts.origin,
+            fix=run.settings.facts.get("sampler_fix") or "Log them: tsae.rl.TsaeCallback(trainer), one line.",
+        )
     if needs_old(run):
         column = SAMPLER if loss.ratio_to == "sampler" else OLD
         known.old = logged(run.rollouts, column, rows) or log_probabilities_of(run, rows, generation)

@@ -9,16 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
 import numpy as np
 import pandas as pd
 import torch
 
-from tsae.attribution.replay.passes import Known, Logs, Rows, Run, Taken, gradient_of, known_at, needs_old, rows_of, used
+from tsae.attribution.replay.passes import (
+    Known,
+    Logs,
+    Rows,
+    Run,
+    Taken,
+    gradient_of,
+    known_at,
+    needs_old,
+    rows_of,
+    used,
+)
 from tsae.attribution.replay.states import State, States, Stepped
 from tsae.attribution.replay.stepping import Stepper
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
-
 
 _EXACT = 0.01
 """Distance from a checkpoint below which nothing is gained by a restart."""
@@ -107,7 +118,9 @@ def replay(
     """
     settings = run.settings
     stepper = Stepper(run.trained, settings.optimiser, rounded=settings.weights == "bfloat16")
-    walk = _Walk(run, stepper, (run.begin.weights if reference is None else reference) if settings.loss.needs_ref else None)
+    walk = _Walk(
+        run, stepper, (run.begin.weights if reference is None else reference) if settings.loss.needs_ref else None
+    )
     state, begin = run.begin.copy(), run.begin.weights
     found = Replayed(run, states, stepper, state.weights, pd.DataFrame(), {}, {}, {}, walk.reference)
     lines = []

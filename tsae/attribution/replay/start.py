@@ -7,6 +7,7 @@ one that the run's first checkpoint comes from, A of that checkpoint is taken.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def checkpoints_of(series: CheckpointSeries, run: str | None) -> list[Checkpoint
         fix = "Name one of them." if runs else "Give the folder with the run's last checkpoint (checkpoint-N)."
         raise TsaeError(what, where=series.name, fix=fix)
     mine = sorted((c for c in series if c.run == run and not c.is_base), key=lambda c: c.step)
-    twice = next((c for before, c in zip(mine, mine[1:], strict=False) if before.step == c.step), None)
+    twice = next((c for before, c in itertools.pairwise(mine) if before.step == c.step), None)
     if twice is not None:
         what = f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}"
         raise TsaeError(what, where=series.name, fix="Leave one of them out.")

@@ -32,7 +32,6 @@ POINTS = 10
 """Weights along the path at which targets are differentiated, about. More gain little: r .999 against every step."""
 
 
-
 class Seen(Protocol):
     """Looks on; the model has the weights before the step."""
 
@@ -41,7 +40,6 @@ class Seen(Protocol):
 
     def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
         """A step: (n_targets, P) directions −c_t a_t, its rows with their log-probabilities, and (n, n_targets) shares."""
-
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import torch
 from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, summands
 
 
-def token_shares(run: Run, step: Rows, known: Known, rows: np.ndarray, direction: torch.Tensor) -> dict[int, np.ndarray]:
+def token_shares(
+    run: Run, step: Rows, known: Known, rows: np.ndarray, direction: torch.Tensor
+) -> dict[int, np.ndarray]:
     """(T,) share of every token of some responses; 0 for tokens that the policy did not sample.
 
     Args:

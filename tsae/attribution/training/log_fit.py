@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from tsae.attribution.training.order import counted
+from tsae.attribution.training.order import counted, last_step
 from tsae.attribution.training.settings import RunSettings
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_names
+from tsae.rollouts.advantages import group_advantages, group_names
 from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
 from tsae.rollouts.table import Rollouts
 
 _DIVIDED, _CENTRED, _BY_STEP = FORMULAS[:2], FORMULAS[2:3], FORMULAS[5:]
 _SCALES = {"group": _DIVIDED, "true": _DIVIDED, "none": _CENTRED, "false": _CENTRED, "batch": _BY_STEP}
 """Formulas of the advantages by TRL's scale_rewards."""
+_NAMES = {"grpo": FORMULAS[0], "dr_grpo": FORMULAS[2], "rloo": FORMULAS[3]}
 _LONGER, _SHARE_LONGER = 1.05, 0.02
 """Tokens, or their share, by which lengths may differ: a text log lacks end tokens, and is tokenised anew."""
 History = Mapping[int, Mapping[str, Any]]
@@ -46,7 +47,7 @@ def check_settings(
     """
     rows, frame = np.concatenate(list(rows_by_step.values())), rollouts.frame
     longest, last = int(frame.response_length.to_numpy()[rows].max()), max(rows_by_step)
-    limit, steps = counted(settings, "max_completion_length"), counted(settings, "max_steps")
+    limit, steps = counted(settings, "max_completion_length"), last_step(settings)
     if limit and longest > limit:
         raise _contradiction(settings, f"max_completion_length={limit}", f"the log has a response of {longest} tokens")
     if steps and last > steps:
@@ -131,6 +132,14 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
     scale = settings.facts.get("scale_rewards")
     formulas = None if scale is None else _SCALES.get(str(scale).lower())
     if not np.isfinite(logged[rows]).any():
+        kind: Any = settings.facts.get("advantages") or ("dr_grpo" if formulas == _CENTRED else "grpo")
+        if kind not in _NAMES or settings.facts.get("kl_in_reward"):
+            how = "with a KL penalty in the rewards" if kind in _NAMES else f"as {kind}"
+            raise TsaeError(
+                f"has no advantages, and the trainer computed them in a way that is not followed here ({how})",
+                where=rollouts.origin,
+                fix="Import a log that has them.",
+            )
         if not np.isfinite(reward[rows]).all():
             raise TsaeError(
                 f"has no advantages, and no rewards for {int((~np.isfinite(reward[rows])).sum()):,} of {len(rows):,} "
@@ -138,10 +147,10 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
                 where=rollouts.origin,
                 fix="Import the log with its rewards (--rewards).",
             )
-        centred = formulas == _CENTRED
-        what = _CENTRED[0] if centred else _DIVIDED[0]
-        notes.append(f"The log has no advantages; they are computed from its rewards: {what} of the prompt group.")
-        return rollouts.with_advantages("dr_grpo" if centred else "grpo")
+        notes.append(f"The log has no advantages; they are computed from its rewards: {_NAMES[kind]} of the group.")
+        epsilon = float(settings.facts.get("advantage_epsilon") or 1e-4)
+        computed = group_advantages(reward[rows], group_names(frame)[rows], kind, epsilon=epsilon)
+        return rollouts.with_column("advantage", np.bincount(rows, computed, len(rollouts)))
     step = np.unique(frame["step"].to_numpy()[rows], return_inverse=True)[1]
     group = np.unique(group_names(frame)[rows], return_inverse=True)[1]
     again = recompute(reward[rows], logged[rows], group, step)
@@ -151,6 +160,10 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
         other = max(again.formulas, key=lambda name: again.formulas[name], default=None)
         if other is not None and agree < 0.5 * varied and again.formulas[other] > 0.9 * varied:
             what = f"the advantages of {again.formulas[other]} prompt groups are {other}"
+            if other in _BY_STEP and formulas == _CENTRED:
+                if any(weight != 1 for weight in settings.facts.get("reward_weights") or ()):
+                    return rollouts
+                what += ", or the rewards were rescaled after the training"
             raise _contradiction(settings, f"scale_rewards={scale}", what)
     if varied:
         notes.append(

@@ -100,15 +100,16 @@ def plan_updates(
         )
     logged = _by_column(rollouts, settings)
     generations = _by_step(rollouts, settings) if logged is None else logged
-    updates, how, notes = _updates(generations, batching.accumulation), "the log's own", list[str]()
+    a_step = batching.accumulation * _processes(settings)
+    updates, how, notes = _updates(generations, a_step), "the log's own", list[str]()
     last = updates[-1].step if updates else 1
-    begin, end = steps or (1, min(last, counted(settings, "max_steps") or last))
+    begin, end = steps or (1, min(last, last_step(settings) or last))
     _check_all_there({update.step for update in updates}, begin, end, rollouts, settings)
     if logged is None and not _order_matters(settings):
         how = "one step a generation" if batching.updates == 1 else "each step uses a whole generation"
     elif logged is None:
         generations, how, notes = _ordered(generations, (begin, end), rollouts, settings, checkpoints, vocabulary)
-        updates = _updates(generations, batching.accumulation)
+        updates = _updates(generations, a_step)
     updates = [update for update in updates if begin <= update.step <= end]
     used = sorted({update.generation for update in updates})
     return Plan(
@@ -188,8 +189,21 @@ def _by_step(rollouts: Rollouts, settings: RunSettings) -> list[_Generation]:
                 where=rollouts.origin,
                 fix=f"Give the settings of this run; save checkpoints at multiples of {each} steps.",
             )
-        found[first] = _Generation(first, rows, [np.array_split(rows, batching.parts)] * batching.iterations)
+        found[first] = _Generation(first, rows, [_split(rows, settings)] * batching.iterations)
     return list(found.values())
+
+
+def _processes(settings: RunSettings) -> int:
+    """Processes whose rows a log has one after the other."""
+    return 1 if settings.trainer in _COUNT_STEPS else settings.batching.processes or 1
+
+
+def _split(rows: np.ndarray, settings: RunSettings) -> list[np.ndarray]:
+    """Micro-batches of all processes in the order of the steps; of each process the rows follow each other."""
+    n, accumulation, n_parts = _processes(settings), settings.batching.accumulation, settings.batching.parts
+    pieces = np.array_split(rows, n * n_parts)
+    starts = range(0, n_parts, accumulation)
+    return [pieces[p * n_parts + i] for low in starts for p in range(n) for i in range(low, low + accumulation)]
 
 
 def _updates(generations: list[_Generation], accumulation: int) -> list[Update]:
@@ -207,12 +221,8 @@ def _updates(generations: list[_Generation], accumulation: int) -> list[Update]:
 def _check_all_there(have: set[int], begin: int, end: int, rollouts: Rollouts, settings: RunSettings) -> None:
     missing = [step for step in range(begin, end + 1) if step not in have]
     if missing:
-        every = counted(settings, "logging_steps") or 1
-        why = (
-            f", and logged every {every}th alone"
-            if every > 1
-            else f"; it starts at step {min(have)}" * (begin < min(have, default=0))
-        )
+        every, start = counted(settings, "logging_steps") or 1, min(have, default=0)
+        why = f"; it starts at step {start}" * (begin < start) if every == 1 else f"; one step in {every} was logged"
         raise TsaeError(
             f"lacks {len(missing)} of the steps {begin} to {end}, the first of them step {missing[0]}{why}",
             where=rollouts.origin,
@@ -241,7 +251,7 @@ def _ordered(
     """Generations with their rows in the order of the training, where that is from, notes."""
     batching, facts = settings.batching, settings.facts
     sizes = sorted({len(generation.rows) for generation in generations})
-    if len(sizes) > 1 or sizes[0] % batching.parts:
+    if len(sizes) > 1 or sizes[0] % (batching.parts * _processes(settings)):
         raise _unknown(f"and some rows are not in the log: its generations have {sizes[0]} to {sizes[-1]}", settings)
     if settings.trainer != "trl":
         if facts.get("order") == "log":
@@ -260,7 +270,8 @@ def _unknown(why: str, settings: RunSettings) -> TsaeError:
     return TsaeError(
         f"say that {what}, {why}",
         where=settings.source,
-        fix="Log the order: tsae.rl.TsaeCallback(trainer), one line. On one process, checkpoints with rng_state.pth "
+        fix=settings.facts.get("order_fix")
+        or "Log the order: tsae.rl.TsaeCallback(trainer), one line. On one process, checkpoints with rng_state.pth "
         f"(save_only_model=False) at multiples of {n:g} steps do as well.",
     )
 
@@ -278,7 +289,7 @@ class _Draws:
     ) -> None:
         self.settings, self.each, self.n_rows = settings, int(settings.batching.updates), len(generations[0].rows)
         self.states = {
-            step // self.each: cpu_rng_state(folder / _RNG)
+            step // self.each: _state(folder / _RNG)
             for step, folder in checkpoints.items()
             if step % self.each == 0 and (folder / _RNG).is_file()
         }
@@ -313,9 +324,16 @@ class _Draws:
             if number in self.epochs:
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
             for _ in range(self.tokens[number] if words else 0):
-                torch.empty(self.n_rows, words).exponential_(generator=generator)
+                torch.empty(self.n_rows, words or 0).exponential_(generator=generator)
             found[number] = torch.randperm(self.n_rows, generator=generator).numpy()
         return found, generator.get_state().numpy()
+
+
+def _state(file: Path) -> np.ndarray:
+    found = cpu_rng_state(file)
+    with reading(file, "Remove the file, or give the one that the trainer wrote."):
+        torch.Generator().set_state(torch.from_numpy(found))
+    return found
 
 
 def _shuffled(
@@ -362,3 +380,9 @@ def counted(settings: RunSettings, name: str) -> int | None:
     """A fact of the settings that counts something; None where it is not said, or -1."""
     value = settings.facts.get(name)
     return int(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def last_step(settings: RunSettings) -> int | None:
+    """The last step of the optimiser by the settings (max_steps), if they say it."""
+    last = counted(settings, "max_steps")
+    return last and last * (1 if settings.trainer in _COUNT_STEPS else int(settings.batching.updates))

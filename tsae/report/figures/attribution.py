@@ -13,7 +13,7 @@ from tsae.report.figures.style import DIVERGING
 from tsae.report.story.attribution import amount, moved, shown_name, signal, told_targets
 from tsae.report.text import figure_text
 
-_MAX_TARGETS, _ROW = 6, 24
+_MAX_TARGETS, _ROW, _SMALL = 6, 24, 1e-3
 _COLUMNS = ("share", "without", "alone")
 
 
@@ -35,7 +35,7 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
         heads=heads,
         beside=True,
         align="left",
-        least=190,
+        least=250,
         shared_yaxes=True,
     )
     for place, (name, table) in enumerate(zip(names, every, strict=True)):
@@ -68,8 +68,9 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
 
 
 def _tile(value: float, limit: float) -> str:
-    """With the decimals that the largest of its figure needs; hovering tells more."""
+    """With the decimals that two digits of the largest of its panel need; hovering tells more."""
     if np.isnan(value):
         return ""
-    decimals = max(0, 2 - floor(log10(limit)))
-    return f"{value:+.{decimals}f}".replace("-", "−")
+    decimals = max(0, 1 - floor(log10(limit)))
+    text = f"{value:+.1e}" if limit < _SMALL else f"{value:+.{decimals}f}"
+    return text.replace("-", "−") if abs(value) > limit / 100 else "0"

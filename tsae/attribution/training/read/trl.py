@@ -65,18 +65,25 @@ _ADAM = (
     "adamw", "paged_adamw_32bit",
 )  # fmt: skip
 _ADAM_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
-_OPTIMISERS = {**dict.fromkeys((*_ADAM, *_ADAM_8BIT), "adamw"), "sgd": "sgd"}
-_SCHEDULES = {
+_OPTIMISERS: Mapping[str, Any] = {**dict.fromkeys((*_ADAM, *_ADAM_8BIT), "adamw"), "sgd": "sgd"}
+_SCHEDULES: Mapping[str, Any] = {
     name: name.removesuffix("_with_warmup")
     for name in (
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
         "polynomial", "inverse_sqrt", "warmup_stable_decay",
     )
 }  # fmt: skip
-_LOSSES = {
-    "grpo": ("grpo", "clip"), "bnpo": ("bnpo", "clip"), "dapo": ("dapo", "clip"), "dr_grpo": ("dr_grpo", "clip"),
-    "luspo": ("luspo", "clip"), "cispo": ("dapo", "cispo"), "vespo": ("dapo", "vespo"), "sapo": ("grpo", "sapo"),
-}  # fmt: skip
+_LOSSES: Mapping[str, Any] = {name: (name, "clip") for name in ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")} | {
+    "cispo": ("dapo", "cispo"),
+    "vespo": ("dapo", "vespo"),
+    "sapo": ("grpo", "sapo"),
+}
+"""Normalisation and surrogate by loss_type."""
+_NOTED = {
+    "use_liger_kernel": "Liger's kernels computed the loss, which is the same formula.",
+    "use_liger_loss": "Liger's kernels computed the loss, which is the same formula.",
+    "cast_lm_head_to_fp32": "The trainer computed logits in float32; here they are computed as the rest is.",
+}
 _NOT_REPLAYED = {
     "fp16": "gradients were scaled, and steps that overflowed were left out",
     "optim_args": "the optimiser had arguments of its own",
@@ -93,13 +100,12 @@ _FACTS = (
     "num_generations", "max_completion_length", "max_steps", "num_train_epochs", "scale_rewards", "logging_steps",
     "use_vllm", "reward_weights", "multi_objective_aggregation", "mask_truncated_completions", "sync_ref_model",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-    "num_iterations", "loss_type", "shuffle_dataset", "data_seed", "resume_from_checkpoint",
+    "num_iterations", "loss_type", "shuffle_dataset", "data_seed", "resume_from_checkpoint", "use_cpu",
 )  # fmt: skip
 _USED = {
-    *_DEFAULTS, *_SAME, *_NOT_REPLAYED, *_FACTS, "lr_scheduler_kwargs", "model_init_kwargs", "epsilon_high", "delta",
-    "off_policy_mask_threshold", "vllm_importance_sampling_clip_min", "disable_dropout", "use_liger_kernel",
-    "use_liger_loss", "cast_lm_head_to_fp32", "deepspeed", "torch_dtype", "model_name_or_path", "distributed_state",
-    "num_processes", "trl_version",
+    *_DEFAULTS, *_SAME, *_NOT_REPLAYED, *_NOTED, *_FACTS, "lr_scheduler_kwargs", "model_init_kwargs", "epsilon_high",
+    "delta", "off_policy_mask_threshold", "vllm_importance_sampling_clip_min", "disable_dropout", "deepspeed",
+    "torch_dtype", "model_name_or_path", "distributed_state", "num_processes", "trl_version",
 }  # fmt: skip
 _NO_EFFECT = re.compile(
     r"_|logging_|log_|eval_|save_|hub_|push_to_hub|dataloader_|ddp_|vllm_(?!importance)|wandb_|trackio_|tpu_|torch_compile"
@@ -116,7 +122,7 @@ def _words_of(text: str) -> frozenset[str]:
 _NO_EFFECT_WHOLE = _words_of(
     """output_dir overwrite_output_dir do_train do_eval do_predict evaluation_strategy prediction_loss_only run_name
     project report_to disable_tqdm debug tf32 average_tokens_across_devices label_smoothing_factor label_names
-    use_cpu no_cuda use_cache liger_kernel_config torch_empty_cache_steps per_device_eval_batch_size
+    no_cuda use_cache liger_kernel_config torch_empty_cache_steps per_device_eval_batch_size
     batch_eval_metrics per_gpu_train_batch_size per_gpu_eval_batch_size load_best_model_at_end metric_for_best_model
     greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism accelerator_config
     parallelism_config remove_unused_columns train_sampling_strategy group_by_length length_column_name
@@ -173,46 +179,34 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     Raises:
         TsaeError: where the version has to be known and is not, or a word names what is not replayed, or is not known.
     """
-    given = Words(settings, file)
-    version = _parsed(beside.version, file)
     notes: list[str] = []
-    words = Words({**_defaults(settings, version, file, notes), **settings}, file)
-    _refuse_unknown(given, beside.model)
-    for name, does in _NOT_REPLAYED.items():
-        words.need(does, name, -1)
-    if "output_router_logits" in {**settings, **beside.model} and words.get("router_aux_loss_coef") != 0:
-        what = "the loss had a term that balances the experts of the model, which is not replayed"
-        raise TsaeError(what, where=file, fix="Attribute a run with router_aux_loss_coef=0.")
-    if any("quantization_config" in name for name, value in words.values.items() if value):
-        raise TsaeError("the base was quantised, which is not replayed", where=file, fix="Attribute a run without it.")
-    for name, means in (
-        ("use_liger_kernel", "Liger's kernels computed the loss, which is the same formula."),
-        ("use_liger_loss", "Liger's kernels computed the loss, which is the same formula."),
-        ("cast_lm_head_to_fp32", "The trainer computed logits in float32; here they are computed as the rest is."),
-    ):
-        if words.flag(name):
-            notes.append(means)
-    buffered = words.get("epsilon") is not None
-    if beside.version and "dev" in beside.version:
+    _refuse_unknown(Words(settings, file), beside.model)
+    words = Words({**_defaults(settings, _parsed(beside.version, file), file, notes), **settings}, file)
+    _refuse_known(words, settings, beside.model)
+    notes += [means for name, means in _NOTED.items() if words.flag(name)]
+    notes += ["Adam's state was kept in 8 bits; it is replayed in full."] if words.get("optim") in _ADAM_8BIT else []
+    if "dev" in (beside.version or ""):
         notes.append(f"TRL {beside.version} is a development version; it is read as the release.")
+    loss = _loss(words)
+    facts = {name: words.get(name) for name in _FACTS if words.get(name) is not None} | {"scale_rewards": _scale(words)}
+    if loss.correction:
+        without = "vllm_importance_sampling_correction=False needs none"
+        facts["sampler_fix"] = f"tsae.rl.TsaeCallback logs the sampler's log-probabilities; {without}"
+    bases = (beside.adapter.get("base_model_name_or_path"), beside.model.get("_name_or_path"), beside.base)
     return RunSettings(
-        _optimiser(words, beside, notes),
-        _loss(words, buffered),
-        _batching(words, buffered),
-        source=str(file),
-        trainer="trl",
-        version=beside.version,
-        base=words.get("model_name_or_path", "_name_or_path")
-        or beside.adapter.get("base_model_name_or_path")
-        or beside.model.get("_name_or_path")
-        or beside.base,
-        seed=words.whole("seed"),
-        autocast="bfloat16" if words.flag("bf16") else "float32",
-        weights=_weights(words, beside, notes),
-        dropout=_dropout(words, beside),
-        facts={name: words.get(name) for name in _FACTS if words.get(name) is not None}
-        | {"scale_rewards": _scale(words)},
-        notes=tuple(notes),
+        _optimiser(words, beside),
+        loss,
+        _batching(words),
+        str(file),
+        "trl",
+        beside.version,
+        words.get("model_name_or_path", "_name_or_path") or next((base for base in bases if base), None),
+        words.whole("seed"),
+        "bfloat16" if words.flag("bf16") else "float32",
+        _weights(words, beside, notes),
+        _dropout(words, beside),
+        facts,
+        tuple(notes),
     )
 
 
@@ -258,6 +252,16 @@ def _defaults(
     return {name: [v for since, v in values if since <= version][-1] for name, values in _DEFAULTS.items()} | _SAME
 
 
+def _refuse_known(words: Words, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse what is not replayed."""
+    for name, does in _NOT_REPLAYED.items():
+        words.need(does, name)
+    balanced = "output_router_logits" in {**settings, **model} and words.get("router_aux_loss_coef") != 0
+    if balanced or any("quantization_config" in name for name, value in words.values.items() if value):
+        does = "the loss had a term that balances the model's experts" if balanced else "the base was quantised"
+        raise TsaeError(f"{does}, which is not replayed", where=words.file, fix="Attribute a run without it.")
+
+
 def _refuse_unknown(given: Words, model: Mapping[str, Any]) -> None:
     of_model = _OF_MODELS | model.keys() if (kind := given.get("model_type")) else frozenset[str]()
     if isinstance(kind, str):
@@ -275,85 +279,63 @@ def _refuse_unknown(given: Words, model: Mapping[str, Any]) -> None:
             )
 
 
-def _optimiser(words: Words, beside: Beside, notes: list[str]) -> Optimiser:
-    kind, schedule = words.choice(_OPTIMISERS, "optim"), words.choice(_SCHEDULES, "lr_scheduler_type")
-    if words.get("optim") in _ADAM_8BIT:
-        notes.append("The run kept Adam's state in 8 bits; it is replayed in full.")
+def _optimiser(words: Words, beside: Beside) -> Optimiser:
+    schedule = words.get("lr_scheduler_type")
     n_steps = beside.n_steps or max(0, words.whole("max_steps", default=0)) or None
-    if n_steps is None and words.get("lr_scheduler_type") != "constant":
+    if n_steps is None and schedule != "constant":
         raise TsaeError(
             "does not say the number of steps of the whole training (max_steps), which the schedule needs",
             where=words.file,
             fix="Keep trainer_state.json beside it, which the checkpoints have, or add max_steps.",
         )
-    warmup = words.number("warmup_steps", default=0) or words.number("warmup_ratio", default=0)
-    if 0 < warmup < 1:
-        warmup = ceil((n_steps or 0) * warmup)
-    if words.get("lr_scheduler_type") == "constant":
-        warmup = 0  # transformers gives this schedule none
-    norm = words.number("max_grad_norm", default=0)
+    warmup = words.number("warmup_steps") or words.number("warmup_ratio")
+    warmup = ceil((n_steps or 0) * warmup) if 0 < warmup < 1 else int(warmup)
     prefix = "lr_scheduler_kwargs."
-    shape = {name.removeprefix(prefix): value for name, value in words.values.items() if name.startswith(prefix)}
     return Optimiser(
-        kind,  # type: ignore[arg-type]
-        words.number("learning_rate"),
-        schedule,  # type: ignore[arg-type]
-        int(warmup),
-        n_steps,
-        (words.number("adam_beta1"), words.number("adam_beta2")),
-        words.number("adam_epsilon"),
-        words.number("weight_decay"),
-        max_grad_norm=norm or None,
-        shape=shape,
+        words.choice(_OPTIMISERS, "optim"),
+        schedule=words.choice(_SCHEDULES, "lr_scheduler_type"),
+        warmup=0 if schedule == "constant" else warmup,  # transformers gives this one none
+        n_steps=n_steps,
+        betas=(words.number("adam_beta1"), words.number("adam_beta2")),
+        max_grad_norm=words.number("max_grad_norm", default=0) or None,
+        shape={name.removeprefix(prefix): v for name, v in words.values.items() if name.startswith(prefix)},
         decay_all=False,
+        **words.take("learning_rate=learning_rate eps=adam_epsilon weight_decay=weight_decay"),
     )
 
 
-def _loss(words: Words, buffered: bool) -> PolicyLoss:
+def _loss(words: Words) -> PolicyLoss:
     kind, surrogate = words.choice(_LOSSES, "loss_type")
-    beta = words.number("beta")
-
-    def number(name: str) -> float | None:
-        return None if words.get(name) is None else words.number(name)
-
+    found = words.take(
+        "temperature=temperature epsilon=epsilon:null epsilon_high=epsilon_high:null delta=delta:null beta=beta "
+        "kl_corrected=use_bias_correction_kl:false mask_truncated=mask_truncated_completions:false "
+        "top_entropy_quantile=top_entropy_quantile off_policy_threshold=off_policy_mask_threshold:null"
+    )
+    if found["epsilon"] is None:
+        found["temperature"] = 1.0  # logits were not divided before TRL 0.16
     correction = None
     if words.flag("use_vllm") and words.flag("vllm_importance_sampling_correction"):
-        cap = number("vllm_importance_sampling_cap")
-        correction = Correction(
-            words.get("vllm_importance_sampling_mode"),
-            number("vllm_importance_sampling_clip_min"),
-            number("vllm_importance_sampling_clip_max") if cap is None else cap,
-        )
+        low = "low=vllm_importance_sampling_clip_min:null"
+        high = "high=vllm_importance_sampling_cap|vllm_importance_sampling_clip_max:null"
+        correction = Correction(words.get("vllm_importance_sampling_mode"), **words.take(f"{low} {high}"))
+    synced = found["beta"] and words.flag("sync_ref_model")
+    vespo = words.take("a=vespo_k_pos b=vespo_lambda_pos c=vespo_k_neg d=vespo_lambda_neg")
     return PolicyLoss(
-        kind,  # type: ignore[arg-type]
+        kind,
         words.whole("max_completion_length") if kind == "dr_grpo" else None,
-        words.number("temperature") if buffered else 1.0,  # logits were not divided before
-        number("epsilon"),
-        number("epsilon_high"),
-        surrogate=surrogate,  # type: ignore[arg-type]
+        surrogate=surrogate,
         level=words.get("importance_sampling_level"),
-        delta=number("delta"),
         sapo_temperatures=(words.number("sapo_temperature_pos"), words.number("sapo_temperature_neg")),
-        vespo=(
-            words.number("vespo_k_pos"), words.number("vespo_lambda_pos"),
-            words.number("vespo_k_neg"), words.number("vespo_lambda_neg"),
-        ),
-        beta=beta,
-        kl_corrected=words.flag("use_bias_correction_kl"),
-        sync_ref=(words.number("ref_model_mixup_alpha"), words.whole("ref_model_sync_steps"))
-        if beta and words.flag("sync_ref_model")
-        else None,
-        top_entropy_quantile=words.number("top_entropy_quantile"),
-        mask_truncated=words.flag("mask_truncated_completions"),
-        off_policy_threshold=number("off_policy_mask_threshold"),
+        vespo=(vespo["a"], vespo["b"], vespo["c"], vespo["d"]),
+        sync_ref=(words.number("ref_model_mixup_alpha"), words.whole("ref_model_sync_steps")) if synced else None,
         correction=correction,
-    )  # fmt: skip
+        **found,
+    )
 
 
-def _batching(words: Words, buffered: bool) -> Batching:
+def _batching(words: Words) -> Batching:
     processes = words.get("distributed_state.num_processes", "num_processes", "world_size")
-    parts = words.get("steps_per_generation")
-    rows = words.get("generation_batch_size")
+    parts, rows = words.get("steps_per_generation"), words.get("generation_batch_size")
     if parts is None and rows is not None:
         if processes is None:
             raise TsaeError(
@@ -362,11 +344,11 @@ def _batching(words: Words, buffered: bool) -> Batching:
                 fix="Add steps_per_generation or num_processes, or give the run's training_args.bin.",
             )
         parts = int(rows) // (words.whole("per_device_train_batch_size") * int(processes))
+    if words.get("epsilon") is None:
+        parts = 1  # before TRL 0.16 every micro-batch was a generation
+    used = words.take("accumulation=gradient_accumulation_steps:1 iterations=num_iterations:1")
     return Batching(
-        words.whole("gradient_accumulation_steps"),
-        (None if parts is None else int(parts)) if buffered else 1,
-        words.whole("num_iterations"),
-        None if processes is None else int(processes),
+        per_generation=parts and int(parts), processes=None if processes is None else int(processes), **used
     )
 
 

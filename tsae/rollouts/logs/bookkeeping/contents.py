@@ -287,6 +287,9 @@ class Contents:
             "step": entry.step,
             "round_trip": response.round_trip,
         }
+        given = entry.logprobs  # All 0 where the trainer has a place for them alone.
+        if given is not None and given.any() and not retokenised and len(given) == len(response.ids):
+            record["sampler_logprobs"] = given.astype(np.float32)
         record |= entry.training | {f"reward/{name}": value for name, value in entry.rewards.items()}
         return record | {f"extra/{name}": value for name, value in entry.extra.items()}
 

@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from tsae.base.untrusted import parse_json
+from tsae.rollouts.logs.entries.conversations import messages_of
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
 from tsae.rollouts.logs.entries.log_format import Format, by_row, has
@@ -26,12 +26,12 @@ def _entry(row: Fields) -> Entry:
     response, mask = row.ids("response_ids"), None
     if row.get("response_mask") is not None:
         mask = _one_a_token(row, "response_mask", response) > 0
-    messages, truncated = row.get("messages"), row.truth("truncated")
+    messages, truncated = messages_of(row.get("messages")), row.truth("truncated")
     training = {"generation": row.whole("generation", needed=True), "micro_batch": row.ids("micro_batch")}
     key = f"{training['generation']}/{row.whole('rank', needed=True)}/{row.line}"
     return Entry(
         row.where,
-        prompt=row.get("prompt") if messages is None else parse_json(messages),
+        prompt=row.text("prompt") if row.get("prompt") is not None else messages,
         prompt_ids=row.ids("prompt_ids"),
         response_ids=response,
         sampled=None if mask is None or mask.all() or not mask.any() else mask,
