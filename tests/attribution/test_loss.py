@@ -29,8 +29,8 @@ class Generation:
     entropy: torch.Tensor
     parts: list[np.ndarray]
     """Rows of the micro-batches of one step, by process and then in their order."""
-    all_parts: int
-    """Micro-batches of the generation, of all processes."""
+    per_generation: int
+    """Micro-batches of the generation, of each process."""
 
     def of(self, rows: Any) -> BatchTokens:
         given = {field.name: getattr(self.tokens, field.name) for field in fields(BatchTokens)}
@@ -55,7 +55,7 @@ def make(
     mask = torch.arange(width) < lengths
     tokens = BatchTokens(log.requires_grad_(), mask, advantage, before if old else None, ref, sampler)
     places = torch.randperm(n, generator=rng).numpy().reshape(processes, per_generation, size)
-    return Generation(tokens, 2 * uniform[1], list(places[:, -accumulation:].reshape(-1, size)), n_parts)
+    return Generation(tokens, 2 * uniform[1], list(places[:, -accumulation:].reshape(-1, size)), per_generation)
 
 
 def same(loss: PolicyLoss, made: Generation, expected: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ def same(loss: PolicyLoss, made: Generation, expected: torch.Tensor) -> None:
     step.ref, step.sampler = step.ref if loss.needs_ref else None, step.sampler if loss.needs_sampler else None
     if loss.needs_entropy:
         step.kept = torch.cat([loss.entropy_kept(made.entropy[p], made.tokens.mask[p]) for p in made.parts])
-    whole = {"tokens_of_generation": int(n_tokens.sum()), "parts_of_generation": made.all_parts}
+    whole = {"tokens_of_generation": int(n_tokens.sum()), "rows_of_generation": len(n_tokens)}
     weights = loss.weights(n_tokens[rows], np.split(np.arange(len(rows)), ends[:-1]), **whole)
     policy, kl = loss.summands(step)
     assert (kl is None) == (loss.beta == 0)
@@ -79,7 +79,7 @@ class LossOnly(GRPOTrainer):
     """GRPOTrainer with what its `_compute_loss` reads, and log-probabilities that are given."""
 
     def __init__(self, settings: Mapping[str, Any], made: Generation, processes: int = 1) -> None:
-        config = {**DEFAULTS, "steps_per_generation": made.all_parts // processes, **settings}
+        config = {**DEFAULTS, "steps_per_generation": made.per_generation, **settings}
         vars(self).update(config, args=SimpleNamespace(**config), made=made, model=SimpleNamespace(training=True))
         self.epsilon_low, self.epsilon_high = config["epsilon"], config["epsilon_high"] or config["epsilon"]
         self.aux_loss_enabled = self._entropy_bonus_enabled = False
