@@ -24,6 +24,8 @@ from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
 _OLDEST, _NEWEST = (0, 14), (1, 16)
+_BALANCED = (1, 7)
+"""Since this version the loss balances experts. Before, `router_aux_loss_coef` was a word of models."""
 _FULL = {"beta", "optim", "adam_beta1", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "dataloader_num_workers"}
 """A file with all of these is a dump: nobody writes them all."""
 _BUFFERED = (0, 16)
@@ -145,7 +147,7 @@ _OF_MODELS = _words_of(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens architectures
     finetuning_task id2label label2id tokenizer_class prefix bos_token_id pad_token_id eos_token_id sep_token_id
     decoder_start_token_id task_specific_params problem_type model_type rope_theta rope_scaling rope_parameters
-    head_dim"""
+    head_dim partial_rotary_factor"""
 )
 """Words of every model's configuration in transformers 4, which W&B has among the arguments."""
 
@@ -181,8 +183,10 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     """
     notes: list[str] = []
     _refuse_unknown(Words(settings, file), beside.model)
-    words = Words({**_defaults(settings, _parsed(beside.version, file), file, notes), **settings}, file)
-    _refuse_known(words, settings, beside.model)
+    version = _parsed(beside.version, file)
+    words = Words({**_defaults(settings, version, file, notes), **settings}, file)
+    balances = version >= _BALANCED if version else "transformers_continuous_batching_config" in settings
+    _refuse_known(words, balances and "output_router_logits" in {**settings, **beside.model})
     notes += [means for name, means in _NOTED.items() if words.flag(name)]
     notes += ["Adam's state was kept in 8 bits; it is replayed in full."] if words.get("optim") in _ADAM_8BIT else []
     if "dev" in (beside.version or ""):
@@ -225,7 +229,8 @@ def _defaults(
 ) -> dict[str, Any]:
     """The values of words that the file does not have. A full dump lacks a word because its version did not know it."""
     if settings.keys() >= _FULL:
-        return {name: values[0][1] for name, values in _DEFAULTS.items()} | _SAME
+        unknown = {name: values[0][1] for name, values in _DEFAULTS.items()} | _SAME
+        return unknown | ({"loss_type": "bnpo"} if "epsilon" in settings else {})  # of 0.16, which had no word for it
     asked = ["beta", "loss_type", "temperature", "epsilon"]
     asked += ["use_bias_correction_kl"] if settings.get("beta") else []
     asked += ["vllm_importance_sampling_correction"] if settings.get("use_vllm") else []
@@ -252,11 +257,11 @@ def _defaults(
     return {name: [v for since, v in values if since <= version][-1] for name, values in _DEFAULTS.items()} | _SAME
 
 
-def _refuse_known(words: Words, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse what is not replayed."""
+def _refuse_known(words: Words, experts: bool) -> None:
+    """Refuse what is not replayed; experts: whether the trainer balances those of the model."""
     for name, does in _NOT_REPLAYED.items():
         words.need(does, name)
-    balanced = "output_router_logits" in {**settings, **model} and words.get("router_aux_loss_coef") != 0
+    balanced = experts and words.get("router_aux_loss_coef") != 0
     if balanced or any("quantization_config" in name for name, value in words.values.items() if value):
         does = "the loss had a term that balances the model's experts" if balanced else "the base was quantised"
         raise TsaeError(f"{does}, which is not replayed", where=words.file, fix="Attribute a run without it.")
