@@ -1,22 +1,31 @@
-"""What recording attribution while training costs, as a share of a step of the testbed's mixed run.
+"""What looking on costs a training: the run log in TRL, and the recorder in the testbed's mixed run.
 
-A step samples 192 responses, takes gradients and makes one step of Adam. Two trainings from the same base and seed run
-step by step in turn in one process, one with the recorder and one without. Processor time is counted, so that other
-work on the machine matters little. The recorder changes no weight, so both do the same work. The ratio of a step with /
-a step without is measured with sampling inside the step, as in a real loop, and without sampling.
+The log: GRPOTrainer trains the testbed's model on 64 responses a step, with a reference. What the callback computes and
+writes is timed where it does so, against the whole training.
+
+The recorder: a step samples 192 responses, takes gradients and makes one step of Adam. Two trainings from the same base
+and seed run step by step in turn in one process, one with the recorder and one without. Processor time is counted, so
+that other work on the machine matters little. The recorder changes no weight, so both do the same work. The ratio of a
+step with / a step without is measured with sampling inside the step, as in a real loop, and without sampling.
 
     python scripts/bench_attribution_online.py                 # one thread, one target
     python scripts/bench_attribution_online.py --targets 20
 
-Ends with one line of JSON. `ratio` is the median over steps of the pairs' ratios; gradients of the targets, which are
-taken every `refresh` steps, are spread over all steps in `ratio_mean`, which is what a run takes longer.
+Ends with one line of JSON. `log_share` is the callback's part of the training's processor time. `ratio` is the median
+over steps of the pairs' ratios; gradients of the targets, which are taken every `refresh` steps, are spread over all
+steps in `ratio_mean`, which is what a run takes longer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +37,9 @@ import tsae
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.recorder import Recorder
 from tsae.attribution.targets import NextToken
+from tsae.rl.callback import TsaeCallback
+from tsae.rl.run_log import RunLog
+from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import TOKEN_IDS
 
 
@@ -101,8 +113,57 @@ def the_targets(config: MixedConfig, n: int) -> NextToken:
     return NextToken(prompts, groups, TOKEN_IDS["#"], what="direct")
 
 
+class Timed:
+    """Processor seconds in some methods."""
+
+    seconds = 0.0
+
+    def __call__(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - began
+
+        return timed
+
+
+def log_share(bench: Bench) -> dict[str, float]:
+    """The callback's share of TRL's processor time; seconds of a step; bytes on disk for a response."""
+    from trl import GRPOTrainer
+
+    problems = [p for level in ("easy", "medium", "hard") for p in tsae.testbed.generate_problems(level, 8, 0, "train")]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        trainer = GRPOTrainer(
+            model=str(tsae.testbed.series().base.path),
+            reward_funcs=right_answers,
+            train_dataset=data_set(problems),
+            args=grpo_on_cpu(
+                folder, prompts=4, samples=8, max_steps=bench.steps, beta=0.04, gradient_accumulation_steps=2,
+                steps_per_generation=4, learning_rate=1e-5,
+            ),
+        )  # fmt: skip
+        callback, timed = TsaeCallback(trainer), Timed()
+        for owner, names in (
+            (callback, ("_read", "on_train_begin", "on_pre_optimizer_step")),
+            (RunLog, ("add", "update")),
+        ):
+            for name in names:
+                setattr(owner, name, timed(getattr(owner, name)))
+        began = time.process_time()
+        trainer.train()
+        whole = time.process_time() - began
+        size = sum(file.stat().st_size for file in Path(folder, "tsae", "generations").iterdir())
+        n = 128 * callback.log.generation
+    share = timed.seconds / whole
+    print(f"run log: {100 * share:.2f} % of a step of {whole / bench.steps:.2f} s; {size / n:.0f} bytes a response")
+    return {"log_share": share, "log_step_seconds": whole / bench.steps, "log_bytes": size / n}
+
+
 def main(bench: Bench) -> None:
     torch.set_num_threads(bench.threads)
+    log = log_share(bench)
     config = MixedConfig(steps=bench.steps + 1)
     loops = [Loop(config, recorded, bench) for recorded in (False, True)]
     for number in range(1, bench.steps + 2):
@@ -129,6 +190,7 @@ def main(bench: Bench) -> None:
                 "ratio_mean_without_sampling": round(float(rest[1].sum() / rest[0].sum()), 3),
                 "step_seconds": round(float(np.median(whole[0])), 3),
                 "sampling_seconds": round(float(np.median(sampling)), 3),
+                **{name: round(value, 4) for name, value in log.items()},
                 **asdict(bench),
             }
         )

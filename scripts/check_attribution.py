@@ -45,8 +45,8 @@ from tsae.attribution.gradients.gradient_store import GradientStore, batches_of,
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
-from tsae.attribution.training.loss import Again
 from tsae.attribution.trainer.recipe import read_recipe
+from tsae.attribution.training.loss import Again
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

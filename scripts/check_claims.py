@@ -27,7 +27,7 @@ from organism.claims import JUDGES, Records, features_of_easy, features_of_hard,
 
 from tsae.base.files import write_json, write_text
 from tsae.claims.judging import Judgement, Part
-from tsae.claims.literature import CLAIMS
+from tsae.claims.literature import CLAIMS, STUDIED
 from tsae.errors import TsaeError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,12 +77,12 @@ def check(options: argparse.Namespace) -> None:
     counts = Counter(judgement.verdict for judgement in judgements.values())
     line = {
         "name": "claims",
-        "ratio": round(len(agree) / len(CLAIMS), 4),
+        "ratio": round(len(agree) / len(STUDIED), 4),
         "reproduced": counts["reproduced"],
         "partly": counts["partly"],
         "not": counts["not reproduced"],
         "untestable": counts["cannot be tested"],
-        "differing": [key for key in CLAIMS if key not in agree],
+        "differing": [key for key in STUDIED if key not in agree],
         "retrained": list(RETRAINED) if options.quick else [],
     }
     print(json.dumps(line))

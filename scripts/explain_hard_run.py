@@ -54,8 +54,8 @@ from tsae.attribution.credit.token_shares import Directions, token_shares
 from tsae.attribution.gradients.gradient_store import batches_of, build_gradients
 from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.targets import NextToken
-from tsae.attribution.training.loss import Again
 from tsae.attribution.trainer.recipe import read_recipe
+from tsae.attribution.training.loss import Again
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log

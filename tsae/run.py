@@ -371,8 +371,8 @@ def find_run_log(config: RunConfig) -> Path:
     Raises:
         TsaeError: where there is none, or the analysis would be written into its folder.
     """
-    completions = config.path / "completions"
-    log = config.log or (completions if completions.is_dir() else config.path)
+    known = (config.path / "tsae" / "generations", config.path / "completions")
+    log = config.log or next((folder for folder in known if folder.is_dir()), config.path)
     if config.to.resolve().is_relative_to(log.resolve()):
         raise TsaeError(
             "lies inside the folder that is searched for the rollout log", where=config.to, fix="Give another --to."
@@ -384,8 +384,8 @@ def find_run_log(config: RunConfig) -> Path:
             raise NoLog(
                 f"holds no rollout log ({error.what})",
                 where=log,
-                fix="Say where it is (--log); TRL writes one with log_completions=True. Without any, sample rollouts "
-                "(tsae rollouts sample) and go on with tsae capture",
+                fix="Say where it is (--log); tsae.rl.TsaeCallback(trainer) writes one, and TRL with "
+                "log_completions=True. Without any, sample rollouts (tsae rollouts sample) and go on with tsae capture",
             ) from error
     return log
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from organism.examining import LENGTHS
 from tsae.claims.judging import Judgement, Part, untestable
-from tsae.claims.literature import CLAIMS
+from tsae.claims.literature import CLAIMS, STUDIED
 from tsae.rollouts.difficulty.pass_at_k import estimate
 
 SEEDS = "training seeds"
@@ -72,7 +72,7 @@ def part(records: Records, statement: str, arms: Sequence[str], value: Callable[
 
 def judge(records: Records) -> dict[str, Judgement]:
     """Every claim's judgement, by its letter."""
-    return {key: JUDGES[key](records) if set(NEEDED[key]) <= set(records.by_arm) else _missing(key) for key in CLAIMS}
+    return {key: JUDGES[key](records) if set(NEEDED[key]) <= set(records.by_arm) else _missing(key) for key in STUDIED}
 
 
 def _missing(key: str) -> Judgement:

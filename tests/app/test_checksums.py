@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from support.builders import synthetic_store
 from support.damage import flip
 from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.online.recording import SAMPLES, RecordingFolder, check_samples, read_recording
-from tsae.base.seal import SEAL, read_sealed, with_checksum
+from tsae.base.seal import read_sealed, with_checksum
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.running.journal import Journal, begin, finish
@@ -60,67 +57,6 @@ def test_a_changed_copy_of_the_rollouts_is_refused(tmp_path: Path) -> None:
     flip(store.path / "rollouts.parquet", 200)
     with pytest.raises(TsaeError, match=r"rollouts\.parquet: is damaged: its bytes have changed"):
         _ = ActivationStore(store.path).rollouts
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> tuple[Path, TrainedWeights]:
-    trained = TrainedWeights(torch.nn.Linear(2, 2))
-    folder = RecordingFolder(tmp_path / "recording", {"learning_rate": 1e-3}, every=1)
-    fact = {"problem_id": "p", "advantage": 0.5, "prompt_ids": [1, 2], "response_ids": [3], "text": 'a", "sum": "b'}
-    for step in range(3):
-        if step:
-            folder.add(step, [fact, fact], [1.0, 0.5])
-        folder.keep_weights(trained, step)
-    return folder.path, trained
-
-
-def test_what_was_recorded_is_read_again(recording: tuple[Path, TrainedWeights]) -> None:
-    path, trained = recording
-    check_samples(path)
-    knots, rollouts = read_recording(path, trained)
-    assert knots.steps == [0, 1, 2]
-    assert rollouts.table["advantage"].to_pylist() == [0.5, 0.25, 0.5, 0.25]
-    assert "sum" not in rollouts.table.column_names
-    # The training was killed while it wrote a line, and before it wrote the last weights.
-    with (path / SAMPLES).open("a") as file:
-        file.write('{"step": 3, "wei')
-    (path / "weights-000002.safetensors").unlink()
-    assert len(read_recording(path, trained)[1]) == 4
-
-
-def _lines(path: Path) -> list[str]:
-    return (path / SAMPLES).read_text().splitlines(keepends=True)
-
-
-@pytest.mark.parametrize(
-    "damage", ["weights", "weights lost", "settings", "digit", "line lost", "moved", "end", "seal"]
-)
-def test_a_changed_recording_is_refused(recording: tuple[Path, TrainedWeights], damage: str) -> None:
-    path, trained = recording
-    lines, said = _lines(path), r"samples\.jsonl: line 2 is damaged, or lines before it are missing"
-    if damage == "weights":
-        flip(path / "weights-000001.safetensors", -2)
-        said = r"weights-000001\.safetensors is damaged"
-    elif damage == "weights lost":
-        (path / "weights-000001.safetensors").unlink()
-        said = r"weights-000001\.safetensors is missing"
-    elif damage == "settings":
-        flip(path / "training_args.json", 25)
-        said = r"training_args\.json is damaged"
-    elif damage == "digit":
-        lines[1] = lines[1].replace('"weight": 0.5', '"weight": 0.7')
-    elif damage == "line lost":
-        del lines[1]
-    elif damage == "moved":
-        lines[1], lines[2] = lines[2], lines[1]
-    elif damage == "end":
-        lines, said = lines[:2], r"samples\.jsonl: cannot be read \(its last samples are missing"
-    else:
-        (path / SEAL).unlink()
-        said = r"its checksums\.json is missing"
-    (path / SAMPLES).write_text("".join(lines))
-    with pytest.raises(TsaeError, match=said):
-        read_recording(path, trained)
 
 
 def test_a_changed_batch_of_a_sampling_is_refused(tmp_path: Path) -> None:

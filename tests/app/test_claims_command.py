@@ -38,7 +38,7 @@ def test_a_table_and_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
     assert "c  Lone successes: needs the log of the training's own responses; add it by `tsae run`" in printed
     assert "One training run: problems are the unit" in " ".join(printed.split())
     assert f"wrote {folder / 'claims.json'}" in printed
-    assert len(read_sealed(folder / "claims.json", "")["claims"]) == 22
+    assert len(read_sealed(folder / "claims.json", "")["claims"]) == 26
     assert str(tsae.Claims.load(folder)).split() == printed.partition("\nwrote ")[0].split()
 
 
@@ -68,7 +68,7 @@ def test_what_a_function_of_yours_found_is_not_lost(folder: Path, capsys: pytest
     assert again == found
     assert "to know which steps" in tsae.claims_of(folder)["p"]["needs"]
     (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
-    (folder / "stages.json").write_text(json.dumps({"claims": "Of 22 claims …"}))
+    (folder / "stages.json").write_text(json.dumps({"claims": "Of 26 claims …"}))
     (folder / "claims.json").unlink()
     capsys.readouterr()
     repair([folder], dry_run=True)
@@ -79,7 +79,7 @@ def test_what_a_function_of_yours_found_is_not_lost(folder: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("args", "said"),
-    [(("--only", "z"), "no claim 'z'"), (("--check", "nothing"), "check"), (("--json", "analysis"), "is an input too")],
+    [(("--only", "A"), "no claim 'A'"), (("--check", "nothing"), "check"), (("--json", "analysis"), "is an input too")],
 )
 def test_wrong_options(
     folder: Path, args: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -174,5 +174,5 @@ def test_a_run_without_its_claims_is_said_to_lack_them(folder: Path) -> None:
         return {finding.artefact.path.name: finding.state for finding in verify([folder], progress=False)}
 
     assert "claims.json" not in found()
-    (folder / "stages.json").write_text(json.dumps({"claims": "Of 22 claims …"}))
+    (folder / "stages.json").write_text(json.dumps({"claims": "Of 26 claims …"}))
     assert found()["claims.json"] == "missing"

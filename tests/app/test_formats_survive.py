@@ -323,6 +323,12 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
         "input_prompt": ASKED, "output_response": "#2<eos>", "score": [0.0, 1.0], "stop_reason": "stop",
         "env_extras": {"reward_spec": {"ground_truth": "2"}, "extra_info": {"index": 4}}, "data_source": "sums",
     }),
+    "tsae": ("generations/generation-000001-rank-0.parquet", {
+        "step": 1, "generation": 1, "rank": 0, "micro_batch": [0, 0], "messages": json.dumps(USER), "prompt_ids": IDS,
+        "response_ids": [16, 2, 19], "response_mask": [1, 1, 0], "reward/right": 1.0, "reward": 1.0, "advantage": 0.5,
+        "truncated": False, "old_logprobs": [-0.5, -1.0, -1.5], "sampler_logprobs": [-0.5, -1.0, -1.5],
+        "data/answer": "2", "data/problem_id": "p",
+    }),
     "openrlhf": ("out.jsonl", {"input": "1+1?", "output": "#2<eos>", "reward": 1.0}),
     "lm-eval": ("samples_sums.jsonl", {
         "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}}, "resps": [["#2"]],

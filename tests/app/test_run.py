@@ -126,7 +126,7 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     )
     assert html.escape(said["attribution"]) in page
     assert '<section id="samples"' not in page
-    assert said["claims"].startswith("Of 22 claims about sample difficulty, ")
+    assert said["claims"].startswith("Of 26 claims about sample difficulty, ")
     assert '<section id="claims"' in page
     assert "blocks.1.hook_resid_post (the middle block)" in said["activations"]
     assert "32 latents, k 4, trained on 20,000 tokens" in said["sae"]

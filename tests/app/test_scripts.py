@@ -50,6 +50,7 @@ TINY = {
     "explain_hard_run.py": "--to hard --seeds 1 --per-kind 8 --config.per-band 4 --config.steps 2 --config.groups 12",
     "explain_smollm2.sh": "demo explained",
     "guard_hard_run.py": f"--to guard --seeds 0 --every 1 --problems 2 --responses 2 {RUN}",
+    "ordinary_runs.py": "lora ordinary/lora --steps 1 --per-level 4 --ids --labels --save-every-step",
     "retrain_mixed.py": f"--run mixed/run --to mixed/to --halves 1 --most 0 --samplings replayed 1 {RUN}",
     "run_remedies.py": "--out remedies --quick --seeds 1 --arms plain",
     "simulate_scale.py": "simulate --parts 8 --workers 2 --draws 2",

@@ -29,8 +29,6 @@ from support.planted import planted
 from tsae.activations.config import CaptureConfig
 from tsae.activations.shards.manifest import write_manifest
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.credit.token_shares import Directions
-from tsae.attribution.online.recording import RecordingFolder
 from tsae.base.disk.made_by import command_file, made_by, record_command
 from tsae.base.files import sha256, write_json
 from tsae.base.provenance import write_run
@@ -43,6 +41,7 @@ from tsae.diff.measure_diff import feature_diff
 from tsae.diff.policy_gradient.influence import Influence
 from tsae.errors import TsaeError
 from tsae.report.pages.document import check_page, render_page, write_page
+from tsae.rl.run_log import RunLog
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -50,7 +49,7 @@ from tsae.sae.model import TemporalSAE
 from tsae.stamps import claim, stamp_copy
 from tsae.testbed import series_path
 from tsae.upkeep.find import Artefact, aside_name
-from tsae.upkeep.kinds import FOLDERS, TABLES
+from tsae.upkeep.kinds import FOLDERS
 from tsae.upkeep.mend import _aside, _own_files, remedy, repair
 from tsae.upkeep.stamped import stamped_command
 from tsae.upkeep.verify import Finding, verify
@@ -140,7 +139,6 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     write_json(gradients / "gradients.json", with_checksum({"steps": [1]}))
     save_file(step, gradients / "step-000001.safetensors")
     seal(gradients, ["step-000001.safetensors"])
-    Directions(folder / "attribution" / "directions-0123456789abcdef").keep(1, torch.ones(2, 3))
     sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
     Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
     small_credit().save(folder / "credit")
@@ -150,20 +148,17 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     shard["sha256"] = sha256(store.path / shard["file"])
     write_manifest(store.path / "manifest.json", store.manifest)
     write_run(store.path, "capture", {}, {"rollouts": store.rollouts.fingerprint})
-    recording = RecordingFolder(folder / "recording", {"learning_rate": 1e-3})
-    fact = {"problem_id": "p", "advantage": 0.5, "prompt_ids": [1], "response_ids": [3]}
-    recording.add(1, [fact], [1.0])
+    RunLog(folder / "tsae", {}).add(1, [{"advantage": 0.5, "prompt_ids": [1], "response_ids": [3]}])
     table = attribution.targets
     write_table(folder / "statistics.parquet", *_arrow(table), {"kind": "token statistics"})
     return {
         "attribution": ("attribution", "targets.parquet"),
         "attribution/gradients": ("gradients", "step-000001.safetensors"),
-        "attribution/directions-0123456789abcdef": ("tables", "step-000001.safetensors"),
         "influence": ("influence", "influence.parquet"),
         "credit": ("credit", "credit.safetensors"),
         "sae": ("SAE", "training.json"),
         "acts": ("store", "run.json"),
-        "recording": ("recording", "samples.jsonl"),
+        "tsae/generations/generation-000001-rank-0.parquet": ("table", ""),
         "statistics.parquet": ("table", ""),
     }
 
@@ -328,24 +323,6 @@ def test_nothing_that_was_kept_is_removed(copy: Path) -> None:
     # What is kept is no artefact, whatever its state.
     flip(copy / "diff.before-repair-2" / "shifts.parquet", 99)
     assert set(states(copy)) == {"rollouts.parquet", "features", "diff", "other"}
-
-
-def test_directions_of_an_attribution_that_was_not_finished_are_nothing_to_repair(tmp_path: Path) -> None:
-    folder = tmp_path / "attribution"
-    named, other = "directions-0123456789abcdef", "directions-fedcba9876543210"
-    make_attribution(directions=named).save(folder)
-    Directions(folder / named).keep(1, torch.ones(2, 3))
-    Directions(folder / other).keep(1, torch.ones(2, 3))
-    (folder / other / "step-000001.safetensors").unlink()
-    assert states(folder) == {"attribution": "intact", named: "intact"}
-    # An attribution that was made again, with other directions, replaces damaged ones.
-    with _aside([Finding(Artefact(folder / named, TABLES), "damaged")]) as told:
-        (folder / other / SEAL).unlink()
-        Directions(folder / other).keep(1, torch.ones(2, 3))
-        make_attribution(directions=other).save(folder)
-    assert f"{folder / named} is replaced by other directions" in told
-    assert states(folder) == {"attribution": "intact", other: "intact"}
-    assert not [path for path in folder.iterdir() if path.name[0] == "."]
 
 
 def test_tables_that_a_killed_repair_moved_aside_are_brought_to_light(tmp_path: Path) -> None:

@@ -1,32 +1,26 @@
-"""Attribution while training: against attribution after it, on trainings that are really run."""
+"""Attribution while training, on trainings that are really run: against its formula, from weights that are kept."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import shutil
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from support.builders import make_rollouts
-from tsae.attribution.credit.shares import shares
-from tsae.attribution.gradients.gradient_store import batches_of, build_gradients
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities, sample_gradients
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.online.guard import Guard, worst
 from tsae.attribution.online.recorder import Recorder
-from tsae.attribution.online.recording import RecordingFolder, check_samples, read_recording
 from tsae.attribution.targets import NextToken
 from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.trainer.recipe import read_recipe
-from tsae.base.seal import seal
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -178,6 +172,24 @@ MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Optimiser]] = {
 }
 
 
+def by_step(log: Rollouts) -> dict[int, np.ndarray]:
+    return {step: np.flatnonzero(log.frame.step == step) for step in log.frame.step.unique().tolist()}
+
+
+def padded(log: Rollouts, rows: np.ndarray, n: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids and mask of rows, and the weight of every token after the first in a batch of n."""
+    texts = [log.tokens(int(row)) for row in rows]
+    width = max(len(prompt) + len(response) for prompt, response in texts)
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+    weight = torch.zeros(len(rows), width - 1)
+    for i, (row, (prompt, response)) in enumerate(zip(rows, texts, strict=True)):
+        end = len(prompt) + len(response)
+        ids[i, :end] = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        mask[i, :end] = 1
+        weight[i, len(prompt) - 1 : end - 1] = log.frame.advantage[row] / (LENGTH * (n or len(rows)))
+    return ids, mask, weight
+
+
 def train(
     folder: Path,
     log: Rollouts,
@@ -185,121 +197,100 @@ def train(
     *,
     record: Callable[[TrainedWeights, torch.optim.Optimizer], Recorder] | None = None,
     weights: np.ndarray | None = None,
-    guard: Callable[[Recorder, int], None] | None = None,
+    guard: Callable[[Any, int], None] | None = None,
+    keep: list[torch.Tensor] | None = None,
 ) -> tuple[TrainedWeights, Recorder | None]:
     """In plain torch, with two micro-batches a step."""
     trained = TrainedWeights(Checkpoint(id="base", path=str(folder)).load_model().requires_grad_(True))
     parameters = list(trained.parameters.values())
     optimiser = MADE[kind][0](parameters)
     recorder = record(trained, optimiser) if record else None
-    for step, rows in batches_of(log).items():
+    kept = [] if keep is None else keep
+    kept.append(trained.vector())
+    for step, rows in by_step(log).items():
         optimiser.zero_grad(set_to_none=False)
         for some in np.array_split(rows, 2):
-            texts = [log.tokens(int(row)) for row in some]
-            width = max(len(prompt) + len(response) for prompt, response in texts)
-            ids, mask = torch.zeros(2, len(some), width, dtype=torch.long)
-            weight = torch.zeros(len(some), width - 1)
-            for i, (row, (prompt, response)) in enumerate(zip(some, texts, strict=True)):
-                end = len(prompt) + len(response)
-                ids[i, :end] = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
-                mask[i, :end] = 1
-                by = 1.0 if weights is None else weights[row]
-                weight[i, len(prompt) - 1 : end - 1] = by * log.frame.advantage[row] / (LENGTH * len(rows))
-            facts = [
-                {
-                    "problem_id": log.frame.problem_id[row],
-                    "advantage": log.frame.advantage[row],
-                    "prompt_ids": prompt.tolist(),
-                    "response_ids": response,
-                }
-                for row, (prompt, response) in zip(some, texts, strict=True)
-            ]
-
-            def passes(ids: torch.Tensor = ids, mask: torch.Tensor = mask, weight: torch.Tensor = weight) -> None:
+            ids, mask, weight = padded(log, some, len(rows))
+            if weights is not None:
+                weight = weight * torch.tensor(weights[some], dtype=torch.float32)[:, None]
+            facts = [{name: log.frame[name][row] for name in ("problem_id", "advantage")} for row in some]
+            with contextlib.nullcontext() if recorder is None else recorder.samples(facts):
                 (-(log_probabilities(trained.model, ids, mask) * weight).sum()).backward()
-
-            if recorder is None:
-                passes()
-            else:
-                with recorder.samples(facts):
-                    passes()
         if guard is not None:
-            assert recorder is not None
             guard(recorder, step)
         torch.nn.utils.clip_grad_norm_(parameters, 0.05)
         optimiser.step()
+        kept.append(trained.vector())
     if recorder is not None:
         recorder.close()
     return trained, recorder
 
 
-SETTINGS = {
-    "optim": "sgd",
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.05,
-    "loss_type": "dr_grpo",
-    "max_completion_length": LENGTH,
-}
+def the_exact_shares(llama: Path, log: Rollouts, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """(n, n_targets) shares by the formula, from weights and gradients that are kept; (n_targets,) what targets did."""
+    kept: list[torch.Tensor] = []
+    trained, _ = train(llama, log, kind, guard=lambda _, step: None, keep=kept)
+    targets, optimiser, steps = the_targets(log), MADE[kind][1], by_step(log)
+    gradients, values = [], []
+    for weights in kept:
+        trained.put(weights)
+        values.append(targets.values(trained))
+        gradients.append(targets.gradients(trained).float())
+    middle = [(one + other) / 2 for one, other in pairwise(gradients)]
+    adam, (beta, beta2) = optimiser.name == "adam", optimiser.betas
+    second, roots, single = torch.zeros(len(trained)), [], []
+    for number, rows in enumerate(steps.values(), start=1):
+        trained.put(kept[number - 1])
+        ids, mask, weight = padded(log, rows)
+        g = -sample_gradients(trained, ids, mask, weight)
+        g *= min(1.0, 0.05 / (float(g.sum(0).norm()) + 1e-6))
+        second = beta2 * second + (1 - beta2) * g.sum(0) ** 2
+        roots.append((second / (1 - beta2**number)).sqrt() + optimiser.eps if adam else torch.ones(()))
+        single.append(g)
+    shares = np.zeros((len(log), len(targets.names)))
+    for s, rows in enumerate(steps.values()):
+        for t in range(s, len(steps) if adam else s + 1):
+            factor = (1 - beta) * beta ** (t - s) / (1 - beta ** (t + 1)) if adam else 1.0
+            scaled = optimiser.learning_rate * factor * middle[t] / roots[t]
+            shares[rows] -= (single[s] @ scaled.T).numpy()
+    return shares, values[-1] - values[0]
 
 
-def recorded(llama: Path, log: Rollouts, kind: str, folder: Path, refresh: int = 1) -> tuple[Recorder, Any]:
-    """What was recorded, and what attribution finds afterwards from what the recorder left on disk."""
+def recorded(llama: Path, log: Rollouts, kind: str) -> Recorder:
     _, recorder = train(
         llama,
         log,
         kind,
-        record=lambda trained, optimiser: Recorder(
-            trained,
-            optimiser,
-            the_targets(log),
-            refresh=refresh,
-            n_steps=6,
-            folder=RecordingFolder(folder / "r", SETTINGS, every=1),
-        ),
+        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=1, n_steps=6),
     )
     assert recorder is not None
-    path, rollouts = read_recording(folder / "r", recorder.trained)
-    store = build_gradients(
-        path,
-        rollouts,
-        batches_of(rollouts),
-        PolicyLoss("dr_grpo", max_completion_length=LENGTH),
-        folder / "g",
-        progress=False,
-    )
-    return recorder, shares(store, path, MADE[kind][1], the_targets(log), progress=False)
+    return recorder
 
 
 @pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
-def test_without_momentum_shares_are_those_of_attribution_after_the_run(
-    kind: str, llama: Path, log: Rollouts, tmp_path: Path
-) -> None:
-    recorder, after = recorded(llama, log, kind, tmp_path)
+def test_without_momentum_shares_are_exact(kind: str, llama: Path, log: Rollouts) -> None:
+    recorder = recorded(llama, log, kind)
+    expected, moved = the_exact_shares(llama, log, kind)
     frame, names = recorder.frame, recorder.targets.names
-    assert after.segments.path_error.max() < 1e-3
-    assert frame.step.tolist() == after.steps.tolist()
+    assert frame.step.tolist() == log.frame.step.tolist()
     for what in ("share", "now"):
         online = frame[[f"{what}: {name}" for name in names]].to_numpy()
         assert np.abs(online).max() > 1e-4
-        np.testing.assert_allclose(online, after.shares, rtol=2e-3, atol=1e-4 * np.abs(after.shares).max())
+        np.testing.assert_allclose(online, expected, rtol=2e-3, atol=1e-4 * np.abs(expected).max())
     assert list(recorder.values) == list(range(7))
-    np.testing.assert_allclose(recorder.values[6] - recorder.values[0], after.realised, atol=1e-6)
+    np.testing.assert_allclose(recorder.values[6] - recorder.values[0], moved, atol=1e-6)
     assert (frame.weight == 1).all()
     assert frame.columns.tolist()[:3] == ["step", "problem_id", "advantage"]
-    if kind == "sgd":
-        assert read_recipe(tmp_path / "r").optimiser == MADE["sgd"][1]
 
 
-def test_with_momentum_what_comes_later_is_taken_as_it_is_now(llama: Path, log: Rollouts, tmp_path: Path) -> None:
-    recorder, after = recorded(llama, log, "momentum", tmp_path)
+def test_with_momentum_what_comes_later_is_taken_as_it_is_now(llama: Path, log: Rollouts) -> None:
+    recorder, (expected, _) = recorded(llama, log, "momentum"), the_exact_shares(llama, log, "momentum")
     frame = recorder.frame
     column = frame["share: begins (one)"].to_numpy()
-    rank = np.corrcoef(column, after.shares[:, 0])[0, 1]
-    assert rank > 0.8
+    assert np.corrcoef(column, expected[:, 0])[0, 1] > 0.8
     # The last step has nothing after it.
     last = (frame.step == 6).to_numpy()
-    np.testing.assert_allclose(column[last], after.shares[last, 0], rtol=2e-3, atol=1e-4 * np.abs(column).max())
+    np.testing.assert_allclose(column[last], expected[last, 0], rtol=2e-3, atol=1e-4 * np.abs(column).max())
     np.testing.assert_allclose(column[last], frame["now: begins (one)"][last])
     # In the first step of six, Adam's weights of a gradient sum to this, with its corrections.
     first = (frame.step == 1).to_numpy()
@@ -338,13 +329,13 @@ def test_recording_changes_nothing_and_follows_where_targets_head(llama: Path, l
 def test_a_weight_is_a_factor_of_the_advantage(llama: Path, log: Rollouts) -> None:
     weights = np.random.default_rng(0).choice([0.0, 0.5, 1.0], len(log))
     expected, _ = train(llama, log, "momentum", weights=weights)
-    by_step = batches_of(log)
+    steps = by_step(log)
     found, recorder = train(
         llama,
         log,
         "momentum",
         record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log)),
-        guard=lambda recorder, step: recorder.down_weight(weights[by_step[step]]),
+        guard=lambda recorder, step: recorder.down_weight(weights[steps[step]]),
     )
     assert recorder is not None
     assert recorder.frame.weight.tolist() == weights.tolist()
@@ -364,7 +355,7 @@ def test_what_is_predicted_is_what_is_recorded(llama: Path, log: Rollouts) -> No
         guard=lambda recorder, step: (
             torch.nn.utils.clip_grad_norm_(list(recorder.trained.parameters.values()), 0.05),
             seen.append(recorder.predicted() * recorder._gradient_norm() / recorder._norm),
-        ),  # type: ignore[arg-type,func-returns-value]
+        ),
     )
     assert recorder is not None
     recorded = recorder.frame[[f"share: {name}" for name in recorder.targets.names]].to_numpy()
@@ -417,7 +408,7 @@ def test_as_few_as_are_enough_are_listed() -> None:
     assert worst(harm, 100).tolist() == [2, 3, 0]
 
 
-def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts) -> None:
     trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
     parameters, targets = list(trained.parameters.values()), the_targets(log)
     with pytest.raises(TsaeError, match="the optimiser is RMSprop, expected"):
@@ -434,63 +425,7 @@ def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts, tmp_path
             Guard(recorder, "begins (one)", **odd)
     with pytest.raises(TsaeError, match="refresh=0 is less than 1"):
         Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets, refresh=0)
-    with pytest.raises(TsaeError, match="every=0 is less than 1"):
-        RecordingFolder(tmp_path / "none", {}, every=0)
     with pytest.raises(TsaeError, match="the fact 'step', which"), recorder.samples([{"step": 1}]):
         raise AssertionError
     with pytest.raises(TsaeError, match="weight=2 is not between"):
         Guard(recorder, "begins (one)", harmful="rises", bound=0, weight=2)
-    folder = RecordingFolder(tmp_path / "r", {})
-    with pytest.raises(TsaeError, match="a sample has no advantage"):
-        folder.add(1, [{"problem_id": "a"}], [1.0])
-    whole = {"problem_id": "a", "advantage": float("nan"), "prompt_ids": [1], "response_ids": [2]}
-    with pytest.raises(TsaeError, match="a sample has the advantage nan"):
-        folder.add(1, [whole], [1.0])
-    with pytest.raises(TsaeError, match="holds a recording already"):
-        RecordingFolder(tmp_path / "r", {})
-    with pytest.raises(TsaeError, match=r"holds no samples\.jsonl"):
-        read_recording(tmp_path, trained)
-    folder.keep_weights(TrainedWeights(trained.model, list(trained.parameters)[:2]), 0)
-    with pytest.raises(TsaeError, match="is either not there or not among"):
-        read_recording(tmp_path / "r", trained)
-    name, weight = next(iter(trained.parameters.items()))
-    narrow = TrainedWeights(trained.model, [])
-    narrow.parameters = {name: torch.nn.Parameter(weight.detach()[:-1])}
-    folder.keep_weights(narrow, 0)
-    with pytest.raises(TsaeError, match=r"has the shape \(\d+.*\), and \(\d+.*\) in the model"):
-        read_recording(tmp_path / "r", TrainedWeights(trained.model, [name]))
-
-
-def test_odd_files_of_weights_are_refused(llama: Path, tmp_path: Path) -> None:
-    trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
-    trained = TrainedWeights(trained.model, list(trained.parameters)[-1:])
-    folder = RecordingFolder(tmp_path, {})
-    for step in (0, 1):
-        folder.keep_weights(trained, step)
-    folder.add(1, [{"problem_id": "a", "advantage": 1.0, "prompt_ids": [1], "response_ids": [2]}], [1.0])
-    first, second = (tmp_path / f"weights-00000{step}.safetensors" for step in (0, 1))
-    assert read_recording(tmp_path, trained)[0].steps == [0, 1]
-    for name in ("-1", "1_0", "10", "", "x", "٠٠٠٠١٠", "0000000010", "9" * 200):
-        odd = tmp_path / f"weights-{name}.safetensors"
-        shutil.copyfile(second, odd)
-        with pytest.raises(TsaeError, match="is no file of weights that a recorder wrote"):
-            read_recording(tmp_path, trained)
-        odd.unlink()
-    link = tmp_path / "weights-000002.safetensors"
-    link.symlink_to(second)
-    with pytest.raises(TsaeError, match="is no file of weights that a recorder wrote"):
-        check_samples(tmp_path)
-    link.unlink()
-    link.mkdir()
-    with pytest.raises(TsaeError, match="is no file of weights that a recorder wrote"):
-        read_recording(tmp_path, trained)
-    link.rmdir()
-    (name,) = trained.parameters
-    for value in (torch.zeros(3), torch.full_like(trained.parameters[name].detach(), torch.nan)):
-        save_file({name: value}, link)
-        seal(tmp_path, [link.name])
-        with pytest.raises(TsaeError, match=r"has the shape \(3,\), and|are not finite"):
-            read_recording(tmp_path, trained)
-    first.unlink()
-    with pytest.raises(TsaeError, match=r"holds no weights-000000\.safetensors, the weights that it began with"):
-        read_recording(tmp_path, trained)

@@ -14,9 +14,11 @@ import yaml
 
 from tsae.attribution.training.loss import BatchTokens, Correction, PolicyLoss
 from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
 from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
 
 # Words and defaults as the trainers' own files have them: verl v0.7.0 and v0.9.0, NeMo-RL v0.7.0, open-instruct v0.3.0,
 # prime-rl v0.8.0, OpenRLHF v0.9.0.
@@ -159,6 +161,31 @@ def test_verl_since_0_8_averages_over_the_mini_batch() -> None:
     assert read("verl", **actor(shuffle=True)).facts["order"] == "log"  # Workers before split in order all the same.
 
 
+def rows_by_hand(n_processes: int, mini: int, micro: int, rows: int = 32) -> list[list[list[int]]]:
+    """By update the micro-batches of all processes: verl hands out chunks, splits them, and splits those."""
+    chunks = torch.arange(rows).chunk(n_processes)
+    by_process = [chunk.split(mini // n_processes) for chunk in chunks]
+    return [[part.tolist() for own in minis for part in own.split(micro)] for minis in zip(*by_process, strict=True)]
+
+
+def test_processes_of_verl_split_their_rows() -> None:
+    small = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": 2}
+    small |= actor(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=4)
+    records = [
+        {"problem_id": "p", "policy": "run", "prompt_ids": [1], "response_ids": [2], "outcome": "unknown", "step": step}
+        for step in (1, 2)
+        for _ in range(32)
+    ]
+    log = Rollouts.from_records(records)
+    for changed, micro in (({}, 4), (ENGINE, 8)):
+        plan = plan_updates(log, read("verl", **small, **changed), checkpoints={}, vocabulary=None)
+        assert [(update.step, update.generation) for update in plan.updates] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+        parts = [[part.tolist() for part in update.parts] for update in plan.updates[:2]]
+        assert parts == rows_by_hand(2, mini=16, micro=micro)
+    with pytest.raises(TsaeError, match=r"2 steps use each generation.* trainer.use_v1=False"):
+        plan_updates(log, read("verl", **small, trainer__use_v1=True), checkpoints={}, vocabulary=None)
+
+
 def test_variants_of_verl() -> None:
     gspo = read("verl", **actor(policy_loss__loss_mode="gspo", use_kl_loss=False)).loss
     assert (gspo.kind, gspo.level, gspo.dual_clip, gspo.beta) == ("grpo", "sequence", None, 0.0)
@@ -185,13 +212,14 @@ def test_nemo_rl() -> None:
     assert rates == pytest.approx([0.1, 0.1, 0.1 + 0.9 / 50, 0.1 + 0.9 * 49 / 50, 1, 1, 1])
     assert (found.optimiser.betas, found.optimiser.weight_decay, found.optimiser.every) == ((0.9, 0.95), 0.01, 2)
     assert found.loss == PolicyLoss(
-        "step", epsilon=0.2, epsilon_high=0.28, beta=0.01, kl_scored=True, kl_input_clamp=20.0, kl_clamp=10.0,
+        "step", epsilon=0.2, epsilon_high=0.28, beta=0.01, kl_corrected=True, kl_corrected_to="now",
+            kl_input_clamp=20.0, kl_clamp=10.0,
         correction=Correction("token_truncate", None, 5.0),
     )  # fmt: skip
     assert found.loss.needs_sampler
     assert (found.batching, found.facts["order"]) == (Batching(1, 2, 1, 1), "log")
     before = read("nemo", loss_fn__positive_example_nll_weight=..., loss_fn__sequence_level_importance_ratios=True)
-    assert (before.loss.kl_scored, before.loss.level) == (False, "sequence")
+    assert (before.loss.kl_corrected, before.loss.level) == (False, "sequence")
     assert before.loss.correction == Correction("sequence_truncate", None, 5.0)
 
 

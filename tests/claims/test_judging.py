@@ -65,4 +65,4 @@ def test_noise_is_called_reproduced_one_time_in_forty() -> None:
 
 
 def test_every_claim_has_its_letter() -> None:
-    assert "".join(CLAIMS) == "abcdefghijklmnopqrstuv"
+    assert "".join(CLAIMS) == "abcdefghijklmnopqrstuvwxyz"

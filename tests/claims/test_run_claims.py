@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 import tsae
-from support.attributions import make_attribution
+from support.attributions import TARGETS, make_attribution
 from support.builders import synthetic_store
 from support.cli import run as cli
 from support.damage import flip, resealed
@@ -457,30 +457,68 @@ def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -
     assert "module:function" in record(tmp_path, "q")["add"]
 
 
+def attributed(folder: Path, **tables: Any) -> None:
+    """An attribution of the run's own log, with these tables."""
+    of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
+    replace(make_attribution(inputs={"rollouts": of}), **tables).save(folder / "attribution")
+
+
 @pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "partly"), (1.0, "not reproduced")])
 def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None:
+    """Two samples of each of twenty problems, of which one has no band; shares in accuracy on three bands."""
     folder = write_run(tmp_path, answers("base", LEVEL), RUN, answers("base", LEVEL, step=1))
-    of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
-    ids = [f"p{i}" for i in range(20)]
-    bands = ["easy" if i < 12 else "hard" for i in range(20)]
-    base = make_attribution()
-    facts = pd.concat(  # of a problem whose halves disagree, one half has no band
-        [base.facts.iloc[:1].assign(problem_id=id, band=of) for id, band in zip(ids, bands, strict=True)
-         for of in (None, band)]
+    base, rows = make_attribution(), np.arange(40)
+    easy = rows // 2 < 12
+    facts = base.facts.iloc[[0] * 40].assign(
+        trajectory=rows, problem_id=[f"p{i // 2}" for i in rows],
+        band=[None if i % 2 else "easy" if i < 24 else "hard" for i in rows],
     )  # fmt: skip
-    problems = pd.DataFrame(
-        {"problem_id": ids, "n": 4, "target": "log-likelihood, right − wrong", "share": 0.0, "low": 0.0, "high": 0.0,
-         "effect": [sign * (1 + i % 3) if band == "easy" else -sign for i, band in enumerate(bands)]}
+    share = np.where(easy, sign * (1 + rows // 2 % 3), -sign) / 2
+    samples = pd.concat(
+        [pd.DataFrame({"trajectory": rows, "step": 1, "target": target, "share": share, "policy": share, "kl": 0.0})
+         for target in TARGETS]
     )  # fmt: skip
-    made = tsae.Attribution(**{**vars(base), "facts": facts, "problems": problems})
-    made.save(folder / "attribution")
+    make_attribution().save(folder / "attribution")
     assert "an attribution of this run’s own log" in record(folder, "v")["needs"]
-    made.info["inputs"]["rollouts"] = of
-    made.save(folder / "attribution")
+    attributed(folder, facts=facts, samples=samples)
     found = record(folder, "v")
     assert found["verdict"] == verdict
     assert found["parts"][0]["n"] == 12
     assert found["parts"][0]["mean"] == pytest.approx(-2.0 * sign)
+
+
+def test_replayed_bands_stand_in_for_runs_on_a_band_and_decide_nothing(tmp_path: Path) -> None:
+    """Alone, a band changes a target by half of its share; see make_attribution."""
+    log = answers("base", LEVEL, step=1)
+    folder = write_run(tmp_path, answers("base", LEVEL), RUN, log)
+    assert [record(folder, key)["verdict"] for key in "abe"] == ["cannot be tested"] * 3
+    attributed(folder)
+    shares = dict(zip(BANDS, (-1.0, 1 / 3, 5 / 3), strict=True))  # of a target's change
+    mean = (0.6 + 0.3 - 0.1) / 3 / 2
+    expected = {
+        "a": [mean * (shares["medium"] - shares[band]) for band in ("easy", "hard")],
+        "b": [-0.6 / 2 * shares["hard"], -0.3 / 2 * shares["hard"]],
+        "e": [-0.9 / 2 * shares["easy"]],
+    }
+    for key, values in expected.items():
+        found = record(folder, key)
+        assert found["verdict"] == "undecided"
+        assert [part["mean"] for part in found["parts"]] == pytest.approx(values)
+        assert {part["unit"] for part in found["parts"]} == {"replayed, one run"}
+        assert held(found) == [None] * len(values)
+        assert "one run" in found["caveat"]
+    text = str(claims_of(folder, ["e"]))
+    assert "+0.45" in text
+    assert "+0.45 [" not in text
+    Claims.load(claims_of(folder, ["e"]).save(folder).parent)
+    # Simulated ones, and those behind a closed gate, do not count.
+    simulated = make_attribution().groups.assign(how="simulated")
+    for tables in ({"groups": simulated}, {"info": {**make_attribution(gate="Too far.").info}}):
+        (folder / "attribution" / "attribution.json").unlink()
+        of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
+        made = replace(make_attribution(), **tables)
+        replace(made, info={**made.info, "inputs": {"rollouts": of}}).save(folder / "attribution")
+        assert record(folder, "e")["verdict"] == "cannot be tested"
 
 
 # --- the whole
@@ -489,13 +527,13 @@ def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None
 def test_every_claim_has_a_test_and_untestable_ones_say_why(tmp_path: Path) -> None:
     folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, 1))), RUN)
     found = claims_of(folder)
-    assert "".join(one["claim"] for one in found.records) == "abcdefghijklmnopqrstuv" == "".join(TESTS)
+    assert "".join(one["claim"] for one in found.records) == "abcdefghijklmnopqrstuvwxyz" == "".join(TESTS)
     for one in found.records:
         assert bool(one["parts"]) != bool(one["needs"] and one["add"])
     assert {one["unit"] for record in found.records for one in record["parts"]} == {"problems"}
     assert found["h"]["add"].startswith("`tsae reformulate")
-    with pytest.raises(TsaeError, match="no claim 'z'"):
-        claims_of(folder, ["z"])
+    with pytest.raises(TsaeError, match="no claim 'A'"):
+        claims_of(folder, ["A"])
     with pytest.raises(TsaeError, match="no claim 'b'; there are a"):
         claims_of(folder, ["a"])["b"]
     with pytest.raises(TsaeError, match="holds no rollouts of a run"):

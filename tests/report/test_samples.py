@@ -4,128 +4,196 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import tsae
-from support.attributions import REALISED, TARGETS, make_attribution
+from support.attributions import BANDS, GATE, REALISED, TARGETS, make_attribution
 from support.diffs import MARKUP, make
 from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
+from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.report.figures.attribution import attribution_figure
 from tsae.report.pages.attribution import attributed as section_of
 from tsae.report.printed.attribution import attribution_text
 from tsae.report.story import facts
-from tsae.report.story.attribution import amount, belief, grid, lead, most_moved, moved, statement
+from tsae.report.story.attribution import (
+    TRAINED_ON,
+    amount,
+    belief,
+    lead,
+    meaning,
+    most_moved,
+    moved,
+    shown_name,
+    signal,
+    statement,
+    to_read,
+    told_targets,
+)
 from tsae.report.text import html_text
 
 
-def test_a_target_is_told_with_its_numbers() -> None:
+def with_tables(found: Attribution, **tables: Any) -> Attribution:
+    return replace(found, **tables)
+
+
+def test_bands_stand_in_order_with_share_other_runs_and_error() -> None:
     found = make_attribution()
-    assert lead(found) == "Which of 12 samples of steps 1 to 6 moved 3 targets?"
-    one = moved(found, "P (first token)", 2)
-    assert one.change == "0.5 → 0.1 (−0.4)"
-    assert (one.unexplained, one.flagged) == ("0.3 %", False)
-    # Shares are −0.4 (i − 5) / 6: the first samples raised it, the last lowered it.
-    assert one.samples.trajectory.tolist() == [0, 1, 10, 11]
-    assert one.samples.share.tolist() == pytest.approx([0.4 * 5 / 6, 0.4 * 4 / 6, -0.4 * 5 / 6, -0.4])
-    assert one.samples.response.tolist() == ["response 0", "response 1", "response 10", "response 11"]
-    assert one.problems.problem_id.tolist() == ["p2", "p1", "p0"]
-    assert "R² 0.90" in one.about_problems
-    # Bands: easy has the samples 0, 1, 4, 5, 8, 9, hard the others.
-    bands = one.groups[one.groups.kind == "band"].set_index("group")
-    assert bands.share["easy"] == pytest.approx(-0.4 * (27 - 30) / 6)
-    assert bands.share["hard"] == pytest.approx(-0.4 * (39 - 30) / 6)
+    table = found.bands
+    assert list(table) == ["band", "n", "target", "share", "without", "alone", "error", "how"]
+    assert table.band.tolist() == list(BANDS) * len(TARGETS)
+    assert table.target.tolist() == np.repeat(TARGETS, 3).tolist()
+    # Easy has the samples 0, 1, 6, 7: shares −0.9 (i − 5) / 6.
+    easy = table[(table.target == TARGETS[3]) & (table.band == "easy")].iloc[0]
+    assert easy.share == pytest.approx(-0.9 * (14 - 20) / 6)
+    assert (easy.without, easy.alone) == (pytest.approx(-0.9 - 2 * easy.share), pytest.approx(easy.share / 2))
+    assert (easy.n, easy.error, easy.how) == (4, 0.01, "replayed")
+    np.testing.assert_allclose(table.groupby("target", sort=False).share.sum(), REALISED)
+    # Errors need not be known, and a log may have levels of its own.
+    groups = found.groups.drop(columns="error").replace({"group": {"easy": "level 2", "hard": "level 1"}})
+    other = with_tables(found, groups=groups).bands
+    assert other.band.tolist()[:3] == ["medium", "level 1", "level 2"]
+    assert other.error.isna().all()
 
 
-def test_what_cannot_be_told_apart_is_not_told() -> None:
+def test_a_sample_that_two_steps_used_is_told_once() -> None:
     found = make_attribution()
-    flagged = moved(found, "log-likelihood, right − wrong", 2)
-    assert flagged.flagged
-    assert flagged.problems.empty
-    assert "cannot be told apart" in flagged.about_problems
-    assert moved(found, "feature 2", 2).about_problems == ""
+    again = found.samples[found.samples.trajectory == 11].assign(step=7)
+    twice = with_tables(found, samples=pd.concat([found.samples, again]))
+    row = twice.of_target(TARGETS[3], 1).iloc[-1]
+    assert (row.trajectory, row.step) == (11, 6)
+    assert row.share == pytest.approx(2 * -0.9)
+    assert row.policy + row.kl == pytest.approx(row.share)
+    assert twice.of_sample(11).share.abs().max() == pytest.approx(1.8)
 
 
-def test_what_changed_most_for_its_size_comes_first_and_features_are_among_it() -> None:
+def test_names_say_what_a_number_is() -> None:
     found = make_attribution()
-    # 0.4 of 0.5, and 1.2 of 2.2
-    assert most_moved(found, 6) == list(TARGETS)
-    assert most_moved(found, 2) == [TARGETS[0], TARGETS[2]]
-    assert most_moved(found, 1) == [TARGETS[0]]
-    only = Attribution(**{**vars(found), "targets": found.targets[::-1].head(1)})
-    assert most_moved(only, 2) == [TARGETS[2]]
+    assert [shown_name(found, name) for name in (*TARGETS, "log-likelihood, right − wrong", "P (first token)")] == [
+        "accuracy, easy problems (trained on)",
+        "accuracy, medium problems (trained on)",
+        "accuracy, hard problems (trained on)",
+        "behaviour, direct answer",
+        "feature 2",
+        "accuracy (trained on)",
+        "P (first token)",
+    ]
+    fresh = make_attribution(trained_on=False)
+    assert shown_name(fresh, TARGETS[0]) == "accuracy, easy problems"
+    assert (TRAINED_ON in meaning(found), TRAINED_ON in meaning(fresh)) == (True, False)
+    assert lead(found) == "Which of 12 samples of steps 1 to 6 moved 5 targets?"
+    assert (amount(0.00012345), amount(-2e-17), amount(float("nan"))) == ("+0.000123", "0", "–")
 
 
-def test_the_grid_holds_every_cell_where_it_belongs() -> None:
+def test_targets_are_told_in_the_order_of_the_block() -> None:
     found = make_attribution()
-    made = grid(found, "P (first token)")
+    shuffled = with_tables(found, targets=found.targets[::-1])
+    assert told_targets(shuffled) == list(TARGETS)
+    # 0.9 of 0.5, 0.6 of 1.6, 0.3 of 0.8, 0.1 of 0.3; features are not compared with these.
+    assert most_moved(found) == [TARGETS[3], *TARGETS[:3]]
+    one = moved(found, TARGETS[1])
+    assert (one.change, one.unexplained, one.flagged) == ("0.5 → 0.8 nats (+0.3)", "20 %", True)
+    assert one.lone.share.tolist() == pytest.approx([0.3 * 3 / 6])
+    assert one.others.group.tolist() == ["success"]
+
+
+def test_the_signal_is_by_band_and_fifth() -> None:
+    made = signal(make_attribution(), TARGETS[3])
     assert made is not None
-    assert made.rows == ["easy, success", "easy, failure", "hard, success", "hard, failure"]
-    assert made.columns == ["first third of the run", "second third of the run", "last third of the run"]
-    # Easy successes: samples 0, 4 and 8, one a third.
-    np.testing.assert_allclose(made.share[0], [-0.4 * (i - 5) / 6 for i in (0, 4, 8)])
-    np.testing.assert_allclose(made.effect, 2 * made.share)
-    assert made.share.sum() == pytest.approx(REALISED[0])
-    assert (made.n == 1).all()
+    assert made.bands == list(BANDS)
+    np.testing.assert_allclose(made.share[0], 0.9 * np.array([0, 0.1, 0.1, 0.2, 0.6]), atol=1e-12)
+    assert made.share.sum() == pytest.approx(-0.9)
+    assert signal(make_attribution(), "another") is None
 
 
-def test_without_crossed_kinds_the_grid_is_coarser_or_missing() -> None:
+def test_samples_to_read_have_the_tokens_that_carry_them() -> None:
     found = make_attribution()
-    groups = found.groups[found.groups.kind == "band"]
-    assert grid(Attribution(**{**vars(found), "groups": groups}), TARGETS[0]) is None
-    thirds = groups.assign(kind="third of the run", group=groups.group + " third of the run")
-    made = grid(Attribution(**{**vars(found), "groups": thirds}), TARGETS[0])
-    assert made is not None
-    assert (made.rows, made.columns) == (["all samples"], ["easy third of the run", "hard third of the run"])
+    samples = to_read(found)
+    assert [one.trajectory for one in samples] == [11, 0, 10, 1, 9, 2, 8, 3, 7, 4]
+    first = samples[0]
+    assert first.about == "step 6, p2, hard, failure, advantage −1"
+    assert first.share == "−0.9 of behaviour, direct answer (100 % of its change)"
+    assert first.carried == "“31” −1.8 (token 5), “24” +0.9 (token 1)"
+    assert first.tokens.share.sum() == pytest.approx(-0.9)
+    # Without tokens: those with the largest shares for and against what changed most.
+    without = to_read(with_tables(found, tokens=found.tokens.head(0)), 4)
+    assert [one.trajectory for one in without] == [0, 1, 10, 11]
+    assert (without[0].response, without[0].carried) == ("response 0", "")
 
 
-def test_the_finding_names_the_samples_that_mattered_most() -> None:
+def test_the_finding_is_the_three_bands() -> None:
     told = statement(make_attribution())
-    # Hard samples: share −0.6, effect −1.2; without them −0.4 + 1.2.
     assert told.evidence == "samples"
-    assert told.sentences[0] == (
-        "P (first token): 0.5 → 0.1 (−0.4); without the 6 samples of “hard” it would have changed by +0.8, with all by "
-        "−0.4 (both simulated)."
+    # Shares of hard samples: −0.9 (4 + 5 + 10 + 11 − 20) / 6.
+    assert told.sentences[:4] == (
+        "Behaviour, direct answer: 0.5 → −0.4 nats (−0.9).",
+        "Easy samples (4): share +0.9; without them −2.7, alone +0.45 (replayed).",
+        "Medium samples (4): share −0.3; without them −0.3, alone −0.15 (replayed).",
+        "Hard samples (4): share −1.5; without them +2.1, alone −0.75 (replayed).",
     )
+    assert "one run" in told.sentences[4]
+    assert "third" not in " ".join(told.sentences)
+    # What was not replayed is not told.
+    found = make_attribution()
+    shares = with_tables(found, groups=found.groups.assign(without=np.nan, alone=np.nan, how=""))
+    assert statement(shares).sentences[1] == "Easy samples (4): share +0.9."
+    unbanded = with_tables(found, groups=found.groups[found.groups.kind != "band"])
+    assert statement(unbanded).sentences[1].startswith("The log has no bands")
+
+
+def test_a_closed_gate_stands_in_the_place_of_every_finding() -> None:
+    found = make_attribution(gate=GATE, believed=False)
+    assert statement(found).sentences == (GATE,)
+    text, page = attribution_text(found), rendered(make(), attribution=found)
+    for part in ("Add logging_steps=1", "How far to believe it", "A note."):
+        assert part in text
+        assert part in page
+    for part in ("share +", "without them", "to read", "samples-figure", "behaviour, direct answer", "replayed for"):
+        assert part not in text
+        assert part not in page
+    assert attribution_figure(found) is None
 
 
 def test_doubts_are_said_and_marked() -> None:
-    said = {one.text: one.warns for one in belief(make_attribution(path_error=0.2))}
-    assert said["The simulated optimiser meets the checkpoints to 20 % of the distance between them."]
-    assert any(warns and text.startswith("Flagged for a larger remainder: 1 segment") for text, warns in said.items())
-    assert any("0.94 (behaviours) and 0.72 (features)" in text for text in said)
-    assert any("partly chance" in text for text in said)
+    def said(**info: Any) -> dict[str, bool]:
+        return {one.text: one.warns for one in belief(make_attribution(**info))}
+
+    good = said()
+    assert good["Replayed to step 6 of 6 within 0.1 % of what the run logged and saved."] is False
+    assert "At the end, it is off the last checkpoint by 0.02 % of the way that the run went." in good
+    assert "The replay's gradient norms differ from the logged ones by 0.0999 % at most (6 steps)." in good
+    assert "Runs without some samples, or with these alone, are simulated for: lone success, outcome." in good
+    assert good[
+        "Shares leave 0.5 % of a change unexplained (median), 20 % at most (accuracy, medium problems (trained on))."
+    ]
+    replay = {"steps": 6, "to": 3, "within": 0.02, "departs": 4, "cause": "special tokens are missing from the log"}
+    bad = said(replay=replay, believed=False, path_error=None)
+    assert [text for text, warns in bad.items() if warns][:3] == [
+        "The replay is too far from the run: take the numbers for hints at most.",
+        "Replayed to step 3 of 6 within 2 % of what the run logged and saved.",
+        "From step 4 on it departs from the run. Likely cause: special tokens are missing from the log.",
+    ]
+    assert not any("last checkpoint" in text for text in bad)
 
 
-def test_replayed_trainings_are_told_by_target() -> None:
-    found = make_attribution(validated=True)
-    assert moved(found, TARGETS[0], 1).validated == "rank correlation 0.90, median error 0.04"
-    assert moved(found, TARGETS[2], 1).validated == "rank correlation –, median error 0.003"
-    # Errors of 10, 5 and 10 per cent of the changes.
-    assert belief(found)[-1].text == (
-        "On this run, 8 trainings were really replayed on random halves of its problems: rank correlation with the "
-        "simulation 0.85, error 10 % of a change (medians over targets)."
-    )
-    assert "nothing was retrained" in belief(make_attribution())[-1].text
-    assert moved(make_attribution(), TARGETS[0], 1).validated == ""
-
-
-@pytest.mark.parametrize("validated", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_both_views_tell_one_story(validated: bool) -> None:
-    found = make_attribution(validated=validated)
-    text, page = attribution_text(found), rendered(make(), attribution=found)
-    for part in [lead(found), *(one.text for one in belief(found)), *(moved(found, t, 1).change for t in TARGETS)]:
+def test_both_views_tell_one_story(attributed: str) -> None:
+    found = make_attribution()
+    text = " ".join(attribution_text(found).split())
+    for part in [
+        lead(found), *meaning(found), *(one.text for one in belief(found)), *(moved(found, t).change for t in TARGETS),
+        *(one.about for one in to_read(found)), "replayed", "simulated", "A note.",
+    ]:  # fmt: skip
         assert part in text
-        assert html_text(part) in page
-    for target in TARGETS:
-        assert moved(found, target, 1).validated in text
-        assert moved(found, target, 1).validated in page
-    for value in found.table(TARGETS[0]).head(3).effect:
-        assert amount(value) in text
-        assert amount(value) in page
+        assert html_text(part) in attributed
+    for row in found.bands.itertuples():
+        for value in (row.share, row.without, row.alone):
+            assert amount(value) in text
+            assert f'<td class="n">{amount(value)}</td>' in attributed
 
 
 def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> None:
@@ -135,8 +203,13 @@ def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> N
     assert '<section id="samples"' in page
     assert '<a href="#samples">Which samples did that</a>' in page
     assert 'data-figure="samples-figure"' in page
-    assert "20 % (flagged)" in page
-    assert "A note." in page
+    assert "20 % unexplained by shares" in page
+    # In this order.
+    places = [page.index(part) for part in ("<caption>Easy, medium and hard", "<caption>Lone", "Where in the text: n",
+                                            "10 samples to read", "How far to believe it</h3>")]  # fmt: skip
+    assert places == sorted(places)
+    # The last token of the first sample lowered the target most, and its first one raised it half as far.
+    assert '<mark class="a4" title="+0.9">24</mark> + 7 =\n<mark class="a9 against" title="−1.8">31</mark>' in page
 
 
 def test_features_of_another_sae_are_said_to_be_others() -> None:
@@ -149,12 +222,18 @@ def test_features_of_another_sae_are_said_to_be_others() -> None:
     assert told[1] == [True, *told[0]]
 
 
-def test_hostile_responses_stay_text() -> None:
-    page = rendered(make(), attribution=make_attribution((MARKUP, "<script>alert(2)</script>", "a\u202eb\x1b")))
+def test_hostile_text_stays_text() -> None:
+    found = make_attribution((MARKUP, "<script>alert(2)</script>", "a\u202eb\x1b"), gate="", notes=[MARKUP])
+    hostile = with_tables(found, groups=found.groups.replace({"group": {"success": MARKUP}}))
+    page, text = rendered(make(), attribution=hostile), attribution_text(hostile)
     assert MARKUP not in page
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(2)&lt;/script&gt;" in page
-    assert "a‹U+202E›b‹U+001B›" in page
+    for shown in (page, text):
+        assert "a‹U+202E›b‹U+001B›" in shown
+        assert "\x1b" not in shown
+    closed = rendered(make(), attribution=make_attribution(gate=MARKUP))
+    assert MARKUP not in closed
 
 
 @pytest.fixture(scope="module")
@@ -163,25 +242,37 @@ def attributed() -> str:
 
 
 def test_the_page_stays_bounded(attributed: str) -> None:
-    short = len(attributed)
-    long = len(rendered(make(), attribution=make_attribution(("x" * 1_000_000,) * 12)))
-    assert long - short < 12 * 3 * 2500
+    found = make_attribution(("x" * 1_000_000,) * 12)
+    long = rendered(make(), attribution=found)
+    assert len(long) - len(attributed) < 12 * 3 * 2500
+    # Of a long response, what is around its strongest token.
+    tokens = found.tokens[found.tokens.trajectory == 11].iloc[[0] * 3000].assign(token="y", position=range(3000))
+    tokens = tokens.assign(share=np.where(tokens.position == 2900, -1.0, 0.0))
+    [(_, _, pieces), *_] = section_of(with_tables(found, tokens=tokens), make()).samples
+    assert [(piece.text, piece.shade) for piece in pieces] == [("…" + "y" * 300, 0), ("y", 9), ("y" * 99, 0)]
 
 
-def test_the_figure_draws_shares_above_effects() -> None:
-    figure = attribution_figure(make_attribution())
+def test_the_figure_draws_bands_above_and_tokens_below() -> None:
+    found = make_attribution()
+    figure = attribution_figure(found)
     assert figure is not None
-    assert len(figure.data) == 6
-    np.testing.assert_allclose(figure.data[1].z, 2 * np.array(figure.data[0].z))
-    assert figure.data[0].zmax == figure.data[1].zmax == pytest.approx(np.abs(figure.data[1].z).max())
+    assert len(figure.data) == 10
+    share, without, alone = np.array(figure.data[0].z).T
+    np.testing.assert_allclose(share, found.bands.share[:3])
+    np.testing.assert_allclose(without, 0.6 - 2 * share)
+    np.testing.assert_allclose(alone, share / 2)
+    assert figure.data[0].zmax == pytest.approx(np.abs(figure.data[0].z).max())
+    np.testing.assert_allclose(np.sum(figure.data[1].z, axis=1), share)
+    shares = attribution_figure(with_tables(found, entropy=found.entropy.head(0)))
+    assert shares is not None
+    assert len(shares.data) == 5
 
 
 @pytest.mark.slow
 def test_a_feature_links_to_its_card_where_the_sae_is_the_same() -> None:
     diff = make()
     weights = (diff.info.get("sae") or {}).get("weights")
-    other = rendered(diff, attribution=make_attribution(sae="another"))
-    assert "feature 2</bdi></th><td" in other
+    assert "<bdi>feature 2</bdi><br>" in rendered(diff, attribution=make_attribution(sae="another"))
     same = tsae.FeatureDiff(
         **{**vars(diff), "info": {**diff.info, "sae": {**(diff.info.get("sae") or {}), "weights": "w"}}}
     )
@@ -197,6 +288,10 @@ def test_features_to_attribute_are_those_that_the_diff_names() -> None:
     found = facts.moved_features(diff, 50)
     assert len(found) == len(set(found))
     assert set(found) == set(diff.shifts[(diff.shifts.q <= diff.q) & (diff.shifts.band == "all")].feature)
+    # Those that a control explains come last.
+    known = pd.concat([diff.shifts.assign(control=control, verdict=SURVIVES) for control in CONTROLS])
+    known.loc[(known.feature == 0) & (known.control == "length"), "verdict"] = FAILS
+    assert facts.moved_features(replace(diff, confounds=known), 50) == [*(f for f in found if f), 0]
 
 
 @pytest.fixture
@@ -216,6 +311,8 @@ def report(folders: Path, *options: object) -> str:
 
 def test_the_command_finds_the_attribution_of_a_run(folders: Path) -> None:
     assert "A note." in report(folders)
+    loaded = Attribution.load(folders / "attribution")
+    assert attribution_text(loaded) == attribution_text(make_attribution())
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from support.builders import SHARED
 from tsae.base.statistics.intervals import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import behaviour_text
-from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
+from tsae.rollouts.behaviours import behaviour_table, by_thirds, format_table, with_behaviours
 from tsae.rollouts.responses.texts import (
     Answer,
     final_answers,
@@ -363,6 +363,26 @@ def valued(values: dict[str, np.ndarray], n: int = 4) -> Rollouts:
         for _ in range(n)
     ]
     return rollouts_of(rows, behaviours=["b"])
+
+
+def test_few_problems_a_step_are_told_by_thirds_of_the_run() -> None:
+    """Fifteen steps of four problems each, other ones at every step; b rises with the steps."""
+    rows = [
+        {"policy": f"run-{step:05d}", "problem_id": f"p{step}-{i}", "response": "x", "b": float(step), "step": step}
+        for step in range(1, 16)
+        for i in range(4)
+    ]
+    log = rollouts_of([*rows[30:], *rows[:30]], behaviours=["b"])
+    table = behaviour_table(by_thirds(log)).set_index(["behaviour", "policy"]).loc["b"]
+    assert table["mean"].to_dict() == {"steps 1-5": 3.0, "steps 6-10": 8.0, "steps 11-15": 13.0}
+    assert list(table.index) == ["steps 1-5", "steps 6-10", "steps 11-15"]
+    assert table.n_problems.tolist() == [20, 20, 20]
+    # Not where a step has enough, where thirds have as few, or where steps are not known.
+    many = rollouts_of([{**row, "problem_id": f"{row['problem_id']}-{i}"} for row in rows for i in range(2)])
+    same = rollouts_of([{**row, "problem_id": row["problem_id"][-1]} for row in rows])
+    unknown = rollouts_of([{name: row[name] for name in row if name != "step"} for row in rows])
+    for other in (many, same, unknown):
+        assert by_thirds(other) is other
 
 
 def changes(rollouts: Rollouts) -> pd.Series:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,87 +9,88 @@ import pandas as pd
 
 from tsae.attribution.attribution import Attribution
 
-TARGETS = ("P (first token)", "log-likelihood, right − wrong", "feature 2")
-REALISED = (-0.4, 1.2, 0.03)
-BEFORE = (0.5, 1.0, 0.6)
+BANDS = ("easy", "medium", "hard")
+TARGETS = (*(f"right − wrong, {band}" for band in BANDS), "log-likelihood, direct answer", "feature 2")
+BEFORE = (1.0, 0.5, -0.2, 0.5, 0.6)
+REALISED = (0.6, 0.3, -0.1, -0.9, 0.03)
+WORDS = ("24", " + 7", " =", "\n", "31")
+GATE = (
+    "No effect is stated: the log holds every tenth step only, so that the run cannot be replayed. Add logging_steps=1 "
+    "to the trainer's settings."
+)
 
 
-def make_attribution(texts: tuple[str, ...] = (), *, validated: bool = False, **info: Any) -> Attribution:
-    """Twelve samples of six steps: a success and a failure of a step, easy and hard in turn.
+def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
+    """Twelve samples of six steps: a success and a failure a step, on easy, medium and hard problems in turn.
 
-    The share of sample i in target j is REALISED[j] · (i − 5) / 6; the effect of a group is the double of its share.
+    The share of sample i in target j is REALISED[j] · (i − 5) / 6. Of a group with the share s, without it the target
+    changes by REALISED[j] − 2 s, and with it alone by s / 2. Of a sample that is shown, each of the five tokens has a
+    part of the share: −1, 0, 0, 0, 2. Its first token is its text, if it has one.
     """
-    n, bands, outcomes = 12, ["easy", "hard"], ["success", "failure"]
-    i = np.arange(n)
+    n, k = 12, np.arange(12)
+    band = [BANDS[i // 2 % 3] for i in k]
     facts = pd.DataFrame(
         {
-            "trajectory": i,
-            "step": i // 2 + 1,
-            "problem_id": [f"p{k // 4}" for k in i],
-            "band": [bands[k // 2 % 2] for k in i],
-            "outcome": [outcomes[k % 2] for k in i],
-            "prompt": [f"prompt {k}" for k in i],
-            "response": [texts[k] if k < len(texts) else f"response {k}" for k in i],
-            "reward": (i % 2 == 0).astype(float),
-            "advantage": np.where(i % 2 == 0, 1.0, -1.0),
-            "length": 5 + i,
-            "gradient_norm": 0.1,
+            "trajectory": k, "problem_id": [f"p{i // 4}" for i in k], "step": k // 2 + 1, "band": band,
+            "outcome": ["success", "failure"] * 6, "reward": [1.0, 0.0] * 6, "advantage": [1.0, -1.0] * 6,
+            "length": len(WORDS), "prompt": [f"prompt {i}" for i in k],
+            "response": [texts[i] if i < len(texts) else f"response {i}" for i in k],
         }
-    )
-    shares = np.outer(i - 5, REALISED) / 6  # (n, n_targets); the columns sum to REALISED
+    )  # fmt: skip
+    shares = np.outer(k - 5, REALISED) / 6  # (n, n_targets); the columns sum to REALISED
     samples = pd.DataFrame(
         {
-            "trajectory": np.repeat(i, len(TARGETS)),
-            "step": np.repeat(facts.step.to_numpy(), len(TARGETS)),
-            "target": np.tile(TARGETS, n),
-            "share": shares.ravel(),
-            "effect": np.where(np.repeat(i, len(TARGETS)) == n - 1, 0.01, np.nan),
+            "trajectory": np.repeat(k, len(TARGETS)), "step": np.repeat(facts.step.to_numpy(), len(TARGETS)),
+            "target": np.tile(TARGETS, n), "share": shares.ravel(), "policy": 1.5 * shares.ravel(),
+            "kl": -0.5 * shares.ravel(),
         }
-    )
-    thirds = [f"{name} third of the run" for name in ("first", "second", "last")]
-    masks = {("band", band): (facts.band == band).to_numpy() for band in bands}
-    for band, outcome, third in product(bands, outcomes, range(3)):
-        mask = (facts.band == band) & (facts.outcome == outcome) & ((facts.step - 1) // 2 == third)
-        masks["band and outcome and third", f"{band}, {outcome}, {thirds[third]}"] = mask.to_numpy()
+    )  # fmt: skip
+    masks = {("band", one): (facts.band == one).to_numpy() for one in BANDS}
+    masks |= {("lone success", "lone success"): k == 8, ("outcome", "success"): k % 2 == 0}
     groups = [
         {
             "kind": kind, "group": group, "n": int(mask.sum()), "target": target, "share": shares[mask, j].sum(),
             "without": REALISED[j] - 2 * shares[mask, j].sum(), "effect": 2 * shares[mask, j].sum(),
-            "alone": shares[mask, j].sum() / 2,
+            "alone": shares[mask, j].sum() / 2, "error": 0.01 if kind == "band" else np.nan,
+            "how": "replayed" if kind == "band" else "simulated",
         }
         for (kind, group), mask in masks.items()
         for j, target in enumerate(TARGETS)
     ]  # fmt: skip
-    problems = pd.DataFrame(
-        [
-            {"problem_id": f"p{p}", "n": 4, "target": t, "share": 0.1, "effect": 0.1 * p, "low": -0.1, "high": 0.3}
-            for p, t in product(range(3), TARGETS[:2])
-        ]
-    )
+    entropy = [
+        {"band": one, "fifth": fifth, "target": target, "share": shares[masks["band", one], j].sum() * part}
+        for one in BANDS
+        for fifth, part in enumerate((0.0, 0.1, 0.1, 0.2, 0.6), start=1)
+        for j, target in enumerate(TARGETS)
+    ]
+    tokens = [
+        {
+            "trajectory": i, "step": i // 2 + 1, "target": TARGETS[3], "position": place, "token_id": place,
+            "token": texts[i] if place == 0 and i < len(texts) else word, "share": shares[i, 3] * part,
+        }
+        for i in (11, 0, 10, 1, 9, 2, 8, 3, 7, 4)
+        for place, (word, part) in enumerate(zip(WORDS, (-1, 0, 0, 0, 2), strict=True))
+    ]  # fmt: skip
     targets = pd.DataFrame(
         {
-            "target": TARGETS,
-            "before": BEFORE,
-            "after": np.add(BEFORE, REALISED),
-            "realised": REALISED,
-            "simulated": REALISED,
-            "decay": 0.0,
-            "remainder": [0.003, 0.2, 0.01],
-            "flagged": [False, True, False],
-            "r2": [0.9, -0.1, np.nan],
-            "validated": [0.9, 0.8, np.nan] if validated else np.nan,
-            "validated_error": [0.04, 0.06, 0.003] if validated else np.nan,
+            "target": TARGETS, "before": BEFORE, "after": np.add(BEFORE, REALISED), "realised": REALISED,
+            "predicted": REALISED, "decay": 0.0, "remainder": [0.003, 0.2, 0.01, 0.004, 0.005],
+            "flagged": [False, True, False, False, False],
         }
-    )
-    segments = pd.DataFrame(
+    )  # fmt: skip
+    steps = pd.DataFrame(
         {
-            "target": TARGETS, "first": 0, "last": 6, "realised": REALISED, "predicted": REALISED, "remainder": 0.0,
-            "path_error": 0.01, "flagged": [False, True, False],
+            "step": range(1, 7), "n": 2, "grad_norm": 1.0, "logged_grad_norm": [1.0, 1.0, 1.0, 1.0, 1.0, 1.001],
+            "mean_length": 5.0, "logged_mean_length": 5.0, "distance": [np.nan] * 5 + [0.0002], "clipped": False,
         }
     )  # fmt: skip
     known = {
-        "recipe": "adamw, learning rate 0.001 (constant)", "config": {"validate": 8 if validated else 0},
-        "series": "tiny", "run": "run", "checkpoints": [0, 3, 6], "inputs": {"rollouts": "none"}, "sae": None,
-        "directions": "directions-0123456789abcdef", "path_error": 0.01, "notes": ["A note."],
+        "recipe": "adamw, learning rate 0.001 (constant)", "series": "tiny", "run": "run", "checkpoints": [0, 6],
+        "inputs": {"rollouts": "none"}, "sae": None, "path_error": 0.0002,
+        "replay": {"steps": 6, "to": 6, "within": 0.001, "departs": None, "cause": ""}, "believed": True, "gate": "",
+        "trained_on": True, "notes": ["A note."],
     }  # fmt: skip
-    return Attribution(targets, samples, facts, pd.DataFrame(groups), problems, segments, {**known, **info})
+    return Attribution(
+        targets, samples, facts, pd.DataFrame(groups), steps, pd.DataFrame(entropy), pd.DataFrame(tokens),
+        {**known, **info},
+    )  # fmt: skip

@@ -1,62 +1,60 @@
-"""Which samples of a run moved what: from checkpoints and log to an `Attribution`.
+"""Which samples of a run moved what: from base, log and settings to an `Attribution`.
 
-1. Log, checkpoints and settings must be those of one run (`tsae.attribution.trainer.log_fit`).
-2. Targets: what the caller names, or outcomes, behaviours and the features that moved most (`tsae.attribution.wanted`).
-3. The gradient of every sample, along the path, goes to disk; shares come from one sweep backwards through the run.
-4. Runs are simulated on subsets of the samples: without each kind and with it alone, without single samples, and on
-   random halves of the problems, on which their effects are regressed.
-5. If asked, trainings are really replayed on other halves (`tsae.attribution.credit.replays`).
+1. Log, checkpoints and settings must be those of one run. The log and the settings say which rows each step of the
+   optimiser used (`tsae.attribution.training.order`).
+2. The run is replayed: its own updates are taken again (`tsae.attribution.replay.path`). Logged gradient norms and
+   checkpoints say how well; above a distance no effect is computed.
+3. Targets: what the caller names, or outcomes, behaviours and the features that moved most (`tsae.attribution.wanted`).
+4. Shares come from one sweep backwards through the replay (`tsae.attribution.replay.sweep`).
+5. Effects: each band of problems is left out, and kept alone, in a real replay; other kinds of samples in a simulated
+   one (`tsae.attribution.replay.kinds`).
 
-Memory holds the checkpoints, some vectors of the weights for each target, and the gradients of one step.
+Memory holds the model, some vectors of its weights for each target, and one batch of activations.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
+import pandas as pd
+import torch
 
 from tsae.activations.reader.assignment import check_context, check_tokenizer
-from tsae.attribution.attribution import Attribution, is_left_over
+from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.credit.banzhaf import PER_UNIT, Banzhaf, banzhaf, random_halves
-from tsae.attribution.credit.replays import Logs, validate
-from tsae.attribution.credit.shares import Shares, shares
-from tsae.attribution.credit.simulations import simulate_kept
-from tsae.attribution.credit.token_shares import Directions
-from tsae.attribution.gradients.gradient_store import GradientStore, batches_of, build_gradients
-from tsae.attribution.gradients.path import TrainingPath
-from tsae.attribution.sample_kinds import has_bands, sample_kinds
-from tsae.attribution.tables import (
-    covariances,
-    fact_table,
-    group_table,
-    problem_table,
-    sample_table,
-    segment_table,
-    strongest,
-    target_table,
-)
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.certificates import check_first_step, logged_facts, verdict, with_end_tokens
+from tsae.attribution.replay.kinds import fits, simulate
+from tsae.attribution.replay.passes import Known, Rows, Run, chunks, forward
+from tsae.attribution.replay.path import Replayed, replay, train_on
+from tsae.attribution.replay.start import Start, checkpoints_of, start_of
+from tsae.attribution.replay.states import States
+from tsae.attribution.replay.sweep import Shares, shares
+from tsae.attribution.replay.tokens import token_shares
+from tsae.attribution.sample_kinds import band_of, has_bands, sample_kinds
+from tsae.attribution.tables import fact_table, group_table, sample_table, target_table
 from tsae.attribution.targets import Targets
-from tsae.attribution.trainer.log_fit import Batches, batches_between, check_settings
-from tsae.attribution.trainer.recipe import Recipe, read_recipe
-from tsae.attribution.training.optimiser import LaterOptimiser, Optimiser
-from tsae.attribution.wanted import Wanted, find_targets
-from tsae.base.files import as_path, read_object, write_json
-from tsae.base.remote.mirror import removed
-from tsae.checkpoints.loading import weights_fingerprint
+from tsae.attribution.training.log_fit import check_settings
+from tsae.attribution.training.order import batches_of, plan_updates, read_history
+from tsae.attribution.training.read.find import find_settings
+from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.wanted import find_targets
+from tsae.base.files import as_path
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
-_FAR = 0.05
-"""Distance of the simulated optimiser from the checkpoints at which settings or log are doubted."""
+_SHARES_ONLY = ("band and outcome", "band and outcome and third")
+"""Kinds of which no training is simulated: they are many, and read as a table of shares."""
+_FIFTHS = 5
 
 
 def attribute(
@@ -64,199 +62,147 @@ def attribute(
     rollouts: Rollouts,
     to: str | Path,
     *,
-    recipe: Recipe | str | Path | None = None,
+    settings: RunSettings | str | Path | None = None,
     sae: TemporalSAE | str | Path | None = None,
     run: str | None = None,
     first_token: int | None = None,
     targets: Targets | None = None,
+    problems: Rollouts | None = None,
     config: AttributionConfig | None = None,
     progress: bool = True,
 ) -> Attribution:
     """Attribute what a run changed to the samples that it was trained on.
 
     Args:
-        series: the base, and the run's checkpoints; the more the better.
+        series: the base, and the run's checkpoints; one at the end is enough.
         rollouts: the run's log, with steps and rewards or advantages.
-        to: folder for the samples' gradients, the simulated runs and the results; an interrupted call goes on from it.
-        recipe: the run's optimiser and loss, or the folder or file with the trainer's settings; by default what lies
-            beside the checkpoints.
+        to: folder for the results, and for the path of the replay while it is needed.
+        settings: the run's, or the folder or file where the trainer left them; by default what lies beside the
+            checkpoints.
         sae: gives features as targets; the SAE or its folder.
         run: its name, where the series has several.
         first_token: token id; the probability that a response begins with it becomes a target.
         targets: others, instead of all that are found here.
+        problems: responses of the base to problems that the run did not train on, with outcomes: targets are measured
+            there. By default on the log's own problems.
         config: how much is computed.
         progress: show bars.
 
     Returns:
-        shares of samples, and effects of kinds of samples and of problems; also saved in the folder.
+        shares of samples, and effects of kinds of samples; also saved in the folder.
 
     Raises:
         TsaeError: where log, checkpoints and settings do not fit together.
     """
     config, to = config or AttributionConfig(), as_path(to)
     sae = None if sae is None else TemporalSAE.of(sae, device=config.device)
-    recipe = recipe if isinstance(recipe, Recipe) else find_recipe(series, run, recipe)
-    notes: list[str] = []
-    stretch = _stretch(series, rollouts, recipe, run, config, notes)
-    checked = _with_behaviours(check_settings(rollouts, stretch.logged, recipe, notes), config, notes)
-    wanted = Wanted(targets, None) if targets is not None else None
-    _check_token(first_token, stretch.path)
-    special = _special(series, checked, sae, stretch.path)
-    wanted = wanted or find_targets(
-        stretch.path,
-        checked,
-        stretch.batches[1],
-        sae=sae,
-        first_token=first_token,
-        special=special,
-        temperature=recipe.loss.temperature,
-        config=config,
-        notes=notes,
-    )
-    inputs, weights = _inputs(stretch, checked), _weights(series, stretch)
-    _begin(to, inputs)
-    budget = int(config.budget_gb * 1e9)
-    store = build_gradients(
-        stretch.path, checked, stretch.batches, recipe.loss, to / "gradients", budget=budget,
-        batch_tokens=config.batch_tokens, progress=progress,
-    )  # fmt: skip
-    ends = [_values(stretch.path, wanted.targets, step) for step in (0, stretch.path.last)]
-    mark = {
-        "inputs": inputs,
-        "optimiser": repr(stretch.optimiser),
-        "targets": wanted.targets.names,
-        "values": [end.tolist() for end in ends],
-    }
-    directions = _directions(to, mark, config)
-    split = _shares(store, stretch, wanted.targets, directions, budget, config, notes, progress)
-    used = np.zeros(len(checked), dtype=bool)
-    used[split.rows] = True
-    if not has_bands(checked):
-        notes.append("The log has no bands; `tsae rollouts bands` sets them.")
-    kinds = sample_kinds(checked, config.groups, used)
-    singles = strongest(split, config.singles)
-    problem = checked.frame.problem_id.to_numpy()
-    names = np.unique(problem[used])
-    halves = _halves(len(names), config, notes)
-    of_problem = halves[:, np.searchsorted(names, problem).clip(max=len(names) - 1)] & used
-    alone = [mask for _, mask in kinds.values()]
-    without_one = [used & (np.arange(len(used)) != row) for row in singles]
-    whole, *changes = simulate_kept(
-        store,
-        stretch.path,
-        stretch.optimiser,
-        wanted.targets,
-        [used, *(used & ~mask for mask in alone), *alone, *without_one, *of_problem],
-        to / "simulated",
-        mark,
-        again=config.again,
-        progress=progress,
-    )
-    of_kinds, of_singles, of_halves = np.split(
-        np.reshape(changes, (-1, len(whole))), [2 * len(kinds), 2 * len(kinds) + len(singles)]
-    )
-    regressed = banzhaf(halves, of_halves, seed=config.seed) if len(halves) else None
-    agreement = None
-    if config.validate and len(names) > 1:
-        logs = Logs(checked, stretch.batches, recipe.loss, stretch.optimiser, config.batch_tokens)
-        agreement = validate(
-            store, stretch.path, logs, wanted.targets, problem, config.validate, to / "simulated", mark,
-            seed=config.seed, progress=progress,
+    given = settings if isinstance(settings, RunSettings) else find_settings(series, run, settings)
+    mine = checkpoints_of(series, run)
+    notes = list(given.notes)
+    prepared = _prepared(series, mine, rollouts, given, config, notes)
+    trained, log = prepared.run.trained, prepared.run.rollouts
+    _check_token(first_token, trained)
+    special = _special(series, log, sae, trained)
+    states = States(to / "path", len(prepared.run.plan.updates), len(trained), int(config.budget_gb * 1e9))
+    try:
+        path = replay(
+            prepared.run, states, prepared.start.controls, prepared.facts, reference=prepared.reference,
+            progress=progress,
         )  # fmt: skip
+        check_first_step(path.steps, given)
+        judged = verdict(prepared.run, path.steps)
+        rows = np.concatenate([np.concatenate(update.parts) for update in prepared.run.plan.updates])
+        wanted = targets or find_targets(
+            trained, (prepared.run.begin.weights, path.end), log, rows, problems=problems, sae=sae,
+            first_token=first_token, special=special, temperature=given.loss.temperature, config=config, notes=notes,
+        )  # fmt: skip
+        reading = _Reading(prepared.run, wanted, config, token_strings(series.base.load_tokenizer()))
+        split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
+        _kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
+    finally:
+        states.remove()
     found = Attribution(
-        target_table(split, ends[0], whole, _r2(regressed, split), agreement, config.flag_remainder),
-        sample_table(
-            split,
-            _covariances(split, stretch, checked, wanted),
-            {row: whole - change for row, change in zip(singles, of_singles, strict=True)},
-            stretch.begin,
-        ),
-        fact_table(split, checked, stretch.begin),
-        group_table(kinds, of_kinds, whole, split),
-        problem_table(names, problem, regressed, split),
-        segment_table(split, stretch.begin, config.flag_remainder),
+        target_table(split, config.flag_remainder),
+        sample_table(split),
+        fact_table(split, log, list(reading.best)),
+        groups,
+        path.steps,
+        reading.entropy_table(split),
+        reading.token_table(),
         {
-            "recipe": str(replace(recipe, source=Path(recipe.source).name)),  # results do not say where the run lies
+            "recipe": str(given),
             "config": vars(config),
             "series": series.name,
-            "run": stretch.run,
-            "checkpoints": [step + stretch.begin for step in stretch.path.steps],
-            "inputs": inputs,
-            "weights": weights,
+            "run": mine[-1].run,
+            "checkpoints": [series.base.step, *(c.step for c in mine)],
+            "inputs": {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint},
+            "weights": {str(c.step): weights_fingerprint(c) for c in (series.base, *mine)},
             "sae": None if sae is None else sae.fingerprint,
-            "directions": directions.name,
-            "path_error": float(split.segments.path_error.max()),
-            "notes": notes + _warnings(split),
+            "path_error": judged.path_error,
+            "replay": judged.record(len(path.steps)),
+            "believed": not judged.gate,
+            "gate": judged.gate,
+            "trained_on": problems is None,
+            "notes": notes,
         },
-        source=checked,
+        source=rollouts,
     )
-    saved = found.save(to)
-    for folder in to.iterdir():
-        if folder.is_dir() and is_left_over(folder):
-            removed(folder)  # of an earlier attribution, which this one replaced
-    return saved
-
-
-def find_recipe(series: CheckpointSeries, run: str | None = None, where: str | Path | None = None) -> Recipe:
-    """The settings: what the caller names, or those beside a checkpoint of the run.
-
-    Raises:
-        TsaeError: where there are none, or what they name cannot be simulated.
-    """
-    if where is not None:
-        return read_recipe(where)
-    mine = [c for c in series if not c.is_base and run in (None, c.run)]
-    folders = list(dict.fromkeys(folder for c in mine for folder in (Path(c.path).parent, Path(c.path))))
-    for folder in folders:
-        try:
-            return read_recipe(folder)
-        except TsaeError as error:
-            if "holds no settings" not in str(error):
-                raise
-    raise TsaeError(
-        "the trainer's settings do not lie beside the checkpoints (training_args.json or .yaml, .hydra/config.yaml)",
-        where=str(folders[0]) if folders else series.name,
-        fix="Give the file (recipe=…, --settings), or a tsae.Recipe with optimiser and loss.",
-    )
+    return found.save(to)
 
 
 @dataclass(frozen=True)
-class _Stretch:
-    """What is attributed of a run; steps are counted from its first checkpoint."""
-
-    run: str | None
-    begin: int
-    """Steps before."""
-    path: TrainingPath
-    optimiser: Optimiser
-    batches: Batches
-    logged: Batches
-    """The same, by the steps of the log."""
+class _Prepared:
+    run: Run
+    start: Start
+    facts: pd.DataFrame
+    reference: torch.Tensor | None
 
 
-def _stretch(
+def _prepared(
     series: CheckpointSeries,
+    mine: list[Checkpoint],
     rollouts: Rollouts,
-    recipe: Recipe,
-    run: str | None,
+    settings: RunSettings,
     config: AttributionConfig,
     notes: list[str],
-) -> _Stretch:
-    whole = TrainingPath.of(series, run, device=config.device)
-    begin, last = config.steps or (whole.steps[0], whole.last)
-    path = whole.between(begin, last)
-    notes += path.notes
-    logged = batches_between(rollouts, batches_of(rollouts), (begin, last), config, notes)
-    optimiser = recipe.optimiser
-    if begin:
-        optimiser = LaterOptimiser(**vars(optimiser), done=begin)
-        notes.append(
-            f"The state of the optimiser after step {begin} is not known: it starts from zero there, which the first "
-            "steps of this stretch feel (see path_error)."
+) -> _Prepared:
+    """What is replayed, of the whole run or of the stretch that is asked for."""
+    after, last = config.steps or (series.base.step, mine[-1].step)
+    folders = {c.step: Path(folder_of(c)) for c in mine}
+    history = read_history(folders)
+    facts = logged_facts(history)
+    rollouts = with_end_tokens(rollouts, batches_of(rollouts), facts, _end_token(series), notes)
+    start = start_of(series, mine, settings.optimiser, after=after, seed=settings.seed, device=config.device)
+    notes += start.notes
+    vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]
+    plan = plan_updates(
+        rollouts,
+        settings,
+        checkpoints=folders,
+        vocabulary=vocabulary,
+        steps=(after + 1, last) if config.steps else None,
+    )
+    if plan.updates[0].step != after + 1:
+        raise TsaeError(
+            f"begins at step {plan.updates[0].step}, and the replay after step {after}",
+            where=rollouts.origin,
+            fix="Give the log of every step, or begin after a checkpoint that has optimizer.pt (--steps).",
         )
-    batches = {step - begin: rows for step, rows in logged.items()}
-    runs = [c.run for c in series if not c.is_base]
-    return _Stretch(run or runs[0], begin, path, optimiser, batches, logged)
+    notes += plan.notes
+    of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
+    rollouts = check_settings(rollouts, of_generations, settings, notes, history)
+    rollouts = _with_behaviours(rollouts, config, notes)
+    run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens)
+    reference = None
+    if settings.loss.needs_ref and after != series.base.step:
+        reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
+        start.trained.put(start.begin.weights)
+    return _Prepared(run, start, facts, reference)
+
+
+def _end_token(series: CheckpointSeries) -> int | None:
+    found: int | None = series.base.load_tokenizer().eos_token_id
+    return found
 
 
 def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[str]) -> Rollouts:
@@ -268,16 +214,18 @@ def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[
     return with_behaviours(rollouts)
 
 
-def _check_token(token: int | None, path: TrainingPath) -> None:
-    size = len(path.trained.model.get_input_embeddings().weight)
+def _check_token(token: int | None, trained: TrainedWeights) -> None:
+    size = len(trained.model.get_input_embeddings().weight)
     if token is not None and not (isinstance(token, SupportsIndex) and 0 <= token < size):
         raise TsaeError(f"{token!r} is no token id of this model; there are 0 to {size - 1}", where="first_token")
 
 
-def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, path: TrainingPath) -> list[int]:
+def _special(
+    series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights
+) -> list[int]:
     """Token ids that count in no feature; checks that log and SAE belong to the model."""
-    vocabulary, width = path.trained.model.get_input_embeddings().weight.shape
-    check_context(rollouts, getattr(path.trained.model.config, "max_position_embeddings", None), vocabulary)
+    vocabulary, width = trained.model.get_input_embeddings().weight.shape
+    check_context(rollouts, getattr(trained.model.config, "max_position_embeddings", None), vocabulary)
     if sae is None and rollouts.info.get("tokenizer") is None:
         return []
     tokenizer = check_tokenizer(series.base, rollouts)
@@ -289,103 +237,137 @@ def _special(series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | No
     return list(tokenizer.all_special_ids)
 
 
-def _inputs(stretch: _Stretch, rollouts: Rollouts) -> dict[str, Any]:
-    """Fingerprints of what the samples' gradients are made from."""
-    rows = np.concatenate(list(stretch.batches.values())).astype(np.int64)
-    return {
-        "rollouts": rollouts.fingerprint,
-        "labels": rollouts.labels_fingerprint,
-        "rows": hashlib.sha256(rows.tobytes()).hexdigest()[:16],
-        "steps": [stretch.begin, stretch.begin + stretch.path.last],
-        "checkpoints": {str(step + stretch.begin): stretch.path.fingerprint(step) for step in stretch.path.steps},
-    }
+@dataclass
+class _Reading:
+    """Looks at tokens while shares are computed: of the samples with the largest shares in one target, and of samples
+    at random, by the policy's entropy there."""
 
+    run: Run
+    targets: Targets
+    config: AttributionConfig
+    strings: list[str]
+    best: dict[int, tuple[float, int, np.ndarray]] = field(default_factory=dict)
+    """(share, step, (T,) shares of its tokens) by row."""
+    drawn: list[pd.DataFrame] = field(default_factory=list)
+    main: int = 0
+    """Which target: the behaviour or outcome that moved most for its size."""
+    chosen: set[int] | None = None
 
-def _weights(series: CheckpointSeries, stretch: _Stretch) -> dict[str, str]:
-    """Fingerprints of the checkpoints' files by step. They have what the trained weights lack: an adapter's base, and
-    the configuration."""
-    steps = {step + stretch.begin for step in stretch.path.steps}
-    mine = [c for c in series if c.step in steps and (c.is_base or c.run == stretch.run)]
-    return {str(c.step): weights_fingerprint(c) for c in mine}
+    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
+        """Choose the target, from all values at the ends."""
+        size = np.abs(after - before) / np.maximum(np.maximum(np.abs(before), np.abs(after)), 1e-30)
+        likely = [not name.startswith("feature ") for name in self.targets.names]
+        self.main = int(np.argmax(np.where(likely, size, size * 1e-6)))
+        rows = np.unique(np.concatenate([np.concatenate(u.parts) for u in self.run.plan.updates]))
+        rng = np.random.default_rng(self.config.seed)
+        self.chosen = set(rng.permutation(rows)[: self.config.tokens_of].tolist())
 
+    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
+        values = found[:, self.main]
+        least = min((abs(share) for share, _, _ in self.best.values()), default=0.0)
+        order = np.argsort(-np.abs(values))[: self.config.shown]
+        large = [int(those.rows[i]) for i in order if len(self.best) < self.config.shown or abs(values[i]) > least]
+        random = [row for row in those.rows.tolist() if row in (self.chosen or ())]
+        rows = np.array(sorted({*large, *random}), dtype=int)
+        rows = rows[[values[np.flatnonzero(those.rows == row)[0]] != 0 for row in rows]] if len(rows) else rows
+        if not len(rows):
+            return
+        of_tokens = token_shares(self.run, those, known, rows, directions[self.main])
+        share = dict(zip(those.rows.tolist(), values.tolist(), strict=True))
+        for row in large:
+            if row in of_tokens and abs(share[row]) > abs(self.best.get(row, (0.0,))[0]):
+                self.best[row] = (share[row], step, of_tokens[row])
+        keep = sorted(self.best, key=lambda row: -abs(self.best[row][0]))[: self.config.shown]
+        self.best = {row: self.best[row] for row in keep}
+        entropies = self._entropies(those, np.array([row for row in random if row in of_tokens], dtype=int))
+        bands = band_of(self.run.rollouts)
+        for row, entropy in entropies.items():
+            some = of_tokens[row][self.run.rollouts.sampled(row)]
+            self.drawn.append(pd.DataFrame({"band": bands[row], "entropy": entropy, "share": some}))
 
-def _begin(to: Path, inputs: dict[str, Any]) -> None:
-    """Refuse a folder that holds what was computed from other inputs."""
-    known = to / "inputs.json"
-    if known.is_file():
-        before = read_object(known, f"Remove {to}, or give another folder.")
-        other = [name for name, value in inputs.items() if before.get(name) != value]
-        if other:
-            raise TsaeError(
-                f"holds an attribution of other {' and '.join(other)}", where=to, fix="Give another folder."
+    @torch.no_grad()
+    def _entropies(self, those: Rows, rows: np.ndarray) -> dict[int, np.ndarray]:
+        generation, found = self.run.plan.generations[those.update.generation], {}
+        for chunk in chunks(self.run, rows, generation) if len(rows) else ():
+            entropy = forward(self.run, chunk, entropy=True)[1]
+            assert entropy is not None
+            for row, one, counted in zip(chunk.rows.tolist(), entropy, chunk.counted, strict=True):
+                found[row] = one[counted].double().cpu().numpy()
+        return found
+
+    def entropy_table(self, split: Shares) -> pd.DataFrame:
+        """Shares by band and fifth of the entropy, of the samples that were drawn, brought to all samples."""
+        columns = ["band", "fifth", "target", "share"]
+        if not self.drawn:
+            return pd.DataFrame(columns=columns)
+        every = pd.concat(self.drawn, ignore_index=True)
+        rank = every.entropy.rank(method="first") - 1
+        every["fifth"] = (rank * _FIFTHS // len(every)).astype(int) + 1
+        every["band"] = every.band.fillna("all")
+        table = every.groupby(["band", "fifth"], as_index=False).share.sum()
+        scale = len(np.unique(split.rows)) / max(1, len(self.chosen or ()))
+        return table.assign(target=split.targets[self.main], share=table.share * max(1.0, scale))[columns]
+
+    def token_table(self) -> pd.DataFrame:
+        tables = []
+        for row, (_, step, of_tokens) in self.best.items():
+            ids = self.run.rollouts.tokens(row)[1]
+            texts = [text_of(self.strings, i) for i in ids.tolist()]
+            tables.append(
+                pd.DataFrame(
+                    {
+                        "trajectory": row,
+                        "step": step,
+                        "target": self.targets.names[self.main],
+                        "position": np.arange(len(ids)),
+                        "token_id": ids,
+                        "token": texts,
+                        "share": of_tokens,
+                    }
+                )
             )
-    write_json(known, inputs)
+        names = ["trajectory", "step", "target", "position", "token_id", "token", "share"]
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
 
-def _directions(to: Path, mark: dict[str, Any], config: AttributionConfig) -> Path:
-    """The folder for the directions of these targets. An earlier attribution keeps its own until this one is whole."""
-    whose = hashlib.sha256(json.dumps([mark, config.every]).encode()).hexdigest()[:16]
-    return to / f"directions-{whose}"
+def _effects(
+    path: Replayed, targets: Targets, split: Shares, config: AttributionConfig, notes: list[str], progress: bool,
+    gated: bool,
+) -> tuple[dict[str, tuple[str, np.ndarray]], pd.DataFrame]:  # fmt: skip
+    """Kinds of samples, and the table of what they did."""
+    run = path.run
+    used = np.zeros(len(run.rollouts), dtype=bool)
+    used[split.rows] = True
+    if not has_bands(run.rollouts):
+        notes.append("The log has no bands; `tsae rollouts bands` sets them.")
+    kinds = sample_kinds(run.rollouts, config.groups, used)
+    found: dict[tuple[str, str], tuple[np.ndarray, str]] = {}
+    whole, errors = {"replayed": split.realised}, {}
 
+    def change(weights: torch.Tensor) -> np.ndarray:
+        run.trained.put(weights)
+        return targets.values(run.trained) - split.before
 
-def _shares(
-    store: GradientStore,
-    stretch: _Stretch,
-    targets: Targets,
-    directions: Path,
-    budget: int,
-    config: AttributionConfig,
-    notes: list[str],
-    progress: bool,
-) -> Shares:
-    path = stretch.path
-    steps = [step for i, step in enumerate(path.steps) if i % config.every == 0 or step == path.last]
-    knots = TrainingPath(path.trained, {step: path.knots[step] for step in steps})
-    fits = len(targets.names) * len(path.trained) * 2 * path.last <= budget
-    if not fits:
-        notes.append("The directions of the targets do not fit the budget of the disk: no shares of tokens.")
-    if len(steps) <= path.last:
-        notes.append(
-            f"Between the {len(steps)} checkpoints that are used for {path.last} steps, weights are interpolated."
-        )
-    keep = Directions(directions).keep if fits else None
-    return shares(store, knots, stretch.optimiser, targets, keep=keep, progress=progress)
-
-
-def _halves(n: int, config: AttributionConfig, notes: list[str]) -> np.ndarray:
-    """(subsets, n) random halves of the problems; none where they are too few to tell problems apart."""
-    if config.subsets and config.subsets < PER_UNIT * n:
-        notes.append(
-            f"{config.subsets} random halves are too few for the effects of {n} problems, which need {PER_UNIT * n}; "
-            "they are left out (subsets)."
-        )
-    if config.subsets < PER_UNIT * n or n < 2:
-        return np.zeros((0, n), dtype=bool)
-    return random_halves(n, config.subsets, config.seed)
-
-
-def _values(path: TrainingPath, targets: Targets, step: int) -> np.ndarray:
-    path.put(step)
-    return targets.values(path.trained)
-
-
-def _r2(regressed: Banzhaf | None, split: Shares) -> np.ndarray:
-    return np.full(len(split.targets), np.nan) if regressed is None else regressed.r2
-
-
-def _covariances(split: Shares, stretch: _Stretch, rollouts: Rollouts, wanted: Wanted) -> np.ndarray:
-    if wanted.on_samples is None:
-        return np.full(split.shares.shape, np.nan)
-    stretch.path.put(0)
-    shown = wanted.on_samples(stretch.path.trained, rollouts.select(split.rows))
-    return covariances(shown, rollouts, split.rows)
-
-
-def _warnings(split: Shares) -> list[str]:
-    error = float(split.segments.path_error.max())
-    if error < _FAR:
-        return []
-    return [
-        f"The simulated optimiser misses the checkpoints by up to {error:.0%} of the distance between them: settings "
-        "or log are not quite those of this run, or samples are missing."
-    ]
+    if config.effects and not gated:
+        bands = [name for name, (kind, _) in kinds.items() if kind == "band"]
+        if bands and path.restarts:
+            whole["replayed"] = change(train_on(path, used, progress=progress))
+        for name in bands:
+            mask = kinds[name][1]
+            for what, kept in (("without", used & ~mask), ("alone", mask)):
+                found[what, name] = (change(train_on(path, kept, progress=progress)), "replayed")
+        others = [name for name, (kind, _) in kinds.items() if kind != "band" and kind not in _SHARES_ONLY]
+        masks = [(what, n) for n in others for what in ("without", "alone")]
+        at_once = next((n for n in range(len(masks), 0, -1) if fits(run, n + 1, int(config.memory_gb * 1e9))), 0)
+        if masks and at_once < 2:
+            notes.append(
+                "Trainings without other kinds than bands are not simulated: their states do not fit the memory "
+                f"({config.memory_gb:g} GB, --memory-gb)."
+            )
+        for low in range(0, len(masks), at_once) if at_once >= 2 else ():
+            some = masks[low : low + at_once]
+            kept = [used & ~kinds[n][1] if what == "without" else kinds[n][1] for what, n in some]
+            ends = simulate(path, np.array([used, *kept]), again=config.again, progress=progress)
+            whole["simulated"] = change(ends[0])
+            found |= {key: (change(end), "simulated") for key, end in zip(some, ends[1:], strict=True)}
+    return kinds, group_table(kinds, found, whole, errors, split)

@@ -28,37 +28,38 @@ class AttributionConfig:
     """What is attributed, and how much is computed for it."""
 
     targets: tuple[Subject, ...] = get_args(Subject)
-    """What is attributed: features (needs an SAE); outcome: log-likelihood of right against wrong responses;
+    """What is attributed: features (needs an SAE); outcome: log-likelihood of right against wrong responses, by band;
     behaviours: the same of responses that show one, such as direct answers, against those that do not."""
     features: tuple[int, ...] = ()
     """Features by number; by default those that moved most."""
     n_features: int = 8
     """How many features, where none is named."""
     n_fixed: int = 128
-    """Trajectories of the base over which features and likelihoods are averaged; every checkpoint reads the same."""
+    """Responses over which features and likelihoods are averaged; every checkpoint reads the same."""
     steps: tuple[int, int] | None = None
-    """Only the stretch between two checkpoints, given by their steps; by default the whole run."""
+    """Only the steps after one checkpoint up to another; by default the whole run. A stretch that does not begin at the
+    run's first step needs optimizer.pt beside that checkpoint."""
     groups: tuple[Kind, ...] = get_args(Kind)
-    """Kinds of samples that are left out and kept alone, by simulation."""
-    subsets: int = 120
-    """Random halves of the problems that are simulated to find the effect of each problem; 0 leaves this out."""
-    validate: int = 0
-    """Trainings that are really replayed on random halves of the problems, to say how well simulation predicts them; 8
-    or more say something. Each takes about half as long as the run's own passes over its log."""
-    singles: int = 3
-    """Samples with the largest shares, for and against each target, that are left out one by one, by simulation."""
+    """Kinds of samples whose shares are added up. What would be without bands, and with one alone, is really replayed;
+    without the other kinds it is simulated, but for the finest."""
+    effects: bool = True
+    """Replay the run without each band and with it alone (three times the replay), and simulate it without other kinds."""
     again: Literal["on-policy", "replayed"] = "on-policy"
-    """Whether a run without some samples is imagined to sample its responses anew, or to replay those of the log."""
-    every: int = 1
-    """Differentiate targets at every n-th checkpoint; what is between is interpolated."""
-    max_samples: int = 1_000_000
-    """Of a larger log, prompt groups are drawn at random within every step."""
-    budget_gb: float = 8.0
-    """Disk for the samples' gradients; they are kept in 16 bits where 32 do not fit."""
+    """Whether a simulated training is imagined to sample its responses anew, or to replay those of the log."""
+    shown: int = 10
+    """Samples to read, with the share of every token."""
+    tokens_of: int = 512
+    """Samples, at random, whose tokens say where in the text the signal sits."""
+    points: int = 10
+    """Weights along the path at which targets are differentiated; what is between is interpolated."""
+    budget_gb: float = 4.0
+    """Disk for the path of the replay. Where it does not fit, every n-th state is kept, and the rest is computed again."""
+    memory_gb: float = 8.0
+    """Memory for directions and for simulated trainings, beside the model."""
     batch_tokens: int = 4096
     """Tokens of a forward pass, with padding."""
     seed: int = 0
-    """Of the random halves, and of the choice of trajectories."""
+    """Of the choice of responses and samples."""
     device: str = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
     flag_remainder: float = 0.1
@@ -66,17 +67,15 @@ class AttributionConfig:
 
     def __post_init__(self) -> None:
         need_numbers(self)
-        need_at_most(self, subsets=100_000, validate=100_000, singles=100_000)
-        least = {"n_features": 1, "n_fixed": 2, "subsets": 0, "validate": 0, "singles": 0, "every": 1, "max_samples": 2}
-        for name, smallest in {**least, "batch_tokens": 1}.items():
+        need_at_most(self, shown=1000, tokens_of=1_000_000)
+        least = {"n_features": 1, "n_fixed": 2, "shown": 0, "tokens_of": 0, "points": 1, "batch_tokens": 1}
+        for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise TsaeError(f"is {getattr(self, name)}, expected at least {smallest}", where=name)
         if len(set(self.features)) < len(self.features) or min(self.features, default=0) < 0:
             raise TsaeError(f"features={self.features} are negative, or repeated", where="AttributionConfig")
-        if self.validate and self.validate < 3:
-            raise TsaeError(f"is {self.validate}, expected 0, or 3 and more to rank", where="validate")
-        if self.budget_gb <= 0 or self.flag_remainder <= 0:
-            raise TsaeError("budget_gb and flag_remainder must be positive", where="AttributionConfig")
+        if min(self.budget_gb, self.memory_gb, self.flag_remainder) <= 0:
+            raise TsaeError("budget_gb, memory_gb and flag_remainder must be positive", where="AttributionConfig")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
             raise TsaeError(
                 f"steps={self.steps} is no stretch of a run",

@@ -61,6 +61,14 @@ def has_bands(rollouts: Rollouts) -> bool:
     return bool(_bands(rollouts))
 
 
+def band_of(rollouts: Rollouts) -> np.ndarray:
+    """(n,) the band of every trajectory, or the author's level in its place; None where it has none."""
+    found = np.full(len(rollouts), None, dtype=object)
+    for name, mask in _bands(rollouts).items():
+        found[mask] = name
+    return found
+
+
 def _bands(rollouts: Rollouts) -> Masks:
     frame = rollouts.frame
     if frame.band.notna().any():

@@ -1,62 +1,50 @@
-"""What is attributed where nobody names targets: outcomes, behaviours, a first token, and the features that moved.
+"""What is attributed where nobody names targets: outcomes by band, behaviours, a first token, and features that moved.
 
-All are measured on fixed trajectories that the run's first policy sampled. For a covariance with advantages every
-target has a number of single samples too: whether the sample succeeds, shows the behaviour, begins with the token, or
-how active the feature is on it.
+All are measured on fixed responses: to problems of the user's (`problems`), else to those of the log's first steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
+import torch
 
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.gradients.path import TrainingPath
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.sample_kinds import band_of
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Targets, Together
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
-OnSamples = Callable[[TrainedWeights, Rollouts], np.ndarray]
-"""(n, n_targets) what every sample shows of each target; NaN where that is not known."""
-
-_PER_PROBLEM = 4
-"""Responses to a problem that are fixed, at least, so that right and wrong ones are among them."""
+_PER_PROBLEM = 8
+"""Responses to a problem that are fixed, at most, half of them right where there are as many."""
 _FEWEST = 3
 """Responses of each kind that a comparison needs."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Targets, and the same of single samples."""
-
-    targets: Targets
-    on_samples: OnSamples | None
-    """None where targets came from outside."""
-
-
 def find_targets(
-    path: TrainingPath,
+    trained: TrainedWeights,
+    ends: tuple[torch.Tensor, torch.Tensor],
     rollouts: Rollouts,
-    first_batch: np.ndarray,
+    rows: np.ndarray,
     *,
+    problems: Rollouts | None,
     sae: TemporalSAE | None,
     first_token: int | None,
     special: list[int],
     temperature: float,
     config: AttributionConfig,
     notes: list[str],
-) -> Wanted:
+) -> Targets:
     """Find what to attribute.
 
     Args:
-        path: of the run.
+        trained: the model.
+        ends: (P,) its first weights, and its last.
         rollouts: with behaviours, where the log has texts (`tsae.rollouts.behaviours.with_behaviours`).
-        first_batch: rows that the first policy sampled.
+        rows: of the rollouts, in the order of the training.
+        problems: responses to other problems, over which targets are measured.
         sae: gives features.
         first_token: token id.
         special: token ids that count in no feature.
@@ -67,30 +55,20 @@ def find_targets(
     Raises:
         TsaeError: where there is nothing to attribute.
     """
-    fixed = _fixed(rollouts, first_batch, config)
-    notes.append(
-        f"Targets are measured on {len(fixed)} responses to {fixed.n_problems} problems that the run's first policy "
-        "sampled."
-    )
+    whose = rollouts if problems is None else problems
+    fixed = _fixed(whose, rows if problems is None else np.arange(len(problems)), config)
+    source = "that the run trained on" if problems is None else "that were given"
+    notes.append(f"Targets are measured on {len(fixed)} responses to {fixed.n_problems} problems {source}.")
     parts: list[Targets] = []
-    on_samples: list[OnSamples] = []
     if first_token is not None:
-        token = first_token
         prompts = {fixed.frame.problem_id[row]: fixed.tokens(row)[0] for row in range(len(fixed))}
-        parts.append(NextToken(list(prompts.values()), ["first token"] * len(prompts), token, what="P"))
-        on_samples.append(lambda _, some: _begins(some, token))
-    kinds = _kinds(fixed, config, notes)
-    if kinds:
-        names = {name: f"log-likelihood, {what}" for name, (what, _) in kinds.items()}
-        shows = {names[name]: values == 1 for name, (_, values) in kinds.items()}
-        lacks = {names[name]: values == 0 for name, (_, values) in kinds.items()}
+        parts.append(NextToken(list(prompts.values()), ["first token"] * len(prompts), first_token, what="P"))
+    shows, lacks = _kinds(fixed, config, notes)
+    if shows:
         parts.append(LogLikelihood(fixed, shows, lacks, batch_tokens=config.batch_tokens, temperature=temperature))
-        on_samples.append(lambda _, some: np.column_stack([_column(some, name) for name in kinds]))
     if sae is not None and "features" in config.targets:
-        chosen = list(config.features) or _moved_most(path, sae, fixed, special, config)
-        features = FeatureMeans(sae, chosen, fixed, special, batch_tokens=config.batch_tokens)
-        parts.append(features)
-        on_samples.append(features.each)
+        chosen = list(config.features) or _moved_most(trained, ends, sae, fixed, special, config)
+        parts.append(FeatureMeans(sae, chosen, fixed, special, batch_tokens=config.batch_tokens))
     elif config.features:
         raise TsaeError(
             "features are asked for, and there is no SAE", where="attribute", fix="Give the SAE (sae=…, --sae)."
@@ -101,21 +79,29 @@ def find_targets(
             where=rollouts.origin,
             fix="Give an SAE (--sae), or the token that a behaviour begins with (--first-token).",
         )
-    return Wanted(Together(*parts), lambda trained, some: np.column_stack([one(trained, some) for one in on_samples]))
+    return Together(*parts)
 
 
-def _fixed(rollouts: Rollouts, batch: np.ndarray, config: AttributionConfig) -> Rollouts:
-    """Some responses to each of some problems, n_fixed in all if there are as many."""
-    rng, problem = np.random.default_rng(config.seed), rollouts.frame.problem_id.to_numpy()[batch]
-    names = rng.permutation(np.unique(problem))
-    each = max(_PER_PROBLEM, -(-config.n_fixed // len(names)))
-    rows = np.concatenate([rng.permutation(batch[problem == name])[:each] for name in names])
-    return rollouts.select(np.sort(rows[: config.n_fixed]))
-
-
-def _begins(rollouts: Rollouts, token: int) -> np.ndarray:
-    """(n, 1) whether responses begin with a token."""
-    return np.array([[float(rollouts.tokens(row)[1][0] == token)] for row in range(len(rollouts))])
+def _fixed(rollouts: Rollouts, rows: np.ndarray, config: AttributionConfig) -> Rollouts:
+    """Some responses to each of some problems: of every band as many, first problems with right and wrong ones."""
+    rng, frame = np.random.default_rng(config.seed), rollouts.frame
+    bands, problem = band_of(rollouts)[rows], frame.problem_id.to_numpy()[rows]
+    right, wrong = ((frame.outcome == what).to_numpy()[rows] for what in ("success", "failure"))
+    names = list(dict.fromkeys(bands.tolist()))
+    quota, chosen = -(-config.n_fixed // len(names)), []
+    for band in names:
+        mine = list(dict.fromkeys(problem[bands == band].tolist()))
+        groups = [np.flatnonzero((problem == name) & (bands == band)) for name in mine]
+        groups.sort(key=lambda some: not (right[some].any() and wrong[some].any()))
+        n = 0
+        for some in groups:
+            if n >= quota:
+                break
+            kinds = [some[right[some]], some[~right[some]]]
+            taken = np.concatenate([rng.permutation(kind)[: _PER_PROBLEM // 2] for kind in kinds])[: quota - n]
+            chosen.append(rows[taken])
+            n += len(taken)
+    return rollouts.select(np.sort(np.concatenate(chosen)))
 
 
 def _column(rollouts: Rollouts, name: str) -> np.ndarray:
@@ -127,35 +113,53 @@ def _column(rollouts: Rollouts, name: str) -> np.ndarray:
     return np.where(outcome == "unknown", np.nan, (outcome == "success").astype(float))
 
 
-def _kinds(fixed: Rollouts, config: AttributionConfig, notes: list[str]) -> dict[str, tuple[str, np.ndarray]]:
-    """Comparisons of responses by column: what the target is called, and (n,) 1, 0 or NaN."""
+def _kinds(
+    fixed: Rollouts, config: AttributionConfig, notes: list[str]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Comparisons of responses by the target's name: (n,) those that show it, and those that do not."""
     wanted = ["outcome"] if "outcome" in config.targets else []
     if "behaviours" in config.targets:
         wanted += [name for name in behaviours_named(fixed) if name in fixed.frame.columns]
-    found, problem = {}, fixed.frame.problem_id.to_numpy()
+    shows: dict[str, np.ndarray] = {}
+    lacks: dict[str, np.ndarray] = {}
+    problem, bands = fixed.frame.problem_id.to_numpy(), band_of(fixed)
+    every = np.ones(len(fixed), dtype=bool)
     for name in wanted:
         values = _column(fixed, name)
         known = np.isfinite(values)
         if not np.isin(values[known], (0, 1)).all():
             continue  # A degree, such as a length, does not divide responses into two kinds.
-        both = np.intersect1d(problem[values == 1], problem[values == 0])
-        counted = known & np.isin(problem, both)
-        if min((values[counted] == 1).sum(), (values[counted] == 0).sum()) >= _FEWEST:
-            found[name] = ("right − wrong" if name == "outcome" else name.replace("_", " "), values)
-        elif name == "outcome":
-            notes.append("Too few problems of these have both right and wrong responses: no target of outcomes.")
-    return found
+        label = "right − wrong" if name == "outcome" else f"log-likelihood, {name.replace('_', ' ')}"
+        of_bands = {f"{label}, {band}": bands == band for band in dict.fromkeys(bands) if band is not None}
+        for title, mask in ({label: every} | (of_bands if name == "outcome" else {})).items():
+            one, other = mask & (values == 1), mask & (values == 0)
+            both = np.intersect1d(problem[one], problem[other])
+            one, other = (side & np.isin(problem, both) for side in (one, other))
+            if min(one.sum(), other.sum()) >= _FEWEST:
+                shows[title], lacks[title] = one, other
+            elif name == "outcome":
+                band = title.removeprefix(label).removeprefix(", ")
+                notes.append(
+                    f"Too few {band + ' ' * bool(band)}problems have both right and wrong responses: no target of "
+                    f"{'accuracy on them' if band else 'outcomes'}."
+                )
+    return shows, lacks
 
 
 def _moved_most(
-    path: TrainingPath, sae: TemporalSAE, fixed: Rollouts, special: list[int], config: AttributionConfig
+    trained: TrainedWeights,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    sae: TemporalSAE,
+    fixed: Rollouts,
+    special: list[int],
+    config: AttributionConfig,
 ) -> list[int]:
     """Features by the change of their means, in standard deviations over trajectories of the base."""
     every = FeatureMeans(sae, range(sae.config.d_sae), fixed, special, batch_tokens=config.batch_tokens)
-    path.put(path.steps[0])
-    before = every.each(path.trained, fixed, soft=False)
-    path.put(path.last)
-    moved, deviation = every.each(path.trained, fixed, soft=False).mean(0) - before.mean(0), before.std(0)
+    trained.put(ends[0])
+    before = every.each(trained, fixed, soft=False)
+    trained.put(ends[1])
+    moved, deviation = every.each(trained, fixed, soft=False).mean(0) - before.mean(0), before.std(0)
     size = np.where((before > 0).mean(0) >= 0.05, np.abs(moved) / np.where(deviation > 0, deviation, 1.0), 0.0)
     chosen = [int(feature) for feature in np.argsort(-size, kind="stable")[: config.n_features] if size[feature] > 0]
     if not chosen:

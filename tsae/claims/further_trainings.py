@@ -1,4 +1,4 @@
-"""Claims that compare trainings (h, i, l, m, r, s, t, u): what a single run lacks for each, and how to add it."""
+"""Claims that compare trainings (h, i, l, m, r to u, w to z): what a single run lacks for each, and how to add it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,25 @@ _LACKS = {
         "a second training, whose reward is the similarity of each step to an expert's, on problems that no response "
         "solves",
         f"a reward function that compares steps with worked solutions{_TWO}",
+    ),
+    "w": (
+        "a stronger teacher’s refinements of this model’s responses, and two trainings: on those within its reach, and "
+        "on those beyond it",
+        f"refinements sorted by their likelihood under the base, and the same trainer on either half{_TWO}",
+    ),
+    "x": (
+        "to know which problems the base saw in pretraining, and fresh problems of the same kind",
+        "problems made after the base’s training data ended, and `tsae rollouts sample` of base and checkpoint on both",
+    ),
+    "y": (
+        "a second training, on problems without the cue that goes along with the answer, and a test set where it "
+        "misleads",
+        f"the same trainer on problems with the cue removed or balanced{_TWO} on that test set",
+    ),
+    "z": (
+        "responses of the base whose next-token probabilities a smaller pair, tuned and untuned, shifts, and questions "
+        "of knowledge",
+        "such responses imported as a policy of their own (`tsae rollouts import`), beside those of the checkpoint",
     ),
 }
 

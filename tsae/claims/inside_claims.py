@@ -88,21 +88,22 @@ def errors_breed_errors(run: Evidence) -> Judgement:
 
 
 def pruning_easy(run: Evidence) -> Judgement:
-    """v: simulated effects of leaving out single easy problems on the likelihood of right against wrong responses."""
+    """v: shares of easy problems, each the sum over its samples, in right against wrong responses."""
     found = run.attribution
     run.need_bands()
-    band = problem_bands(found.facts)
-    table = found.problems[found.problems.target.str.endswith("right − wrong")]
-    again = "`tsae attribute … --subsets 120 --to ANALYSIS/attribution`"
-    if table.empty:
-        raise Missing("effects of single problems on right against wrong responses in the attribution", again)
-    easy = table[table.problem_id.map(band) == "easy"]
-    statement = "Without an easy problem, right responses would have become likelier against wrong ones."
-    values = -easy.effect.to_numpy(dtype=float)
+    again = "`tsae attribute … --to ANALYSIS/attribution`"
+    table = found.samples[found.samples.target.str.contains("right − wrong")]
+    if table.empty or found.info["gate"]:
+        raise Missing("shares in right against wrong responses in an attribution that can be believed", again)
+    share = table.groupby("trajectory").share.sum() / table.target.nunique()
+    of = share.groupby(found.facts.drop_duplicates("trajectory").set_index("trajectory").problem_id).sum()
+    easy = of[of.index.map(problem_bands(found.facts)) == "easy"]
+    statement = "Samples of an easy problem made right responses less likely against wrong ones (share)."
     return Judgement(
         CLAIMS["v"],
-        (part(statement, values, f"a log with more easy problems, and {again}"),),
-        caveat="Simulated. A run has one amount of data, and the claim is on two: a fall would agree with little data.",
+        (part(statement, -easy.to_numpy(dtype=float), f"a log with more easy problems, and {again}"),),
+        caveat="A share is what the samples did in this run, not what a run without them would have done. The claim is "
+        "on two amounts of data, and a run has one.",
         whole=False,
     )
 

@@ -24,6 +24,8 @@ Verdict = Literal["reproduced", "partly", "not reproduced", "undecided", "cannot
 
 CONFIDENCE = 0.95
 """Of the intervals."""
+REPLAYED = "replayed, one run"
+"""Unit of a part with the one value of a replay: it has no interval, and decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class Part:
     values: Sequence[float]
     """Effect in every unit; positive as the claim says."""
     unit: str
-    """What the values are one each of, in the plural: training seeds, problems."""
+    """What the values are one each of, in the plural: training seeds, problems; or REPLAYED."""
     margin: float = 0.0
     """Smallest effect that counts; of an equality, the largest that does not."""
     equal: bool = False
     """The claim says that the effect is about 0."""
 
     def __post_init__(self) -> None:
-        if len(self.values) < 2 or not np.isfinite(self.values).all():
+        if len(self.values) < (1 if self.unit == REPLAYED else 2) or not np.isfinite(self.values).all():
             raise TsaeError(
                 f"{len(self.values)} values, {int(np.isfinite(self.values).sum())} of them finite: no interval",
                 where=self.statement,
@@ -51,9 +53,11 @@ class Part:
 
     @cached_property
     def interval(self) -> tuple[float, float, float]:
-        """Mean, and its 95 % interval over the units."""
+        """Mean, and its 95 % interval over the units; of one replay, its value three times."""
         from scipy.stats import t
 
+        if self.unit == REPLAYED:
+            return (float(self.values[0]),) * 3
         array = np.asarray(self.values, dtype=np.float64)
         mean, n = float(array.mean()), len(array)
         half = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * float(array.std(ddof=1)) / n**0.5
@@ -63,6 +67,8 @@ class Part:
     def holds(self) -> bool | None:
         """True as claimed, False if refuted, None if the interval does not decide."""
         _, low, high = self.interval
+        if self.unit == REPLAYED:
+            return None
         if self.equal:
             if -self.margin <= low and high <= self.margin:
                 return True

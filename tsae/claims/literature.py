@@ -19,6 +19,9 @@ class Claim:
     """An arXiv id, or how it is known."""
 
 
+STUDIED = "abcdefghijklmnopqrstuv"
+"""Letters of the claims that docs/claims.md tests on the testbed."""
+
 CLAIMS: dict[str, Claim] = {
     claim.key: claim
     for claim in (
@@ -118,6 +121,31 @@ CLAIMS: dict[str, Claim] = {
             "Pruning easy samples",
             "Leaving out easy samples helps with much data and harms with little.",
             "2206.14486",
+        ),
+        Claim(
+            "w",
+            "Refined beyond reach",
+            "Responses that a stronger teacher refined beyond what the student can learn make the student worse.",
+            "2402.10110",
+        ),
+        Claim(
+            "x",
+            "Contaminated benchmarks",
+            "Gains on a benchmark that the base saw in pretraining are recall, and vanish on a clean one.",
+            "2507.10532",
+        ),
+        Claim(
+            "y",
+            "Spurious cues removed",
+            "Where what goes along with the right answer by chance is removed, training generalises better.",
+            "2605.27676",
+        ),
+        Claim(
+            "z",
+            "Tuned while decoding",
+            "Shifting the next-token probabilities while decoding, with the weights as they are, spares knowledge that "
+            "training loses.",
+            "2401.08565",
         ),
     )
 }

@@ -28,6 +28,7 @@ from tsae.claims.inside_claims import CHECKED, INSIDE
 from tsae.claims.judging import Judgement, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.claims.log_claims import LOGGED
+from tsae.claims.replayed_bands import BY_REPLAY
 from tsae.claims.success_claims import SUCCESS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -163,6 +164,9 @@ def _judged(key: str, run: Evidence) -> Judgement:
             raise Missing("a checkpoint beside the base", "a run whose folder has one")
         return TESTS[key](run)
     except Missing as lacking:
+        with suppress(Missing):
+            if key in BY_REPLAY:
+                return BY_REPLAY[key](run)
         return untestable(CLAIMS[key], lacking.needs, lacking.add)
 
 

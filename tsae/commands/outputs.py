@@ -254,7 +254,7 @@ WRITES: dict[str, tuple[str, ...]] = {
         "shifts", "contrasts", "features", "behaviours", "confounds", "families", "dynamics", "behaviour_dynamics",
         "baselines", "insertion", "reinforcement", "predicted", "noise",
     )),
-    "Attribute": ("attribution.json", *_tables("targets", "samples", "facts", "groups", "problems", "segments")),
+    "Attribute": ("attribution.json", *_tables("targets", "samples", "facts", "groups", "steps", "entropy", "tokens")),
     "Causal": ("causal.json", *_tables("outcomes", "rollouts")),
     "Influence": ("influence.json", *_tables("influence")),
     "Explain": ("explanations.json", *_tables("explanations")),

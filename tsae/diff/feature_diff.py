@@ -79,7 +79,7 @@ class FeatureDiff(Tables):
     activation in responses), stability (mean decoder cosine with the matched latents of other seeds' SAEs), promotes
     and suppresses (`tsae.features.logits.logit_effects`)."""
     behaviours: pd.DataFrame
-    """See `tsae.rollouts.behaviours.behaviour_table`."""
+    """See `tsae.rollouts.behaviours.behaviour_table`; of a log with few problems a step by thirds of the run."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)
     """See `tsae.diff.controls.confounds.confound_table`."""
     families: pd.DataFrame = field(default_factory=pd.DataFrame)

@@ -29,7 +29,7 @@ from tsae.errors import TsaeError
 from tsae.features.annotations import Annotator, annotate_tokens
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.bands import bands_info
-from tsae.rollouts.behaviours import behaviour_table
+from tsae.rollouts.behaviours import behaviour_table, by_thirds
 from tsae.sae.quality.stability import Stability
 
 
@@ -92,7 +92,9 @@ def feature_diff(
         shifts=shift_table(features, rows, drawn),
         contrasts=contrast_table(features, rows, drawn, config),
         features=described,
-        behaviours=behaviour_table(features.rollouts, reference=features.readers[0], confidence=config.confidence),
+        behaviours=behaviour_table(
+            by_thirds(features.rollouts), reference=features.readers[0], confidence=config.confidence
+        ),
         confounds=confound_table(features, rows, drawn, config),
         families=by_family,
         dynamics=None if along is None else along.table,

@@ -1,1 +1,8 @@
-"""Features put to use in training: credit, reformulation, a curriculum, and TRL's trainer with them."""
+"""Features put to use in training (credit, reformulation, a curriculum), TRL's trainer with them, and the log of a run.
+
+The public names stand in ``__init__.pyi``; each is loaded when it is first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

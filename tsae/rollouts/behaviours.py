@@ -24,6 +24,8 @@ RequiredSteps = Callable[[str, str], "int | None"]
 """(prompt, reference answer) -> operations that a solution needs, None where that is not known."""
 
 _NUMBERS = (pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null)
+_FEWEST_STEPS = 6
+"""Steps that are taken together by thirds, at least."""
 _COLUMNS = [
     "policy", "band", "behaviour", "mean", "low", "high", "n_problems", "n_trajectories", "change", "change_low",
     "change_high", "n_paired",
@@ -130,6 +132,27 @@ def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confide
                         row["change_low"], row["change_high"] = change_interval(paired, confidence)
                 rows.append(row)
     return _by_policy(rows, _COLUMNS, rollouts)
+
+
+def by_thirds(rollouts: Rollouts) -> Rollouts:
+    """The same with thirds of the run ("steps 1-5") in the place of policies, where that tells more.
+
+    A log has other problems at every step. Where a policy answered fewer than 8 of them (median), its means say little;
+    thirds of the steps, if each has 8 or more, say more. Rollouts without steps stay as they are.
+    """
+    frame = rollouts.frame
+    known = "step" in frame and frame.step.notna().all()
+    steps = np.unique(frame.step.to_numpy(dtype=int)) if known else np.empty(0, dtype=int)
+    if len(steps) < _FEWEST_STEPS:
+        return rollouts
+    thirds = np.array_split(steps, 3)
+    place = np.searchsorted([third[-1] for third in thirds], frame.step.to_numpy(dtype=int))
+    problems = frame.problem_id.groupby(frame.policy).nunique().median()
+    if problems >= FEWEST or frame.problem_id.groupby(place).nunique().min() < FEWEST:
+        return rollouts
+    names = [f"steps {third[0]}-{third[-1]}" for third in thirds]
+    named = rollouts.with_column("policy", [names[i] for i in place])
+    return named.select(np.argsort(place, kind="stable"))
 
 
 def measures(rollouts: Rollouts) -> pd.DataFrame:

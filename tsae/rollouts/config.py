@@ -110,8 +110,8 @@ class ServerConfig(EndpointConfig):
 
 
 LogFormat = Literal[
-    "auto", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift", "slime",
-    "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "lm-eval", "atropos", "plain",
+    "auto", "tsae", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift",
+    "slime", "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "lm-eval", "atropos", "plain",
 ]  # fmt: skip
 Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated", "cut"]
 
@@ -210,8 +210,8 @@ class ImportConfig:
     skip: tuple[Unfit, ...] = ()
     """Kinds of rows to leave out and count; otherwise the first one stops the import: empty (no response), unscored (no
     reward), too-long (for the model's context), multi-turn (several turns without a mask of what was sampled), errored
-    (a failed rollout), repeated (after a resume, the last is kept; one batch at several steps, the first), cut (half a
-    line at a file's end, where a run still writes or was killed)."""
+    (a failed rollout), repeated (after a resume, the last is kept; of ms-swift also one batch at several steps, the
+    first), cut (half a line at a file's end, where a run still writes or was killed)."""
     strict: bool = False
     """Refuse a log that contradicts itself: what the second look prints is then an error, and nothing is written."""
     merge_prompts: bool = False

@@ -80,7 +80,8 @@ def import_log(
         what was read. The file has the columns of `SCHEMA`, step, round_trip (whether the log has the response's token
         ids and they decode to its text; null if it has only token ids), ``reward/NAME`` for every reward of the log
         and ``extra/NAME`` for every column of `keep_columns`; if a response has thinking or several turns, ``parts``
-        (`tsae.rollouts.responses.token_parts`).
+        (`tsae.rollouts.responses.token_parts`); if the log has log-probabilities of the response's tokens,
+        ``sampler_logprobs``, and of NeMo-RL ``old_logprobs`` (`tsae.rollouts.schema.TRAINING`).
 
     Raises:
         TsaeError: naming file and line, for logs of no or several formats, for rows with wrong values, and with

@@ -38,6 +38,15 @@ SCHEMA = pa.schema(
 """Every table has these columns; it keeps further columns as they are. One of them, ``parts``, says what each response
 token is (`tsae.rollouts.responses.token_parts`)."""
 
+TRAINING = (
+    pa.field("generation", pa.int64()),  # number of the batch of responses that were sampled together
+    pa.field("micro_batch", pa.list_(pa.int32())),  # its number in the generation, for each iteration that used it
+    pa.field("old_logprobs", pa.list_(pa.float32())),  # one a response token, in nats: when it was sampled,
+    pa.field("ref_logprobs", pa.list_(pa.float32())),  # of the reference model,
+    pa.field("sampler_logprobs", pa.list_(pa.float32())),  # and of the engine that sampled
+)
+"""Further columns, of logs that say how the training used a trajectory (`tsae.rl.run_log`)."""
+
 LARGEST_REWARD = 1e100
 _REQUIRED = ("problem_id", "policy", "prompt_ids", "response_ids", "outcome")
 

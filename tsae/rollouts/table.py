@@ -197,7 +197,8 @@ class Rollouts(TokenParts, Tables):
     def frame(self) -> pd.DataFrame:
         """The columns without a value a token, plus ``prompt_length`` and ``response_length`` in tokens; of responses,
         only sampled tokens count."""
-        kept = [name for name in self.table.column_names if name not in ("prompt_ids", "response_ids", COLUMN)]
+        left = {"prompt_ids", "response_ids", COLUMN, "old_logprobs", "ref_logprobs", "sampler_logprobs"}
+        kept = [name for name in self.table.column_names if name not in left]
         frame = self.table.select(kept).to_pandas()
         return frame.assign(prompt_length=self.lengths("prompt_ids"), response_length=self.n_sampled)
 
@@ -395,7 +396,8 @@ def _is_log(path: Path) -> bool:
         names = set(pq.read_schema(path).names)
     except (pa.ArrowException, OSError, ValueError):
         return False
-    return {"prompt", "completion"} <= names or bool({"generations", "pass_rate_generations"} & names)
+    known = {"prompt", "completion"} <= names or {"generation", "rank"} <= names
+    return known or bool({"generations", "pass_rate_generations"} & names)
 
 
 def _joined(column: pa.ChunkedArray, separator: str, join: Callable[[list[Any]], str]) -> Iterator[str]:

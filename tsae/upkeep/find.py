@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tsae.attribution.attribution import is_left_over
 from tsae.base.files import is_kept
 from tsae.claims.run_claims import said_claims
 from tsae.errors import TsaeError
@@ -86,7 +85,7 @@ def _walk(path: Path, run: Path | None) -> Iterator[Artefact]:
     for below in sorted(path.iterdir()):
         if below.name.startswith((".", "checkpoint")) or (below.is_symlink() and below.is_dir()):
             continue
-        if is_kept(below) or (below.is_dir() and is_left_over(below)):
+        if is_kept(below):
             continue
         # Files of an artefact are its own. A store's folders hold its shards.
         if (below.is_dir() and (kind is None or kind.name != "store")) or (below.is_file() and kind is None):

@@ -16,9 +16,7 @@ from tsae.activations.shards.manifest import FORMAT as STORE_FORMAT
 from tsae.activations.shards.manifest import VERSION as STORE_VERSION
 from tsae.activations.shards.manifest import read_manifest
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.credit.token_shares import Directions
 from tsae.attribution.gradients.gradient_store import GradientStore
-from tsae.attribution.online.recording import SAMPLES, SETTINGS, check_samples
 from tsae.base.disk.sealed_parquet import check_parquet
 from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, check_seal, read_sealed, sealed_names
@@ -96,12 +94,6 @@ def _check_gradients(path: Path) -> None:
         store.check(step)
 
 
-def _check_attribution(path: Path) -> None:
-    directions = Directions(path / Attribution.load(path).info["directions"])
-    if directions.folder.is_dir():
-        directions.check()
-
-
 def _check_tables(path: Path) -> None:
     check_seal(path, AGAIN)
     for file in path.glob("*.parquet"):
@@ -134,10 +126,9 @@ FOLDERS = (
          ("pieces",)),
     Kind("SAE", 3, ("config.json", "sae.safetensors", "training.json", CONFIG_FILE), _check_sae, ("checkpoint",)),
     Kind("diff", 5, ("diff.json", "shifts.parquet", "contrasts.parquet"), FeatureDiff.load),
-    Kind("attribution", 7, ("attribution.json", "effects.parquet", "inputs.json"), _check_attribution,
+    Kind("attribution", 7, ("attribution.json", "effects.parquet", "inputs.json"), Attribution.load,
          ("gradients",)),
     Kind("gradients", 6, ("gradients.json",), _check_gradients),
-    Kind("recording", 1, (SAMPLES, SETTINGS), check_samples),
     Kind("causal test", 6, ("causal.json", "outcomes.parquet"), Intervention.load),
     Kind("explanations", 6, (EXPLANATIONS, "explanations.parquet"), Explanations.load, ("answers.jsonl",)),
     Kind("influence", 6, ("influence.json", "influence.parquet"), Influence.load),
@@ -183,8 +174,6 @@ def _fits(kind: Kind, path: Path, known: set[str]) -> bool:
         return "sae.safetensors" in known or CONFIG_FILE in known or _says(path / "config.json", "format", SAE_FORMAT)
     if kind.name == "attribution":
         return "attribution.json" in known or (path / "gradients").is_dir() or "effects.parquet" in known
-    if kind.name == "recording":
-        return SAMPLES in known
     return True
 
 

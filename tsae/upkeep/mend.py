@@ -28,7 +28,6 @@ from huggingface_hub import constants
 
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
-from tsae.attribution.attribution import is_left_over
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import is_kept, is_partial, replacing, writing
@@ -294,9 +293,6 @@ def _aside(findings: Sequence[Finding]) -> Iterator[list[str]]:
             if path.exists():
                 with writing(aside_name(path), "Its replacement is there: remove it yourself."):
                     told.append(_replaced(path, aside_name(path), finding))
-            elif is_left_over(path):  # directions of an attribution that was made again, and has others
-                _remove(aside_name(path))
-                told.append(f"{shown_path(path)} is replaced by other directions")
     finally:
         for path in moved:
             if aside_name(path).exists() and not path.exists():

@@ -221,7 +221,7 @@ def test_rows_are_spooled_batch_by_batch(tmp_path: Path, monkeypatch: pytest.Mon
     for row in written:
         spool.add(row)
     state = json.loads(json.dumps(spool.close()))
-    assert state == {"rewards": ["reward/x"], "parts": True, "extras": {"extra/y": ["number", "whole"]}}
+    assert state == {"rewards": ["reward/x"], "known": ["parts"], "extras": {"extra/y": ["number", "whole"]}}
     file = pq.ParquetFile(tmp_path / "spool")
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 2, 2, 3, 1, 2]
     whole = spools.Spools()

@@ -37,8 +37,9 @@ class _Part:
     """A micro-batch of B samples."""
 
     size: int
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """What a linear layer read (B, T, in), and what came back (B, T, out), by its weight."""
+    factors: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    """What a layer read, and what came back (B, T, out), by its weight, for every call: (B, T, in) of a linear layer,
+    (B, T) token ids of an embedding."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """(B, …) of the other weights."""
     rest: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -56,12 +57,19 @@ class BatchGradients:
         dtype: of x and δ, if they are wider. bfloat16 takes half the memory, and with several directions less time
             on a processor that multiplies it.
         n_directions: of `products`. For one, x and δ are kept up to `_SLACK` times the memory of the gradients.
+        alone: whether no training is going on around it: the weights need no gradient of their own, and autograd
+            differentiates activations only.
     """
 
     def __init__(
-        self, trained: TrainedWeights, *, dtype: torch.dtype = torch.float32, n_directions: int | None = None
+        self,
+        trained: TrainedWeights,
+        *,
+        dtype: torch.dtype = torch.float32,
+        n_directions: int | None = None,
+        alone: bool = False,
     ) -> None:
-        self.trained, self.dtype = trained, dtype
+        self.trained, self.dtype, self._alone = trained, dtype, alone
         self._slack = _SLACK if n_directions == 1 else 1
         self._names = {id(parameter): name for name, parameter in trained.parameters.items()}
         self._uses = Counter(id(p) for module in trained.model.modules() for p in module.parameters(recurse=False))
@@ -89,14 +97,18 @@ class BatchGradients:
         Raises:
             TsaeError: where nothing came back, or a module mixes the samples.
         """
-        part = _Part(size)
+        self._open = [_Part(size)]
 
-        def after(module: torch.nn.Module, read: tuple[Any, ...], given: torch.Tensor) -> None:
+        def after(module: torch.nn.Module, read: tuple[Any, ...], given: torch.Tensor) -> torch.Tensor | None:
+            made = self._alone and torch.is_grad_enabled() and not given.requires_grad
+            if made:
+                given = given.detach().requires_grad_()  # The graph begins here, at activations instead of weights.
             if torch.is_grad_enabled() and given.requires_grad:
                 x, y = read[0].detach(), None if type(module) is torch.nn.Linear else given.detach()
                 # What can be worked out at once is, while both are in the processor's cache. The hook must not hold
                 # the tensor that holds the hook: the graph would stay until a circle of references is looked for.
-                given.register_hook(lambda back: self._keep(part, module, x, y, back.detach()))
+                given.register_hook(lambda back: self._keep(self._open[-1], module, x, y, back.detach()))
+            return given if made else None
 
         handles = [module.register_forward_hook(after) for module in self._modules]
         try:
@@ -104,14 +116,20 @@ class BatchGradients:
         finally:
             for handle in handles:
                 handle.remove()
-        self._finish(part)
-        if not part.factors and not part.gradients:
-            raise TsaeError(
-                "no gradient came back",
-                where="BatchGradients.micro_batch",
-                fix="Put the forward and the backward pass of the micro-batch inside.",
-            )
-        self._parts.append(part)
+        for part in self._open:
+            self._finish(part)
+            if not part.factors and not part.gradients:
+                raise TsaeError(
+                    "no gradient came back",
+                    where="BatchGradients.micro_batch",
+                    fix="Put the forward and the backward pass of the micro-batch inside.",
+                )
+        self._parts += self._open
+
+    def next_term(self) -> None:
+        """Between two backward passes of a micro-batch: what comes back from now on is another term of its loss, and
+        counts as B samples more."""
+        self._open.append(_Part(self._open[0].size))
 
     @usual_state()
     @torch.no_grad()
@@ -124,7 +142,13 @@ class BatchGradients:
                 where="BatchGradients.micro_batch",
                 fix="Leave its weights out if it mixes samples; else give the batch's own number of samples.",
             )
-        if type(module) is torch.nn.Linear and id(module.weight) in self._names and self._uses[id(module.weight)] == 1:
+        if type(module) is torch.nn.Embedding and read.shape[0] == part.size:
+            ids, d = read.reshape(part.size, -1), back.reshape(part.size, -1, back.shape[-1])
+            if module.padding_idx is not None:
+                d = d * (ids != module.padding_idx)[..., None]
+            part.factors.setdefault(self._names[id(module.weight)], []).append((ids, d))
+            return
+        if type(module) is torch.nn.Linear and id(module.weight) in self._names:
             x, d = (each.reshape(part.size, -1, each.shape[-1]) for each in (read, back))
             if module.bias is not None and id(module.bias) in self._names:
                 part.add_gradient(self._names[id(module.bias)], d.sum(1, dtype=torch.float32))
@@ -144,14 +168,10 @@ class BatchGradients:
         """Keep what a linear layer read, (B, T, in), and what came back, (B, T, out), or the smaller gradient."""
         narrow = min(d.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
         x, d = x.to(narrow), d.to(narrow)
-        again = name in part.factors or name in part.gradients  # A layer that is called twice.
-        if not again and x.shape[1] * (x.shape[2] + d.shape[2]) < self._slack * x.shape[2] * d.shape[2]:
-            part.factors[name] = (x, d)
-            return
-        if name in part.factors:
-            first_x, first_d = part.factors.pop(name)
-            part.add_gradient(name, torch.bmm(first_d.mT, first_x))
-        part.add_gradient(name, torch.bmm(d.mT, x))
+        if x.shape[1] * (x.shape[2] + d.shape[2]) < self._slack * x.shape[2] * d.shape[2]:
+            part.factors.setdefault(name, []).append((x, d))
+        else:
+            part.add_gradient(name, torch.bmm(d.mT, x))
 
     @usual_state()
     @torch.no_grad()
@@ -176,8 +196,9 @@ class BatchGradients:
         found = []
         for part in self._parts:
             sums = torch.zeros(part.size, len(directions), device=directions.device)
-            for name, (x, back) in part.factors.items():
-                sums += _products(x, back, split[name])
+            for name, calls in part.factors.items():
+                for x, back in calls:
+                    sums += _products(x, back, split[name])
             for name, kept in part.gradients.items():
                 sums += torch.nn.functional.linear(kept.float().flatten(1), split[name])
             found.append(sums)
@@ -191,10 +212,15 @@ class BatchGradients:
         for part, of in zip(self._parts, weights.split([part.size for part in self._parts]), strict=True):
             rows = of.nonzero()[:, 0]
             by = of[rows].float()
-            for name, (x, back) in part.factors.items():
-                left = (back[rows] * by[:, None, None]).flatten(0, 1)
-                summand = left.T @ x[rows].flatten(0, 1).float()
-                found[name] = found[name] + summand if name in found else summand
+            for name, calls in part.factors.items():
+                for x, back in calls:
+                    left = (back[rows].float() * by[:, None, None]).flatten(0, 1)
+                    if x.dtype.is_floating_point:
+                        summand = left.T @ x[rows].flatten(0, 1).float()
+                    else:
+                        weight = self.trained.parameters[name]
+                        summand = left.new_zeros(weight.shape).index_add_(0, x[rows].flatten(), left)
+                    found[name] = found[name] + summand if name in found else summand
             for name, gradient in part.gradients.items():
                 summand = torch.tensordot(by, gradient[rows].float(), dims=1)
                 found[name] = found[name] + summand if name in found else summand
@@ -202,7 +228,11 @@ class BatchGradients:
 
 
 def _products(x: torch.Tensor, back: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """(B, k) inner products of Σ_t back_t x_tᵀ with directions, (k, out · in); x (B, T, in), back (B, T, out)."""
+    """(B, k) inner products of Σ_t back_t x_tᵀ with directions, (k, out · in); x (B, T, in), back (B, T, out). Of an
+    embedding x are ids, (B, T), and directions (k, tokens · out)."""
+    if not x.dtype.is_floating_point:
+        table = directions.view(len(directions), -1, back.shape[2])
+        return torch.stack([(one[x] * back).sum((1, 2), dtype=torch.float32) for one in table], dim=1)
     size = back.shape[2] * x.shape[2]
     if len(directions) == 1:
         direction = directions.view(back.shape[2], x.shape[2]).to(x.dtype)

@@ -20,7 +20,7 @@ are the summands of `tsae.attribution.credit.shares`. What is known online, and 
 2. With `refresh=m` the target's gradient is up to m steps old.
 3. With momentum, a sample goes on to act for about 1 / (1 − β₁) steps. The target's gradient, √v̂, the learning rate and
    clipping of those steps are not known yet. `share` takes them as they are now. Shares of the first steps suffer most,
-   because there √v̂ grows fast; `shares` computes them after the run from the weights that the recorder kept.
+   because there √v̂ grows fast; attribution after the run has them right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import torch
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.batch_gradients import BatchGradients
-from tsae.attribution.online.recording import RecordingFolder
 from tsae.attribution.targets import Targets
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.own_length import rotated_alone
@@ -51,7 +50,6 @@ class Recorder:
         targets: what is followed.
         refresh: steps between two gradients of the targets.
         n_steps: of the whole training; momentum carries nothing beyond. None: no end is known.
-        folder: where samples and weights go; None keeps the numbers in memory only.
         dtype: of what a step holds of its samples until its end. bfloat16 takes half the memory, and with
             several targets less time on a processor that multiplies it; errors are some thousandths of a sample's
             numbers.
@@ -68,12 +66,11 @@ class Recorder:
         *,
         refresh: int = 5,
         n_steps: int | None = None,
-        folder: RecordingFolder | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         if refresh < 1:
             raise TsaeError(f"refresh={refresh} is less than 1", where="Recorder")
-        self.trained, self.targets, self.refresh, self.n_steps, self.folder = trained, targets, refresh, n_steps, folder
+        self.trained, self.targets, self.refresh, self.n_steps = trained, targets, refresh, n_steps
         self.optimiser = _plain(optimiser)
         groups = {id(p): group for group in self.optimiser.param_groups for p in group["params"]}
         missing = [name for name, p in trained.parameters.items() if id(p) not in groups]
@@ -94,19 +91,15 @@ class Recorder:
         self._arriving = np.zeros(len(targets.names))
         self._moved = np.zeros(len(targets.names))
         self._slopes = self._look()
-        if folder is not None:
-            folder.keep_weights(trained, 0)
         self._hooks = [
             self.optimiser.register_step_pre_hook(lambda *_: self._before()),
             self.optimiser.register_step_post_hook(lambda *_: self._after()),
         ]
 
     def close(self) -> None:
-        """Leave the optimiser alone, and keep the last weights."""
+        """Leave the optimiser alone."""
         for hook in self._hooks:
             hook.remove()
-        if self.folder is not None:
-            self.folder.keep_weights(self.trained, self.step)
 
     @contextmanager
     def samples(self, facts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
@@ -114,7 +107,7 @@ class Recorder:
 
         Args:
             facts: of each sample, in the order of the batch: what shall stand beside its numbers, such as problem_id,
-                reward, advantage; a folder also needs prompt_ids and response_ids.
+                reward, advantage.
         """
         if taken := {"step", "weight"} & {name for fact in facts for name in fact}:
             what = f"a sample has the fact {min(taken)!r}, which the recorder writes itself"
@@ -197,10 +190,6 @@ class Recorder:
             frame[f"now: {name}"] = now[:, j]
             frame[f"share: {name}"] = now[:, j] * carried
         self._frames.append(frame)
-        if self.folder is not None:
-            self.folder.add(self.step, self._facts, self._weights.tolist())
-            if self.step % self.folder.every == 0:
-                self.folder.keep_weights(self.trained, self.step)
         self.batch.clear()
         self._facts, self._weights = [], torch.ones(0)
 

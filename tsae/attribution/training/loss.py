@@ -6,8 +6,9 @@
     cispo:  −stop(min(ρ_it, ε_high)) A_i log π_it                              MiniMax 2025; Khatri et al. 2025
     sapo:   −4/τ sigmoid(τ (ρ_it − 1)) A_i                                     Gao et al. 2025; τ by sign of A_i
     vespo:  −stop(e^λ W_i^k e^(−λ W_i)) A_i log π_it, W_i = Π_t ρ_it           k, λ by sign of A_i
-    dppo:   −ρ_it A_i, 0 where π_it has risen by more than ε_high (A_i > 0) or fallen by more than ε (A_i ≤ 0), as
-            probability; ipo: 0 in both cases whatever the sign (Qi et al. 2026; Prime Intellect's prime-rl)
+    mask:   −ρ_it A_i, or 0 where ρ_it − 1 is above ε_high or below −ε         prime-rl before 2026
+    ipo:    the same where π_it − sampler_it is                                prime-rl
+    dppo:   the same where it is above ε_high and A_i > 0, or below −ε and not prime-rl since 2026-04; arXiv 2602.04879
 
 ρ_it is the probability of token t against its probability when it was sampled, or, for a loss of level `sequence`, the
 geometric mean of a response's (GSPO; Zheng et al. 2025). A_i is the advantage. w_i is the normalisation: it belongs to
@@ -32,8 +33,14 @@ from tsae.errors import TsaeError
 Again = Literal["on-policy", "replayed"]
 """How a run is imagined anew: with responses that its policy samples, or with those of the log."""
 
-_KINDS = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo", "step")
-_SURROGATES = ("clip", "cispo", "sapo", "vespo", "dppo", "ipo")
+_WORDS = {
+    "kind": ("grpo", "bnpo", "dapo", "step", "dr_grpo", "sum_norm", "luspo"),
+    "surrogate": ("clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"),
+    "level": ("token", "sequence"),
+    "kl": ("k1", "abs", "k2", "k3"),
+    "ratio_to": ("old", "sampler"),
+}
+_OF_LENGTH = ("dr_grpo", "sum_norm")
 _LARGEST = 3.0
 """Ratios are extrapolated, and far ones would rule."""
 
@@ -46,13 +53,18 @@ class Correction:
     the sampler (vLLM) logged.
     """
 
-    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
-    """Of every token, or of the whole response (their product); truncate clips ratios, mask takes others as 0."""
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"] = (
+        "sequence_mask"
+    )
+    """Ratio of every token, or of the whole response (their product); truncate clips ratios, mask takes others as 0.
+    geometric_mask: of every token, and 0 for responses whose geometric mean is outside (NeMo-RL: seq-mask-tis)."""
     low: float | None = None
+    """Smallest ratio."""
     high: float | None = 3.0
+    """Largest ratio. TRL's default is 3; open-instruct's is 2, by token."""
 
     def __post_init__(self) -> None:
-        modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
         if self.mode not in modes:
             raise TsaeError(f"mode {self.mode!r} is none of {', '.join(modes)}", where="Correction")
         need_numbers(self)
@@ -82,30 +94,31 @@ class BatchTokens:
 class PolicyLoss:
     """What a step made of samples and their advantages."""
 
-    kind: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "step"] = "dapo"
-    """Normalisation: by every response's own tokens (grpo; verl's seq-mean-token-mean), by the micro-batch's tokens
-    (bnpo; verl's token-mean to 0.7), by the tokens of the generation (dapo), by max_completion_length (dr_grpo; verl's
-    seq-mean-token-sum-norm), by the number of responses alone (luspo; verl's seq-mean-token-sum), or by the tokens of
-    the optimiser's step (step; verl since 0.8, NeMo-RL, open-instruct, prime-rl). TRL's default is dapo. Its cispo and
-    vespo normalise as dapo, its sapo as grpo."""
+    kind: Literal["grpo", "bnpo", "dapo", "step", "dr_grpo", "sum_norm", "luspo"] = "dapo"
+    """Normalisation of each micro-batch, of which a step has the mean: by every response's own tokens and the number of
+    responses (grpo; verl's seq-mean-token-mean), by its tokens (bnpo; verl's token-mean), by max_completion_length and
+    the number of responses (dr_grpo), by max_completion_length alone (sum_norm; verl's seq-mean-token-sum-norm), or by
+    the number of responses (luspo; verl's seq-mean-token-sum). dapo: by the tokens of the whole generation. step: by
+    those of the whole step, as verl since 0.8, NeMo-RL, open-instruct and prime-rl do. TRL's default is dapo; its cispo
+    and vespo normalise as dapo, its sapo as grpo."""
     max_completion_length: float | None = None
-    """For dr_grpo alone: the limit in tokens."""
+    """For dr_grpo and sum_norm alone: the limit in tokens (verl: loss_scale_factor)."""
     temperature: float = 1.0
     """Of the sampling, by which the trainer divides logits."""
     epsilon: float | None = 0.2
     """How far below 1 the ratio may fall before a token with negative advantage stops to count; None: no ratio."""
     epsilon_high: float | None = None
     """How far above 1 it may rise with positive advantage; by default epsilon. For cispo the largest ratio itself."""
-    surrogate: Literal["clip", "cispo", "sapo", "vespo", "dppo", "ipo"] = "clip"
-    """The policy term, as above."""
-    cispo_low: float | None = None
-    """Smallest ratio of cispo (verl, NeMo-RL)."""
+    surrogate: Literal["clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"] = "clip"
+    """The policy term, as above. prime-rl's need ratio_to="sampler"."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio it is (TRL: importance_sampling_level)."""
     delta: float | None = None
     """Largest ratio of the unclipped term (TRL's two-sided clipping)."""
     dual_clip: float | None = None
     """Largest loss of a token with negative advantage, in units of −A (verl: clip_ratio_c; Ye et al. 2020)."""
+    cispo_low: float | None = None
+    """Smallest ratio of cispo (verl, NeMo-RL: 1 − clip_ratio_low; TRL, open-instruct: none)."""
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     """τ of positive advantages, and of the others."""
     vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
@@ -115,15 +128,16 @@ class PolicyLoss:
     kl: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of KL(π ‖ reference), by d = log π − log reference: d, |d|, d²/2, or e^(−d) + d − 1 (Schulman 2020)."""
     kl_corrected: bool = False
-    """Whether the KL term is multiplied by the ratio (TRL: use_bias_correction_kl)."""
-    kl_scored: bool = False
-    """Whether the gradient also has the KL times ∇log π, for tokens are drawn from π (NeMo-RL since 0.7)."""
+    """Whether the KL term is multiplied by a ratio (TRL: use_bias_correction_kl)."""
+    kl_corrected_to: Literal["old", "now", "sampler"] = "old"
+    """What that ratio is against: old is the policy term's. NeMo-RL's is π itself, of which the gradient alone remains,
+    or with use_on_policy_kl_approximation the sampler."""
     kl_to: Literal["ref", "sampler"] = "ref"
-    """Whose log-probabilities the KL term is against: the reference's, or the sampler's (prime-rl)."""
+    """What the KL term is against. prime-rl's kl_tau (log ρ)² is k2 to the sampler with beta = 2 kl_tau."""
     kl_input_clamp: float | None = None
-    """Largest size of d in k3 (verl, NeMo-RL: 20)."""
+    """Largest size of d (NeMo-RL, verl's k3: 20; open-instruct: 40)."""
     kl_clamp: float | None = None
-    """Largest size of k3 (verl, NeMo-RL: 10)."""
+    """Largest size of the estimate (NeMo-RL, verl's k3: 10)."""
     sync_ref: tuple[float, int] | None = None
     """(ref_model_mixup_alpha, ref_model_sync_steps) where the reference follows the policy."""
     top_entropy_quantile: float = 1.0
@@ -131,41 +145,42 @@ class PolicyLoss:
     mask_truncated: bool = False
     """Whether responses that reached the limit count no tokens (TRL: mask_truncated_completions)."""
     off_policy_threshold: float | None = None
-    """Mean of log old − log π, nats, above which a response with negative advantage is dropped (DeepSeek-V3.2)."""
+    """Mean of log old − log π, nats, above which a response with negative advantage is dropped (DeepSeek-V3.2). In
+    place of old are the sampler's log-probabilities where a batch has them (TRL with vLLM)."""
     correction: Correction | None = None
     """Importance sampling for the difference of sampler and trainer (TRL with vLLM, verl, NeMo-RL, open-instruct)."""
     ratio_to: Literal["old", "sampler"] = "old"
     """What ratios are against: the trainer's own pass at the generation's start, or what the sampler logged."""
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("kind", _KINDS),
-            ("surrogate", _SURROGATES),
-            ("level", ("token", "sequence")),
-            ("kl", ("k1", "abs", "k2", "k3")),
-            ("kl_to", ("ref", "sampler")),
-        ):
+        for name, known in _WORDS.items():
             if getattr(self, name) not in known:
                 raise TsaeError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}", where="PolicyLoss")
         need_numbers(self)
-        bounds = [bound for bound in (self.epsilon, self.epsilon_high) if bound is not None]
-        if not self.temperature > 0 or min(bounds, default=0) < 0:
-            raise TsaeError(
-                f"temperature={self.temperature} must be above 0, epsilon={self.epsilon} and "
-                f"epsilon_high={self.epsilon_high} at least 0",
-                where="PolicyLoss",
-            )
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise TsaeError(
-                f"top_entropy_quantile={self.top_entropy_quantile} must be above 0, and at most 1", where="PolicyLoss"
-            )
-        if self.max_completion_length is not None and self.max_completion_length < 1:
-            raise TsaeError(f"max_completion_length={self.max_completion_length} is less than 1", where="PolicyLoss")
-        if (self.kind == "dr_grpo") != (self.max_completion_length is not None):
+        checks = {
+            f"temperature={self.temperature} must be above 0": self.temperature > 0,
+            f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} must be at least 0": (
+                min(self.epsilon or 0, self.epsilon_high or 0) >= 0
+            ),
+            f"dual_clip={self.dual_clip} must be above 1": self.dual_clip is None or self.dual_clip > 1,
+            f"delta={self.delta} must be above 0": self.delta is None or self.delta > 0,
+            f"sapo_temperatures={self.sapo_temperatures} must be above 0": min(self.sapo_temperatures) > 0,
+            f"beta={self.beta} must be at least 0": self.beta >= 0,
+            f"top_entropy_quantile={self.top_entropy_quantile} must be above 0, and at most 1": (
+                0 < self.top_entropy_quantile <= 1
+            ),
+            f"max_completion_length={self.max_completion_length} is less than 1": (
+                self.max_completion_length is None or self.max_completion_length >= 1
+            ),
+        }
+        for what, holds in checks.items():
+            if not holds:
+                raise TsaeError(what, where="PolicyLoss")
+        if (self.kind in _OF_LENGTH) != (self.max_completion_length is not None):
             raise TsaeError(
                 f"kind={self.kind} and max_completion_length={self.max_completion_length} do not go together",
                 where="PolicyLoss",
-                fix="Give max_completion_length for dr_grpo, and only there.",
+                fix="Give max_completion_length for dr_grpo and sum_norm, and only there.",
             )
 
     @property
@@ -176,7 +191,7 @@ class PolicyLoss:
 
     @property
     def needs_ref(self) -> bool:
-        """Whether the loss has a KL term against the reference."""
+        """Whether the loss has a KL term to a reference model."""
         return self.beta != 0 and self.kl_to == "ref"
 
     @property
@@ -187,7 +202,8 @@ class PolicyLoss:
     @property
     def needs_sampler(self) -> bool:
         """Whether the sampler's own log-probabilities are needed."""
-        return self.correction is not None or "sampler" in (self.ratio_to, self.kl_to if self.beta else "")
+        of_kl = self.beta != 0 and "sampler" in (self.kl_to, self.kl_corrected_to if self.kl_corrected else "")
+        return self.correction is not None or self.ratio_to == "sampler" or of_kl
 
     def weights(
         self,
@@ -206,24 +222,24 @@ class PolicyLoss:
             parts_of_generation: micro-batches that the generation is split into, for dapo; by default the step's.
         """
         n, parts = len(n_tokens), [np.arange(len(n_tokens))] if parts is None else parts
+        if self.kind == "step":
+            return np.full(n, 1 / max(n_tokens.sum(), 1))
         if self.kind == "dapo":
             total = n_tokens.sum() if tokens_of_generation is None else tokens_of_generation
             return np.full(n, (parts_of_generation or len(parts)) / (max(total, 1) * len(parts)))
         own = np.ones(n)
         if self.kind == "grpo":
             own = np.maximum(n_tokens, 1)
-        elif self.max_completion_length is not None:
+        elif self.kind == "dr_grpo":
             own = np.full(n, self.max_completion_length)
-        elif self.kind == "step":
-            own = np.full(n, max(n_tokens.sum(), 1) / n)
-        elif self.kind == "bnpo":
+        elif self.kind in ("bnpo", "sum_norm"):
             for part in parts:
-                own[part] = max(n_tokens[part].sum(), 1) / len(part)
+                own[part] = (self.max_completion_length or max(n_tokens[part].sum(), 1)) / len(part)
         weights: np.ndarray = 1 / (n * own)
         return weights
 
     def entropy_kept(self, entropy: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) bool: the tokens of a micro-batch whose entropy is in the top quantile; entropy in nats."""
+        """(B, T) bool: the tokens of a micro-batch, of all processes, whose entropy (nats) is in the top quantile."""
         if not mask.any():
             return mask.bool()
         threshold = torch.quantile(entropy[mask.bool()].float(), 1 - self.top_entropy_quantile)
@@ -234,53 +250,58 @@ class PolicyLoss:
 
         A sample's summands depend on that sample alone. Tokens that do not count are 0.
         """
-        mask = batch.mask.bool()
-        log, advantage = batch.log, batch.advantage if batch.advantage.ndim == 2 else batch.advantage[:, None]
-        old = log.detach() if batch.old is None else batch.old
-        against = old if self.ratio_to == "old" or batch.sampler is None else batch.sampler.nan_to_num(nan=0.0)
-        per_token = torch.where(mask, log - against, 0.0)
+        mask, log = batch.mask.bool(), batch.log
+        advantage = batch.advantage if batch.advantage.ndim == 2 else batch.advantage[:, None]
+        old = log.detach() if batch.old is None else batch.old.detach()
+        sampler = old if batch.sampler is None else torch.where(batch.sampler.isnan(), old, batch.sampler)
+        per_token = torch.where(mask, log - (old if self.ratio_to == "old" else sampler), 0.0)
         log_ratio = per_token if self.level == "token" else _mean(per_token, mask)
-        correction = None if self.correction is None else self._correction(old, batch.sampler, mask)
+        correction = None if self.correction is None else self._correction(old - sampler, mask)
         if self.surrogate == "vespo":
             policy = self._vespo(log, per_token, advantage, correction)
         else:
-            policy = self._policy(log, log_ratio, advantage, against)
+            policy = self._policy(log, log_ratio, advantage)
             policy = policy if correction is None else policy * correction
+        if self.surrogate in ("mask", "ipo", "dppo"):
+            moved = log_ratio.exp() - 1 if self.surrogate == "mask" else log.exp() - sampler.exp()
+            policy = torch.where(self._outside(moved, advantage), 0.0, policy)
         if self.off_policy_threshold is not None:
-            sampled = old if batch.sampler is None else batch.sampler
-            far = _mean((sampled - log.detach()).nan_to_num(nan=0.0), mask) > self.off_policy_threshold
+            far = _mean(sampler - log.detach(), mask) > self.off_policy_threshold
             policy = torch.where(far & (advantage < 0), 0.0, policy)
         policy = torch.where(mask if batch.kept is None else mask & batch.kept, policy, 0.0)
         if not self.beta:
             return policy, None
-        other = batch.ref if self.kl_to == "ref" else batch.sampler
-        assert other is not None
-        kl = self._kl(torch.where(mask, log - other, 0.0).nan_to_num(nan=0.0))
-        kl = kl * (log - log.detach()).exp() if self.kl_scored else kl
-        return policy, torch.where(mask, self.beta * (kl * log_ratio.exp() if self.kl_corrected else kl), 0.0)
+        to = sampler if self.kl_to == "sampler" else batch.ref
+        assert to is not None
+        against = {"old": log_ratio, "now": log - log.detach(), "sampler": log - sampler}
+        kl = self._kl(log - to, against[self.kl_corrected_to] if self.kl_corrected else None)
+        return policy, torch.where(mask, self.beta * kl, 0.0)
 
-    def _policy(self, log: Tensor, log_ratio: Tensor, advantage: Tensor, against: Tensor) -> Tensor:
-        """Summands of the policy term, from log π, log ρ, and what log ρ is against."""
+    def _policy(self, log: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """Summands of the policy term, from log π and log ρ."""
         if self.epsilon is None:
             return -advantage * log
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         ratio = log_ratio.exp()
         if self.surrogate == "cispo":
             return -ratio.clamp(self.cispo_low, high).detach() * advantage * log
-        if self.surrogate in ("dppo", "ipo"):
-            moved = log.detach().exp() - against.exp()
-            risen, fallen = moved > high, moved < -self.epsilon
-            far = risen | fallen if self.surrogate == "ipo" else torch.where(advantage > 0, risen, fallen)
-            return torch.where(far, 0.0, -ratio * advantage)
         if self.surrogate == "sapo":
             tau = torch.where(advantage > 0, *self.sapo_temperatures)
             return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+        if self.surrogate != "clip":
+            return -ratio * advantage
         clipped = ratio.clamp(1 - self.epsilon, 1 + high)
         free = ratio if self.delta is None else ratio.clamp(max=self.delta)
         loss = -torch.minimum(free * advantage, clipped * advantage)
         if self.dual_clip is None:
             return loss
         return torch.where(advantage < 0, torch.minimum(loss, -self.dual_clip * advantage), loss)
+
+    def _outside(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        """Whether tokens left the trust region of a surrogate that masks."""
+        assert self.epsilon is not None
+        above, below = moved > (self.epsilon if self.epsilon_high is None else self.epsilon_high), moved < -self.epsilon
+        return torch.where(advantage > 0, above, below) if self.surrogate == "dppo" else above | below
 
     def _vespo(self, log: Tensor, per_token: Tensor, advantage: Tensor, correction: Tensor | None) -> Tensor:
         k_of_more, rate_of_more, k_of_less, rate_of_less = self.vespo
@@ -292,32 +313,34 @@ class PolicyLoss:
         rate = torch.where(advantage >= 0, rate_of_more, rate_of_less).clamp(min=1e-4)
         return -(rate + k * of_sample - rate * of_sample.exp()).exp() * advantage * log
 
-    def _correction(self, old: Tensor, sampler: Tensor | None, mask: Tensor) -> Tensor:
+    def _correction(self, apart: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) or (B, 1) factors of the policy term, from log old − log sampler."""
         assert self.correction is not None
-        assert sampler is not None
-        apart = torch.where(mask, old.detach() - sampler, 0.0).nan_to_num(nan=0.0)
-        ratio = (apart.sum(1, keepdim=True) if self.correction.mode.startswith("sequence") else apart).exp()
-        low, high = self.correction.low, self.correction.high
-        clipped = ratio if low is None and high is None else ratio.clamp(low, high)
-        return clipped if self.correction.mode.endswith("truncate") else torch.where(clipped == ratio, ratio, 0.0)
+        mode, low, high = self.correction.mode, self.correction.low, self.correction.high
+        apart = torch.where(mask, apart, 0.0)
+        ratio = (apart.sum(1, keepdim=True) if mode.startswith("sequence") else apart).exp()
+        compared = _mean(apart, mask).exp() if mode == "geometric_mask" else ratio
+        clipped = compared if low is None and high is None else compared.clamp(low, high)
+        return clipped if mode.endswith("truncate") else torch.where(clipped == compared, ratio, 0.0)
 
-    def _kl(self, apart: Tensor) -> Tensor:
+    def _kl(self, apart: Tensor, log_weight: Tensor | None) -> Tensor:
+        """Estimates of the KL divergence, from log π − log reference and the log of the ratio that weighs them."""
+        free = apart if self.kl_input_clamp is None else apart.clamp(-self.kl_input_clamp, self.kl_input_clamp)
         if self.kl == "k1":
-            return apart
-        if self.kl == "abs":
-            return apart.abs()
-        if self.kl == "k2":
-            return apart**2 / 2
-        if self.kl_input_clamp is not None:
-            apart = apart.clamp(-self.kl_input_clamp, self.kl_input_clamp)
-        kl = torch.exp(-apart) + apart - 1
+            kl = free
+        elif self.kl == "abs":
+            kl = free.abs()
+        else:
+            kl = free**2 / 2 if self.kl == "k2" else torch.exp(-free) + free - 1
+        if log_weight is not None:
+            kl = kl * torch.where(free == apart, log_weight, log_weight.detach()).exp()
         return kl if self.kl_clamp is None else kl.clamp(-self.kl_clamp, self.kl_clamp)
 
     def pull(self, log_ratio: Tensor, positive: Tensor, again: Again = "replayed") -> Tensor:
         """Factor of a token's gradient A ∇log π on another path.
 
         Args:
-            log_ratio: log ρ, in nats.
+            log_ratio: log ρ, in nats; for losses of level sequence the mean of the response.
             positive: whether the advantage is; broadcasts.
             again: replayed: the logged responses are used again, and the loss weighs and clips them: ρ, or 0 where it
                 is clipped. on-policy: the policy samples anew; ρ makes the logged responses stand for those (importance
@@ -326,10 +349,11 @@ class PolicyLoss:
         ratio = log_ratio.exp().clamp(max=_LARGEST)
         if again == "on-policy":
             return ratio
-        if self.epsilon is None:
-            return torch.ones_like(log_ratio)
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return ratio * torch.where(positive, ratio < 1 + high, ratio > 1 - self.epsilon)
+        sign = torch.where(positive, 1.0, -1.0)
+        with torch.enable_grad():
+            log = ratio.log().detach().requires_grad_()
+            found: Tensor = torch.autograd.grad((-sign * self._policy(log, log, sign)).sum(), log)[0]
+        return found
 
 
 _LEAST = float(np.log(1e-8))

@@ -28,9 +28,10 @@ def run_attribute(options: Attribute) -> None:
     with as_json(options.json) as write:
         print(attribution_text(found, options.top))
         say_wrote(options.to)
-        samples = {name: found.of_target(name, options.top) for name in found.targets.target}
-        tables = {name: getattr(found, name) for name in ("targets", "groups", "problems", "segments")}
-        write({**tables, "samples": samples, "info": found.info})
+        told = [] if found.info["gate"] else list(found.targets.target)
+        names = ["targets", "steps", *(["bands", "groups", "entropy", "tokens"] if told else [])]
+        samples = {name: found.of_target(name, options.top) for name in told}
+        write({**{name: getattr(found, name) for name in names}, "samples": samples, "info": found.info})
 
 
 def _token_id(base: Checkpoint, text: str) -> int:

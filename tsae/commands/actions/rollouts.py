@@ -14,7 +14,7 @@ from tsae.errors import TsaeError
 from tsae.report.printed.findings import behaviour_text, format_text
 from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.bands import band_counts, found_how
-from tsae.rollouts.behaviours import behaviour_table, format_table, with_behaviours
+from tsae.rollouts.behaviours import behaviour_table, by_thirds, format_table, with_behaviours
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import read_problems
 from tsae.rollouts.sampling.batches import remove_batches
@@ -110,7 +110,9 @@ def run_behaviours(options: Behaviours) -> None:
     fix = "Give module:function for your own (prompt, answer) -> number of operations."
     required = None if name is None else find_function(name, takes=2, where="required_steps", fix=fix)
     found = with_behaviours(rollouts, required_steps=required, reference=reference)
-    behaviours, formats = (table(found, reference=reference) for table in (behaviour_table, format_table))
+    shown = found if options.reference else by_thirds(found)
+    reference = options.reference or shown.policies[0]
+    behaviours, formats = (table(shown, reference=reference) for table in (behaviour_table, format_table))
     with as_json(options.json) as write:
         print(behaviour_text(behaviours))
         print(f"\n{format_text(formats)}")

@@ -35,8 +35,8 @@ class Attribute:
     """Name of the run, where the series has several."""
     settings: Path | None = None
     """File or folder of the trainer's settings; by default they lie beside the checkpoints."""
-    top: int = 3
-    """Samples and problems to print for each target, for and against."""
+    top: int = 10
+    """Samples to print; in the JSON, so many for each target and against it."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)

@@ -1,58 +1,89 @@
-"""What `tsae attribute` prints: what was asked, both answers for every target, and how far to believe them."""
+"""What `tsae attribute` prints: what bands of samples did, where in the text, what to read, how far to believe it."""
 
 from __future__ import annotations
 
-import pandas as pd
+import textwrap
+from collections.abc import Iterator
+from typing import Any
 
 from tsae.attribution.attribution import Attribution
-from tsae.report.story.attribution import MEANING, Moved, amount, belief, lead, moved
+from tsae.report.story.attribution import (
+    FIFTHS,
+    Read,
+    amount,
+    belief,
+    lead,
+    meaning,
+    moved,
+    shown_name,
+    signal,
+    to_read,
+    told_targets,
+)
 from tsae.report.text import shortened, visible
 
-_TEXT = 60
-"""Characters of a response."""
-_GROUPS = 10
-"""Groups of samples of a target: those with the largest effects."""
+_TEXT, _WIDTH = 90, 118
+"""Characters of a response, and of a line."""
+_HEAD = f"{'samples':>9}{'share':>11}{'without them':>14}{'alone':>11}{'± error':>11}  how"
 
 
-def attribution_text(found: Attribution, n: int = 3) -> str:
-    """Per target: what moved, kinds of samples, problems, and n single samples for and n against it."""
-    lines = [lead(found), f"  settings: {found.info['recipe']}", *(f"  {sentence}" for sentence in MEANING)]
-    for name in found.targets.target:
-        lines += ["", *_target(moved(found, name, n))]
+def attribution_text(found: Attribution, n: int = 10) -> str:
+    """The three bands by target, lone successes, where the signal sits, n samples to read, and how far to believe it.
+
+    Where the gate is closed, the reason stands in the place of all of these but the last.
+    """
+    gate = str(found.info["gate"])
+    lines = [lead(found), *_wrapped(f"settings: {found.info['recipe']}")]
+    lines += ["", *_wrapped(gate, "")] if gate else [*_answer(found, n)]
     lines += ["", "How far to believe it"]
-    lines += [f"  {'beware: ' if said.warns else ''}{said.text}" for said in belief(found)]
-    return "\n".join([*lines, *(f"  note: {note}" for note in found.info["notes"])])
+    for said in belief(found):
+        lines += _wrapped(f"{'beware: ' if said.warns else ''}{said.text}")
+    return "\n".join([*lines, *(line for note in found.info["notes"] for line in _wrapped(f"note: {note}"))])
 
 
-def _target(one: Moved) -> list[str]:
-    flag = "  (beware: much)" if one.flagged else ""
-    lines = [f"{one.name}: {one.change}", f"  unexplained by shares: {one.unexplained} of the change{flag}"]
-    if one.validated:
-        lines.append(f"  simulation against replayed trainings: {one.validated}")
-    groups = one.groups.head(_GROUPS)
-    if not groups.empty:
-        lines.append(f"  {'groups by effect':<40}{'n':>7}{'share':>11}{'effect':>11}{'without':>11}{'alone':>11}")
-    for row in groups.itertuples():
-        numbers = "".join(f"{amount(value):>11}" for value in (row.share, row.effect, row.without, row.alone))
-        lines.append(f"  {shortened(visible(str(row.group)), 39):<40}{row.n:>7,}{numbers}")
-    if one.about_problems:
-        lines.append(f"  {one.about_problems}")
-    for row in one.problems.itertuples():
-        interval = f"[{amount(row.low)}, {amount(row.high)}]"
-        name = shortened(visible(str(row.problem_id)), 30)
-        lines.append(f"    {name:<31}{amount(row.effect):>10} {interval:<20} share {amount(row.share)}")
-    return lines + _samples(one.samples)
+def _answer(found: Attribution, n: int) -> Iterator[str]:
+    for sentence in meaning(found):
+        yield from _wrapped(sentence)
+    told = [moved(found, name) for name in told_targets(found)]
+    if any(len(one.bands) for one in told):
+        yield from ("", f"{'Easy, medium and hard samples':<46}{_HEAD}")
+    for one in told:
+        if len(one.bands):
+            flag = f"  (beware: {one.unexplained} unexplained by shares)" if one.flagged else ""
+            yield f"  {visible(one.name)}: {one.change}{flag}"
+        yield from (_numbers(f"  {row.band} samples", row) for row in one.bands.itertuples())
+    if any(len(one.lone) for one in told):
+        yield from ("", f"{'Lone successes: the only one of their group':<46}{_HEAD}")
+    yield from (_numbers(one.name, row) for one in told for row in one.lone.itertuples())
+    grids = {name: grid for name in told_targets(found) if (grid := signal(found, name)) is not None}
+    if grids:
+        yield from ("", "Where in the text: shares of tokens by fifth of the policy's entropy", *_wrapped(FIFTHS))
+        yield f"  {'':<44}{''.join(f'{fifth:>11}' for fifth in range(1, 6))}"
+    for name, grid in grids.items():
+        yield f"  {visible(shown_name(found, name))}"
+        for band, shares in zip(grid.bands, grid.share, strict=True):
+            yield f"    {visible(f'{band} samples'):<42}{''.join(f'{amount(share):>11}' for share in shares)}"
+    samples = to_read(found, n)
+    if samples:
+        yield from ("", "Samples to read, with the tokens that carry their share")
+    for sample in samples:
+        yield from _sample(sample)
 
 
-def _samples(table: pd.DataFrame) -> list[str]:
-    if table.empty:
-        return []
-    lines = ["  samples with the largest shares, for and against"]
-    for row in table.itertuples():
-        effect = "" if pd.isna(row.effect) else f", effect {amount(row.effect)}"
-        text = "" if pd.isna(row.response) else shortened(visible(str(row.response)), _TEXT)
-        lines.append(
-            f"    row {row.trajectory}, step {row.step}: {amount(row.share)}{effect} "
-            f"({row.outcome}, advantage {amount(row.advantage)}) {text}"
-        )
-    return lines
+def _numbers(name: str, row: Any) -> str:
+    cells = f"{amount(row.share):>11}{amount(row.without):>14}{amount(row.alone):>11}"
+    error = amount(getattr(row, "error", float("nan")), sign=False)
+    return f"  {shortened(visible(name), 43):<44}{row.n:>9,}{cells}{error:>11}  {visible(str(row.how))}"
+
+
+def _sample(one: Read) -> Iterator[str]:
+    yield from _wrapped(f"row {one.trajectory}, {one.about}: share {one.share}")
+    if one.response:
+        yield f"      {shortened(visible(one.response).replace(chr(10), '⏎'), _TEXT)}"
+    if one.carried:
+        yield from _wrapped(f"carried by {one.carried}", "      ")
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    shown = visible(text).replace("\n", "⏎")
+    return textwrap.wrap(shown, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)

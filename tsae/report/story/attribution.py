@@ -1,71 +1,85 @@
-"""Which samples did that, in words: what moved, by which kinds, problems and samples, and how far to believe it."""
+"""Which samples did that, in words: what bands of samples did, where in the text, and how far to believe it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tsae.attribution.attribution import Attribution
 from tsae.report.story.statements import Statement
-from tsae.report.text import count, number, percent
+from tsae.report.text import capitalised, count, percent, shortened
+from tsae.rollouts.schema import BANDS
 
+OTHER_RUNS = "Without them, alone: the change in a run without these samples, or with these only."
 MEANING = (
-    "Share: a sample's part of what happened; shares add up.",
-    "Without, alone: the change that a run without these samples, or with them only, would have made, by simulation.",
-    "Effect: what they added, which is the simulated change with all samples − without; effects do not add up.",
+    "Share: what these samples did in this run. Shares of all samples add up to the change.",
+    f"{OTHER_RUNS} They do not add up. Replayed: the run's updates are taken again on its logged responses. Simulated: "
+    "estimated from gradients.",
+    "Accuracy: the mean log-probability of a token in right responses minus that in wrong ones, in nats. A behaviour: "
+    "the same of responses that show it minus those that do not. A feature: its mean activation.",
 )
-_FINEST = ("band and outcome and third", "band and outcome", "third of the run")
-"""Kinds that divide all samples, the finest first."""
-_FAR = 0.05
-"""Distance of the simulated optimiser from the checkpoints that is warned of."""
-_LOW = 0.5
-"""Rank correlation with replayed trainings that is warned of."""
-_TESTBED = (
-    "On the testbed, simulated effects ranked real retrainings on halves of the problems with a correlation of 0.94 "
-    "(behaviours) and 0.72 (features) where the log was replayed, and of 0.89 to 0.94 and 0.26 to 0.28 where responses "
-    "were sampled anew.",
-    "There a second seed of the same retrainings agrees with the first by no more than 0.89 and 0.41: effects on "
-    "single features are partly chance.",
+TRAINED_ON = "(trained on): measured on problems of the log, which the run was trained on."
+FIFTHS = (
+    "All sampled tokens in five equal parts by the entropy of the policy: in fifth 1 it was surest of the next token, "
+    "in fifth 5 least sure."
 )
+ONE_RUN = "This is one run with one seed. Another seed may differ."
+_RIGHT, _LIKELY, _FEATURE = "right − wrong", "log-likelihood, ", "feature "
+_NOTHING = 1e-12
+"""Rounding error."""
+_CARRIERS, _TOKEN = 5, 40
+"""Tokens of a sample that are named, and characters of one."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What samples did to one target."""
+    """What bands of samples did to one target."""
 
+    target: str
     name: str
+    """For readers."""
     change: str
     """From what to what, and by how much."""
     unexplained: str
     """What shares leave of the change, in per cent."""
     flagged: bool
     """Whether that is much."""
-    simulated: float
-    """The change with all samples, by simulation."""
-    validated: str
-    """How well the simulation predicted the replayed trainings. Empty if none was replayed."""
-    groups: pd.DataFrame
-    """Rows of `Attribution.groups`, the largest effects first."""
-    problems: pd.DataFrame
-    """Rows of `Attribution.problems`: some with the largest effects for, and some against."""
-    about_problems: str
-    """How well the effects of problems describe the run, or why there are none. Empty if nobody asked for them."""
-    samples: pd.DataFrame
-    """Rows of `Attribution.of_target`."""
+    bands: pd.DataFrame
+    """Rows of `Attribution.bands`."""
+    lone: pd.DataFrame
+    """Rows of `Attribution.groups` on lone successes."""
+    others: pd.DataFrame
+    """Rows of `Attribution.table` on other kinds of samples, the largest effects first."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Shares and effects on one target by two kinds of samples."""
+    """Shares of tokens in one target."""
 
-    rows: list[str]
-    columns: list[str]
-    n: np.ndarray
-    """(rows, columns) samples; NaN where there are none."""
+    bands: list[str]
     share: np.ndarray
-    effect: np.ndarray
+    """(bands, 5): by fifth of the policy's entropy."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A sample to read."""
+
+    trajectory: int
+    about: str
+    """Step, problem, band, outcome and advantage."""
+    share: str
+    """In which target, and how large."""
+    prompt: str
+    response: str
+    """Empty where the text is not known."""
+    tokens: pd.DataFrame
+    """Rows of `Attribution.tokens` on that target, in order."""
+    carried: str
+    """The tokens with the largest shares."""
 
 
 @dataclass(frozen=True)
@@ -85,134 +99,193 @@ def lead(found: Attribution) -> str:
     )
 
 
+def meaning(found: Attribution) -> tuple[str, ...]:
+    """What the numbers are."""
+    measured = found.info["trained_on"] and any(_RIGHT in name for name in found.targets.target)
+    return (*MEANING, *([TRAINED_ON] if measured else []))
+
+
 def amount(value: float, *, sign: bool = True) -> str:
     """Three significant digits, with a true minus. Shares of single samples may be of any size."""
-    return f"{value:{'+' if sign else ''}.3g}".replace("-", "−") if np.isfinite(value) else "–"
+    if not np.isfinite(value):
+        return "–"
+    return f"{value:{'+' if sign else ''}.3g}".replace("-", "−") if abs(value) > _NOTHING else "0"
 
 
-def moved(found: Attribution, name: str, n: int) -> Moved:
-    """What is told of a target: n problems and n samples for it, and as many against."""
+def shown_name(found: Attribution, target: str) -> str:
+    """A target's name for readers."""
+    if _RIGHT in target:
+        band = target.partition(f"{_RIGHT}, ")[2]
+        return f"accuracy{f', {band} problems' * bool(band)}{' (trained on)' * bool(found.info['trained_on'])}"
+    return f"behaviour, {target.removeprefix(_LIKELY)}" if target.startswith(_LIKELY) else target
+
+
+def moved(found: Attribution, name: str) -> Moved:
+    """What is told of a target."""
     row = found.targets.set_index("target").loc[name]
-    problems, about = _problems(found, name, float(row.r2), n)
+    unit = " nats" if _RIGHT in name or name.startswith(_LIKELY) else ""
+    groups = found.table(name)
+    lone = groups.kind == "lone success"
     return Moved(
         name,
-        f"{amount(row.before, sign=False)} → {amount(row.after, sign=False)} ({amount(row.realised)})",
+        shown_name(found, name),
+        f"{amount(row.before, sign=False)} → {amount(row.after, sign=False)}{unit} ({amount(row.realised)})",
         f"{percent(abs(row.remainder))} %",
         bool(row.flagged),
-        float(row.simulated),
-        ""
-        if np.isnan(row.validated_error)
-        else f"rank correlation {number(row.validated)}, median error {amount(row.validated_error, sign=False)}",
-        found.table(name),
-        problems,
-        about,
-        found.of_target(name, n),
+        found.bands[found.bands.target == name],
+        groups[lone],
+        groups[~lone & (groups.kind != "band")],
     )
 
 
-def most_moved(found: Attribution, n: int) -> list[str]:
-    """Behaviours and outcomes that changed most for their size, the larger of their two values; then features.
+def told_targets(found: Attribution, n: int = 4) -> list[str]:
+    """Accuracy on each band, then the n behaviours and the n features that moved most."""
+    names = [str(name) for name in found.targets.target]
+    bands = [f", {band}" for band in BANDS]
+    accuracy = sorted(
+        (name for name in names if _RIGHT in name),
+        key=lambda name: next((i for i, band in enumerate(bands) if name.endswith(band)), len(bands)),
+    )
+    rest = [name for name in most_moved(found) if name not in accuracy]
+    return [*accuracy, *rest[:n], *[name for name in names if name.startswith(_FEATURE)][:n]]
 
-    Features stand in the order in which they were found: those that moved furthest in standard deviations come first.
-    A relative change would prefer features that hardly fire. About as many of either are given.
+
+def most_moved(found: Attribution) -> list[str]:
+    """Accuracies and behaviours, those first that changed most for their size, the larger of their two values.
+
+    Features are not among them. They stand in the order in which they were found: those that moved furthest in standard
+    deviations come first.
     """
-    features = [str(name) for name in found.targets.target if name.startswith("feature ")]
-    table = found.targets[~found.targets.target.isin(features)]
+    table = found.targets[~found.targets.target.str.startswith(_FEATURE)]
     size = np.maximum(table.before.abs(), table.after.abs()).clip(lower=1e-30)
     order = (table.realised.abs() / size).sort_values(ascending=False, kind="stable").index
-    others = [str(name) for name in table.target[order]][: max(n - len(features), n - n // 2)]
-    return [*others, *features[: n - len(others)]]
+    return [str(name) for name in table.target[order]]
 
 
-def grid(found: Attribution, name: str) -> Grid | None:
-    """Shares and effects by band × outcome and third of the run; by what there is of these, where some are missing."""
-    table = found.groups[found.groups.target == name]
-    kind = next((kind for kind in _FINEST if (table.kind == kind).any()), None)
-    if kind is None:
+def signal(found: Attribution, name: str) -> Grid | None:
+    """Where in the text the shares in a target are; None where that was not measured."""
+    table = found.entropy[found.entropy.target == name]
+    if table.empty:
         return None
-    table = table[table.kind == kind]
-    # The last part of a group's name is the third of the run, or the outcome.
-    parts = [("all samples", *str(group).rsplit(", ", 1))[-2:] for group in table.group]
-    rows, columns = (list(dict.fromkeys(part[i] for part in parts)) for i in (0, 1))
-    n, share, effect = (np.full((len(rows), len(columns)), np.nan) for _ in range(3))
-    for (row, column), line in zip(parts, table.itertuples(), strict=True):
-        cell = rows.index(row), columns.index(column)
-        n[cell], share[cell], effect[cell] = line.n, line.share, line.effect
-    return Grid(rows, columns, n, share, effect)
+    wide = table.pivot_table(index="band", columns="fifth", values="share", aggfunc="sum")
+    known = list(dict.fromkeys(table.band))
+    bands = [*[band for band in BANDS if band in known], *[band for band in known if band not in BANDS]]
+    return Grid(bands, wide.reindex(index=bands, columns=range(1, 6)).to_numpy())
+
+
+def to_read(found: Attribution, n: int = 10) -> list[Read]:
+    """Samples to read, each with the tokens that carry its share in the target that it moved most.
+
+    Where no tokens are known, those with the largest shares in the target that changed most for its size.
+    """
+    if found.tokens.empty:
+        name = next(iter(most_moved(found)), found.targets.target.iloc[0])
+        return [_read(found, int(row), name) for row in found.of_target(name, n // 2).trajectory]
+    shown = list(dict.fromkeys(found.tokens.trajectory.astype(int)))[:n]
+    known = found.tokens.groupby("trajectory").target.agg(set)
+    most = {row: next(name for name in found.of_sample(row).target if name in known[row]) for row in shown}
+    return [_read(found, row, name) for row, name in most.items()]
+
+
+def _read(found: Attribution, trajectory: int, target: str) -> Read:
+    facts = found.facts.set_index("trajectory").loc[trajectory]
+    mine = found.of_sample(trajectory).set_index("target").loc[target]
+    table = found.tokens[(found.tokens.trajectory == trajectory) & (found.tokens.target == target)]
+    tokens = table.groupby("position", as_index=False).agg({"token_id": "first", "token": "first", "share": "sum"})
+    most = tokens[tokens.share.abs() > _NOTHING].sort_values("share", key=abs, ascending=False, kind="stable")
+    carriers = [
+        f"“{shortened(str(row.token), _TOKEN)}” {amount(row.share)} (token {row.position + 1})"
+        for row in most.head(_CARRIERS).itertuples()
+    ]
+    parts = [str(facts.problem_id), facts.band, facts.outcome, f"advantage {amount(facts.advantage)}"]
+    texts = {name: "" if pd.isna(facts[name]) else str(facts[name]) for name in ("prompt", "response")}
+    return Read(
+        trajectory,
+        f"step {int(mine.step)}, {', '.join(str(part) for part in parts if not pd.isna(part))}",
+        f"{amount(mine.share)} of {shown_name(found, target)} ({percent(mine.part)} % of its change)",
+        texts["prompt"],
+        texts["response"] or "".join(tokens.token.astype(str)),
+        tokens,
+        ", ".join(carriers),
+    )
 
 
 def statement(found: Attribution) -> Statement:
-    """The finding: what would have been without the kind of samples that mattered most."""
-    told = []
-    for name in most_moved(found, 2):
-        one = moved(found, name, 1)
-        text = f"{name}: {one.change}"
-        if len(one.groups):
-            most = one.groups.iloc[0]
-            text += (
-                f"; without the {count(int(most.n), 'sample')} of “{most.group}” it would have changed by "
-                f"{amount(most.without)}, with all by {amount(one.simulated)} (both simulated)"
-            )
-        told.append(f"{text}.")
-    return Statement("Which samples did that", tuple(told), "samples")
+    """The finding: what each band did to the accuracy or behaviour that changed most for its size."""
+    heading = "Which samples did that"
+    if found.info["gate"]:
+        return Statement(heading, (str(found.info["gate"]),), "samples")
+    names = most_moved(found) or [str(name) for name in found.targets.target[:1]]
+    if not names:
+        return Statement(heading, ("No target moved.",), "samples")
+    one = moved(found, names[0])
+    told = [f"{capitalised(one.name)}: {one.change}."]
+    for row in one.bands.itertuples():
+        told.append(f"{capitalised(str(row.band))} samples ({row.n:,}): share {amount(row.share)}{_other_run(row)}.")
+    told.append(
+        "The log has no bands, so that samples cannot be told apart by difficulty."
+        if one.bands.empty
+        else f"{OTHER_RUNS} {ONE_RUN}"
+    )
+    return Statement(heading, tuple(told), "samples")
+
+
+def _other_run(row: Any) -> str:
+    """“; without them +0.2, alone +0.4 (replayed)”, as far as they are known."""
+    known = {"without them": row.without, "alone": row.alone}
+    parts = [f"{what} {amount(value)}" for what, value in known.items() if np.isfinite(value)]
+    return f"; {', '.join(parts)} ({row.how})" if parts else ""
 
 
 def belief(found: Attribution) -> list[Said]:
-    """How far to believe shares and effects: what this run shows, and what retraining has shown."""
-    targets, error = found.targets, float(found.info["path_error"])
-    said = [
-        Said(
-            f"The simulated optimiser meets the checkpoints to {percent(error)} % of the distance between them.",
-            error > _FAR,
-        )
-    ]
-    if targets.remainder.notna().any():
-        worst = targets.loc[targets.remainder.abs().idxmax()]
-        said.append(
-            Said(
-                f"Shares leave {percent(targets.remainder.abs().median())} % of a change unexplained (median), "
-                f"{percent(abs(worst.remainder))} % at most ({worst.target}).",
-                bool(targets.flagged.any()),
-            )
-        )
-    flagged = found.segments[found.segments.flagged]
-    if len(flagged):
-        said.append(
-            Said(
-                f"Flagged for a larger remainder: {count(len(flagged), 'segment')} between checkpoints of "
-                f"{count(flagged.target.nunique(), 'target')}, most often after step "
-                f"{flagged['first'].mode().iloc[0]}.",
-                True,
-            )
-        )
-    off = (targets.simulated - targets.realised).abs() / targets.realised.abs()
-    said.append(
-        Said(f"With all samples the simulation ends {percent(off.median())} % from the realised change (median).")
-    )
-    said.append(Said("The share of one sample is a large force against others as large."))
-    return said + [Said(text) for text in _TESTBED] + _validated(found)
+    """How far to believe it: how near the replay is to the run, what shares leave, and what one run cannot say."""
+    said = [*_replayed(found)]
+    if not found.info["gate"]:
+        ways = found.groups.groupby("how", sort=False).kind.agg(lambda kinds: ", ".join(dict.fromkeys(kinds)))
+        other = "Runs without some samples, or with these alone, are"
+        said += [Said(f"{other} {how} for: {kinds}.") for how, kinds in ways.items() if how]
+        said += _remainders(found)
+        said.append(Said("The share of one sample is a large force against others as large."))
+    if not found.info["believed"] and not found.info["gate"]:
+        said.insert(0, Said("The replay is too far from the run: take the numbers for hints at most.", True))
+    return [*said, Said(ONE_RUN)]
 
 
-def _validated(found: Attribution) -> list[Said]:
-    """What replayed trainings of this run said, if there are any."""
-    targets = found.targets[found.targets.validated_error.notna()]
-    if targets.empty:
-        return [Said("On this run nothing was retrained; tsae attribute --validate 8 does it.")]
-    part = targets.validated_error / targets.realised.abs()
+def _replayed(found: Attribution) -> list[Said]:
+    """Certificates: what the run itself says of its replay."""
+    replay, steps, said = found.info["replay"], found.steps, []
+    if replay:
+        good = f"Replayed to step {replay['to']} of {replay['steps']} within {_part(replay['within'])}"
+        said.append(Said(f"{good} of what the run logged and saved.", replay["departs"] is not None))
+        if replay["departs"] is not None:
+            cause = f"Likely cause: {replay['cause'].rstrip('.')}."
+            said.append(Said(f"From step {replay['departs']} on it departs from the run. {cause}", True))
+    if (error := found.info["path_error"]) is not None:
+        said.append(Said(f"At the end, it is off the last checkpoint by {_part(error)} of the way that the run went."))
+    norms, lengths = ((steps[name] - steps[f"logged_{name}"]).abs().dropna() for name in ("grad_norm", "mean_length"))
+    norms = (norms / steps.logged_grad_norm.where(steps.logged_grad_norm > 0)).dropna()
+    for what, off, shown in (
+        ("gradient norms", norms, _part(norms.max())),
+        ("mean response lengths", lengths, f"{amount(lengths.max(), sign=False)} tokens"),
+    ):
+        if len(off):
+            of = count(len(off), "step")
+            said.append(Said(f"The replay's {what} differ from the logged ones by {shown} at most ({of})."))
+    return said
+
+
+def _remainders(found: Attribution) -> list[Said]:
+    """What shares leave of the changes."""
+    targets = found.targets
+    if targets.remainder.isna().all():
+        return []
+    worst = targets.loc[targets.remainder.abs().idxmax()]
     text = (
-        f"On this run, {found.info['config']['validate']} trainings were really replayed on random halves of its "
-        f"problems: rank correlation with the simulation {number(targets.validated.median())}, error "
-        f"{percent(part.median())} % of a change (medians over targets)."
+        f"Shares leave {percent(targets.remainder.abs().median())} % of a change unexplained (median), "
+        f"{percent(abs(worst.remainder))} % at most ({shown_name(found, worst.target)})."
     )
-    return [Said(text, bool(targets.validated.median() < _LOW))]
+    return [Said(text, bool(targets.flagged.any()))]
 
 
-def _problems(found: Attribution, name: str, r2: float, n: int) -> tuple[pd.DataFrame, str]:
-    table = found.problems[found.problems.target == name]
-    if table.empty:
-        return table, ""
-    if not r2 > 0:
-        return table.head(0), f"effects of single problems cannot be told apart (R² {r2:.2f} on subsets left out)"
-    ordered = table.sort_values("effect", ascending=False, kind="stable")
-    ends = pd.concat([ordered.head(n), ordered.tail(n)]).drop_duplicates("problem_id")
-    return ends, f"problems by effect, with 95 % interval (R² {r2:.2f} on subsets left out)"
+def _part(value: float) -> str:
+    return f"{amount(100 * value, sign=False)} %"

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tsae.claims.judging import Verdict
+from tsae.claims.judging import REPLAYED, Verdict
 from tsae.claims.literature import CLAIMS
 from tsae.claims.run_claims import Claims
 from tsae.diff.feature_diff import FeatureDiff
@@ -70,7 +70,7 @@ def expected(diff: FeatureDiff, claims: Claims) -> Statement:
 
 
 def counted(claims: Claims) -> str:
-    """“Of 22 claims about sample difficulty, this run shows 3 (a, b and k) as claimed, …”."""
+    """“Of 26 claims about sample difficulty, this run shows 3 (a, b and k) as claimed, …”."""
     of = Counter(record["verdict"] for record in claims.records)
     said = {"reproduced": "as claimed", "partly": "in part", "not reproduced": "not"}
     clauses = []
@@ -101,6 +101,8 @@ def _told(record: dict[str, Any]) -> ToldClaim:
 def _part(of: dict[str, Any]) -> ToldPart:
     margin = of.get("margin") or 0
     least = f"within ±{margin:g}" if of.get("equal") else f"> {number(margin)}" if margin else ""
-    ends = interval(of["low"], of["high"], sign=True, like=of["mean"])
-    effect = f"{number(of['mean'], sign=True)} {ends}"
-    return ToldPart(of["statement"], effect, least, f"{of['n']:,} {of['unit']}", _SAID[of["holds"]])
+    effect, rows = number(of["mean"], sign=True), str(of["unit"])
+    if rows != REPLAYED:
+        effect += f" {interval(of['low'], of['high'], sign=True, like=of['mean'])}"
+        rows = f"{of['n']:,} {rows}"
+    return ToldPart(of["statement"], effect, least, rows, _SAID[of["holds"]])

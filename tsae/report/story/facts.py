@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from tsae.diff.controls.confounds import CONTROLS, FAILS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.text import interval, number
 
@@ -78,9 +79,11 @@ def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
 
 
 def moved_features(diff: FeatureDiff, n: int) -> list[int]:
-    """The features that checkpoints moved furthest, of every checkpoint in turn."""
-    tables = [strongest(main_shift(diff, checkpoint), diff.q, n) for checkpoint in diff.checkpoints]
-    return in_turn([[int(feature) for feature in table.index] for table in tables], n)
+    """The features that checkpoints moved furthest, of every checkpoint in turn; those that a control explains last."""
+    tables = [strongest(table, diff.q, len(table)) for table in (main_shift(diff, c) for c in diff.checkpoints)]
+    fails = [table[[f"survives_{control}" for control in CONTROLS]].eq(FAILS).any(axis=1) for table in tables]
+    queues = [[*table.index[~lost], *table.index[lost]] for table, lost in zip(tables, fails, strict=True)]
+    return in_turn([[int(feature) for feature in queue] for queue in queues], n)
 
 
 def standardised(row: pd.Series) -> tuple[float, float, float]:

@@ -36,12 +36,13 @@ from tsae.rollouts.logs.trainers import (
     skyrl,
     slime,
     trl,
+    tsae_log,
     verifiers,
     verl,
 )
 
 FORMATS = (
-    *(module.FORMAT for module in (trl, verl, open_instruct, nemo_rl)),
+    *(module.FORMAT for module in (tsae_log, trl, verl, open_instruct, nemo_rl)),
     *(prime_rl.TRACES, prime_rl.TOKENS),
     *(module.FORMAT for module in (open_r1, ms_swift, slime, areal, roll, verifiers, rllm, skyrl, openrlhf)),
     *(inspect_logs.FORMAT, lm_eval.FORMAT, atropos.FORMAT, plain.FORMAT),
@@ -91,6 +92,12 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
             unknown = unknown or next(iter(others), None)
         if named:
             break
+    if len(named) > 1 and (own := named.get(tsae_log.FORMAT.name)):
+        # The trainer's own log of the same run holds less of it.
+        runs = {_resolved(file.parent).parents[1] for file in own}
+        beside = [f for files in named.values() for f in files if f not in own and _resolved(f.parent).parent in runs]
+        named = {name: left for name, files in named.items() if (left := [f for f in files if f not in beside])}
+        notes += [f"the trainer's own log of the run, such as {file}, is not read" for file in beside[:1]]
     if len(named) > 1:
         shown = "; ".join(f"{name} ({fs[0].name}{', …' if len(fs) > 1 else ''})" for name, fs in named.items())
         what = f"may be a log of several formats: {shown}"
@@ -106,7 +113,7 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     chosen = _BY_NAME[name]
     if others and not tables:
         shown = ", ".join(file.name for file in others[:3]) + f" and {len(others) - 3:,} more" * (len(others) > 3)
-        notes = [f"{len(others):,} files have other columns than a {chosen.title}, and are left out: {shown}"]
+        notes += [f"{len(others):,} files have other columns than a {chosen.title}, and are left out: {shown}"]
     elif others:  # The files were recognised by their columns, and some have other columns.
         raise TsaeError(
             f"has not the columns of a {chosen.title}, as the other files have; its columns are "

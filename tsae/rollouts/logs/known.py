@@ -40,6 +40,14 @@ class Known(NamedTuple):
 
 KNOWN = (
     Known(
+        ("tsae",),
+        "any trainer, with tsae.rl",
+        "TRL 1.16; any loop with RunLog",
+        "tsae.rl.TsaeCallback(trainer)",
+        "",
+        _tells(*_IDS, "advantages", *_TIME, log_probabilities="vLLM", answers="of the data set"),
+    ),
+    Known(
         ("trl",),
         "TRL, Unsloth",
         "0.15 to 1.x: Parquet, tables of wandb, trackio",

@@ -1,8 +1,9 @@
 """Settings as they lie: finds the file that a trainer left, and gives it to the reader of that trainer.
 
-Of several files the first of this order counts: training_args.json or .yaml, training_args.bin, what W&B keeps of the
-run, a recipe in YAML. They lie in the run's folder or in its checkpoints. Beside them lie the version (README.md,
-requirements.txt of W&B), the number of steps and the logged learning rates (trainer_state.json), and the base.
+Of several files the first of this order counts: those of a run log (`tsae.rl`), training_args.json or .yaml,
+training_args.bin, what W&B keeps of the run, a recipe in YAML. They lie in the run's folder or in its checkpoints.
+Beside them lie the version (README.md, requirements.txt of W&B), the number of steps and the logged learning rates
+(trainer_state.json), and the base.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tsae.base.inert_pickle import read_dataclass
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.logs.trainers.tsae_log import FORMAT as RUN_LOG
 
 _OTHERS: tuple[Any, ...] = (verl, nemo_rl, open_instruct, prime_rl, openrlhf, ms_swift)
 """Readers of other trainers. TRL's is asked last: its words are transformers', which others use too."""
@@ -33,12 +35,14 @@ _STATE = "trainer_state.json"
 _CORRECT = "Correct the file, or remove it."
 _WANDB = ("", "wandb/latest-run/", "wandb/run-*/", "wandb/offline-run-*/")
 _FILES = (
-    "training_args.json", "training_args.yaml", "training_args.bin",
+    "tsae/settings.json", "training_args.json", "training_args.yaml", "training_args.bin",
     "checkpoint-*/training_args.json", "checkpoint-*/training_args.bin",
     *(f"{place}files/config.yaml" for place in _WANDB), *(f"{place}*.wandb" for place in _WANDB),
     "checkpoint-*/args.json", "args.json", ".hydra/config.yaml", "*.yaml", "*.yml", "*.toml",
 )  # fmt: skip
 """Where settings lie, best first; of several of a kind the last counts. From args.json on they may be anything."""
+_OF_RUN_LOG = {"model_name_or_path": "base", "num_processes": "processes", "max_steps": "max_steps"}
+"""Names in the settings of a run log, by the words of TRL that say the same."""
 _LARGEST = 4 << 20
 """Bytes of a file of settings."""
 
@@ -106,7 +110,7 @@ def _read(
             fix="Give the file with all settings of the training.",
         )
     beside = trl.Beside(
-        version or _version(folders),
+        version or settings.get("trl_version") or _version(folders),
         n_steps,
         _base(folders),
         _object(folders, "config.json"),
@@ -159,6 +163,10 @@ def _load(file: Path) -> dict[str, Any]:
             raise TsaeError(what, where=file, fix=_CORRECT) from error
         if not isinstance(found, dict):
             raise TsaeError(f"holds a {type(found).__name__}, expected settings by name", where=file)
+    if found.get("format") == RUN_LOG.title:
+        told = {word: found.get(name) for word, name in _OF_RUN_LOG.items()}
+        told["trl_version"] = found.get("versions", {}).get("trl")
+        return found.get("arguments", found) | {word: value for word, value in told.items() if value is not None}
     inner = {name: each["value"] for name, each in found.items() if isinstance(each, dict) and "value" in each}
     return inner if len(inner) >= len(found) - 1 and inner else found  # as W&B writes it: `wandb_version` has no value
 
@@ -166,7 +174,10 @@ def _load(file: Path) -> dict[str, Any]:
 def _beside(file: Path) -> list[Path]:
     """Folders in which more of the run may lie: the file's own, the run's, and the run's checkpoints, newest first."""
     own = file.parent
-    around = [own, *(own.parent for _ in [0] if own.name in ("files", ".hydra") or own.name.startswith("checkpoint-"))]
+    around = [
+        own,
+        *(own.parent for _ in [0] if own.name in ("files", ".hydra", "tsae") or own.name.startswith("checkpoint-")),
+    ]
     around += [folder.parent for folder in own.parents if folder.name == "wandb"] if ".wandb" not in own.name else []
     if own.name == "wandb":
         around.append(own.parent)

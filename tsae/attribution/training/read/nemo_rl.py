@@ -54,7 +54,11 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         points=_points(words.get("policy.scheduler"), file), schedule="constant", every=updates, **given
     )
     lora = words.take("on=enabled:false dropout=dropout:0.0", "policy.dtensor_cfg.lora_cfg.")
-    facts = {"num_generations": int(size["n"]), "max_steps": size["last"] or steps, "advantages": "logged"}
+    facts = {
+        "num_generations": int(size["n"]),
+        "max_steps": (size["last"] or steps or 0) * updates or None,
+        "advantages": "logged",
+    }
     facts |= {"order": "log", "sampler_fix": "train_data_step*.jsonl holds generation_logprobs: import it anew"}
     rest: dict[str, Any] = {"facts": facts, "dropout": lora["on"] and lora["dropout"] > 0}
     rest["autocast"] = "float32" if words.get("policy.precision") == "float32" else "bfloat16"
@@ -85,7 +89,10 @@ def _loss(words: Words, updates: int) -> PolicyLoss:
     if has["cispo"]:
         given |= {"surrogate": "cispo", "epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
     given["kl"] = words.choice({k: k for k in ("k1", "k2", "k3")}, "loss_fn.reference_policy_kl_type", default="k3")
-    given["kl_scored"] = "loss_fn.positive_example_nll_weight" in words.values  # Since 0.7.
+    given |= {
+        "kl_corrected": "loss_fn.positive_example_nll_weight" in words.values,
+        "kl_corrected_to": "now",
+    }  # From 0.7.
     return PolicyLoss("step" if has["by_token"] else "grpo", **given)
 
 

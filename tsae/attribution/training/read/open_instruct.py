@@ -55,7 +55,7 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     if has["follows"]:
         loss["sync_ref"] = (has["alpha"], has["follows"])
     facts = words.take("num_generations=num_samples_per_prompt_rollout:1 max_completion_length=response_length:0")
-    facts |= {"max_steps": generations, "advantages": "logged", "order": "log" if size["minis"] == 1 else "unknown"}
+    facts |= {"max_steps": total or None, "advantages": "logged", "order": "log" if size["minis"] == 1 else "unknown"}
     facts["order_fix"] = "--num_mini_batches 1 makes one step of a batch; traces do not say what was packed together"
     facts["sampler_fix"] = "--save_traces of open-instruct since 0.3 holds log-probabilities"
     rest: dict[str, Any] = {"base": words.get("model_name_or_path"), **words.take("seed=seed:42"), "facts": facts}

@@ -102,7 +102,7 @@ _FACTS = (
     "num_generations", "max_completion_length", "max_steps", "num_train_epochs", "scale_rewards", "logging_steps",
     "use_vllm", "reward_weights", "multi_objective_aggregation", "mask_truncated_completions", "sync_ref_model",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-    "num_iterations", "loss_type", "shuffle_dataset", "data_seed", "resume_from_checkpoint",
+    "num_iterations", "loss_type", "shuffle_dataset", "data_seed", "resume_from_checkpoint", "use_cpu",
 )  # fmt: skip
 _USED = {
     *_DEFAULTS, *_SAME, *_NOT_REPLAYED, *_NOTED, *_FACTS, "lr_scheduler_kwargs", "model_init_kwargs", "epsilon_high",
@@ -124,7 +124,7 @@ def _words_of(text: str) -> frozenset[str]:
 _NO_EFFECT_WHOLE = _words_of(
     """output_dir overwrite_output_dir do_train do_eval do_predict evaluation_strategy prediction_loss_only run_name
     project report_to disable_tqdm debug tf32 average_tokens_across_devices label_smoothing_factor label_names
-    use_cpu no_cuda use_cache liger_kernel_config torch_empty_cache_steps per_device_eval_batch_size
+    no_cuda use_cache liger_kernel_config torch_empty_cache_steps per_device_eval_batch_size
     batch_eval_metrics per_gpu_train_batch_size per_gpu_eval_batch_size load_best_model_at_end metric_for_best_model
     greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism accelerator_config
     parallelism_config remove_unused_columns train_sampling_strategy group_by_length length_column_name

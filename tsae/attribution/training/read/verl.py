@@ -68,7 +68,11 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         notes.append("micro-batches had no fixed size (use_dynamic_bsz): the token mean is taken over mini-batches")
     if has["dropped"]:
         notes.append("groups of equal rewards were dropped before the updates (filter_groups)")
-    facts = {"num_generations": size["n"], "max_completion_length": size["length"], "max_steps": total}
+    facts = {
+        "num_generations": size["n"],
+        "max_completion_length": size["length"],
+        "max_steps": total and total * updates * size["epochs"],
+    }
     facts |= {"advantages": advantages if has["std"] or advantages != "grpo" else "dr_grpo", "advantage_epsilon": 1e-6}
     facts["order"] = "unknown" if has["v1"] or (has["shuffle"] and engine) else "log"
     facts["order_fix"] = "trainer.use_v1=False and actor_rollout_ref.actor.shuffle=False keep the order in the log"
@@ -132,8 +136,9 @@ def _loss(words: Words, size: Mapping[str, Any], *, engine: bool, rows: float) -
     if mode == "cispo":
         given |= {"epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
     given |= {"level": "sequence" if mode == "gspo" else "token", "sapo_temperatures": (has["up"], has["down"])}
-    given |= {"beta": given["beta"] * has["kl"], "kl_input_clamp": 20.0, "kl_clamp": 10.0}
     given["kl"] = words.choice(_GRADIENTS, f"{_ACTOR}kl_loss_type", default="low_var_kl")
+    given |= {"kl_input_clamp": 20.0, "kl_clamp": 10.0} if given["kl"] == "k3" else {}
+    given["beta"] *= has["kl"]
     given["correction"] = None if level is None else Correction(level, None, has["cap"])
     return PolicyLoss("step" if kind == "bnpo" and engine else kind, limit, **given)
 

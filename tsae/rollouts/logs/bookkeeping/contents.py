@@ -191,7 +191,8 @@ class Contents:
         """What follows if the log lacks the steps between those that it has."""
         steps = sorted({step for _, step in self.ledger.sources if step is not None})
         gaps = np.diff(steps)
-        if len(steps) < 2 or gaps.min() < 2:
+        # A run log has every generation, and the updates in between.
+        if len(steps) < 2 or gaps.min() < 2 or self.form.name == "tsae":
             return
         bases = {checkpoint.id for checkpoint in self.policies.checkpoints if checkpoint.is_base}
         lacks = bases and bases.isdisjoint(name for name, _ in self.ledger.sources)
@@ -286,7 +287,10 @@ class Contents:
             "step": entry.step,
             "round_trip": response.round_trip,
         }
-        record |= {f"reward/{name}": value for name, value in entry.rewards.items()}
+        given = entry.logprobs  # All 0 where the trainer has a place for them alone.
+        if given is not None and given.any() and not retokenised and len(given) == len(response.ids):
+            record["sampler_logprobs"] = given.astype(np.float32)
+        record |= entry.training | {f"reward/{name}": value for name, value in entry.rewards.items()}
         return record | {f"extra/{name}": value for name, value in entry.extra.items()}
 
 

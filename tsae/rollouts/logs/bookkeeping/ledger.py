@@ -148,8 +148,8 @@ class Ledger:
     def kept(self, files: Sequence[LogFile], config: ImportConfig, *, copies: bool = False) -> np.ndarray:
         """(n,) bool: which trajectories stay; the last of repeated ones.
 
-        A trajectory that the log has twice, word for word, counts once; any other repetition is an error unless
-        `config.skip` allows it.
+        A trajectory that the log has twice, word for word, counts once; so does a batch that is logged at every step
+        that trains on it. Any other repetition is an error unless `config.skip` allows it.
 
         Args:
             files: the log's.
@@ -176,7 +176,7 @@ class Ledger:
         if not kept.all():
             self.counts["skipped"]["repeated"] += int((~kept).sum())
         if copies:
-            self._drop_copies(kept, files, config)
+            self._drop_copies(kept, files)
         if not config.noisy_rewards:
             self._check_rewards(kept, files)
         self.groups = Groups(partial(self._buckets, kept=kept), config)
@@ -211,19 +211,12 @@ class Ledger:
                 found.append(lines[chosen])
             yield np.concatenate(rows), np.concatenate(found)
 
-    def _drop_copies(self, kept: np.ndarray, files: Sequence[LogFile], config: ImportConfig) -> None:
+    def _drop_copies(self, kept: np.ndarray, files: Sequence[LogFile]) -> None:
         """Drop files that repeat the one before: TRL logs a generation batch at every step that trains on it."""
         before = (-1, np.zeros(0, np.uint64))
         for number, start, batch in self._batches():
             again = before[0] == number - 1 and files[number].run == files[number - 1].run and len(batch) > 1
             if again and np.array_equal(before[1], batch):
-                if "repeated" not in config.skip:
-                    raise TsaeError(
-                        f"has what {files[number - 1].path.name} has: the run trained several steps on one generation "
-                        "batch, and logged it at each",
-                        where=files[number].path,
-                        fix="Keep the first of them with --skip repeated.",
-                    )
                 kept[start : start + len(batch)] = False
                 self.counts["skipped"]["repeated"] += len(batch)
             before = (number, batch)

@@ -79,6 +79,8 @@ class Entry:
     """What distinguishes it from another entry of equal text that was sampled as other tokens."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Columns that are kept as they are, by name."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """How the training used it: columns of `TRAINING`, by name."""
     summed: bool = False
     """The reward is the sum of all rewards in the log: without one of them it is another quantity."""
     assumed: str | None = None

@@ -13,17 +13,19 @@ import pyarrow.parquet as pq
 
 from tsae.rollouts.logs.entries.fields import writable
 from tsae.rollouts.parquet import write_table
-from tsae.rollouts.responses.token_parts import COLUMN, FIELD, check_parts
-from tsae.rollouts.schema import SCHEMA
+from tsae.rollouts.responses.token_parts import FIELD, check_parts
+from tsae.rollouts.schema import SCHEMA, TRAINING
 
 Rename = Callable[[pa.Table, np.ndarray], Mapping[str, list[str]]]
 """(rows, their numbers) -> columns with other names."""
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _OTHERS = "others"
 """Rewards and extra columns of a row as one JSON object: their names are known at the end."""
-_LISTS = ("prompt_ids", "response_ids", COLUMN)
+_OPTIONAL = (FIELD, *TRAINING)
+"""Columns that the file has if a row has them."""
+_LISTS = ("prompt_ids", "response_ids", *(field.name for field in _OPTIONAL))
 _STEP, _ROUND_TRIP = pa.field("step", pa.int64()), pa.field("round_trip", pa.bool_())
-_SPOOLED = pa.schema([*SCHEMA, FIELD, _STEP, _ROUND_TRIP, pa.field(_OTHERS, pa.string())])
+_SPOOLED = pa.schema([*SCHEMA, *_OPTIONAL, _STEP, _ROUND_TRIP, pa.field(_OTHERS, pa.string())])
 _KINDS = {bool: "flag", int: "whole", float: "number"}
 """By type of a value in an extra column; any other is text."""
 _TYPES = ((pa.bool_(), {"flag"}), (pa.int64(), {"whole"}), (pa.float64(), {"whole", "number"}))
@@ -39,7 +41,8 @@ class Spool:
 
     def __init__(self, file: Path) -> None:
         self._rewards: dict[str, None] = {}
-        self._parts_known = False
+        self._known: set[str] = set()
+        """Names of the optional columns."""
         self._extras: dict[str, set[str]] = {}
         """By extra column, the kinds of its values."""
         self._pending: list[Mapping[str, Any]] = []
@@ -51,8 +54,8 @@ class Spool:
         # Names of rewards, and names inside of extra columns, come from the log too.
         record = {writable(name): value if name in _LISTS else writable(value) for name, value in record.items()}
         others = {name: value for name, value in record.items() if name.startswith(("reward/", "extra/"))}
-        has_parts = record[COLUMN] is not None
-        if others.keys() - self._rewards.keys() - self._extras.keys() or (has_parts and not self._parts_known):
+        known = {field.name for field in _OPTIONAL if record.get(field.name) is not None}
+        if others.keys() - self._rewards.keys() - self._extras.keys() or known - self._known:
             self._flush()  # A new column begins a new row group.
         for name, value in others.items():
             if name.startswith("reward/"):
@@ -61,7 +64,7 @@ class Spool:
             # A number that no column of numbers holds makes a column of texts.
             huge = isinstance(value, int) and value.bit_length() > 63
             self._extras.setdefault(name, set()).add("text" if huge else _KINDS.get(type(value), "text"))
-        self._parts_known |= has_parts
+        self._known |= known
         self._pending.append({**record, _OTHERS: _json(others)})
         self._tokens += len(record["prompt_ids"]) + len(record["response_ids"])
         if len(self._pending) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
@@ -72,7 +75,7 @@ class Spool:
         self._flush()
         self._writer.close()
         kinds = {name: sorted(found) for name, found in self._extras.items()}
-        return {"rewards": list(self._rewards), "parts": self._parts_known, "extras": kinds}
+        return {"rewards": list(self._rewards), "known": sorted(self._known), "extras": kinds}
 
     def _flush(self) -> None:
         if self._pending:
@@ -88,7 +91,7 @@ class Spools:
 
     def __init__(self) -> None:
         self._rewards: dict[str, None] = {}
-        self._parts_known = False
+        self._known: set[str] = set()
         self._extras: dict[str, set[str]] = {}
         self._files: list[Path] = []
 
@@ -100,7 +103,7 @@ class Spools:
     def add(self, file: Path, state: Mapping[str, Any]) -> None:
         """Append the spool of a further part."""
         self._rewards.update(dict.fromkeys(state["rewards"]))
-        self._parts_known |= state["parts"]
+        self._known.update(state["known"])
         for name, kinds in state["extras"].items():
             self._extras.setdefault(name, set()).update(kinds)
         self._files.append(file)
@@ -111,7 +114,8 @@ class Spools:
         for name, kinds in self._extras.items():
             types[name] = next((kind for kind, fitting in _TYPES if kinds <= fitting), pa.string())
         others = [pa.field(name, kind) for name, kind in types.items()]
-        schema = pa.schema([*SCHEMA, *[FIELD] * self._parts_known, _STEP, _ROUND_TRIP, *others])
+        optional = [field for field in _OPTIONAL if field.name in self._known]
+        schema = pa.schema([*SCHEMA, *optional, _STEP, _ROUND_TRIP, *others])
         write_table(to, schema, self._batches(schema, others, kept, rename), info)
 
     def _batches(

@@ -15,7 +15,7 @@ import numpy as np
 from tsae.rollouts.logs.entries.entry import Entry
 from tsae.rollouts.logs.entries.fields import Fields
 from tsae.rollouts.logs.entries.log_format import Format, by_row, has
-from tsae.rollouts.logs.entries.masks import masked_entry
+from tsae.rollouts.logs.entries.masks import logprobs_of, masked_entry
 
 
 def _entry(row: Fields) -> Entry:
@@ -42,6 +42,12 @@ def _entry(row: Fields) -> Entry:
         key=None if row.get("idx") is None else f"{step}/{row.row['idx']}",
         logprobs=_head(logprobs, length) if isinstance(logprobs, list) else None,
     )
+    before, after = entry.prompt_ids, entry.response_ids
+    assert before is not None
+    assert after is not None
+    old = logprobs_of(_head(row.get("prev_logprobs"), length), after, before=len(before), n=length)
+    if old is not None and old.any():
+        entry.training["old_logprobs"] = old.astype(np.float32)
     if "filtered_rewards" not in row:
         entry.assumed = "have the column rewards as their reward: no filtered_rewards, as with dynamic sampling"
     return entry

@@ -20,6 +20,8 @@ _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band
 
 def _fits(row: Row, config: ImportConfig) -> bool:
     names = config.columns
+    if {"generation", "micro_batch", "rank"} <= row.keys():  # A run log of tsae.
+        return False
     answered = names.response in row or names.response_ids in row
     return _dialogue(row, config) is not None or (answered and (names.prompt in row or names.prompt_ids in row))
 

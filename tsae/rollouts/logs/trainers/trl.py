@@ -48,19 +48,21 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     once = trackio or kind_of(file.path) in OTHER_TABLES
     # A table of 0.15 or 0.16.
     early = once and [*first] == ["step", "prompt", "completion", "reward"]
-    seen, before = Counter[str](), list[Any]()
+    seen, before, first_step = Counter[str](), list[Any](), None
     # By step and prompt: a table of a service may hold several steps.
     groups: dict[int | None, dict[str, list[tuple[float | None, ...]]]] = defaultdict(lambda: defaultdict(list))
 
-    def split(row: Fields) -> Iterable[Fields | Unusable]:
-        nonlocal seen, before
+    def split(row: Fields) -> Iterable[Fields]:
+        nonlocal seen, before, first_step
         if not trackio or row.row["run_name"] != run:
             return [] if trackio else [row]
         rows, seen = [replace(row, row=found) for found in _table(row.row)], Counter()
         again, before = before, [[found.row.get(name) for name in _SAME] for found in rows]
         if before and again == before:
-            what = "has what the table before has: the run trained several steps on one generation batch"
-            return [row.unusable("repeated", what, "Keep the first of them with --skip repeated") for _ in rows]
+            # Logged again at a later step that trained on the same generation batch: equal rows count once.
+            rows = [replace(found, row={**found.row, "step": first_step}) for found in rows]
+        elif rows:
+            first_step = rows[0].row["step"]
         return rows
 
     def entry(row: Fields) -> Entry:

@@ -1,0 +1,147 @@
+"""Is the replay the run? What the trainer logged of every step, compared with the replay, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tsae.attribution.replay.passes import Run
+from tsae.attribution.training.settings import RunSettings
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+FAR = 0.3
+"""Distance from a checkpoint, as a part of the way, above which no effect is stated (docs/attribution.md: calibration)."""
+_OFF = 0.1
+"""Relative difference of gradient norms from which a replay has departed; half of three steps in a row have it."""
+_OTHER_RUN = 0.3
+"""The same at the first step, where weights are known: log and settings are of different runs."""
+_FACTS = {"grad_norm": ("grad_norm",), "mean_length": ("completions/mean_length", "completion_length")}
+
+
+def logged_facts(history: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
+    """grad_norm and mean_length (tokens) by step, from what the trainer logged; NaN where it did not."""
+    found: dict[int, dict[str, float]] = {step: {} for step in history}
+    for step, line in history.items():
+        for name, keys in _FACTS.items():
+            value = next((line[key] for key in keys if isinstance(line.get(key), int | float)), None)
+            found[step][name] = float("nan") if value is None else float(value)
+    return pd.DataFrame.from_dict(found, orient="index", columns=list(_FACTS), dtype=float).sort_index()
+
+
+def with_end_tokens(
+    rollouts: Rollouts, rows_by_step: dict[int, np.ndarray], facts: pd.DataFrame, end: int | None, notes: list[str]
+) -> Rollouts:
+    """Give responses the end token back that a log of texts lost.
+
+    The trainer counted it in the mean length that it logged. Where it logged none, responses that end without one and
+    before the limit had it, if no response of the log has one.
+
+    Args:
+        rollouts: of the log.
+        rows_by_step: rows by the step at which they were logged.
+        facts: of `logged_facts`.
+        end: id of the end token.
+        notes: says what was added.
+    """
+    if end is None or "parts" in rollouts.frame.columns:
+        return rollouts
+    ids = [rollouts.tokens(row)[1] for row in range(len(rollouts))]
+    ended = np.array([len(one) > 0 and one[-1] == end for one in ids])
+    lacking = ~ended & (rollouts.frame.finish_reason != "length").to_numpy()
+    used = np.zeros(len(rollouts), dtype=bool)
+    used[np.concatenate(list(rows_by_step.values()))] = True
+    compared = [step for step in rows_by_step if step in facts.index and np.isfinite(facts.mean_length[step])]
+    if compared:
+        counted = sum(float(facts.mean_length[s]) * len(rows_by_step[s]) for s in compared)
+        some = np.concatenate([rows_by_step[step] for step in compared])
+        missing = counted - float(rollouts.n_sampled[some].sum())
+        if not missing > 0.5 * lacking[some].sum() > 0:
+            return rollouts
+    elif ended[used].any() or not lacking[used].any():
+        return rollouts
+    notes.append(f"The log's texts lack the end token; {int((lacking & used).sum()):,} responses have it back.")
+    longer = [np.append(one, end) if lack else one for one, lack in zip(ids, lacking, strict=True)]
+    changed = rollouts.with_column("response_ids", longer)
+    return changed.with_column("response_length", changed.lengths("response_ids"))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How well the run is replayed."""
+
+    path_error: float | None
+    """Largest distance from a checkpoint, before any restart; None without checkpoints."""
+    to: int
+    """The last step that is replayed well."""
+    within: float | None
+    """Largest relative difference of gradient norms up to there; None where the trainer logged none."""
+    departs: int | None
+    """The first step that is not; None: all are."""
+    cause: str
+    gate: str
+    """Why no effect is stated, and what would help; empty where effects are stated."""
+
+    def record(self, n_steps: int) -> dict[str, Any]:
+        return {"steps": n_steps, "to": self.to, "within": self.within, "departs": self.departs, "cause": self.cause}
+
+
+def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
+    """Refuse log and settings of different runs.
+
+    Raises:
+        TsaeError: where the gradient of the first step, at weights that are known, is another than the logged one.
+    """
+    first = steps.iloc[0]
+    logged, found = float(first.logged_grad_norm), float(first.grad_norm)
+    if np.isfinite(logged) and abs(found - logged) > _OTHER_RUN * max(logged, 1e-12) and not settings.dropout:
+        raise TsaeError(
+            f"the gradient of step {int(first.step)} has the norm {found:.3g}, and the trainer logged {logged:.3g}",
+            where=settings.source,
+            fix="Give log, settings and base of one run; a log with token ids leaves no doubt about its texts "
+            "(tsae.rl.TsaeCallback).",
+        )
+
+
+def verdict(run: Run, steps: pd.DataFrame) -> Verdict:
+    """Judge a replay by its table of steps (`tsae.attribution.replay.path.Replayed.steps`)."""
+    off = (steps.grad_norm / steps.logged_grad_norm - 1).abs()
+    known = off.notna().to_numpy()
+    departs, last = None, int(steps.step.iloc[-1])
+    for i in np.flatnonzero(known):
+        if off.iloc[i] > _OFF and np.nanmedian(off.iloc[i : i + 3]) > _OFF:
+            departs = int(steps.step.iloc[i])
+            break
+    distance = steps[["step", "distance"]].dropna()
+    error = float(distance.distance.max()) if len(distance) else None
+    good = off[steps.step < (last + 1 if departs is None else departs)].dropna()
+    to = last if departs is None else departs - 1
+    cause = "" if departs is None and (error is None or error <= _OFF) else _cause(run, steps, departs)
+    gate = ""
+    if error is not None and error > FAR:
+        at = int(distance.step[distance.distance.idxmax()])
+        gate = f"The replay ends {error:.0%} of the way from the checkpoint of step {at}: {cause}."
+    elif error is None and departs is not None and to < 0.8 * last:
+        gate = f"The replay departs from the run at step {departs}, and no checkpoint says how far: {cause}."
+    return Verdict(error, to, float(good.max()) if len(good) else None, departs, cause, gate)
+
+
+def _cause(run: Run, steps: pd.DataFrame, departs: int | None) -> str:
+    lengths = (steps.logged_mean_length - steps.mean_length).abs() * steps.n
+    lost = lengths[(lengths > 0.5) & (steps.step <= (departs or steps.step.iloc[-1]))]
+    if len(lost):
+        step = int(steps.step[lost.index[0]])
+        n = round(float(lost.iloc[0]))
+        return (
+            f"the trainer counted {n} token{'s' * (n > 1)} more at step {step} than the log has: a log of texts loses "
+            "special tokens; token ids would not (tsae.rl.TsaeCallback)"
+        )
+    if run.settings.dropout:
+        return "the training dropped activations at random, which cannot be repeated"
+    if run.settings.autocast != "float32":
+        return "bfloat16 rounds differently on another machine; checkpoints with optimizer.pt would restart the replay"
+    return "settings or log are not quite those of this run, or samples are missing"

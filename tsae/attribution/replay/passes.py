@@ -1,0 +1,354 @@
+"""Forward passes of logged rows as the trainer took them, and the gradient of the loss of one optimiser step.
+
+Two layouts give the same numbers up to rounding. Right-padded batches of similar length are cheaper. The trainer's own
+(prompts padded on the left, responses on the right, both to the longest of the generation, positions counted with the
+padding) rounds as the trainer did: it is taken under bfloat16 autocast, and for models whose positions are learned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.states import State
+from tsae.attribution.training.loss import BatchTokens
+from tsae.attribution.training.order import Plan, Update
+from tsae.attribution.training.settings import RunSettings
+from tsae.checkpoints.forward.hooks import positions
+from tsae.diff.policy_gradient.derivatives import padded
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+Logs = dict[int, torch.Tensor]
+"""(n,) log-probabilities in nats of a row's sampled tokens, by row of the rollouts; on the CPU."""
+OLD, REF, SAMPLER = "old_logprobs", "ref_logprobs", "sampler_logprobs"
+"""Columns of a log that has log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is replayed."""
+
+    trained: TrainedWeights
+    rollouts: Rollouts
+    """With advantages."""
+    settings: RunSettings
+    plan: Plan
+    begin: State
+    """The optimiser before the first update."""
+    batch_tokens: int = 4096
+    """Tokens of a forward pass, with padding."""
+
+    @property
+    def last(self) -> int:
+        """Steps that are finished at the end."""
+        return self.plan.updates[-1].step
+
+    def update(self, step: int) -> Update:
+        """The update that made a step."""
+        return self.plan.updates[step - self.begin.step - 1]
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows are laid out as the trainer did."""
+        config: Any = self.trained.model.config.get_text_config()
+        rotary = any(
+            getattr(config, name, None) is not None for name in ("rope_theta", "rope_parameters", "rotary_pct")
+        )
+        return self.settings.autocast != "float32" or not rotary
+
+
+@dataclass
+class Known:
+    """What is fixed while a generation is used: log-probabilities when it was sampled, and of the reference."""
+
+    old: Logs = field(default_factory=dict)
+    ref: Logs = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of one forward pass; L tokens with padding."""
+
+    rows: np.ndarray
+    ids: torch.Tensor
+    mask: torch.Tensor
+    response: torch.Tensor
+    """(B, L) tokens that the policy sampled."""
+    positions: torch.Tensor | None
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """(B, L − 1) the response, by the place of the logits that predict it."""
+        return self.response[:, 1:]
+
+    def spread(self, logs: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """(B, L − 1) numbers of the sampled tokens at their places; 0 elsewhere, and for rows that have none."""
+        found = torch.zeros_like(like)
+        for i, row in enumerate(self.rows.tolist()):
+            if row in logs:
+                found[i, self.counted[i]] = logs[row].to(found)
+        return found
+
+
+def chunks(run: Run, rows: np.ndarray, generation: np.ndarray) -> Iterator[Chunk]:
+    """The rows of a micro-batch in forward passes of limited size.
+
+    Args:
+        run: has them.
+        rows: of the rollouts.
+        generation: all rows that were sampled with them, by which the trainer padded.
+    """
+    device = str(run.trained.device)
+    if not run.exact:
+        for some, ids, mask, response in padded(run.rollouts, rows, run.batch_tokens, device):
+            yield Chunk(some, ids, mask, response, positions(mask))
+        return
+    before = int(run.rollouts.lengths("prompt_ids")[generation].max())
+    after = int(run.rollouts.lengths("response_ids")[generation].max())
+    n = max(1, run.batch_tokens // (before + after))
+    for low in range(0, len(rows), n):
+        some = rows[low : low + n]
+        ids = torch.zeros(len(some), before + after, dtype=torch.long)
+        mask, response = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for i, row in enumerate(some.tolist()):
+            prompt, answer = run.rollouts.tokens(row)
+            own = slice(before - len(prompt), before + len(answer))
+            ids[i, own] = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
+            mask[i, own] = 1
+            response[i, before : before + len(answer)] = torch.from_numpy(run.rollouts.sampled(row))
+        yield Chunk(some, ids.to(device), mask.to(device), response.to(device), None)
+
+
+def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
+    """(B, L − 1, vocabulary) log-probabilities of the tokens after the first, in nats."""
+    amp = (
+        torch.autocast(chunk.ids.device.type, torch.bfloat16) if run.settings.autocast == "bfloat16" else nullcontext()
+    )
+    inputs: dict[str, Any] = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
+    if chunk.positions is not None:
+        inputs["position_ids"] = chunk.positions
+    with amp:
+        logits = run.trained.model(**inputs).logits
+    return torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
+
+
+def forward(run: Run, chunk: Chunk, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, L − 1) log-probability of every token after the first, and the entropy of what it was drawn from, in nats."""
+    every = every_log(run, chunk)
+    log = every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
+    return log, -(every.exp() * every).sum(-1) if entropy else None
+
+
+@torch.no_grad()
+def log_probabilities_of(run: Run, rows: np.ndarray, generation: np.ndarray) -> Logs:
+    """Log-probabilities of responses at the weights that the model has."""
+    found: Logs = {}
+    for chunk in chunks(run, rows, generation):
+        log, _ = forward(run, chunk)
+        for row, one, counted in zip(chunk.rows.tolist(), log, chunk.counted, strict=True):
+            found[row] = one[counted].cpu()
+    return found
+
+
+def logged(rollouts: Rollouts, name: str, rows: np.ndarray) -> Logs | None:
+    """Log-probabilities that the log itself has; None where it has not, or not of all rows."""
+    if name not in rollouts.table.column_names:
+        return None
+    found: Logs = {}
+    for row, values in zip(rows.tolist(), rollouts.table[name].take(rows).to_pylist(), strict=True):
+        if values is None:
+            return None
+        sampled = rollouts.sampled(row)
+        given = np.asarray(values, dtype=np.float32)
+        if len(given) not in (len(sampled), int(sampled.sum())):
+            raise TsaeError(
+                f"{name} of row {row} has {len(given)} numbers, and the response {len(sampled)} tokens",
+                where=rollouts.origin,
+                fix="Import the log anew, or leave this column out.",
+            )
+        found[row] = torch.from_numpy(given if len(given) == int(sampled.sum()) else given[sampled])
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an optimiser step, and what the loss needs of each beside the model."""
+
+    update: Update
+    rows: np.ndarray
+    weight: Mapping[int, float]
+    """w_i of each row."""
+    advantage: Mapping[int, float]
+    counted: Mapping[int, torch.Tensor]
+    """Which of a row's sampled tokens count, where not all do (the entropy quantile)."""
+
+
+def rows_of(run: Run, update: Update) -> Rows:
+    """What the loss of a step needs; entropies are computed at the weights that the model has."""
+    loss, generation = run.settings.loss, run.plan.generations[update.generation]
+    rows = np.concatenate(update.parts)
+    n_tokens = _counted(run, rows)
+    edges = np.cumsum([0, *map(len, update.parts)])
+    places = [np.arange(low, high) for low, high in itertools.pairwise(edges)]
+    weight = loss.weights(
+        n_tokens,
+        places,
+        tokens_of_generation=int(_counted(run, generation).sum()),
+        parts_of_generation=run.settings.batching.parts,
+    )
+    advantage = run.rollouts.frame.advantage.to_numpy(dtype=float)[rows]
+    weight = np.where(n_tokens > 0, weight, 0.0)
+    kept: dict[int, torch.Tensor] = {}
+    if loss.top_entropy_quantile < 1:
+        for part in update.parts:
+            kept |= _high_entropy(run, part, generation)
+    return Rows(
+        update,
+        rows,
+        dict(zip(rows.tolist(), weight.tolist(), strict=True)),
+        dict(zip(rows.tolist(), advantage.tolist(), strict=True)),
+        kept,
+    )
+
+
+def _counted(run: Run, rows: np.ndarray) -> np.ndarray:
+    """(n,) tokens of each row that count in the loss."""
+    n: np.ndarray = run.rollouts.n_sampled[rows]
+    if run.settings.loss.mask_truncated:
+        n = np.where((run.rollouts.frame.finish_reason == "length").to_numpy()[rows], 0, n)
+    return n
+
+
+@torch.no_grad()
+def _high_entropy(run: Run, part: np.ndarray, generation: np.ndarray) -> dict[int, torch.Tensor]:
+    part = part[_counted(run, part) > 0]
+    found: dict[int, torch.Tensor] = {}
+    for chunk in chunks(run, part, generation):
+        entropy = forward(run, chunk, entropy=True)[1]
+        assert entropy is not None
+        for row, one, counted in zip(chunk.rows.tolist(), entropy, chunk.counted, strict=True):
+            found[row] = one[counted].cpu()
+    if not found:
+        return {}
+    sizes = [len(one) for one in found.values()]
+    flat = torch.cat(list(found.values()))
+    keep = run.settings.loss.entropy_kept(flat[None], torch.ones_like(flat[None], dtype=torch.bool))[0]
+    return dict(zip(found, keep.split(sizes), strict=True))
+
+
+def used(run: Run, step: Rows, kept: np.ndarray | None = None) -> np.ndarray:
+    """The rows of a step that have a gradient: those with an advantage, or all where there is a KL term."""
+    rows = step.rows if kept is None else step.rows[kept[step.rows]]
+    acts = [
+        step.weight[row] != 0 and (step.advantage[row] != 0 or run.settings.loss.beta != 0) for row in rows.tolist()
+    ]
+    found: np.ndarray = rows[np.array(acts, dtype=bool)]
+    return found
+
+
+def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, L − 1) of the loss's policy term and of its KL term, normalised; `log` as `forward` gives it."""
+    rows, loss = chunk.rows.tolist(), run.settings.loss
+    detached, mask = log.detach(), chunk.counted
+    kept = chunk.spread({row: one.float() for row, one in step.counted.items()}, detached) > 0 if step.counted else None
+    advantage, weight = (
+        torch.tensor([of[row] for row in rows], dtype=torch.float32, device=log.device)
+        for of in (step.advantage, step.weight)
+    )
+    # Where the trainer compares with the log-probabilities of now, the ratio is 1 and its gradient that of log π.
+    old = chunk.spread(known.old, detached) if any(row in known.old for row in rows) else None
+    ref = chunk.spread(known.ref, detached) if loss.needs_ref else None
+    sampled = logged(run.rollouts, SAMPLER, chunk.rows) if loss.needs_sampler else None
+    sampler = None if sampled is None else chunk.spread(sampled, detached)
+    policy, kl = loss.summands(BatchTokens(log, mask, advantage, old, ref, sampler, kept))
+    return policy * weight[:, None], torch.zeros_like(policy) if kl is None else kl * weight[:, None]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The gradient of a step."""
+
+    gradient: torch.Tensor
+    """(P,) of the loss."""
+    logs: Logs
+    """Log-probabilities of the rows at the step's beginning; of those that were used."""
+
+
+def gradient_of(run: Run, step: Rows, known: Known, kept: np.ndarray | None = None) -> Taken:
+    """The gradient of a step's loss at the weights that the model has.
+
+    Args:
+        run: has the rows.
+        step: of them.
+        known: log-probabilities that do not change with the weights.
+        kept: (n_trajectories,) rows that take part; the others' summands are taken away, and no other changes.
+    """
+    trained, generation = run.trained, run.plan.generations[step.update.generation]
+    leaves = list(trained.parameters.values())
+    for parameter in leaves:
+        parameter.requires_grad_(True)
+        parameter.grad = None
+    among, logs = set(used(run, step, kept).tolist()), {}
+    try:
+        for part in step.update.parts:
+            rows = np.array([row for row in part.tolist() if row in among], dtype=int)
+            for chunk in chunks(run, rows, generation) if len(rows) else ():
+                log, _ = forward(run, chunk)
+                policy, kl = summands(run, step, known, chunk, log)
+                (policy + kl).sum().backward()
+                for row, one, counted in zip(chunk.rows.tolist(), log.detach(), chunk.counted, strict=True):
+                    logs[row] = one[counted].cpu()
+        gradient = trained.join({n: p.grad for n, p in trained.parameters.items() if p.grad is not None})
+    finally:
+        for parameter in leaves:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+    return Taken(gradient, logs)
+
+
+def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.ndarray | None = None) -> Known:
+    """What a generation's rows have when it is sampled; the model has the weights of that moment, and has them again
+    afterwards. Log-probabilities that the log has are taken from there.
+
+    Args:
+        run: has the rows.
+        update: the first that uses the generation.
+        reference: (P,) weights of the reference; None without a KL term.
+        rows: of the generation; by default all.
+    """
+    generation = run.plan.generations[update.generation]
+    rows, known, loss = generation if rows is None else rows, Known(), run.settings.loss
+    if loss.needs_sampler and logged(run.rollouts, SAMPLER, rows) is None:
+        raise TsaeError(
+            "the loss weighs tokens by the log-probabilities that the sampler gave them, which the log does not hold",
+            where=run.rollouts.origin,
+            fix=run.settings.facts.get("sampler_fix") or "Log them: tsae.rl.TsaeCallback(trainer), one line.",
+        )
+    if needs_old(run):
+        column = SAMPLER if loss.ratio_to == "sampler" else OLD
+        known.old = logged(run.rollouts, column, rows) or log_probabilities_of(run, rows, generation)
+    if loss.needs_ref:
+        found = logged(run.rollouts, REF, rows)
+        if found is None:
+            assert reference is not None
+            now = run.trained.vector()
+            run.trained.put(reference)
+            found = log_probabilities_of(run, rows, generation)
+            run.trained.put(now)
+        known.ref = found
+    return known
+
+
+def needs_old(run: Run) -> bool:
+    """Whether ratios are against log-probabilities of an earlier moment. Else the trainer compares with those of now,
+    and the ratio is 1."""
+    batching, loss = run.settings.batching, run.settings.loss
+    return batching.accumulation % (batching.parts * batching.iterations) != 0 or loss.ratio_to == "sampler"

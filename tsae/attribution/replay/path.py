@@ -1,0 +1,238 @@
+"""The forward replay: the run's own updates, taken again from its first weights, with what certifies them.
+
+Where a checkpoint lies, its distance is measured: ‖replayed − saved‖ / ‖saved − weights that the stretch began with‖.
+A checkpoint with the optimiser's state restarts the replay there, if it is not exact anyway; without it the replay goes
+on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+
+from tsae.attribution.replay.passes import (
+    Known,
+    Logs,
+    Rows,
+    Run,
+    Taken,
+    gradient_of,
+    known_at,
+    needs_old,
+    rows_of,
+    used,
+)
+from tsae.attribution.replay.states import State, States, Stepped
+from tsae.attribution.replay.stepping import Stepper
+from tsae.base.progress import progress_bar
+from tsae.errors import TsaeError
+
+_EXACT = 0.01
+"""Distance from a checkpoint below which nothing is gained by a restart."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A saved checkpoint."""
+
+    weights: torch.Tensor
+    """(P,)."""
+    state: State | None
+    """With the optimiser's running means; None where they are not there."""
+
+
+Controls = Mapping[int, Callable[[], Control]]
+"""How to load the checkpoints, by step."""
+
+
+@dataclass
+class Replayed:
+    """What a replay leaves for shares and effects."""
+
+    run: Run
+    states: States
+    stepper: Stepper
+    end: torch.Tensor
+    """(P,) weights after the last step."""
+    steps: pd.DataFrame
+    """One row a step: see `tsae.attribution.attribution.Attribution.steps`."""
+    clips: dict[int, float]
+    logs: Logs
+    """Log-probabilities of rows at the beginning of the first step that used them."""
+    ref: Logs
+    reference: torch.Tensor | None
+    starts: dict[int, int] = field(default_factory=dict)
+    """Steps at which states are kept, with the number of steps of which their running means know."""
+    restarts: list[int] = field(default_factory=list)
+    """Steps whose checkpoint restarted the replay."""
+
+
+class _Walk:
+    """Takes the updates of a run from a state on."""
+
+    def __init__(self, run: Run, stepper: Stepper, reference: torch.Tensor | None) -> None:
+        self.run, self.stepper, self.reference = run, stepper, reference
+        self.known = Known()
+
+    def gradient(self, state: State, kept: np.ndarray | None = None, known: Known | None = None) -> tuple[Rows, Taken]:
+        """Of the next step, at the state's weights, which the model gets."""
+        run, update = self.run, self.run.update(state.step + 1)
+        run.trained.put(state.weights)
+        if known is None and update.first:
+            self.known = known_at(run, update, self.reference)
+        step = rows_of(run, update)
+        return step, gradient_of(run, step, known or self.known, kept)
+
+    def after(self, state: State) -> None:
+        """Move the reference where the trainer did."""
+        sync = self.run.settings.loss.sync_ref
+        if self.reference is not None and sync and state.step % sync[1] == 0:
+            self.reference = torch.lerp(self.reference, state.weights, sync[0])
+
+
+def replay(
+    run: Run,
+    states: States,
+    controls: Controls,
+    facts: pd.DataFrame,
+    *,
+    reference: torch.Tensor | None = None,
+    progress: bool = True,
+) -> Replayed:
+    """Take the run's updates again.
+
+    Args:
+        run: what is replayed.
+        states: where weights go.
+        controls: checkpoints that were saved.
+        facts: what the trainer logged, by step: grad_norm, mean_length; NaN where it did not.
+        reference: (P,) weights that the KL term is against; by default the run's first.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where a gradient is not finite.
+    """
+    settings = run.settings
+    stepper = Stepper(run.trained, settings.optimiser, rounded=settings.weights == "bfloat16")
+    walk = _Walk(
+        run, stepper, (run.begin.weights if reference is None else reference) if settings.loss.needs_ref else None
+    )
+    state, begin = run.begin.copy(), run.begin.weights
+    found = Replayed(run, states, stepper, state.weights, pd.DataFrame(), {}, {}, {}, walk.reference)
+    lines = []
+    for update in progress_bar("replay", "step", over=run.plan.updates, shown=progress):
+        if states.every > 1 and (state.step % states.every == 0 or state.step in found.restarts):
+            states.keep(state)
+            found.starts[state.step] = state.taken
+        before = state.weights.clone()
+        step, taken = walk.gradient(state)
+        for row, log in taken.logs.items():
+            found.logs.setdefault(row, walk.known.old.get(row, log) if needs_old(run) else log)
+        found.ref |= walk.known.ref
+        if not taken.gradient.isfinite().all():
+            raise TsaeError(
+                f"the gradient of step {update.step} is not finite",
+                where=run.rollouts.origin,
+                fix="Look for advantages or log-probabilities of this step that are not finite, or replay the steps "
+                "before it (--steps).",
+            )
+        scale, clip, norm = stepper.take(state, taken.gradient)
+        found.clips[update.step] = clip
+        if states.every == 1:
+            states.put(update.step, Stepped(before, scale))
+        walk.after(state)
+        distance = float("nan")
+        if update.step in controls:
+            control = controls[update.step]()
+            way = control.weights - begin
+            distance = float((state.weights - control.weights).norm() / way.norm().clamp_min(1e-30))
+            if control.state is not None and update.step < run.last and distance > _EXACT:
+                found.restarts.append(update.step)
+                state, begin = control.state.copy(), control.weights
+        lines.append(
+            {
+                "step": update.step,
+                "n": len(step.rows),
+                "used": len(used(run, step)),
+                "grad_norm": norm,
+                "mean_length": float(run.rollouts.n_sampled[run.plan.generations[update.generation]].mean()),
+                "distance": distance,
+                "clipped": clip < 1,
+            }
+        )
+    found.end = state.weights
+    table = pd.DataFrame(lines).merge(facts.add_prefix("logged_"), how="left", left_on="step", right_index=True)
+    found.steps = table
+    return found
+
+
+def steps_back(path: Replayed) -> Callable[[int], tuple[Stepped, Rows, Known]]:
+    """A function that gives a step's weights, rows and log-probabilities, for steps in falling order."""
+    run, states = path.run, path.states
+    there: set[int] = set()
+
+    def get(step: int) -> tuple[Stepped, Rows, Known]:
+        if states.every > 1 and step not in there:
+            for old in there:
+                states.drop(old)
+            there.clear()
+            there.update(_again(path, max(start for start in path.starts if start < step), step))
+        found = states.get(step, run.trained.device)
+        update = run.update(step)
+        run.trained.put(found.before)
+        return found, rows_of(run, update), known_of(path, np.concatenate(update.parts))
+
+    return get
+
+
+def _again(path: Replayed, low: int, high: int) -> range:
+    """Take the steps after `low` up to `high` again, and keep what the sweep needs of them."""
+    state = path.states.kept(low, path.starts[low], path.run.trained.device)
+    for step in range(low + 1, high + 1):
+        update = path.run.update(step)
+        before = state.weights.clone()
+        path.run.trained.put(state.weights)
+        rows = rows_of(path.run, update)
+        taken = gradient_of(path.run, rows, known_of(path, rows.rows))
+        scale, _, _ = path.stepper.take(state, taken.gradient)
+        path.states.put(step, Stepped(before, scale))
+    return range(low + 1, high + 1)
+
+
+def known_of(path: Replayed, rows: np.ndarray) -> Known:
+    """Log-probabilities of rows as the replay found them."""
+    some = rows.tolist()
+    old = {row: path.logs[row] for row in some if row in path.logs} if needs_old(path.run) else {}
+    return Known(old, {row: path.ref[row] for row in some if row in path.ref})
+
+
+def train_on(path: Replayed, kept: np.ndarray, *, progress: bool = True) -> torch.Tensor:
+    """Really train again on some of the samples.
+
+    The loss weighs and clips the logged responses by ratios to the probabilities that they had in the run. Leaving a
+    sample out takes its summand away and changes no other.
+
+    Args:
+        path: of the run.
+        kept: (n_trajectories,) bool.
+        progress: show a bar.
+
+    Returns:
+        (P,) final weights. With all samples, those of the run.
+    """
+    run, state = path.run, path.run.begin.copy()
+    for update in progress_bar("training anew", "step", over=run.plan.updates, shown=progress):
+        rows = np.concatenate(update.parts)
+        run.trained.put(state.weights)
+        step = rows_of(run, update)
+        some = rows.tolist()
+        known = Known(
+            {row: path.logs[row] for row in some if row in path.logs},
+            {row: path.ref[row] for row in some if row in path.ref},
+        )
+        path.stepper.take(state, gradient_of(run, step, known, kept).gradient)
+    return state.weights

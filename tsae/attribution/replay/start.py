@@ -1,0 +1,277 @@
+"""Where a replay begins, and the checkpoints that it is compared with.
+
+Of a run that trained an adapter (LoRA), the weights are the adapter's A and B; the base stays as it is. Before the
+first step B is 0, so the model is the base whatever A is. A is drawn from the trainer's seed; where that draw is not the
+one that the run's first checkpoint comes from, A of that checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.path import Control, Controls
+from tsae.attribution.replay.states import State
+from tsae.attribution.replay.stepping import decayed
+from tsae.attribution.training.optimiser import Optimiser
+from tsae.base.files import read_object
+from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.weight_files import ADAPTER_CONFIG, common_rows, folder_of, is_adapter
+from tsae.errors import TsaeError
+
+_DRAWN = 0.5
+"""Distance of A after some steps from A of the seed, relative to its norm, below which it was drawn there. Two draws
+are √2 apart."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model, and the weights that it began with."""
+
+    trained: TrainedWeights
+    begin: State
+    """With the weights, and, where it is not the run's first step, the optimiser's running means."""
+    controls: Controls
+    notes: list[str]
+
+
+def checkpoints_of(series: CheckpointSeries, run: str | None) -> list[Checkpoint]:
+    """The later checkpoints of a run, by step.
+
+    Raises:
+        TsaeError: where several runs are there and none is named, a step is there twice, or whole models and adapters.
+    """
+    runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
+    run = runs[0] if run is None and len(runs) == 1 else run
+    if run not in runs:
+        what = f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}")
+        fix = "Name one of them." if runs else "Give the folder with the run's last checkpoint (checkpoint-N)."
+        raise TsaeError(what, where=series.name, fix=fix)
+    mine = sorted((c for c in series if c.run == run and not c.is_base), key=lambda c: c.step)
+    twice = next((c for before, c in itertools.pairwise(mine) if before.step == c.step), None)
+    if twice is not None:
+        what = f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}"
+        raise TsaeError(what, where=series.name, fix="Leave one of them out.")
+    if len({is_adapter(folder_of(checkpoint)) for checkpoint in mine}) > 1:
+        raise TsaeError(
+            f"the run {run} has whole models and adapters",
+            where=series.name,
+            fix="Give checkpoints of one kind; merge_and_unload of peft makes whole models.",
+        )
+    return mine
+
+
+def start_of(
+    series: CheckpointSeries,
+    mine: Sequence[Checkpoint],
+    optimiser: Optimiser,
+    *,
+    after: int | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
+) -> Start:
+    """Load what a replay begins with.
+
+    Args:
+        series: has the base.
+        mine: later checkpoints of the run.
+        optimiser: of the run: with its state, a checkpoint can restart a replay.
+        after: begin at the checkpoint after this step; by default at the base.
+        seed: of the trainer; None where it is not known.
+        device: torch device.
+
+    Raises:
+        TsaeError: where an adapter has weights beside A and B, or checkpoints differ in the weights that they have.
+    """
+    whole = _whole_run(series, mine, optimiser, seed, device)
+    begin = series.base.step if after is None else after
+    if begin == 0:
+        return whole
+    at = next((c for c in (series.base, *mine) if c.step == begin), None)
+    if at is None:
+        what = f"no checkpoint after step {begin}; there are {', '.join(str(c.step) for c in (series.base, *mine))}"
+        raise TsaeError(what, where="steps", fix="Begin after one of these.")
+    weights = whole.begin.weights if at is series.base else whole.controls[begin]().weights
+    state = _optimiser_state(at, whole.trained, weights, optimiser)
+    if state is None:
+        raise TsaeError(
+            f"is a later step ({begin}), and no optimizer.pt beside it says what the optimiser knew there",
+            where=at.path,
+            fix="Begin with the model that the training started from (--base), or keep optimizer.pt with checkpoints.",
+        )
+    later = {step: control for step, control in whole.controls.items() if step > begin}
+    return Start(whole.trained, state, later, whole.notes)
+
+
+def _whole_run(
+    series: CheckpointSeries, mine: Sequence[Checkpoint], optimiser: Optimiser, seed: int | None, device: str
+) -> Start:
+    """From the base on; without what its optimiser knew, if the base is a later step."""
+    loader = ModelLoader(device=device, dtype="float32", attention="eager")
+    if is_adapter(folder_of(mine[0])):
+        return _of_adapters(loader, mine, optimiser, seed)
+    base = TrainedWeights(loader.load(series.base))
+    later = {c.step: c for c in mine if c.step > series.base.step}
+    first = _of_file(ModelLoader(dtype="float32"), mine[0])
+    notes: list[str] = []
+    start, trained = base.vector(), base
+    if base_shapes(first) != base_shapes(base):
+        start, trained = _in_vocabulary_of(loader, mine[0], series.base, base)
+        notes.append(
+            f"The run resized the vocabulary: tokens that {series.base.id} does not have are taken to have had the "
+            f"weights of step {mine[0].step} before the first step."
+        )
+    return Start(trained, State.at(start), _controls(trained, later, optimiser), notes)
+
+
+def base_shapes(trained: TrainedWeights) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in trained.parameters.items()}
+
+
+def _of_file(loader: ModelLoader, checkpoint: Checkpoint) -> TrainedWeights:
+    model = loader.load(checkpoint)
+    return TrainedWeights(model, loader.added or None)
+
+
+def _controls(trained: TrainedWeights, mine: dict[int, Checkpoint], optimiser: Optimiser) -> Controls:
+    shapes = base_shapes(trained)
+
+    def load(checkpoint: Checkpoint) -> Control:
+        saved = _of_file(ModelLoader(dtype="float32"), checkpoint)
+        found = base_shapes(saved)
+        name = next((n for n in {**shapes, **found} if shapes.get(n) != found.get(n)), None)
+        if name is not None:
+            here, there = (f"the shape {of[name]}" if name in of else "nothing" for of in (found, shapes))
+            raise TsaeError(
+                f"has {here} for the weight {name}, and the run began with {there}",
+                where=checkpoint.path,
+                fix="Give checkpoints of one run and its base, all with the same vocabulary and layers.",
+            )
+        weights = saved.vector().to(trained.device)
+        return Control(weights, _optimiser_state(checkpoint, trained, weights, optimiser))
+
+    def later(checkpoint: Checkpoint) -> Callable[[], Control]:
+        return lambda: load(checkpoint)
+
+    return {step: later(checkpoint) for step, checkpoint in mine.items()}
+
+
+def _optimiser_state(
+    checkpoint: Checkpoint, trained: TrainedWeights, weights: torch.Tensor, optimiser: Optimiser
+) -> State | None:
+    """What optimizer.pt beside a checkpoint holds, if it is Adam's of these weights."""
+    file = Path(folder_of(checkpoint)) / "optimizer.pt"
+    if not file.is_file() or optimiser.name == "sgd":
+        return None
+    try:
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+        decays = decayed(trained, optimiser)
+        names = [n for n, d in zip(trained.parameters, decays, strict=True) if d]
+        names += [n for n, d in zip(trained.parameters, decays, strict=True) if not d]
+        order = [i for group in found["param_groups"] for i in group["params"]]
+        parts = dict(zip(names, (found["state"][i] for i in order), strict=True))
+        shapes = base_shapes(trained)
+        if any(tuple(part["exp_avg"].shape) != shapes[name] for name, part in parts.items()):
+            return None
+        first, second = ({n: p[key] for n, p in parts.items()} for key in ("exp_avg", "exp_avg_sq"))
+        taken = int(next(iter(parts.values()))["step"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OSError, pickle.UnpicklingError):
+        return None  # Of another optimiser: the checkpoint is compared, and restarts nothing.
+    return State(weights, trained.join(first), trained.join(second), checkpoint.step, taken)
+
+
+def _of_adapters(loader: ModelLoader, mine: Sequence[Checkpoint], optimiser: Optimiser, seed: int | None) -> Start:
+    trained = TrainedWeights(loader.load(mine[0]), loader.added)
+    if loader.not_plain is not None:
+        raise TsaeError(
+            f"the adapter has {loader.not_plain} beside A and B",
+            where=mine[0].path,
+            fix="Attribute plain LoRA of linear layers, or merge the adapters of all steps (merge_and_unload).",
+        )
+    saved = dict(zip(trained.parameters, trained.vector().split(trained.sizes), strict=True))
+    later = {c.step: c for c in mine if c.step > 0}
+    if mine[0].step == 0:
+        return Start(trained, State.at(trained.vector()), _controls(trained, later, optimiser), [])
+    of_checkpoint = {name: part for name, part in saved.items() if ".lora_A." in name}
+    drawn = None if seed is None else _drawn(mine[0], trained, seed)
+    start, notes = of_checkpoint, []
+    if drawn is not None and _apart(drawn, of_checkpoint) < _DRAWN:
+        start = drawn
+        notes.append(f"The adapter's A was drawn from the trainer's seed, {seed}.")
+    elif mine[0].step > 1:
+        notes.append(
+            f"The adapter before the first step is not there: it is taken to have had the A of step {mine[0].step}, and "
+            "B = 0."
+        )
+    return Start(trained, State.at(trained.join(start)), _controls(trained, later, optimiser), notes)
+
+
+def _apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    gap = sum(float((one[name].flatten() - part.flatten()).pow(2).sum()) for name, part in other.items())
+    return (gap / max(sum(float(part.pow(2).sum()) for part in other.values()), 1e-30)) ** 0.5
+
+
+def _drawn(checkpoint: Checkpoint, trained: TrainedWeights, seed: int) -> dict[str, torch.Tensor] | None:
+    """A of a fresh adapter, as peft draws it after the trainer has set its seed; None without peft, or for what it does
+    not make."""
+    try:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        return None
+    folder = Path(folder_of(checkpoint))
+    known = read_object(folder / ADAPTER_CONFIG, "Give the adapter's own configuration.")
+    fields = LoraConfig.__dataclass_fields__
+    given = {n: v for n, v in known.items() if n in fields and n not in ("auto_mapping", "peft_type", "inference_mode")}
+    before = torch.get_rng_state()
+    try:
+        model = AutoModelForCausalLM.from_config(trained.model.config)
+        torch.manual_seed(seed)
+        fresh = get_peft_model(model, LoraConfig(**given))
+    except (TypeError, ValueError, RuntimeError, KeyError):
+        return None
+    finally:
+        torch.set_rng_state(before)
+    parts = {n.replace(".default", ""): p.detach() for n, p in fresh.named_parameters() if ".lora_A." in n}
+    found = {}
+    for name, parameter in trained.parameters.items():
+        if ".lora_A." not in name:
+            continue
+        plain = name.replace(".default", "")
+        mine = next((p for n, p in parts.items() if n.endswith(plain) or plain.endswith(n)), None)
+        if mine is None or mine.shape != parameter.shape:
+            return None
+        found[name] = mine.to(parameter)
+    return found
+
+
+def _in_vocabulary_of(
+    loader: ModelLoader, later: Checkpoint, base: Checkpoint, own: TrainedWeights
+) -> tuple[torch.Tensor, TrainedWeights]:
+    """The weights of a base in the shapes that a run gave them, and the model with these shapes."""
+    before = {name: parameter.detach().clone() for name, parameter in own.parameters.items()}
+    trained = TrainedWeights(loader.load(later))
+    parts = {name: parameter.detach().clone() for name, parameter in trained.parameters.items()}
+    for name, tensor in before.items():
+        shape = parts[name].shape if name in parts else tensor.shape
+        n = common_rows(name, tensor.shape, shape)
+        if tensor.shape == shape:
+            parts[name] = tensor
+        elif n is not None:
+            parts[name][:n] = tensor[:n]
+        else:
+            raise TsaeError(
+                f"has the shape {tuple(shape)} for the weight {name}, and {base.id} has {tuple(tensor.shape)}",
+                where=later.path,
+                fix="Give checkpoints of one run and its base, all with the same layers.",
+            )
+    return trained.join(parts), trained

@@ -1,0 +1,222 @@
+"""Shares: what happened to a target, split over the samples that made it happen.
+
+Along the path the target changes by Σ_t ∇F · u_t, with u_t the optimiser's steps, and each step is a sum over the
+gradients of this batch and of those before it (`tsae.attribution.training.optimiser`). In one sweep backwards,
+
+    a_t = β₁ a_{t+1} + D_t ∘ ½(∇F(θ_{t−1}) + ∇F(θ_t))        D_t = lr_t (1 − β₁) / ((1 − β₁ᵗ)(√v̂_t + ε))
+    share(i, t) = −c_t ⟨a_t, g_ti⟩
+
+c_t is the factor of clipping, g_ti the sample's part of the gradient of the loss. Gradients are computed again, chunk by
+chunk; their products with all targets are taken, and they are let go. Shares of all samples, and what weight decay did,
+sum up to the change. What is left is `remainder`: the line between two points at which targets are differentiated, and
+restarts at checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tsae.attribution.online.batch_gradients import BatchGradients
+from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, forward, summands, used
+from tsae.attribution.replay.path import Replayed, steps_back
+from tsae.attribution.targets import Targets
+from tsae.base.progress import progress_bar
+from tsae.errors import TsaeError
+
+POINTS = 10
+"""Weights along the path at which targets are differentiated, about. More gain little: r .999 against every step."""
+
+
+class Seen(Protocol):
+    """Looks on; the model has the weights before the step."""
+
+    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
+        """(n_targets,) values at the ends of the path."""
+
+    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
+        """A step: (n_targets, P) directions −c_t a_t, its rows with their log-probabilities, and (n, n_targets) shares."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What samples did; rows in the order of the training. A row that several steps used comes several times."""
+
+    targets: list[str]
+    rows: np.ndarray
+    """(n,) of the rollouts."""
+    steps: np.ndarray
+    """(n,)."""
+    policy: np.ndarray
+    """(n, n_targets) by the loss's policy term."""
+    kl: np.ndarray
+    """(n, n_targets) by its KL term."""
+    decay: np.ndarray
+    """(n_targets,) by weight decay."""
+    before: np.ndarray
+    """(n_targets,) values at the first weights, and `after` at the last."""
+    after: np.ndarray
+    predicted: np.ndarray
+    """(n_targets,) Σ_t of middle slopes times steps."""
+
+    @property
+    def shares(self) -> np.ndarray:
+        """(n, n_targets)."""
+        found: np.ndarray = self.policy + self.kl
+        return found
+
+    @property
+    def realised(self) -> np.ndarray:
+        """(n_targets,)."""
+        found: np.ndarray = self.after - self.before
+        return found
+
+    @property
+    def remainder(self) -> np.ndarray:
+        """(n_targets,) what samples and weight decay leave of the change."""
+        found: np.ndarray = self.realised - self.shares.sum(0) - self.decay
+        return found
+
+
+def shares(
+    path: Replayed,
+    targets: Targets,
+    *,
+    points: int = POINTS,
+    seen: Seen | None = None,
+    progress: bool = True,
+) -> Shares:
+    """Split the changes of targets over samples.
+
+    Args:
+        path: of the run.
+        targets: whose changes are split.
+        points: how often they are differentiated; as many as steps and more: at every step.
+        seen: is given the directions of every step.
+        progress: show a bar.
+
+    Raises:
+        TsaeError: where two targets have one name, or shares are not finite.
+    """
+    if len(set(targets.names)) < len(targets.names):
+        twice = next(name for name in targets.names if targets.names.count(name) > 1)
+        raise TsaeError(f"two targets are named {twice!r}", where="shares", fix="Give each a name of its own.")
+    run, n, last = path.run, len(targets.names), path.run.last
+    trained, stepper = run.trained, path.stepper
+    at = _points(path, points)
+    get, ahead = steps_back(path), torch.zeros(n, len(trained), device=trained.device)
+    decay, predicted, later = np.zeros(n), np.zeros(n), path.end
+    rows: list[np.ndarray] = []
+    steps: list[np.ndarray] = []
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    trained.put(run.begin.weights)
+    before = targets.values(trained)
+    trained.put(path.end)
+    after, upper = targets.values(trained), targets.gradients(trained).float()
+    lower, low, high = upper, last, last
+    if seen is not None:
+        seen.begin(before, after)
+    with progress_bar("shares", "step", len(run.plan.updates), shown=progress) as bar:
+        for step in range(last, run.begin.step, -1):
+            stepped, those, known = get(step)
+            if step - 1 < low:  # The next point at which targets are differentiated lies before.
+                high, upper, low = low, lower, max(point for point in at if point < step)
+                trained.put(_weights(path, low))
+                lower = targets.gradients(trained).float()
+                trained.put(stepped.before)
+            middle = torch.lerp(lower, upper, (step - 0.5 - low) / (high - low))
+            predicted += (middle @ (later - stepped.before)).double().cpu().numpy()
+            later = stepped.before
+            shrunk = stepper.decay_of(stepped.before, step)
+            decay += (middle @ shrunk).double().cpu().numpy()
+            if (pulled := stepper.optimiser.weight_decay) and stepper.optimiser.name != "adamw":
+                decay -= path.clips[step] * pulled * (ahead @ stepped.before).double().cpu().numpy()
+            ahead = ahead * stepper.carried + middle * stepped.scale
+            directions = -path.clips[step] * ahead
+            found.append(products(run, those, known, directions))
+            if seen is not None:
+                seen(step, directions, those, known, found[-1][0] + found[-1][1])
+            rows.append(those.rows)
+            steps.append(np.full(len(those.rows), step))
+            bar.update()
+    policy, kl = (np.concatenate(part[::-1]) for part in zip(*found, strict=True))
+    if not (np.isfinite(policy).all() and np.isfinite(kl).all() and np.isfinite(decay).all()):
+        raise TsaeError(
+            "shares of samples are not finite",
+            where="shares",
+            fix="Look at the settings of the training, and at its log for advantages that are not finite.",
+        )
+    return Shares(
+        targets.names,
+        np.concatenate(rows[::-1]),
+        np.concatenate(steps[::-1]),
+        policy,
+        kl,
+        decay,
+        before,
+        after,
+        predicted,
+    )
+
+
+def _points(path: Replayed, wanted: int) -> list[int]:
+    """Steps after which weights are at hand, about as many as wanted, the first and the last among them."""
+    first, last = path.run.begin.step, path.run.last
+    there = sorted(path.starts) or list(range(first, last))
+    every = [there[i] for i in sorted({round(x) for x in np.linspace(0, len(there) - 1, min(wanted, len(there)))})]
+    return sorted({first, *every, last})
+
+
+def _weights(path: Replayed, after: int) -> torch.Tensor:
+    """(P,) weights after a step, which is one of `_points`."""
+    device = path.run.trained.device
+    if path.starts:
+        return path.states.kept(after, 0, device).weights
+    return path.states.get(after + 1, device).before
+
+
+def products(run: Run, step: Rows, known: Known, directions: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Inner products of the samples' gradients of the loss with directions, at the weights that the model has.
+
+    Args:
+        run: has the rows.
+        step: of them.
+        known: their log-probabilities.
+        directions: (k, P).
+
+    Returns:
+        (n, k) of the policy term and of the KL term, in the order of the step's rows.
+    """
+    place = {row: i for i, row in enumerate(step.rows.tolist())}
+    both = run.settings.loss.needs_ref
+    found = np.zeros((2, len(step.rows), len(directions)))
+    for chunk, parts in backward(run, step, known, len(directions), both=both):
+        of = parts.products(directions).double().cpu().numpy()
+        at = [place[row] for row in chunk.rows.tolist()]
+        found[0, at] = of[: len(at)]
+        if both:
+            found[1, at] = of[len(at) :]
+    return found[0], found[1]
+
+
+def backward(
+    run: Run, step: Rows, known: Known, n_directions: int, *, both: bool
+) -> Iterator[tuple[Chunk, BatchGradients]]:
+    """Chunks of a step's rows with the gradients of their samples: of the policy term, then of the KL term."""
+    generation, among = run.plan.generations[step.update.generation], set(used(run, step).tolist())
+    for part in step.update.parts:
+        rows = np.array([row for row in part.tolist() if row in among], dtype=int)
+        for chunk in chunks(run, rows, generation) if len(rows) else ():
+            parts = BatchGradients(run.trained, n_directions=n_directions, alone=True)
+            with torch.enable_grad(), parts.micro_batch(len(chunk.rows)):
+                log, _ = forward(run, chunk)
+                policy, kl = summands(run, step, known, chunk, log)
+                policy.sum().backward(retain_graph=both)
+                if both:
+                    parts.next_term()
+                    kl.sum().backward()
+            yield chunk, parts

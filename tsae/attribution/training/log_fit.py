@@ -1,0 +1,194 @@
+"""Do log and settings belong to one run? And what the trainer made of its rows.
+
+What contradicts is refused; what is missing, or had to be assumed, becomes a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tsae.attribution.training.order import counted, last_step
+from tsae.attribution.training.settings import RunSettings
+from tsae.errors import TsaeError
+from tsae.rollouts.advantages import group_advantages, group_names
+from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
+from tsae.rollouts.table import Rollouts
+
+_DIVIDED, _CENTRED, _BY_STEP = FORMULAS[:2], FORMULAS[2:3], FORMULAS[5:]
+_SCALES = {"group": _DIVIDED, "true": _DIVIDED, "none": _CENTRED, "false": _CENTRED, "batch": _BY_STEP}
+"""Formulas of the advantages by TRL's scale_rewards."""
+_NAMES = {"grpo": FORMULAS[0], "dr_grpo": FORMULAS[2], "rloo": FORMULAS[3]}
+_LONGER, _SHARE_LONGER = 1.05, 0.02
+"""Tokens, or their share, by which lengths may differ: a text log lacks end tokens, and is tokenised anew."""
+History = Mapping[int, Mapping[str, Any]]
+
+
+def check_settings(
+    rollouts: Rollouts,
+    rows_by_step: Mapping[int, np.ndarray],
+    settings: RunSettings,
+    notes: list[str],
+    history: History | None = None,
+) -> Rollouts:
+    """Compare the log with the trainer's settings, and give it the advantages that the trainer used.
+
+    Args:
+        rollouts: the log.
+        rows_by_step: rows of every generation, by the first step that used it.
+        settings: of the run.
+        notes: gets what is said of a log that fits.
+        history: what the trainer logged beside (`tsae.attribution.training.order.read_history`).
+
+    Raises:
+        TsaeError: where settings or history are those of another run.
+    """
+    rows, frame = np.concatenate(list(rows_by_step.values())), rollouts.frame
+    longest, last = int(frame.response_length.to_numpy()[rows].max()), max(rows_by_step)
+    limit, steps = counted(settings, "max_completion_length"), last_step(settings)
+    if limit and longest > limit:
+        raise _contradiction(settings, f"max_completion_length={limit}", f"the log has a response of {longest} tokens")
+    if steps and last > steps:
+        raise _contradiction(settings, f"max_steps={steps}", f"the log has step {last}")
+    _check_groups(rollouts, rows_by_step, settings, notes)
+    _check_history(rollouts, rows_by_step, settings, history or {})
+    rollouts = _with_advantages(rollouts, rows, settings, notes)
+    return _cut_off(rollouts, rows, settings, notes)
+
+
+def _contradiction(settings: RunSettings, said: str, found: str) -> TsaeError:
+    return TsaeError(
+        f"say {said}, but {found}",
+        where=settings.source,
+        fix="Give the settings of the run that wrote this log, or the log that these settings made.",
+    )
+
+
+def _check_groups(
+    rollouts: Rollouts, rows_by_step: Mapping[int, np.ndarray], settings: RunSettings, notes: list[str]
+) -> None:
+    """Prompt groups have as many samples as the settings say, or a multiple where a step asked a problem twice; so have
+    generations."""
+    rows, wanted = np.concatenate(list(rows_by_step.values())), counted(settings, "num_generations")
+    few = 0
+    if wanted:
+        size = np.unique(group_names(rollouts.frame)[rows], return_counts=True)[1]
+        usual = int(np.bincount(size).argmax())
+        if usual > wanted and usual % wanted:
+            what = f"most prompt groups of the log have {usual} samples"
+            raise _contradiction(settings, f"num_generations={wanted}", what)
+        few = int((size < wanted).sum())
+        if few:
+            notes.append(
+                f"{few:,} of {len(size):,} prompt groups have fewer than the {wanted} samples that were drawn: the log "
+                "or its import left some out, and what they did is nobody's share."
+            )
+    a_part, n_parts = counted(settings, "per_device_train_batch_size"), settings.batching.parts
+    largest = max(map(len, rows_by_step.values()))
+    if a_part and not few and largest % (a_part * n_parts):
+        what = f"per_device_train_batch_size={a_part} and {n_parts} micro-batches a generation"
+        raise _contradiction(settings, what, f"a generation of the log has {largest} samples")
+
+
+def _check_history(
+    rollouts: Rollouts, rows_by_step: Mapping[int, np.ndarray], settings: RunSettings, history: History
+) -> None:
+    """The trainer logged mean lengths and rewards of the same samples."""
+    frame = rollouts.frame
+    columns = {f"rewards/{name.partition('/')[2]}/mean": name for name in frame.columns if name.startswith("reward/")}
+    columns |= {"completions/mean_length": "response_length"}
+    for name, column in columns.items():
+        values = frame[column].to_numpy(dtype=float, na_value=np.nan)
+        pairs = np.array(
+            [
+                (np.nanmean(values[rows]), value)
+                for step, rows in rows_by_step.items()
+                if isinstance(value := history.get(step, {}).get(name), int | float) and np.isfinite(values[rows]).any()
+            ]
+        ).reshape(-1, 2)
+        if not len(pairs):
+            continue
+        of_log, of_trainer = pairs.T
+        lengths = column == "response_length"
+        allowed = (
+            np.maximum(_LONGER, _SHARE_LONGER * of_trainer) if lengths else 1e-3 * np.maximum(1, np.abs(of_trainer))
+        )
+        off = np.abs(of_log - of_trainer) > allowed
+        if off.mean() > 0.5:
+            first = int(off.argmax())
+            raise TsaeError(
+                f"the trainer logged other {'lengths' if lengths else 'rewards'} in {off.sum()} of {len(off)} steps: "
+                f"{name} was {of_trainer[first]:.4g} where the log has {of_log[first]:.4g}",
+                where=rollouts.origin,
+                fix="Give the log of this run" + ("." if lengths else ", with its rewards as the trainer had them."),
+            )
+
+
+def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings, notes: list[str]) -> Rollouts:
+    frame = rollouts.frame
+    logged, reward = (frame[name].to_numpy(dtype=float) for name in ("advantage", "reward"))
+    scale = settings.facts.get("scale_rewards")
+    formulas = None if scale is None else _SCALES.get(str(scale).lower())
+    if not np.isfinite(logged[rows]).any():
+        kind: Any = settings.facts.get("advantages") or ("dr_grpo" if formulas == _CENTRED else "grpo")
+        if kind not in _NAMES or settings.facts.get("kl_in_reward"):
+            how = "with a KL penalty in the rewards" if kind in _NAMES else f"as {kind}"
+            raise TsaeError(
+                f"has no advantages, and the trainer computed them in a way that is not followed here ({how})",
+                where=rollouts.origin,
+                fix="Import a log that has them.",
+            )
+        if not np.isfinite(reward[rows]).all():
+            raise TsaeError(
+                f"has no advantages, and no rewards for {int((~np.isfinite(reward[rows])).sum()):,} of {len(rows):,} "
+                "samples to compute them from",
+                where=rollouts.origin,
+                fix="Import the log with its rewards (--rewards).",
+            )
+        notes.append(f"The log has no advantages; they are computed from its rewards: {_NAMES[kind]} of the group.")
+        epsilon = float(settings.facts.get("advantage_epsilon") or 1e-4)
+        computed = group_advantages(reward[rows], group_names(frame)[rows], kind, epsilon=epsilon)
+        return rollouts.with_column("advantage", np.bincount(rows, computed, len(rollouts)))
+    step = np.unique(frame["step"].to_numpy()[rows], return_inverse=True)[1]
+    group = np.unique(group_names(frame)[rows], return_inverse=True)[1]
+    again = recompute(reward[rows], logged[rows], group, step)
+    varied = again.follow - again.constant
+    if varied and formulas:
+        agree = max(again.formulas.get(name, 0) for name in formulas)
+        other = max(again.formulas, key=lambda name: again.formulas[name], default=None)
+        if other is not None and agree < 0.5 * varied and again.formulas[other] > 0.9 * varied:
+            what = f"the advantages of {again.formulas[other]} prompt groups are {other}"
+            if other in _BY_STEP and formulas == _CENTRED:
+                if any(weight != 1 for weight in settings.facts.get("reward_weights") or ()):
+                    return rollouts
+                what += ", or the rewards were rescaled after the training"
+            raise _contradiction(settings, f"scale_rewards={scale}", what)
+    if varied:
+        notes.append(
+            f"Logged advantages follow from the rewards in {again.follow:,} of "
+            f"{again.follow + again.contradict:,} prompt groups: {next(iter(again.formulas), 'in parts of a group')}."
+        )
+    if again.contradict:
+        notes.append(
+            f"In {again.contradict:,} prompt groups no known formula gives the logged advantages from the logged "
+            "rewards; the advantages count as they were logged."
+        )
+    return rollouts
+
+
+def _cut_off(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings, notes: list[str]) -> Rollouts:
+    """Samples that reached the limit of length."""
+    cut = np.zeros(len(rollouts), dtype=bool)
+    cut[rows] = (rollouts.frame.finish_reason == "length").to_numpy()[rows]
+    if not cut.any():
+        return rollouts
+    if settings.loss.mask_truncated:
+        notes.append(
+            f"{cut.sum():,} samples were cut off; the trainer left them out of the loss, and so they are here."
+        )
+        advantage = rollouts.frame.advantage.to_numpy(dtype=float)
+        return rollouts.with_column("advantage", np.where(cut, 0.0, advantage))
+    notes.append(f"{cut.sum():,} samples were cut off at the limit of length; they count like the others.")
+    return rollouts
