@@ -168,7 +168,7 @@ def test_a_recipe_has_the_defaults_of_its_version(
     assert (found.loss, found.batching, found.version) == (loss, batching, version)
     assert (found.base, found.weights, found.autocast) == (RECIPE["model_name_or_path"], "bfloat16", "bfloat16")
     assert found.facts["reward_weights"] == [1.0, 0.5]
-    assert ("development" in str(found.notes)) == ("dev" in version)
+    assert ("is read as the release" in str(found.notes)) == ("dev" in version)
 
 
 def test_a_dump_lacks_the_words_that_its_version_did_not_know(tmp_path: Path) -> None:
@@ -229,6 +229,10 @@ def test_what_weights_and_biases_keeps(tmp_path: Path) -> None:
     real = read_settings(tmp_path)
     assert (found.base, found.version, found.weights) == ("/models/base", "1.16.0", "bfloat16")
     assert (found.optimiser, found.loss, found.seed) == (real.optimiser, real.loss, real.seed)
+    shown["peft_config"] = {"value": {"default": {"r": 8, "lora_dropout": 0.1}}}
+    (files / "config.yaml").write_text(yaml.safe_dump(shown))
+    found = read_settings(files / "config.yaml", version="1.20.0")
+    assert (found.weights, found.dropout, found.notes[0][:20]) == ("float32", True, "TRL 1.20.0 is newer ")
     shown["strange_penalty"] = {"value": 0.3}
     (files / "config.yaml").write_text(yaml.safe_dump(shown))
     with pytest.raises(TsaeError, match=r"strange_penalty=0\.3 is not known, and may change the updates"):

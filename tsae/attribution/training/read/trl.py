@@ -191,6 +191,8 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     notes += ["Adam's state was kept in 8 bits; it is replayed in full."] if words.get("optim") in _ADAM_8BIT else []
     if "dev" in (beside.version or ""):
         notes.append(f"TRL {beside.version} is a development version; it is read as the release.")
+    if version and version > _NEWEST:
+        notes.append(f"TRL {beside.version} is newer than 1.16, whose formulas are assumed.")
     loss = _loss(words)
     facts = {name: words.get(name) for name in _FACTS if words.get(name) is not None} | {"scale_rewards": _scale(words)}
     if loss.correction:
@@ -278,7 +280,7 @@ def _refuse_unknown(given: Words, model: Mapping[str, Any]) -> None:
             continue
         if value not in (None, False, 0, "", "None", "no", [], {}):
             raise TsaeError(
-                f"{name}={value} is not known, and may change the updates",
+                f"{name}={str(value)[:80]} is not known, and may change the updates",
                 where=given.file,
                 fix="Where it does not, give a copy of the settings without it, as JSON or YAML.",
             )
@@ -293,7 +295,7 @@ def _optimiser(words: Words, beside: Beside) -> Optimiser:
             where=words.file,
             fix="Keep trainer_state.json beside it, which the checkpoints have, or add max_steps.",
         )
-    warmup = words.number("warmup_steps") or words.number("warmup_ratio")
+    warmup = words.number("warmup_steps", default=0) or words.number("warmup_ratio", default=0)
     warmup = ceil((n_steps or 0) * warmup) if 0 < warmup < 1 else int(warmup)
     prefix = "lr_scheduler_kwargs."
     return Optimiser(
@@ -348,7 +350,7 @@ def _batching(words: Words) -> Batching:
                 where=words.file,
                 fix="Add steps_per_generation or num_processes, or give the run's training_args.bin.",
             )
-        parts = int(rows) // (words.whole("per_device_train_batch_size") * int(processes))
+        parts = int(rows) // max(1, words.whole("per_device_train_batch_size") * int(processes))
     if words.get("epsilon") is None:
         parts = 1  # before TRL 0.16 every micro-batch was a generation
     used = words.take("accumulation=gradient_accumulation_steps:1 iterations=num_iterations:1")
@@ -364,7 +366,8 @@ def _weights(words: Words, beside: Beside, notes: list[str]) -> Any:
         return "float32"
     loaded = words.get("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = beside.model.get("dtype", beside.model.get("torch_dtype")) if loaded in (None, "auto") else loaded
-    kept = beside.weights or ("float32" if beside.adapter else str(loaded or "float32"))
+    adapter = beside.adapter or words.flag("use_peft") or any(name.startswith("peft_config.") for name in words.values)
+    kept = beside.weights or ("float32" if adapter else str(loaded or "float32"))
     found = {"F32": "float32", "BF16": "bfloat16"}.get(kept, kept.removeprefix("torch."))
     if found not in ("float32", "bfloat16"):
         what = f"trained weights were kept in {found}, expected float32 or bfloat16"
@@ -376,7 +379,8 @@ def _dropout(words: Words, beside: Beside) -> bool:
     """Whether forward passes dropped something. TRL trains with dropout where the model has it, unless disable_dropout;
     that switch does not reach the dropout inside of attention."""
     model = {name: value for name, value in beside.model.items() if re.search("dropout|pdrop", name)}
-    lora = {"lora_dropout": beside.adapter.get("lora_dropout", words.get("lora_dropout", default=0))}
+    said = words.get("lora_dropout", "peft_config.default.lora_dropout", default=0)
+    lora = {"lora_dropout": beside.adapter.get("lora_dropout", said)}
     names = ("attention_dropout",) if words.flag("disable_dropout") else {**model, **lora}
     return any(
         isinstance(value, (int, float)) and value > 0 and not re.match("classifier|summary", name)
