@@ -45,6 +45,8 @@ class Run:
     """The optimiser before the first update."""
     batch_tokens: int = 4096
     """Tokens of a forward pass, with padding."""
+    special: tuple[int, ...] = ()
+    """Token ids that decode to nothing; a log of texts loses them."""
 
     @property
     def last(self) -> int:
