@@ -16,8 +16,6 @@ from tsae.attribution.replay.passes import Logs, Run, log_probabilities_of
 
 _MOST = 16
 """Tokens that are put back in a generation, at most; each takes some forward passes."""
-_LEAST_GAIN = -5.0
-"""Nats: a special token is improbable itself. Below this, none of those that are tried was there."""
 _SUSPECTS = 6
 """Improbable tokens before which special tokens are tried."""
 
@@ -52,7 +50,7 @@ def restored(run: Run, generation: np.ndarray, counted: float) -> tuple[Run, int
 
 
 def _best(run: Run, logs: Logs) -> tuple[int, np.ndarray] | None:
-    """The row and the longer response that gain most log-probability; None where all lose much."""
+    """The row and the longer response that gain most log-probability; None where none gains."""
     suspects = sorted((float(log), row, place) for row, of in logs.items() for place, log in enumerate(of.tolist()))
     tried: list[tuple[int, np.ndarray]] = []
     for _, row, place in suspects[:_SUSPECTS]:
@@ -64,4 +62,4 @@ def _best(run: Run, logs: Logs) -> tuple[int, np.ndarray] | None:
     new = log_probabilities_of(replace(run, rollouts=some), every, every)
     gain = [float(new[i].sum() - logs[row].sum()) for i, (row, _) in enumerate(tried)]
     best = int(np.argmax(gain))
-    return tried[best] if gain[best] > _LEAST_GAIN else None
+    return tried[best] if gain[best] > 0 else None
