@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -87,8 +88,10 @@ class GrpoLoop:
         if adapter is not None:
             from peft import LoraConfig, get_peft_model
 
-            torch.manual_seed(settings.seed or 0)
-            self.model = get_peft_model(self.model, LoraConfig(**adapter))
+            with warnings.catch_warnings(), torch.random.fork_rng():
+                warnings.simplefilter("ignore")  # peft uses what transformers deprecates
+                torch.manual_seed(settings.seed or 0)
+                self.model = get_peft_model(self.model, LoraConfig(**adapter))
         self.model.eval()
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.leaves = [p for p in self.model.parameters() if p.requires_grad]
