@@ -27,28 +27,30 @@ from tsae.rollouts.table import Rollouts
 Logs = dict[int, torch.Tensor]
 CASES: dict[str, tuple[str, RunSettings]] = {
     "as TRL does": ("llama", RunSettings(
-        Optimiser("adamw", 1e-3, "linear", warmup=1, n_steps=5, weight_decay=0.3, max_grad_norm=0.1, decay_all=False),
+        Optimiser("adamw", 1e-3, "linear", warmup=1, n_steps=5, weight_decay=0.3, max_grad_norm=0.1, decay_all=False,
+                  eps=1e-4),
         PolicyLoss(), Batching(2, 2),
     )),
     "KL": ("llama", RunSettings(
-        Optimiser("adamw", 1e-3, "cosine", n_steps=9, decay_all=False), PolicyLoss("grpo", beta=0.1), Batching(2, 4, 2)
+        Optimiser("adamw", 1e-3, "cosine", n_steps=9, decay_all=False, eps=1e-4), PolicyLoss("grpo", beta=0.1), Batching(2, 4, 2)
     )),
     "sequence": ("llama", RunSettings(
-        Optimiser("adamw", 1e-3, "constant"),
-        PolicyLoss("bnpo", level="sequence", top_entropy_quantile=0.3, mask_truncated=True, epsilon=0.002),
+        Optimiser("adamw", 1e-3, "constant", eps=1e-4),
+        PolicyLoss("bnpo", level="sequence", top_entropy_quantile=0.317, mask_truncated=True, epsilon=0.002),
         Batching(1, 2),
     )),
     "SGD": ("qwen2", RunSettings(
         Optimiser("sgd", 1e-2, "constant", momentum=0.9, weight_decay=0.2, decay_all=False, max_grad_norm=0.5),
         PolicyLoss("dr_grpo", 16, epsilon_high=0.28, temperature=0.7), Batching(1, 2),
     )),
-    # Tied embeddings, and positions that are learned. Some gradients are rounding alone: eps is above that.
+    # Tied embeddings, and positions that are learned.
     "Adam": ("gpt2", RunSettings(
         Optimiser("adam", 1e-3, "constant", weight_decay=0.2, decay_all=False, max_grad_norm=0.5, eps=1e-4),
         PolicyLoss("dr_grpo", 16, beta=0.1), Batching(1, 2),
     )),
 }  # fmt: skip
-"""Architectures and trainings of two or three generations."""
+"""Architectures and trainings of two or three generations. Where gradients are as small as rounding, Adam divides noise
+by noise: eps is above that."""
 
 
 def make_log(settings: RunSettings, n_generations: int, tokenizer: str | None = None, **columns: Any) -> Rollouts:
