@@ -1,9 +1,8 @@
-"""Settings of trainers other than TRL: fields by hand, and the losses that they make against the trainers' formulas."""
+"""Settings of trainers other than TRL, each field by hand. `test_loss` has the formulas of their losses."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tsae.attribution.training.loss import BatchTokens, Correction, PolicyLoss
+from tsae.attribution.training.loss import Correction, PolicyLoss
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
@@ -190,7 +189,9 @@ def test_variants_of_verl() -> None:
     gspo = read("verl", **actor(policy_loss__loss_mode="gspo", use_kl_loss=False)).loss
     assert (gspo.kind, gspo.level, gspo.dual_clip, gspo.beta) == ("grpo", "sequence", None, 0.0)
     dr = read("verl", **actor(loss_agg_mode="seq-mean-token-sum-norm"), algorithm__norm_adv_by_std_in_grpo=False)
-    assert (dr.loss.kind, dr.loss.max_completion_length, dr.facts["advantages"]) == ("dr_grpo", 8192 / 4, "dr_grpo")
+    assert (dr.loss.kind, dr.loss.max_completion_length, dr.facts["advantages"]) == ("sum_norm", 8192, "dr_grpo")
+    newer = read("verl", **{**ENGINE, **actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=512)}).loss
+    assert (newer.kind, newer.max_completion_length) == ("dr_grpo", 512)
     cispo = read("verl", **actor(policy_loss__loss_mode="cispo")).loss
     assert (cispo.surrogate, cispo.cispo_low, cispo.epsilon_high) == ("cispo", 0.8, 1.28)
     dynamic = read("verl", **actor(use_dynamic_bsz=True))
@@ -213,7 +214,7 @@ def test_nemo_rl() -> None:
     assert (found.optimiser.betas, found.optimiser.weight_decay, found.optimiser.every) == ((0.9, 0.95), 0.01, 2)
     assert found.loss == PolicyLoss(
         "step", epsilon=0.2, epsilon_high=0.28, beta=0.01, kl_corrected=True, kl_corrected_to="now",
-            kl_input_clamp=20.0, kl_clamp=10.0,
+        kl_input_clamp=20.0, kl_clamp=10.0,
         correction=Correction("token_truncate", None, 5.0),
     )  # fmt: skip
     assert found.loss.needs_sampler
@@ -319,56 +320,3 @@ def test_ms_swift() -> None:
 def test_unknown_words_are_named(trainer: str, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(TsaeError, match=said):
         read(trainer, steps=100 if trainer in ("openrlhf", "swift") else None, **changed)
-
-
-def verls(b: BatchTokens) -> torch.Tensor:
-    """verl: dual clip, and the mean of the tokens of every micro-batch (here two rows each)."""
-    ratio, a = (b.log - b.old).exp(), b.advantage[:, None]
-    one = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28))
-    pg = torch.where(a < 0, torch.minimum(-a * 10.0, one), one)
-    d = (b.ref - b.log).clamp(-20, 20)
-    each = (pg + 0.001 * (d.exp() - d - 1).clamp(-10, 10)) * b.mask
-    return sum(each[part].sum() / b.mask[part].sum() for part in (slice(0, 2), slice(2, 4))) / 2  # type: ignore[return-value]
-
-
-def nemos(b: BatchTokens) -> torch.Tensor:
-    """NeMo-RL 0.7: clip, truncated importance sampling, KL with the gradient of its weights."""
-    ratio, a = (b.log - b.old).exp(), b.advantage[:, None]
-    pg = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28)) * (b.old - b.sampler).exp().clamp(max=5.0)
-    d = b.ref - b.log
-    kl = (b.log - b.log.detach()).exp() * (d.exp() - 1 - d)
-    return ((pg + 0.01 * kl) * b.mask).sum() / b.mask.sum()
-
-
-def opens(b: BatchTokens) -> torch.Tensor:
-    """open-instruct 0.3: clip, ρ clamped at 2."""
-    ratio, a, d = (b.log - b.old).exp(), b.advantage[:, None], b.log - b.ref
-    pg = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.272)) * (b.old - b.sampler).exp().clamp(max=2.0)
-    return ((pg + 0.01 * (torch.expm1(-d) + d)) * b.mask).sum() / b.mask.sum()
-
-
-def primes(b: BatchTokens) -> torch.Tensor:
-    """prime-rl 0.8: probabilities that moved too far for the sign of the advantage are left out."""
-    apart, a = b.log - b.sampler, b.advantage[:, None]
-    moved = b.log.exp() - b.sampler.exp()
-    keep = ~torch.where(a > 0, moved > 0.3, moved < -0.2)
-    assert not keep[b.mask].all()
-    return ((-(keep * a * apart.exp()) + 0.001 * apart**2) * b.mask).sum() / b.mask.sum()
-
-
-@pytest.mark.parametrize(("trainer", "formula"), [("verl", verls), ("nemo", nemos), ("open", opens), ("prime", primes)])
-def test_losses_are_the_trainers(trainer: str, formula: Callable[[BatchTokens], torch.Tensor]) -> None:
-    draw = torch.Generator().manual_seed(3)
-    log, old, ref, sampler = (-3 * torch.rand(4, 9, generator=draw, dtype=torch.float64) for _ in range(4))
-    mask = torch.arange(9) < torch.tensor([[9], [2], [5], [7]])
-    batch = BatchTokens(
-        log.requires_grad_(), mask, torch.tensor([1.0, -1.5, 0.7, -0.3], dtype=torch.float64), old, ref, sampler
-    )
-    loss = read(trainer).loss
-    weights = torch.from_numpy(loss.weights(mask.sum(1).numpy(), [np.array([0, 1]), np.array([2, 3])]))
-    policy, kl = loss.summands(batch)
-    assert kl is not None
-    ours, theirs = ((policy + kl) * weights[:, None]).sum(), formula(batch)
-    (got,), (expected,) = torch.autograd.grad(ours, log), torch.autograd.grad(theirs, log)
-    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-12)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)

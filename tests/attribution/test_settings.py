@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ RECIPE: dict[str, Any] = {
 STATE = {"max_steps": 95, "global_step": 40}
 CARD = "---\nlibrary_name: transformers\nbase_model: 'some/base'\n---\n# Model\n### Framework versions\n\n- TRL: {}\n"
 SAYS_ALL = {"beta": 0.0, "loss_type": "dapo", "temperature": 1.0, "epsilon": 0.2, "bf16": False, "max_steps": 10}
+
+
+MIXTURE = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+"""Words of a model of experts."""
 
 
 def config(folder: Path, **words: Any) -> GRPOConfig:
@@ -163,7 +168,23 @@ def test_a_recipe_has_the_defaults_of_its_version(
     assert (found.loss, found.batching, found.version) == (loss, batching, version)
     assert (found.base, found.weights, found.autocast) == (RECIPE["model_name_or_path"], "bfloat16", "bfloat16")
     assert found.facts["reward_weights"] == [1.0, 0.5]
-    assert ("development" in str(found.notes)) == ("dev" in version)
+    assert ("is read as the release" in str(found.notes)) == ("dev" in version)
+
+
+def test_a_dump_lacks_the_words_that_its_version_did_not_know(tmp_path: Path) -> None:
+    words = json.loads(config(tmp_path, beta=0.04, temperature=0.9).to_json_string())
+    later = r"transformers_|importance|loss_type|steps_per|generation_b|top_ent|sapo|vespo|vllm|use_bias|.*bf16"
+    of_16 = {name: value for name, value in words.items() if not re.match(later, name)}
+    for dump, loss in (
+        ({**of_16, **MIXTURE}, PolicyLoss("bnpo", temperature=0.9, beta=0.04)),
+        (
+            {name: value for name, value in of_16.items() if name != "epsilon"},
+            PolicyLoss("grpo", epsilon=None, beta=0.04),
+        ),
+    ):
+        (tmp_path / "training_args.json").write_text(json.dumps(dump))
+        found = read_settings(tmp_path)
+        assert (found.loss, found.autocast, found.notes) == (loss, "float32", ())
 
 
 def test_the_samplers_correction_has_the_defaults_of_its_version(tmp_path: Path) -> None:
@@ -208,6 +229,10 @@ def test_what_weights_and_biases_keeps(tmp_path: Path) -> None:
     real = read_settings(tmp_path)
     assert (found.base, found.version, found.weights) == ("/models/base", "1.16.0", "bfloat16")
     assert (found.optimiser, found.loss, found.seed) == (real.optimiser, real.loss, real.seed)
+    shown["peft_config"] = {"value": {"default": {"r": 8, "lora_dropout": 0.1}}}
+    (files / "config.yaml").write_text(yaml.safe_dump(shown))
+    found = read_settings(files / "config.yaml", version="1.20.0")
+    assert (found.weights, found.dropout, found.notes[0][:20]) == ("float32", True, "TRL 1.20.0 is newer ")
     shown["strange_penalty"] = {"value": 0.3}
     (files / "config.yaml").write_text(yaml.safe_dump(shown))
     with pytest.raises(TsaeError, match=r"strange_penalty=0\.3 is not known, and may change the updates"):
@@ -343,7 +368,7 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
         ({"max_tool_calling_iterations": 3}, "responses called tools"),
         ({"load_in_4bit": True}, "the base was quantised"),
         ({"model_init_kwargs": {"quantization_config": {"bits": 4}}}, "the base was quantised"),
-        ({"output_router_logits": False, "router_aux_loss_coef": 0.001}, "balances the model's experts"),
+        ({**MIXTURE, "transformers_continuous_batching_config": None}, "balances the model's experts"),
         ({"strange_bonus": 0.3}, r"strange_bonus=0\.3 is not known, and may change the updates"),
         ({"learning_rate": "fast"}, "learning_rate='fast' is not a number"),
         ({"max_steps": -1}, "does not say the number of steps of the whole training"),  # TRL's way to say: by epochs

@@ -92,7 +92,9 @@ def test_files_of_json_that_cannot_be_read_are_refused_by_name(
     if name in ("cfg.json", "adapter_config.json"):
         (tmp_path / "config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "training_args.yaml").write_text("{beta: 0, loss_type: dapo, temperature: 1, epsilon: 0.2, max_steps: 3}")
+    (tmp_path / "training_args.yaml").write_text(
+        "{beta: 0, loss_type: dapo, temperature: 1, epsilon: 0.2, max_steps: 3}"
+    )
     (tmp_path / name).write_text(text)
     with pytest.raises(TsaeError) as said:
         read(tmp_path)

@@ -38,7 +38,7 @@ from tsae.attribution.sample_kinds import band_of, has_bands, sample_kinds
 from tsae.attribution.tables import fact_table, group_table, sample_table, target_table
 from tsae.attribution.targets import Targets
 from tsae.attribution.training.log_fit import check_settings
-from tsae.attribution.training.order import batches_of, plan_updates, read_history
+from tsae.attribution.training.order import batches_of, counted, plan_updates, read_history
 from tsae.attribution.training.read.find import find_settings
 from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
@@ -171,7 +171,8 @@ def _prepared(
     folders = {c.step: Path(folder_of(c)) for c in mine}
     history = read_history(folders)
     facts = logged_facts(history)
-    rollouts = with_end_tokens(rollouts, batches_of(rollouts), facts, _end_token(series), notes)
+    limit = counted(settings, "max_completion_length")
+    rollouts = with_end_tokens(rollouts, batches_of(rollouts), facts, _end_token(series), limit, notes)
     start = start_of(series, mine, settings.optimiser, after=after, seed=settings.seed, device=config.device)
     notes += start.notes
     vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickletools
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ _MOST_VALUES = 20_000
 _DEEPEST = 20
 _FIX = "Give the file as the trainer wrote it, or the settings as JSON or YAML."
 _MARK = object()
-_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
 @dataclass(eq=False)
@@ -110,7 +110,8 @@ def _run(pickled: bytes) -> Any:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
-    pop, push = stack.pop, stack.append
+    arg: Any = None
+    pop = stack.pop
 
     def since_mark() -> list[Any]:
         place = len(stack) - 1 - stack[::-1].index(_MARK)
@@ -118,78 +119,51 @@ def _run(pickled: bytes) -> Any:
         del stack[place:]
         return found
 
-    arg: Any
+    def called(args: Any, whose: Inert, state: Any = None) -> Inert:
+        return Inert(whose.of, list(args), state)
+
+    pushed: dict[str, Callable[[], Any]] = {
+        "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "MARK": lambda: _MARK,
+        "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_SET": list, "EMPTY_DICT": dict, "DUP": lambda: stack[-1],
+        "GET": lambda: memo[arg], "BINGET": lambda: memo[arg], "LONG_BINGET": lambda: memo[arg],
+        "TUPLE": lambda: tuple(since_mark()), "TUPLE1": lambda: (pop(),), "TUPLE2": lambda: (pop(), pop())[::-1],
+        "TUPLE3": lambda: (pop(), pop(), pop())[::-1], "LIST": since_mark, "FROZENSET": since_mark,
+        "DICT": lambda: _put({}, since_mark()), "GLOBAL": lambda: Inert(arg.replace(" ", ".")),
+        "STACK_GLOBAL": lambda: Inert(".".join((pop(), pop())[::-1])),
+        "EXT1": lambda: Inert(f"copyreg.{arg}"), "EXT2": lambda: Inert(f"copyreg.{arg}"),
+        "EXT4": lambda: Inert(f"copyreg.{arg}"), "PERSID": lambda: Inert("persistent", [arg]),
+        "BINPERSID": lambda: Inert("persistent", [pop()]), "INST": lambda: Inert(arg.replace(" ", "."), since_mark()),
+        "OBJ": lambda: (lambda whose, *args: called(args, whose))(*since_mark()),
+        "REDUCE": lambda: called(pop(), pop()), "NEWOBJ": lambda: called(pop(), pop()),
+        "NEWOBJ_EX": lambda: called(state=pop(), args=pop(), whose=pop()),
+    }  # fmt: skip
     for step, (opcode, arg, _) in enumerate(pickletools.genops(pickled)):
         if step > _MOST_STEPS:
             raise ValueError(f"it has more than {_MOST_STEPS:,} instructions")
-        match opcode.name:
-            case "PROTO" | "FRAME" | "READONLY_BUFFER":
-                pass
-            case "STOP":
-                return pop()
-            case "MARK":
-                push(_MARK)
-            case "POP":
-                pop()
-            case "POP_MARK":
-                since_mark()
-            case "DUP":
-                push(stack[-1])
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
-                memo[arg] = stack[-1]
-            case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "GET" | "BINGET" | "LONG_BINGET":
-                push(memo[arg])
-            case name if name in _CONSTANTS:
-                push(_CONSTANTS[name])
-            case "EMPTY_LIST" | "EMPTY_SET":
-                push([])
-            case "EMPTY_DICT":
-                push({})
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                push(tuple([pop() for _ in range(int(opcode.name[-1]))][::-1]))
-            case "TUPLE":
-                push(tuple(since_mark()))
-            case "LIST" | "FROZENSET":
-                push(since_mark())
-            case "DICT":
-                push(_put({}, since_mark()))
-            case "APPEND" | "APPENDS" | "ADDITEMS":
-                items = [pop()] if opcode.name == "APPEND" else since_mark()
-                if not isinstance(stack[-1], Inert):  # what a subclass of list holds is not needed
-                    stack[-1].extend(items)
-            case "SETITEM":
-                _put(stack[-3], [stack[-2], stack[-1]])
-                del stack[-2:]
-            case "SETITEMS":
-                items = since_mark()
-                _put(stack[-1], items)
-            case "GLOBAL":
-                push(Inert(arg.replace(" ", ".")))
-            case "STACK_GLOBAL":
-                names = pop(), pop()
-                push(Inert(".".join(reversed(names))))
-            case "EXT1" | "EXT2" | "EXT4":
-                push(Inert(f"copyreg.{arg}"))
-            case "PERSID" | "BINPERSID":
-                push(Inert("persistent", [pop() if arg is None else arg]))
-            case "INST":
-                push(Inert(arg.replace(" ", "."), since_mark()))
-            case "OBJ":
-                whose, *args = since_mark()
-                push(Inert(whose.of, args))
-            case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
-                state = pop() if opcode.name == "NEWOBJ_EX" else None
-                args, whose = pop(), pop()
-                push(Inert(whose.of, list(args), state))
-            case "BUILD":
-                state = pop()
-                stack[-1].state = state
-            case _ if not opcode.stack_before and opcode.arg is not None:  # numbers, texts and bytes
-                push(arg)
-            case _:
-                raise ValueError(f"its instruction {opcode.name} is not known")
+        name = opcode.name
+        if name in pushed:
+            stack.append(pushed[name]())
+        elif name == "STOP":
+            return pop()
+        elif name in ("POP", "POP_MARK"):
+            pop() if name == "POP" else since_mark()
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if arg is None else arg] = stack[-1]
+        elif name in ("APPEND", "APPENDS", "ADDITEMS"):
+            items = [pop()] if name == "APPEND" else since_mark()
+            if not isinstance(stack[-1], Inert):  # what a subclass of list holds is not needed
+                stack[-1].extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            items = [pop(), pop()][::-1] if name == "SETITEM" else since_mark()
+            _put(stack[-1], items)
+        elif name == "BUILD":
+            state = pop()
+            stack[-1].state = state
+        elif opcode.arg is not None and not opcode.stack_before:  # numbers, texts and bytes
+            if name not in ("PROTO", "FRAME"):
+                stack.append(arg)
+        elif name != "READONLY_BUFFER":
+            raise ValueError(f"its instruction {name} is not known")
     raise ValueError("it has no end")
 
 

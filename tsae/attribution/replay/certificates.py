@@ -34,9 +34,14 @@ def logged_facts(history: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def with_end_tokens(
-    rollouts: Rollouts, rows_by_step: dict[int, np.ndarray], facts: pd.DataFrame, end: int | None, notes: list[str]
+    rollouts: Rollouts,
+    rows_by_step: dict[int, np.ndarray],
+    facts: pd.DataFrame,
+    end: int | None,
+    limit: int | None,
+    notes: list[str],
 ) -> Rollouts:
-    """Give responses the end token back that a log of texts lost.
+    """Give responses the end token back that a log of texts lost, and say which were cut off.
 
     The trainer counted it in the mean length that it logged. Where it logged none, responses that end without one and
     before the limit had it, if no response of the log has one.
@@ -46,13 +51,18 @@ def with_end_tokens(
         rows_by_step: rows by the step at which they were logged.
         facts: of `logged_facts`.
         end: id of the end token.
+        limit: most tokens of a response; None where the settings do not say.
         notes: says what was added.
     """
     if end is None or "parts" in rollouts.frame.columns:
         return rollouts
     ids = [rollouts.tokens(row)[1] for row in range(len(rollouts))]
     ended = np.array([len(one) > 0 and one[-1] == end for one in ids])
-    lacking = ~ended & (rollouts.frame.finish_reason != "length").to_numpy()
+    reasons = rollouts.frame.finish_reason.to_numpy(dtype=object)
+    cut = (reasons == "length") | ~ended & (rollouts.lengths("response_ids") >= (limit or np.inf))
+    if (cut & (reasons != "length")).any():
+        rollouts = rollouts.with_column("finish_reason", np.where(cut, "length", reasons))
+    lacking = ~ended & ~cut
     used = np.zeros(len(rollouts), dtype=bool)
     used[np.concatenate(list(rows_by_step.values()))] = True
     compared = [step for step in rows_by_step if step in facts.index and np.isfinite(facts.mean_length[step])]

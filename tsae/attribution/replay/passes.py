@@ -208,7 +208,7 @@ def rows_of(run: Run, update: Update) -> Rows:
         n_tokens,
         places,
         tokens_of_generation=int(_counted(run, generation).sum()),
-        parts_of_generation=run.settings.batching.parts,
+        rows_of_generation=len(generation),
     )
     advantage = run.rollouts.frame.advantage.to_numpy(dtype=float)[rows]
     weight = np.where(n_tokens > 0, weight, 0.0)

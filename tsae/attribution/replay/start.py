@@ -117,7 +117,7 @@ def _whole_run(
     series: CheckpointSeries, mine: Sequence[Checkpoint], optimiser: Optimiser, seed: int | None, device: str
 ) -> Start:
     """From the base on; without what its optimiser knew, if the base is a later step."""
-    loader = ModelLoader(device=device, dtype="float32", attention="eager")
+    loader = ModelLoader(device=device, dtype="float32")
     if is_adapter(folder_of(mine[0])):
         return _of_adapters(loader, mine, optimiser, seed)
     base = TrainedWeights(loader.load(series.base))

@@ -211,7 +211,7 @@ class PolicyLoss:
         parts: Sequence[np.ndarray] | None = None,
         *,
         tokens_of_generation: int | None = None,
-        parts_of_generation: int | None = None,
+        rows_of_generation: int | None = None,
     ) -> np.ndarray:
         """Normalisation w_i of the samples of one step of the optimiser.
 
@@ -219,14 +219,14 @@ class PolicyLoss:
             n_tokens: (n,) counted tokens of each; 0 where all are masked.
             parts: places of the samples, 0 to n − 1, by micro-batch and process; by default one part.
             tokens_of_generation: counted tokens of all samples of the generation, for dapo; by default the step's.
-            parts_of_generation: micro-batches that the generation is split into, for dapo; by default the step's.
+            rows_of_generation: samples of the generation, for dapo; by default the step's.
         """
         n, parts = len(n_tokens), [np.arange(len(n_tokens))] if parts is None else parts
         if self.kind == "step":
             return np.full(n, 1 / max(n_tokens.sum(), 1))
         if self.kind == "dapo":
             total = n_tokens.sum() if tokens_of_generation is None else tokens_of_generation
-            return np.full(n, (parts_of_generation or len(parts)) / (max(total, 1) * len(parts)))
+            return np.full(n, (rows_of_generation or n) / (max(total, 1) * n))
         own = np.ones(n)
         if self.kind == "grpo":
             own = np.maximum(n_tokens, 1)
@@ -333,7 +333,9 @@ class PolicyLoss:
         else:
             kl = free**2 / 2 if self.kl == "k2" else torch.exp(-free) + free - 1
         if log_weight is not None:
-            kl = kl * torch.where(free == apart, log_weight, log_weight.detach()).exp()
+            if self.kl_corrected_to != "old":  # NeMo-RL stops both gradients where d is clamped.
+                log_weight = torch.where(free == apart, log_weight, log_weight.detach())
+            kl = kl * log_weight.exp()
         return kl if self.kl_clamp is None else kl.clamp(-self.kl_clamp, self.kl_clamp)
 
     def pull(self, log_ratio: Tensor, positive: Tensor, again: Again = "replayed") -> Tensor:

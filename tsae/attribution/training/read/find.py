@@ -57,9 +57,9 @@ def find_settings(
     """
     mine = [c for c in series if not c.is_base and run in (None, c.run)]
     folders = list(dict.fromkeys(folder for c in mine for folder in (Path(c.path).parent, Path(c.path))))
-    for folder in [where] if where is not None else folders:
-        if where is not None or _file(folder) is not None:
-            return read_settings(folder, version=version)
+    found = where if where is not None else next((folder for folder in folders if _file(folder)), None)
+    if found is not None:
+        return read_settings(found, version=version)
     raise TsaeError(
         "the trainer's settings do not lie beside the checkpoints (training_args.bin or .json, wandb/, .hydra/)",
         where=str(folders[0]) if folders else series.name,
@@ -132,8 +132,9 @@ def _file(folder: str | Path) -> Path | None:
     """The file with settings in a folder."""
     folder = as_path(folder)
     for pattern in _FILES:
-        files = sorted(folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", str(file))])
-        for file in reversed(files):
+        for file in sorted(
+            folder.glob(pattern), key=lambda file: [_numbers(Path(p)) for p in file.parts], reverse=True
+        ):
             if _FILES.index(pattern) < _FILES.index("checkpoint-*/args.json") or _claimed(file):
                 return file
     return None
@@ -174,21 +175,15 @@ def _load(file: Path) -> dict[str, Any]:
 def _beside(file: Path) -> list[Path]:
     """Folders in which more of the run may lie: the file's own, the run's, and the run's checkpoints, newest first."""
     own = file.parent
-    around = [
-        own,
-        *(own.parent for _ in [0] if own.name in ("files", ".hydra", "tsae") or own.name.startswith("checkpoint-")),
-    ]
-    around += [folder.parent for folder in own.parents if folder.name == "wandb"] if ".wandb" not in own.name else []
-    if own.name == "wandb":
-        around.append(own.parent)
-    newest = [
-        checkpoint
-        for folder in around
-        for checkpoint in sorted(
-            folder.glob("checkpoint-*"), key=lambda c: int((re.findall(r"\d+", c.name) or [0])[-1]), reverse=True
-        )
-    ]
-    return list(dict.fromkeys([*around, *(around[0] / "files",), *newest]))
+    inner = own.name in ("files", ".hydra", "tsae") or own.name.startswith("checkpoint-")
+    around = [own, own / "files", *([own.parent] if inner else [])]
+    around += [folder.parent for folder in (own, *own.parents) if folder.name == "wandb"]
+    checkpoints = [(_numbers(each), each) for folder in around for each in folder.glob("checkpoint-*")]
+    return list(dict.fromkeys([*around, *(each for _, each in sorted(checkpoints, reverse=True))]))
+
+
+def _numbers(file: Path) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", file.name)]
 
 
 def _version(folders: list[Path]) -> str | None:

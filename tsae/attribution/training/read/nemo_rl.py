@@ -78,7 +78,7 @@ def _loss(words: Words, updates: int) -> PolicyLoss:
     if not has["by_token"]:
         words.usual("grpo.overlong_filtering")  # The mean of responses leaves them out, too.
     if given["beta"]:
-        words.usual("loss_fn.use_on_policy_kl_approximation loss_fn.use_kl_in_reward")
+        words.usual("loss_fn.use_kl_in_reward")
     if updates > 1:
         words.usual("loss_fn.force_on_policy_ratio")
     given["level"] = "sequence" if has["by_sequence"] else "token"
@@ -89,10 +89,9 @@ def _loss(words: Words, updates: int) -> PolicyLoss:
     if has["cispo"]:
         given |= {"surrogate": "cispo", "epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
     given["kl"] = words.choice({k: k for k in ("k1", "k2", "k3")}, "loss_fn.reference_policy_kl_type", default="k3")
-    given |= {
-        "kl_corrected": "loss_fn.positive_example_nll_weight" in words.values,
-        "kl_corrected_to": "now",
-    }  # From 0.7.
+    by_sampler = words.flag("loss_fn.use_on_policy_kl_approximation")
+    if by_sampler or "loss_fn.positive_example_nll_weight" in words.values:  # Since 0.7.
+        given |= {"kl_corrected": True, "kl_corrected_to": "sampler" if by_sampler else "now"}
     return PolicyLoss("step" if has["by_token"] else "grpo", **given)
 
 

@@ -34,6 +34,7 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         TsaeError: for a word that is not known, and for what is not replayed.
     """
     words = Words(settings, file)
+    steps = steps or words.whole("max_steps", default=0) or None
     words.usual("actor.entropy_coef entropy_loss_coef actor.aux_loss_coef aux_loss_coef actor.optim=adam kl_target")
     words.usual("algo.advantage.is_correction_enable enable_vllm_is_correction")
     words.usual("algo.kl.target critic.freezing_steps=-1 freezing_actor_steps=-1 ptx_coef=0.05")

@@ -24,6 +24,8 @@ from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.errors import TsaeError
 
 _OLDEST, _NEWEST = (0, 14), (1, 16)
+_BALANCED = (1, 7)
+"""Since this version the loss balances experts. Before, `router_aux_loss_coef` was a word of models."""
 _FULL = {"beta", "optim", "adam_beta1", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "dataloader_num_workers"}
 """A file with all of these is a dump: nobody writes them all."""
 _BUFFERED = (0, 16)
@@ -145,7 +147,7 @@ _OF_MODELS = _words_of(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens architectures
     finetuning_task id2label label2id tokenizer_class prefix bos_token_id pad_token_id eos_token_id sep_token_id
     decoder_start_token_id task_specific_params problem_type model_type rope_theta rope_scaling rope_parameters
-    head_dim"""
+    head_dim partial_rotary_factor"""
 )
 """Words of every model's configuration in transformers 4, which W&B has among the arguments."""
 
@@ -181,12 +183,16 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     """
     notes: list[str] = []
     _refuse_unknown(Words(settings, file), beside.model)
-    words = Words({**_defaults(settings, _parsed(beside.version, file), file, notes), **settings}, file)
-    _refuse_known(words, settings, beside.model)
+    version = _parsed(beside.version, file)
+    words = Words({**_defaults(settings, version, file, notes), **settings}, file)
+    balances = version >= _BALANCED if version else "transformers_continuous_batching_config" in settings
+    _refuse_known(words, balances and "output_router_logits" in {**settings, **beside.model})
     notes += [means for name, means in _NOTED.items() if words.flag(name)]
     notes += ["Adam's state was kept in 8 bits; it is replayed in full."] if words.get("optim") in _ADAM_8BIT else []
     if "dev" in (beside.version or ""):
         notes.append(f"TRL {beside.version} is a development version; it is read as the release.")
+    if version and version > _NEWEST:
+        notes.append(f"TRL {beside.version} is newer than 1.16, whose formulas are assumed.")
     loss = _loss(words)
     facts = {name: words.get(name) for name in _FACTS if words.get(name) is not None} | {"scale_rewards": _scale(words)}
     if loss.correction:
@@ -225,7 +231,8 @@ def _defaults(
 ) -> dict[str, Any]:
     """The values of words that the file does not have. A full dump lacks a word because its version did not know it."""
     if settings.keys() >= _FULL:
-        return {name: values[0][1] for name, values in _DEFAULTS.items()} | _SAME
+        unknown = {name: values[0][1] for name, values in _DEFAULTS.items()} | _SAME
+        return unknown | ({"loss_type": "bnpo"} if "epsilon" in settings else {})  # of 0.16, which had no word for it
     asked = ["beta", "loss_type", "temperature", "epsilon"]
     asked += ["use_bias_correction_kl"] if settings.get("beta") else []
     asked += ["vllm_importance_sampling_correction"] if settings.get("use_vllm") else []
@@ -252,11 +259,11 @@ def _defaults(
     return {name: [v for since, v in values if since <= version][-1] for name, values in _DEFAULTS.items()} | _SAME
 
 
-def _refuse_known(words: Words, settings: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse what is not replayed."""
+def _refuse_known(words: Words, experts: bool) -> None:
+    """Refuse what is not replayed; experts: whether the trainer balances those of the model."""
     for name, does in _NOT_REPLAYED.items():
         words.need(does, name)
-    balanced = "output_router_logits" in {**settings, **model} and words.get("router_aux_loss_coef") != 0
+    balanced = experts and words.get("router_aux_loss_coef") != 0
     if balanced or any("quantization_config" in name for name, value in words.values.items() if value):
         does = "the loss had a term that balances the model's experts" if balanced else "the base was quantised"
         raise TsaeError(f"{does}, which is not replayed", where=words.file, fix="Attribute a run without it.")
@@ -273,7 +280,7 @@ def _refuse_unknown(given: Words, model: Mapping[str, Any]) -> None:
             continue
         if value not in (None, False, 0, "", "None", "no", [], {}):
             raise TsaeError(
-                f"{name}={value} is not known, and may change the updates",
+                f"{name}={str(value)[:80]} is not known, and may change the updates",
                 where=given.file,
                 fix="Where it does not, give a copy of the settings without it, as JSON or YAML.",
             )
@@ -288,7 +295,7 @@ def _optimiser(words: Words, beside: Beside) -> Optimiser:
             where=words.file,
             fix="Keep trainer_state.json beside it, which the checkpoints have, or add max_steps.",
         )
-    warmup = words.number("warmup_steps") or words.number("warmup_ratio")
+    warmup = words.number("warmup_steps", default=0) or words.number("warmup_ratio", default=0)
     warmup = ceil((n_steps or 0) * warmup) if 0 < warmup < 1 else int(warmup)
     prefix = "lr_scheduler_kwargs."
     return Optimiser(
@@ -343,7 +350,7 @@ def _batching(words: Words) -> Batching:
                 where=words.file,
                 fix="Add steps_per_generation or num_processes, or give the run's training_args.bin.",
             )
-        parts = int(rows) // (words.whole("per_device_train_batch_size") * int(processes))
+        parts = int(rows) // max(1, words.whole("per_device_train_batch_size") * int(processes))
     if words.get("epsilon") is None:
         parts = 1  # before TRL 0.16 every micro-batch was a generation
     used = words.take("accumulation=gradient_accumulation_steps:1 iterations=num_iterations:1")
@@ -359,7 +366,8 @@ def _weights(words: Words, beside: Beside, notes: list[str]) -> Any:
         return "float32"
     loaded = words.get("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
     loaded = beside.model.get("dtype", beside.model.get("torch_dtype")) if loaded in (None, "auto") else loaded
-    kept = beside.weights or ("float32" if beside.adapter else str(loaded or "float32"))
+    adapter = beside.adapter or words.flag("use_peft") or any(name.startswith("peft_config.") for name in words.values)
+    kept = beside.weights or ("float32" if adapter else str(loaded or "float32"))
     found = {"F32": "float32", "BF16": "bfloat16"}.get(kept, kept.removeprefix("torch."))
     if found not in ("float32", "bfloat16"):
         what = f"trained weights were kept in {found}, expected float32 or bfloat16"
@@ -371,7 +379,8 @@ def _dropout(words: Words, beside: Beside) -> bool:
     """Whether forward passes dropped something. TRL trains with dropout where the model has it, unless disable_dropout;
     that switch does not reach the dropout inside of attention."""
     model = {name: value for name, value in beside.model.items() if re.search("dropout|pdrop", name)}
-    lora = {"lora_dropout": beside.adapter.get("lora_dropout", words.get("lora_dropout", default=0))}
+    said = words.get("lora_dropout", "peft_config.default.lora_dropout", default=0)
+    lora = {"lora_dropout": beside.adapter.get("lora_dropout", said)}
     names = ("attention_dropout",) if words.flag("disable_dropout") else {**model, **lora}
     return any(
         isinstance(value, (int, float)) and value > 0 and not re.match("classifier|summary", name)

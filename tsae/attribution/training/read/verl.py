@@ -62,7 +62,7 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     )
     has |= words.take(f"v1=trainer.use_v1:false shuffle={_ACTOR}shuffle:false")
     advantages = words.choice(_ADVANTAGES, "algorithm.adv_estimator", default="gae")
-    loss = _loss(words, size, engine=engine, rows=size["mini"] * size["n"] / (parts * processes))
+    loss = _loss(words, size["length"], engine=engine)
     if loss.kind == "bnpo" and size["dynamic"]:
         loss = replace(loss, kind="step")
         notes.append("micro-batches had no fixed size (use_dynamic_bsz): the token mean is taken over mini-batches")
@@ -103,8 +103,7 @@ def _refuse(words: Words) -> None:
     words.only(f"{_ACTOR}policy_loss.", f"{losses} rollout_correction")
 
 
-def _loss(words: Words, size: Mapping[str, Any], *, engine: bool, rows: float) -> PolicyLoss:
-    """The loss; rows are those of a micro-batch."""
+def _loss(words: Words, length: int, *, engine: bool) -> PolicyLoss:
     mode = str(words.get(f"{_ACTOR}policy_loss.loss_mode", default="vanilla"))
     surrogate = words.choice(_SURROGATES, f"{_ACTOR}policy_loss.loss_mode", default="vanilla")
     kind: Any = words.choice(_KINDS, f"{_ACTOR}loss_agg_mode", default="token-mean")
@@ -120,10 +119,10 @@ def _loss(words: Words, size: Mapping[str, Any], *, engine: bool, rows: float) -
         kind = "grpo"
     limit = None
     if kind == "dr_grpo":
-        limit = words.take("limit=loss_scale_factor" + ("" if engine else f":{size['length']}.0"), _ACTOR)["limit"]
-        if not engine:  # Divided by the length, and not by the rows of a micro-batch.
+        limit = words.whole(f"{_ACTOR}loss_scale_factor", default=None if engine else length)
+        if not engine:  # By the length alone.
             words.usual("use_dynamic_bsz", _ACTOR)
-            limit /= rows
+            kind = "sum_norm"
     level: Any = words.choice(_LEVELS, f"{_CORRECTION}rollout_is", default="None")
     if has["old"] > 0:
         level, has["cap"] = "token_truncate", has["old"]
