@@ -84,7 +84,14 @@ class Chunk:
     mask: torch.Tensor
     response: torch.Tensor
     """(B, L) tokens that the policy sampled."""
-    positions: torch.Tensor | None
+    positions: torch.Tensor
+    """(B, L)."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Of the model."""
+        given = {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": self.positions}
+        return {**given, "use_cache": False}
 
     @property
     def counted(self) -> torch.Tensor:
@@ -126,7 +133,9 @@ def chunks(run: Run, rows: np.ndarray, generation: np.ndarray) -> Iterator[Chunk
             ids[i, own] = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
             mask[i, own] = 1
             response[i, before : before + len(answer)] = torch.from_numpy(run.rollouts.sampled(row))
-        yield Chunk(some, ids.to(device), mask.to(device), response.to(device), None)
+        # Counted as the model does without being given any, but for every sample: learned ones have gradients.
+        places = torch.arange(before + after, device=device).expand(len(some), -1)
+        yield Chunk(some, ids.to(device), mask.to(device), response.to(device), places)
 
 
 def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
@@ -134,11 +143,8 @@ def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
     amp = (
         torch.autocast(chunk.ids.device.type, torch.bfloat16) if run.settings.autocast == "bfloat16" else nullcontext()
     )
-    inputs: dict[str, Any] = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
-    if chunk.positions is not None:
-        inputs["position_ids"] = chunk.positions
     with amp:
-        logits = run.trained.model(**inputs).logits
+        logits = run.trained.model(**chunk.inputs).logits
     return torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
 
 

@@ -51,9 +51,6 @@ def token_shares(
 
 
 def _log(run: Run, chunk: Chunk, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    inputs = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
-    if chunk.positions is not None:
-        inputs["position_ids"] = chunk.positions
-    logits = torch.func.functional_call(run.trained.model, weights, kwargs=inputs).logits
+    logits = torch.func.functional_call(run.trained.model, weights, kwargs=chunk.inputs).logits
     every = torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
     return every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
