@@ -15,9 +15,8 @@ from support.builders import make_rollouts
 from support.credit import small_credit
 from support.damage import resealed
 from support.planted import planted
-from tsae.attribution.gradients.gradient_store import GradientStore
-from tsae.base.files import read_object, reading, write_json
-from tsae.base.seal import SEAL, seal, with_checksum, write_sealed
+from tsae.base.files import read_object, reading
+from tsae.base.seal import SEAL, seal, write_sealed
 from tsae.causal.intervention import Intervention
 from tsae.commands.actions.diff import run_report
 from tsae.commands.options.diff import Report
@@ -133,22 +132,6 @@ def test_rollouts_with_damaged_metadata(tmp_path: Path) -> None:
     (tmp_path / "rollouts.parquet").write_bytes(b"PAR1")
     with pytest.raises(TsaeError, match=r"rollouts\.parquet: cannot be read"):
         read_outline(tmp_path / "rollouts.parquet")
-
-
-def test_gradients(tmp_path: Path) -> None:
-    file = tmp_path / "gradients.json"
-    for content in ("", "[]", "{}", '{"steps": 3}'):
-        file.write_text(content)
-        with pytest.raises(TsaeError, match=r"gradients\.json: (cannot be read|has no checksum)"):
-            GradientStore(tmp_path)
-    write_json(file, with_checksum({"steps": 3}))
-    with pytest.raises(TsaeError, match=r"gradients\.json: cannot be read"):
-        GradientStore(tmp_path)
-    write_json(file, with_checksum({"steps": [1]}))
-    (tmp_path / "step-000001.safetensors").write_bytes(b"\x10")
-    seal(tmp_path, ["step-000001.safetensors"])
-    with pytest.raises(TsaeError, match="cannot be read"):
-        GradientStore(tmp_path).step(1)
 
 
 def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> None:
