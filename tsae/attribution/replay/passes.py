@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, keep_logits
 from tsae.attribution.replay.states import State
 from tsae.attribution.training.loss import BatchTokens
 from tsae.attribution.training.order import Plan, Update
@@ -146,9 +145,7 @@ def inputs_of(run: Run, chunk: Chunk) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
     if chunk.positions is not None:
         inputs["position_ids"] = chunk.positions
-    if "logits_to_keep" in signature(run.trained.model.forward).parameters:
-        inputs["logits_to_keep"] = chunk.scored + 1
-    return inputs
+    return inputs | keep_logits(run.trained.model, chunk.scored)
 
 
 def log_softmax(run: Run, chunk: Chunk, logits: torch.Tensor) -> torch.Tensor:
