@@ -8,8 +8,8 @@
 Targets are the probability of a direct answer on held-out problems of each band, and the means of the features that
 moved most, over fixed trajectories of the base. The run is replayed from its log. For every subset each predictor gives
 a number; its score is the rank correlation with what the retrainings really changed, over the halves (linear
-datamodelling score; Park et al. 2023). Bands left out and alone are really replayed, and compared with TRL's own trainer
-on the same logged responses, and with retrainings that sampled anew.
+datamodelling score; Park et al. 2023). Bands left out and alone are really replayed, and compared with TRL's own
+trainer on the same logged responses, and with retrainings that sampled anew.
 
 Predicted before the runs: a replay follows the trainer's own loss, with clipped ratios. Where the simulation does so
 too, with ratios that are linear in the weights, it shall score at least .9 on direct answers and .6 on features for

@@ -1,6 +1,7 @@
-"""TRL's own trainer, fed the logged responses of a run in place of sampling: its loss, optimiser and clipping act on them.
+"""TRL's own trainer, fed the logged responses of a run in place of sampling.
 
-What `tsae.attribution.replay.path.train_on` is compared with. A sample that is left out has no token that counts.
+Its loss, optimiser and clipping act on them. A sample that is left out has no token that counts.
+`tsae.attribution.replay.path.train_on` is compared with it.
 """
 
 from __future__ import annotations

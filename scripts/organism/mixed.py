@@ -312,7 +312,8 @@ def replayed(base: Checkpoint, rollouts: Rollouts, settings: Path, to: Path) -> 
         settings: folder that has them.
         to: folder for the path; it needs no checkpoints.
     """
-    trained, found = TrainedWeights(base.load_model(dtype="float32")), read_settings(settings)
+    # Eager attention: forward derivatives, which split shares by token, know no other.
+    trained, found = TrainedWeights(base.load_model(dtype="float32", attention="eager")), read_settings(settings)
     plan = plan_updates(rollouts, found, checkpoints={}, vocabulary=None)
     run = Run(trained, rollouts, found, plan, State.at(trained.vector()))
     return replay(run, States(to, len(plan.updates), len(trained), _PATH), {}, logged_facts({}))
