@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +96,7 @@ def gradients_and_spread(
         TsaeError: for a module that mixes samples, such as a mixture of experts.
     """
     with _recorded(trained) as seen:
-        every = _log_softmax(trained.model, ids, mask, temperature)
+        every = _log_softmax(trained.model, ids, mask, temperature, ids.shape[1] - 1)
         log = every.gather(-1, ids[:, 1:, None])[..., 0]
         (log * weight).sum().backward()
     found = torch.zeros(len(ids), len(trained), dtype=log.dtype, device=log.device)
@@ -118,17 +119,27 @@ def gradients_and_spread(
 
 
 def log_probabilities(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, last: int | None = None
 ) -> torch.Tensor:
-    """(B, T − 1) log-probability of every token after the first, in nats."""
-    return _log_softmax(model, ids, mask, temperature).gather(-1, ids[:, 1:, None])[..., 0]
+    """(B, last) log-probability of the last tokens, in nats; by default (B, T − 1) of every token after the first."""
+    n = ids.shape[1] - 1 if last is None else last
+    return _log_softmax(model, ids, mask, temperature, n).gather(-1, ids[:, -n:, None])[..., 0]
 
 
-def _log_softmax(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(B, T − 1, vocabulary) in nats."""
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+def _log_softmax(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float, last: int
+) -> torch.Tensor:
+    """(B, last, vocabulary) in nats. Logits are computed for these tokens only, where the model can do that."""
+    logits = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **keep_logits(model, last)
+    ).logits[:, -last - 1 : -1]
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.log_softmax(logits[:, :-1].to(wide) / temperature, dim=-1)
+    return torch.log_softmax(logits.to(wide) / temperature, dim=-1)
+
+
+def keep_logits(model: PreTrainedModel, last: int) -> dict[str, int]:
+    """The argument that asks a model for the logits that predict the last tokens; nothing if it does not know it."""
+    return {"logits_to_keep": last + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
 
 Seen = list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]

@@ -107,7 +107,10 @@ class BatchGradients:
                 x, y = read[0].detach(), None if type(module) is torch.nn.Linear else given.detach()
                 # What can be worked out at once is, while both are in the processor's cache. The hook must not hold
                 # the tensor that holds the hook: the graph would stay until a circle of references is looked for.
-                given.register_hook(lambda back: self._keep(self._open[-1], module, x, y, back.detach()))
+                # Where the graph begins, the next term's backward pass adds to the same numbers.
+                given.register_hook(
+                    lambda back: self._keep(self._open[-1], module, x, y, back.clone() if made else back.detach())
+                )
             return given if made else None
 
         handles = [module.register_forward_hook(after) for module in self._modules]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +237,9 @@ def _drawn(checkpoint: Checkpoint, trained: TrainedWeights, seed: int) -> dict[s
     try:
         model = AutoModelForCausalLM.from_config(trained.model.config)
         torch.manual_seed(seed)
-        fresh = get_peft_model(model, LoraConfig(**given))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft uses what transformers deprecates
+            fresh = get_peft_model(model, LoraConfig(**given))
     except (TypeError, ValueError, RuntimeError, KeyError):
         return None
     finally:

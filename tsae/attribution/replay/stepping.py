@@ -37,12 +37,14 @@ class Stepper:
 
     def decay_of(self, weights: torch.Tensor, step: int) -> torch.Tensor:
         """(P,) what decoupled weight decay adds to the weights in a step."""
-        o = self.optimiser
-        if not o.weight_decay or o.name != "adamw":
+        if not self.optimiser.weight_decay or self.optimiser.name != "adamw":
             return torch.zeros_like(weights)
-        rate = o.rate(step) * o.weight_decay
+        return self.decaying(weights) * (-self.optimiser.rate(step) * self.optimiser.weight_decay)
+
+    def decaying(self, weights: torch.Tensor) -> torch.Tensor:
+        """(P,) weights that decay; 0 in place of the others."""
         parts = zip(weights.split(self.sizes), self.decays, strict=True)
-        return torch.cat([-rate * part if decays else torch.zeros_like(part) for part, decays in parts])
+        return torch.cat([part if decays else torch.zeros_like(part) for part, decays in parts])
 
     @torch.no_grad()
     def take(self, state: State, gradient: torch.Tensor) -> tuple[torch.Tensor, float, float]:
@@ -66,7 +68,7 @@ class Stepper:
                 if decays:
                     part.mul_(1 - rate * o.weight_decay)
         elif o.weight_decay:
-            gradient = gradient + o.weight_decay * state.weights
+            gradient = gradient + o.weight_decay * self.decaying(state.weights)
         if o.name == "sgd":
             state.first.mul_(o.momentum).add_(gradient)
             state.weights.add_(state.first, alpha=-rate)

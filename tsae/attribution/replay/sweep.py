@@ -133,9 +133,9 @@ def shares(
             later = stepped.before
             shrunk = stepper.decay_of(stepped.before, step)
             decay += (middle @ shrunk).double().cpu().numpy()
-            if (pulled := stepper.optimiser.weight_decay) and stepper.optimiser.name != "adamw":
-                decay -= path.clips[step] * pulled * (ahead @ stepped.before).double().cpu().numpy()
             ahead = ahead * stepper.carried + middle * stepped.scale
+            if (pulled := stepper.optimiser.weight_decay) and stepper.optimiser.name != "adamw":
+                decay -= pulled * (ahead @ stepper.decaying(stepped.before)).double().cpu().numpy()
             directions = -path.clips[step] * ahead
             found.append(products(run, those, known, directions))
             if seen is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, summands
+from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, inputs_of, log_softmax, summands
 
 
 def token_shares(
@@ -52,9 +52,5 @@ def token_shares(
 
 
 def _log(run: Run, chunk: Chunk, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    inputs = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "use_cache": False}
-    if chunk.positions is not None:
-        inputs["position_ids"] = chunk.positions
-    logits = torch.func.functional_call(run.trained.model, weights, kwargs=inputs).logits
-    every = torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
-    return every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
+    logits = torch.func.functional_call(run.trained.model, weights, kwargs=inputs_of(run, chunk)).logits
+    return log_softmax(run, chunk, logits).gather(-1, chunk.scored_ids[..., None])[..., 0]

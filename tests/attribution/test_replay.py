@@ -1,0 +1,188 @@
+"""Replayed runs: against trainings in plain torch, with what certifies them, restarts and stretches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import tsae
+from support.builders import save_model
+from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
+from tsae.attribution.replay.certificates import logged_facts, verdict
+from tsae.attribution.replay.passes import Run
+from tsae.attribution.replay.path import steps_back
+from tsae.attribution.replay.start import Start, checkpoints_of, start_of
+from tsae.attribution.replay.states import State, States
+from tsae.attribution.training.order import plan_updates
+from tsae.attribution.training.settings import RunSettings
+from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
+
+EXACT = 1e-5
+"""Part of the way."""
+KL = CASES["KL"][1]
+MORE: dict[str, tuple[str, RunSettings]] = {
+    **CASES,
+    "moving reference": ("llama", replace(KL, loss=replace(KL.loss, sync_ref=(0.5, 3)))),
+    "bfloat16": ("llama", replace(CASES["as TRL does"][1], autocast="bfloat16")),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return lambda name: folder / name if (folder / name).is_dir() else save_model(folder / name, name)
+
+
+@pytest.fixture(scope="module")
+def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[GrpoLoop, Path]:
+    """Twelve steps of three generations, with checkpoints after each generation."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    return GrpoLoop(llama, make_log(KL, 3), KL).run(to=folder, save=(4, 8, 12)), folder
+
+
+def start(llama: Path, folder: Path, **given: int | None) -> Start:
+    series = tsae.CheckpointSeries.load(llama, folder)
+    return start_of(series, checkpoints_of(series, None), KL.optimiser, **given)
+
+
+def without_optimiser(folder: Path, to: Path) -> Path:
+    """The same checkpoints."""
+    for checkpoint in folder.iterdir():
+        (to / checkpoint.name).mkdir(parents=True)
+        for file in checkpoint.iterdir():
+            if file.name != "optimizer.pt":
+                (to / checkpoint.name / file.name).symlink_to(file)
+    return to
+
+
+def run_from(begun: Start, log: Rollouts, after: int) -> Run:
+    plan = plan_updates(log, KL, checkpoints={}, vocabulary=None, steps=(after + 1, 12))
+    return Run(begun.trained, log, KL, plan, begun.begin)
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_a_replay_ends_where_the_training_did(case: str, model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Losses, clipping, weight decay and its groups, schedules, several updates and iterations, accumulation, KL."""
+    name, settings = MORE[case]
+    loop = GrpoLoop(model(name), make_log(settings, 3), settings).run()
+    facts = logged_facts({step: {"grad_norm": norm} for step, norm in enumerate(loop.norms, 1)})
+    path = replay_of(run_of(loop, batch_tokens=4096 if loop.as_trl else 60), tmp_path, facts=facts)
+    assert apart(path.end, loop) < EXACT
+    np.testing.assert_allclose(path.steps.grad_norm, path.steps.logged_grad_norm, rtol=1e-5)
+    assert path.steps.clipped.any()
+    judged = verdict(path.run, path.steps)
+    assert (judged.to, judged.departs, judged.gate, judged.path_error) == (len(loop.norms), None, "", None)
+    assert judged.within is not None
+    assert judged.within < 1e-5
+
+
+def test_steps_between_kept_states_are_taken_again(saved: tuple[GrpoLoop, Path], tmp_path: Path) -> None:
+    whole = replay_of(run_of(saved[0]), tmp_path / "whole")
+    size = len(whole.run.trained)
+    path = replay_of(run_of(saved[0]), tmp_path / "some", budget=8 * size * 12 - 1)
+    assert (whole.states.every, path.states.every) == (1, 5)
+    assert torch.equal(path.end, whole.end)
+    get, expected = steps_back(path), steps_back(whole)
+    for step in range(12, 0, -1):
+        (one, rows, known), (other, of_whole, also) = get(step), expected(step)
+        assert torch.equal(one.before, other.before)
+        assert torch.equal(one.scale, other.scale)
+        assert rows.weight == of_whole.weight
+        assert known.old.keys() == also.old.keys()
+        assert sum(file.stat().st_size for file in (tmp_path / "some").iterdir()) < path.states.bytes + 4096
+    with pytest.raises(TsaeError, match=r"the path of 12 steps .* takes .* GB\. Raise --budget-gb"):
+        States(tmp_path / "no", 12, size, 8 * size * 3)
+
+
+def test_log_probabilities_of_the_log_count(saved: tuple[GrpoLoop, Path], tmp_path: Path) -> None:
+    """Those of the reference make it unnecessary; others than the run's make another training."""
+    loop = saved[0]
+    columns = {"ref_logprobs": loop.ref, "old_logprobs": loop.old}
+    log = loop.log
+    for name, of in columns.items():
+        log = log.with_column(name, [of[row].tolist() for row in range(len(log))])
+    path = replay_of(run_of(loop, log=log), tmp_path, reference=torch.zeros_like(loop.weights[0]))
+    assert apart(path.end, loop) < EXACT
+    other = log.with_column("ref_logprobs", [(of - 1).tolist() for of in map(loop.ref.__getitem__, range(len(log)))])
+    assert apart(replay_of(run_of(loop, log=other), tmp_path).end, loop) > 1e-2
+    short = log.with_column("old_logprobs", [[0.0]] * len(log))
+    with pytest.raises(TsaeError, match=r"old_logprobs of row 0 has 1 numbers, and the response \d+ tokens"):
+        replay_of(run_of(loop, log=short), tmp_path)
+
+
+def test_checkpoints_measure_the_way_and_restart_it(saved: tuple[GrpoLoop, Path], llama: Path, tmp_path: Path) -> None:
+    """A log that is wrong in its first generation: from step 4 on the training goes on as it did."""
+    loop, folder = saved
+    begun = start(llama, folder)
+    right = replay_of(run_from(begun, loop.log, 0), tmp_path / "path", controls=begun.controls)
+    known = right.steps.distance[[3, 7, 11]]
+    assert (known < EXACT).all()
+    assert right.steps.distance.notna().sum() == 3
+    assert right.restarts == []
+    log = loop.log.with_column("advantage", loop.log.frame.advantage * np.where(loop.log.frame.generation == 0, -1, 1))
+    path = replay_of(run_from(begun, log, 0), tmp_path / "path", controls=begun.controls)
+    assert path.restarts == [4]
+    assert path.steps.distance[3] > 0.5
+    assert apart(path.end, loop) < EXACT
+    alone = start(llama, without_optimiser(folder, tmp_path / "alone"))
+    path = replay_of(run_from(alone, log, 0), tmp_path / "path", controls=alone.controls)
+    assert path.restarts == []
+    assert path.steps.distance[11] > 0.1
+    judged = verdict(path.run, path.steps)
+    assert judged.path_error == path.steps.distance.max()
+    assert judged.gate.startswith("The replay ends ")
+    assert "% of the way from the checkpoint of step 4: settings or log are not quite those of this run" in judged.gate
+
+
+def test_a_stretch_begins_with_the_optimisers_state(
+    saved: tuple[GrpoLoop, Path], llama: Path, tmp_path: Path
+) -> None:
+    loop, folder = saved
+    begun = start(llama, folder, after=4)
+    assert (begun.begin.step, begun.begin.taken, sorted(begun.controls)) == (4, 4, [8, 12])
+    path = replay_of(run_from(begun, loop.log, 4), tmp_path, reference=loop.weights[0])
+    assert apart(path.end, loop) < EXACT
+    cold = replace(begun, begin=State(begun.begin.weights, *(torch.zeros_like(begun.begin.weights),) * 2, 4))
+    assert apart(replay_of(run_from(cold, loop.log, 4), tmp_path, reference=loop.weights[0]).end, loop) > 0.05
+    with pytest.raises(TsaeError, match="no checkpoint after step 5; there are 0, 4, 8, 12"):
+        start(llama, folder, after=5)
+    bare = without_optimiser(folder, tmp_path / "bare")
+    with pytest.raises(TsaeError, match=r"is a later step \(4\), and no optimizer\.pt beside it says"):
+        start(llama, bare, after=4)
+    # The base itself is a later step of the run.
+    series = tsae.CheckpointSeries.load(llama, bare)
+    late = tsae.CheckpointSeries(tuple(replace(c, run=None) if c.step == 4 else c for c in series if c.step))
+    with pytest.raises(TsaeError, match=r"is a later step \(4\), .* Begin with the model that the training started"):
+        start_of(late, checkpoints_of(late, None), KL.optimiser)
+
+
+def test_a_replay_that_departs_is_judged(saved: tuple[GrpoLoop, Path]) -> None:
+    run = run_of(saved[0])
+    n = np.arange(1, 13)
+    steps = pd.DataFrame({"step": n, "n": 8, "mean_length": 7.0, "logged_mean_length": 7.0, "distance": np.nan})
+
+    def judged(run: Run = run, **columns: object) -> object:
+        return verdict(run, steps.assign(**{"grad_norm": 1.0, "logged_grad_norm": 1.0, **columns}))
+
+    off = np.where(n >= 5, 1.3, 1.01)
+    found = judged(grad_norm=off)
+    assert (found.to, found.departs, found.path_error) == (4, 5, None)
+    assert found.within == pytest.approx(0.01)
+    assert found.gate.startswith("The replay departs from the run at step 5, and no checkpoint says how far: ")
+    # A single step that is off is none; far from the end there is an answer.
+    assert judged(grad_norm=np.where(n == 5, 1.3, 1.0)).departs is None
+    assert judged(grad_norm=np.where(n >= 11, 1.3, 1.0)).gate == ""
+    lengths = np.where(n == 3, 7.25, 7.0)
+    assert "the trainer counted 2 tokens more at step 3 than the log" in judged(
+        grad_norm=off, logged_mean_length=lengths
+    ).cause
+    for changed, said in (({"dropout": True}, "dropped activations"), ({"autocast": "bfloat16"}, "rounds differently")):
+        assert said in judged(replace(run, settings=replace(KL, **changed)), grad_norm=off).cause
+    assert judged(distance=np.where(n == 12, 0.02, np.nan), grad_norm=off).gate == ""
