@@ -73,7 +73,9 @@ def _attributed(config: DemoConfig, sae: TemporalSAE, progress: bool) -> Attribu
     series = CheckpointSeries.load(shipped_series().base.path, mixed_run())
     log = Rollouts.read(mixed_run() / "completions", series)
     problems = other_problems(config.to / "rollouts.parquet", log, series.base.id)
-    options = AttributionConfig(n_features=4, n_fixed=64, groups=("band", "lone success"), seed=config.seed)
+    options = AttributionConfig(
+        n_features=4, n_fixed=96, groups=("band", "lone success"), tokens_of=128, seed=config.seed
+    )
     return tsae.attribute(
         series, log, config.to / "attribution", sae=sae, problems=problems, config=options, progress=progress
     )

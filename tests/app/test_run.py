@@ -276,7 +276,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     assert lines[STAGES.index("attribution")] == f"attribution: {' '.join(statement(found).sentences)}"
     page = (tmp_path / "out" / "report.html").read_text()
     assert '<section id="samples"' in page
-    assert "Which of 54 samples of steps 1 to 3 moved" in page
+    assert "Which of 54 samples of run, steps 1 to 3, moved" in page
     # Again, from disk; and a page written anew still has it.
     stamp = (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns
     (tmp_path / "out" / "report.html").unlink()
