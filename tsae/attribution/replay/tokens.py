@@ -8,6 +8,7 @@ forward differentiation along a_t gives all tokens of a sample.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ def token_shares(
         with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the other kernels know no forward derivatives
             # Forward differentiation in torch uses scripts that torch itself deprecates.
             warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
-            log, slope = torch.func.jvp(lambda moved, chunk=chunk: _log(run, chunk, moved), (weights,), (along,))
+            log, slope = torch.func.jvp(partial(_log, run, chunk), (weights,), (along,))[:2]
         leaf = log.detach().requires_grad_()
         with torch.enable_grad():
             policy, kl = summands(run, step, known, chunk, leaf)
