@@ -23,6 +23,7 @@ from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.rollouts.table import Rollouts
+from tsae.testbed import make_tokenizer
 
 Logs = dict[int, torch.Tensor]
 CASES: dict[str, tuple[str, RunSettings]] = {
@@ -84,7 +85,7 @@ class GrpoLoop:
     def __init__(
         self, base: Path, log: Rollouts, settings: RunSettings, adapter: Mapping[str, Any] | None = None
     ) -> None:
-        self.log, self.settings = log, settings
+        self.base, self.log, self.settings = base, log, settings
         self.model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
         self.as_trl = settings.autocast != "float32" or self.model.config.model_type == "gpt2"
         if adapter is not None:
@@ -225,6 +226,7 @@ class GrpoLoop:
                 reference = loss.sync_ref[0] * self.weights[-1] + (1 - loss.sync_ref[0]) * reference
             if to is not None and step in save:
                 self.model.save_pretrained(to / f"checkpoint-{step}")
+                make_tokenizer().save_pretrained(to / f"checkpoint-{step}")
                 torch.save(made.state_dict(), to / f"checkpoint-{step}" / "optimizer.pt")
         return self
 

@@ -28,7 +28,7 @@ from tsae.attribution.config import AttributionConfig
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.replay.certificates import check_first_step, logged_facts, verdict, with_end_tokens
 from tsae.attribution.replay.kinds import fits, simulate
-from tsae.attribution.replay.passes import Known, Rows, Run, chunks, forward
+from tsae.attribution.replay.passes import REF, Known, Rows, Run, chunks, forward, logged
 from tsae.attribution.replay.path import Replayed, replay, train_on
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import States
@@ -195,6 +195,12 @@ def _prepared(
     rollouts = _with_behaviours(rollouts, config, notes)
     run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens)
     reference = None
+    if settings.loss.needs_ref and series.base.step > 0 and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
+        raise TsaeError(
+            f"the KL term is against the model that the training started from, and the base is step {series.base.step}",
+            where=series.name,
+            fix="Give that model (--base), or a log with ref_logprobs (tsae.rl.TsaeCallback).",
+        )
     if settings.loss.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
         start.trained.put(start.begin.weights)

@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, summands
 
@@ -33,7 +34,8 @@ def token_shares(
     along = {n: part.view_as(w).to(w.dtype) for (n, w), part in zip(weights.items(), parts, strict=True)}
     found = {}
     for chunk in chunks(run, rows, generation):
-        with warnings.catch_warnings():
+        # Of torch's attentions, this one can be differentiated forward.
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
             # Forward differentiation in torch uses scripts that torch itself deprecates.
             warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
             log, slope = torch.func.jvp(lambda moved, chunk=chunk: _log(run, chunk, moved), (weights,), (along,))
