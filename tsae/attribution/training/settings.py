@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from tsae.attribution.training.loss import PolicyLoss
@@ -81,5 +82,5 @@ class RunSettings:
             *([f"{self.batching.updates:g} updates a generation"] if self.batching.updates > 1 else []),
             *([self.autocast] if self.autocast != "float32" else []),
         ]
-        by = f" (by {self.source}; {self.trainer} {self.version or ''}".rstrip() + ")" if self.source else ""
+        by = f" (by {Path(self.source).name}; {self.trainer} {self.version or ''}".rstrip() + ")" if self.source else ""
         return ", ".join(parts) + by
