@@ -26,7 +26,7 @@ from tsae.activations.reader.assignment import check_context, check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.replay.certificates import check_first_step, logged_facts, verdict, with_end_tokens
+from tsae.attribution.replay.certificates import check_first_step, check_nearer, logged_facts, verdict, with_end_tokens
 from tsae.attribution.replay.kinds import fits, simulate
 from tsae.attribution.replay.passes import REF, Known, Rows, Run, chunks, forward, logged
 from tsae.attribution.replay.path import Replayed, replay, train_on
@@ -110,6 +110,7 @@ def attribute(
             progress=progress,
         )  # fmt: skip
         check_first_step(path.steps, given)
+        check_nearer(path.steps, given)
         judged = verdict(prepared.run, path.steps)
         rows = np.concatenate([np.concatenate(update.parts) for update in prepared.run.plan.updates])
         wanted = targets or find_targets(
