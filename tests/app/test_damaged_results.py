@@ -11,11 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from support.attributions import make_attribution
 from support.builders import make_rollouts
 from support.credit import small_credit
 from support.damage import resealed
 from support.planted import planted
-from tsae.attribution.gradients.gradient_store import GradientStore
+from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import SEAL, seal, with_checksum, write_sealed
 from tsae.causal.intervention import Intervention
@@ -44,6 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
     Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
     small_credit().save(folder / "credit")
+    make_attribution().save(folder / "attribution")
     return folder
 
 
@@ -52,12 +54,14 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "diff": FeatureDiff.load,
     "influence": Influence.load,
     "credit": Credit.load,
+    "attribution": Attribution.load,
 }
 FILES = [
     ("features", "features.json"), ("features", "rollouts.parquet"), ("features", "means.h5"),
     ("diff", "diff.json"), ("diff", "shifts.parquet"), ("diff", "confounds.parquet"),
     ("influence", "influence.json"), ("influence", "influence.parquet"),
     ("credit", "credit.json"), ("credit", "credit.safetensors"),
+    ("attribution", "attribution.json"), ("attribution", "steps.parquet"),
 ]  # fmt: skip
 
 
@@ -133,22 +137,6 @@ def test_rollouts_with_damaged_metadata(tmp_path: Path) -> None:
     (tmp_path / "rollouts.parquet").write_bytes(b"PAR1")
     with pytest.raises(TsaeError, match=r"rollouts\.parquet: cannot be read"):
         read_outline(tmp_path / "rollouts.parquet")
-
-
-def test_gradients(tmp_path: Path) -> None:
-    file = tmp_path / "gradients.json"
-    for content in ("", "[]", "{}", '{"steps": 3}'):
-        file.write_text(content)
-        with pytest.raises(TsaeError, match=r"gradients\.json: (cannot be read|has no checksum)"):
-            GradientStore(tmp_path)
-    write_json(file, with_checksum({"steps": 3}))
-    with pytest.raises(TsaeError, match=r"gradients\.json: cannot be read"):
-        GradientStore(tmp_path)
-    write_json(file, with_checksum({"steps": [1]}))
-    (tmp_path / "step-000001.safetensors").write_bytes(b"\x10")
-    seal(tmp_path, ["step-000001.safetensors"])
-    with pytest.raises(TsaeError, match="cannot be read"):
-        GradientStore(tmp_path).step(1)
 
 
 def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> None:
