@@ -122,7 +122,9 @@ def test_the_run_is_replayed_and_that_is_shown(found: Attribution, trained: tupl
     np.testing.assert_allclose(found.steps.grad_norm, loop.norms, rtol=1e-4)
     np.testing.assert_allclose(found.steps.mean_length, found.steps.logged_mean_length)
     assert "adamw, learning rate 0.001 (linear)" in info["recipe"]
-    assert any(note.startswith("Targets are measured on 48 responses to 12 problems that the run") for note in info["notes"])
+    assert any(
+        note.startswith("Targets are measured on 48 responses to 12 problems that the run") for note in info["notes"]
+    )
 
 
 def test_shares_add_up_to_what_happened(found: Attribution, trained: tuple[GrpoLoop, Path]) -> None:
@@ -130,7 +132,9 @@ def test_shares_add_up_to_what_happened(found: Attribution, trained: tuple[GrpoL
     assert list(targets.index)[:2] == ["P (first token)", "right − wrong"]
     assert "right − wrong, hard" in targets.index
     one = targets.loc["P (first token)"]
-    assert (one.before, one.after) == pytest.approx([chance(loop, w) for w in (loop.weights[0], loop.weights[-1])], abs=1e-6)
+    assert (one.before, one.after) == pytest.approx(
+        [chance(loop, w) for w in (loop.weights[0], loop.weights[-1])], abs=1e-6
+    )
     sums = found.samples.groupby("target").share.sum()[targets.index]
     largest = found.samples.groupby("target").share.apply(lambda share: share.abs().max())[targets.index]
     assert ((sums + targets.decay - targets.predicted).abs() < 1e-5 * largest).all()
@@ -184,7 +188,9 @@ def test_samples_and_tokens_can_be_read(found: Attribution, trained: tuple[GrpoL
         found.table(kind="reward")
 
 
-def test_what_is_saved_is_loaded(found: Attribution, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_loaded(
+    found: Attribution, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And until a new one is whole, the earlier one stays."""
     log = Rollouts.read(run / "rollouts.parquet")
     found.save(tmp_path / "a")
@@ -384,3 +390,23 @@ def test_what_cannot_be_asked(llama: Path, run: Path, tmp_path: Path) -> None:
     unknown = Rollouts.read(run / "rollouts.parquet").with_column("outcome", ["unknown"] * 48)
     with pytest.raises(TsaeError, match="nothing is there to attribute: Too few .*problems have both right and wrong"):
         attribute(llama, run, tmp_path, unknown, first_token=None)
+
+
+@pytest.mark.slow(ci=True)
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_(en|dis)able)?` is deprecated:FutureWarning")
+def test_a_training_of_trl(tmp_path: Path) -> None:
+    """KL penalty, two iterations, two steps an iteration: its gradient norms and its checkpoints."""
+    from ordinary_runs import Options, make_trainer
+
+    options = Options("kl", tmp_path / "run", seed=5, steps=8, ids=True, labels=True, per_level=3)
+    make_trainer(options, per_device_train_batch_size=16, num_generations=8, max_completion_length=30).train()
+    import_log(options.out, options.out / "rollouts.parquet", str(tmp_path / "arith-base"), progress=False)
+    last = tsae.CheckpointSeries.load(tmp_path / "arith-base", options.out).final()
+    found = attribute(tmp_path / "arith-base", options.out, tmp_path / "to", series=last, config=QUICK)
+    np.testing.assert_allclose(found.steps.grad_norm, found.steps.logged_grad_norm, rtol=1e-3)
+    np.testing.assert_allclose(found.steps.mean_length[[0, 4]], found.steps.logged_mean_length[[0, 4]])
+    assert len(found.steps) == 8
+    assert found.info["path_error"] < 1e-3
+    assert found.info["believed"]
+    assert (found.targets.remainder.abs() < 0.05).all()
+    assert set(found.bands.how) == {"replayed"}

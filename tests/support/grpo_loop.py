@@ -49,9 +49,13 @@ CASES: dict[str, tuple[str, RunSettings]] = {
         Optimiser("adam", 1e-3, "constant", weight_decay=0.2, decay_all=False, max_grad_norm=0.5, eps=1e-4),
         PolicyLoss("dr_grpo", 16, beta=0.1), Batching(1, 2),
     )),
+    "LoRA": ("llama", RunSettings(
+        Optimiser("adamw", 3e-3, "constant", max_grad_norm=0.5, eps=1e-4), PolicyLoss("dr_grpo", 16, beta=0.1), seed=5
+    )),
 }  # fmt: skip
 """Architectures and trainings of two or three generations. Where gradients are as small as rounding, Adam divides noise
 by noise: eps is above that."""
+ADAPTER = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def make_log(settings: RunSettings, n_generations: int, tokenizer: str | None = None, **columns: Any) -> Rollouts:

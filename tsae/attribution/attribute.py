@@ -196,7 +196,11 @@ def _prepared(
     rollouts = _with_behaviours(rollouts, config, notes)
     run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens)
     reference = None
-    if settings.loss.needs_ref and series.base.step > 0 and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
+    if (
+        settings.loss.needs_ref
+        and series.base.step > 0
+        and logged(rollouts, REF, np.concatenate(plan.generations)) is None
+    ):
         raise TsaeError(
             f"the KL term is against the model that the training started from, and the base is step {series.base.step}",
             where=series.name,
