@@ -26,9 +26,9 @@ from tsae.activations.reader.assignment import check_context, check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.replay.certificates import check_first_step, logged_facts, verdict, with_end_tokens
+from tsae.attribution.replay.certificates import check_first_step, check_nearer, logged_facts, verdict, with_end_tokens
 from tsae.attribution.replay.kinds import fits, simulate
-from tsae.attribution.replay.passes import Known, Rows, Run, chunks, forward
+from tsae.attribution.replay.passes import REF, Known, Rows, Run, chunks, forward, logged
 from tsae.attribution.replay.path import Replayed, replay, train_on
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import States
@@ -111,6 +111,7 @@ def attribute(
             progress=progress,
         )  # fmt: skip
         check_first_step(path.steps, given)
+        check_nearer(path.steps, given)
         if path.lost:
             notes.append(
                 f"The trainer counted {path.lost} tokens more than the log of texts has: special tokens were put back "
@@ -202,6 +203,16 @@ def _prepared(
     special = tuple(series.base.load_tokenizer().all_special_ids)
     run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
     reference = None
+    if (
+        settings.loss.needs_ref
+        and series.base.step > 0
+        and logged(rollouts, REF, np.concatenate(plan.generations)) is None
+    ):
+        raise TsaeError(
+            f"the KL term is against the model that the training started from, and the base is step {series.base.step}",
+            where=series.name,
+            fix="Give that model (--base), or a log with ref_logprobs (tsae.rl.TsaeCallback).",
+        )
     if settings.loss.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
         start.trained.put(start.begin.weights)

@@ -72,7 +72,7 @@ def fact_table(split: Shares, rollouts: Rollouts, shown: Sequence[int]) -> pd.Da
             "trajectory": rows,
             "step": split.steps[first],
             **columns,
-            "band": band.where(band.notna(), None),
+            "band": band.where(band.notna(), None).to_numpy(),
             "length": rollouts.n_sampled[rows],
         }
     )

@@ -117,6 +117,21 @@ def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
         )
 
 
+def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
+    """Refuse a replay that does not come nearer to a checkpoint than its beginning was.
+
+    Raises:
+        TsaeError: where there is one.
+    """
+    away = steps[steps.distance >= 1]
+    if len(away):
+        raise TsaeError(
+            f"the replay comes no nearer to the checkpoint of step {int(away.step.iloc[0])} than it was at its beginning",
+            where=settings.source,
+            fix="Give log, settings and checkpoints of one run.",
+        )
+
+
 def verdict(run: Run, steps: pd.DataFrame) -> Verdict:
     """Judge a replay by its table of steps (`tsae.attribution.replay.path.Replayed.steps`)."""
     off = (steps.grad_norm / steps.logged_grad_norm - 1).abs()
