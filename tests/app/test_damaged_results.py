@@ -11,10 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from support.attributions import make_attribution
 from support.builders import make_rollouts
 from support.credit import small_credit
 from support.damage import resealed
 from support.planted import planted
+from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, seal, write_sealed
 from tsae.causal.intervention import Intervention
@@ -43,6 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
     Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
     small_credit().save(folder / "credit")
+    make_attribution().save(folder / "attribution")
     return folder
 
 
@@ -51,12 +54,14 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "diff": FeatureDiff.load,
     "influence": Influence.load,
     "credit": Credit.load,
+    "attribution": Attribution.load,
 }
 FILES = [
     ("features", "features.json"), ("features", "rollouts.parquet"), ("features", "means.h5"),
     ("diff", "diff.json"), ("diff", "shifts.parquet"), ("diff", "confounds.parquet"),
     ("influence", "influence.json"), ("influence", "influence.parquet"),
     ("credit", "credit.json"), ("credit", "credit.safetensors"),
+    ("attribution", "attribution.json"), ("attribution", "steps.parquet"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
-from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities, sample_gradients
+from support.gradients import sample_gradients
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.online.guard import Guard, worst
 from tsae.attribution.online.recorder import Recorder
@@ -80,7 +81,7 @@ def test_a_derivative_along_the_direction_says_the_same() -> None:
     ids, mask, weight = batch()
     held = BatchGradients(trained)
     backward(trained, held, parts=1)
-    assert len(held._parts[0].factors) == 8  # Projections and the head are kept as x and δ.
+    assert len(held._parts[0].factors) == 9  # Projections, the head and the embedding are kept as x and δ.
     direction = torch.randn(len(trained), generator=torch.Generator().manual_seed(1)) * 0.1
     tangents = {
         name: part.view_as(p)

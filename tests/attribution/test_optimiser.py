@@ -1,4 +1,4 @@
-"""The simulated optimiser: against torch's own, with transformers' schedules and torch's clipping."""
+"""Steps of the optimiser: against torch's own, with transformers' schedules and torch's clipping."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 import transformers
 
-from tsae.attribution.training.optimiser import Optimiser, Simulation
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.states import State
+from tsae.attribution.replay.stepping import Stepper
+from tsae.attribution.training.optimiser import Optimiser
 from tsae.errors import TsaeError
 
 N_STEPS = 25
@@ -48,19 +51,23 @@ def really(optimiser: Optimiser, start: torch.Tensor, gradients: torch.Tensor) -
     ],
     ids=lambda o: f"{o.name}-{o.schedule}",
 )
-def test_many_trainings_at_once_are_torchs_own(optimiser: Optimiser) -> None:
+def test_steps_are_torchs_own(optimiser: Optimiser) -> None:
     random = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 30, generator=random, dtype=torch.float64)
-    # Norms on both sides of the limits at which they are clipped.
-    gradients = (
-        torch.randn(N_STEPS, 4, 30, generator=random, dtype=torch.float64) * torch.tensor([0.1, 0.2, 0.5, 2.0])[:, None]
-    )
-    simulation = Simulation(optimiser, start.clone())
-    for gradient in gradients:
-        simulation.step(gradient)
-    expected = torch.stack([really(optimiser, start[k], gradients[:, k]) for k in range(4)])
-    torch.testing.assert_close(simulation.weights, expected, rtol=1e-12, atol=1e-12)
-    assert (simulation.weights - start).abs().max() > 0.01
+    model: Any = torch.nn.Linear(29, 1, bias=False).double()
+    start = torch.randn(29, generator=random, dtype=torch.float64)
+    for size in (0.1, 0.2, 0.5, 2.0):  # norms on both sides of the limits at which they are clipped
+        gradients = size * torch.randn(N_STEPS, 29, generator=random, dtype=torch.float64)
+        state, stepper = State.at(start), Stepper(TrainedWeights(model), optimiser)
+        for gradient in gradients:
+            before, decay = state.weights.clone(), stepper.decay_of(state.weights, state.step + 1)
+            scale, clip, norm = stepper.take(state, gradient)
+            assert (norm, clip) == (float(gradient.norm()), float(optimiser.clip(gradient.norm())))
+        torch.testing.assert_close(state.weights, really(optimiser, start, gradients), rtol=1e-12, atol=1e-12)
+        assert (state.weights - start).abs().max() > 0.01
+        assert (state.step, state.taken) == (N_STEPS, N_STEPS)
+        # The step is its scale times what the running mean holds, of which (1 − β₁) is the gradient, and weight decay.
+        made = state.first / (1 - optimiser.betas[0] if optimiser.name != "sgd" else 1)
+        torch.testing.assert_close(state.weights, before + decay - scale * made, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ EXACT = 1e-5
 """Part of the way."""
 KL = CASES["KL"][1]
 MORE: dict[str, tuple[str, RunSettings]] = {
-    **CASES,
+    **{case: made for case, made in CASES.items() if case != "LoRA"},
     "moving reference": ("llama", replace(KL, loss=replace(KL.loss, sync_ref=(0.5, 3)))),
     "bfloat16": ("llama", replace(CASES["as TRL does"][1], autocast="bfloat16")),
 }
@@ -141,9 +141,7 @@ def test_checkpoints_measure_the_way_and_restart_it(saved: tuple[GrpoLoop, Path]
     assert "% of the way from the checkpoint of step 4: settings or log are not quite those of this run" in judged.gate
 
 
-def test_a_stretch_begins_with_the_optimisers_state(
-    saved: tuple[GrpoLoop, Path], llama: Path, tmp_path: Path
-) -> None:
+def test_a_stretch_begins_with_the_optimisers_state(saved: tuple[GrpoLoop, Path], llama: Path, tmp_path: Path) -> None:
     loop, folder = saved
     begun = start(llama, folder, after=4)
     assert (begun.begin.step, begun.begin.taken, sorted(begun.controls)) == (4, 4, [8, 12])
@@ -180,9 +178,10 @@ def test_a_replay_that_departs_is_judged(saved: tuple[GrpoLoop, Path]) -> None:
     assert judged(grad_norm=np.where(n == 5, 1.3, 1.0)).departs is None
     assert judged(grad_norm=np.where(n >= 11, 1.3, 1.0)).gate == ""
     lengths = np.where(n == 3, 7.25, 7.0)
-    assert "the trainer counted 2 tokens more at step 3 than the log" in judged(
-        grad_norm=off, logged_mean_length=lengths
-    ).cause
+    assert (
+        "the trainer counted 2 tokens more at step 3 than the log"
+        in judged(grad_norm=off, logged_mean_length=lengths).cause
+    )
     for changed, said in (({"dropout": True}, "dropped activations"), ({"autocast": "bfloat16"}, "rounds differently")):
         assert said in judged(replace(run, settings=replace(KL, **changed)), grad_norm=off).cause
     assert judged(distance=np.where(n == 12, 0.02, np.nan), grad_norm=off).gate == ""

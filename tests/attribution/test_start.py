@@ -1,4 +1,4 @@
-"""Where a replay begins: adapters (against the chain rule, and a LoRA training with peft), other vocabularies."""
+"""Where a replay begins: adapters, against a LoRA training with peft; other vocabularies."""
 
 from __future__ import annotations
 
@@ -9,32 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from einops import einsum
 
 import tsae
 from support.builders import save_model, save_perturbed
 from support.checkpoints import save_adapter, save_resized
-from support.gradients import sample_gradients
-from support.grpo_loop import GrpoLoop, make_log, replay_of
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from support.grpo_loop import ADAPTER, CASES, GrpoLoop, make_log, replay_of
 from tsae.attribution.replay.passes import Run
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
-from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.settings import RunSettings
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.errors import TsaeError
 
-LORA = RunSettings(Optimiser("adamw", 3e-3, "constant", max_grad_norm=0.05), PolicyLoss("dr_grpo", 16, beta=0.1), seed=5)
+LORA = CASES["LoRA"][1]
 
 
 @pytest.fixture(scope="module")
 def run(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[GrpoLoop, Path]:
     """Four steps of a LoRA training by peft and torch, each with its adapter."""
     folder = tmp_path_factory.mktemp("lora") / "run"
-    adapter = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    return GrpoLoop(llama, make_log(LORA, 4), LORA, adapter).run(to=folder, save=(1, 2, 3, 4)), folder
+    return GrpoLoop(llama, make_log(LORA, 4), LORA, ADAPTER).run(to=folder, save=(1, 2, 3, 4)), folder
 
 
 def begin(base: Path, folder: Path, **given: Any) -> Start:
@@ -48,37 +41,6 @@ def late(folder: Path, to: Path) -> Path:
         shutil.copytree(folder / f"checkpoint-{step}", to / f"checkpoint-{step}")
         (to / f"checkpoint-{step}" / "optimizer.pt").unlink()
     return to
-
-
-def test_gradients_are_those_of_the_merged_weights(llama: Path, tmp_path: Path) -> None:
-    """y = (W + s B A) x, so that dA = s Bᵀ dW and dB = s dW Aᵀ."""
-    adapter = save_adapter(llama, tmp_path / "adapter", r=3, lora_alpha=8)
-    base = Checkpoint(id="base", path=str(llama))
-    model = Checkpoint(id="run", path=str(adapter), run="run", step=1, base=base).load_model(dtype="float64")
-    trained = TrainedWeights(model, [name for name, _ in model.named_parameters() if ".lora_" in name])
-    ids = torch.randint(3, 18, (4, 9), generator=torch.Generator().manual_seed(0))
-    mask, weight = torch.ones_like(ids), torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).double()
-    parts = sample_gradients(trained, ids, mask, weight).split(trained.sizes, dim=1)
-    found = dict(zip(trained.parameters, parts, strict=True))
-    merged = base.load_model(dtype="float64")
-    places = {n.removesuffix(".lora_A.default.weight"): p for n, p in trained.parameters.items() if ".lora_A." in n}
-    for name, a in places.items():
-        b = trained.parameters[f"{name}.lora_B.default.weight"]
-        merged.get_parameter(f"{name}.weight").data += 8 / 3 * b.detach() @ a.detach()
-    whole = TrainedWeights(merged, [f"{name}.weight" for name in places])
-    of_merged = sample_gradients(whole, ids, mask, weight).split(whole.sizes, dim=1)
-    assert len(places) > 8
-    for (name, a), change in zip(places.items(), of_merged, strict=True):
-        b = trained.parameters[f"{name}.lora_B.default.weight"]
-        change = change.view(4, b.shape[0], a.shape[1])
-        expected = {
-            "lora_A": 8 / 3 * einsum(b, change, "out rank, sample out into -> sample rank into"),
-            "lora_B": 8 / 3 * einsum(change, a, "sample out into, rank into -> sample out rank"),
-        }
-        for part, value in expected.items():
-            torch.testing.assert_close(
-                found[f"{name}.{part}.default.weight"], value.flatten(1).detach(), rtol=1e-5, atol=1e-9
-            )
 
 
 def test_a_run_of_adapters_is_replayed(llama: Path, run: tuple[GrpoLoop, Path], tmp_path: Path) -> None:
@@ -164,5 +126,7 @@ def test_checkpoints_of_other_sizes_make_no_path(llama: Path, tmp_path: Path) ->
         begin(llama, tmp_path / "wide")
     for step, size in ((1, 20), (2, 24)):
         save_resized(llama, tmp_path / "grows" / f"checkpoint-{step}", size)
-    with pytest.raises(TsaeError, match=r"has the shape \(24, 16\) for the weight \S+, and the run began with the shape"):
+    with pytest.raises(
+        TsaeError, match=r"has the shape \(24, 16\) for the weight \S+, and the run began with the shape"
+    ):
         begin(llama, tmp_path / "grows").controls[2]()

@@ -14,8 +14,9 @@ import torch
 
 import tsae
 from support.builders import ARCHITECTURES, BATCHED, BOS, D_MODEL, MIXTURES, N_LAYERS, VOCABULARY, save_model
+from support.gradients import sample_gradients
 from tsae.activations.reader.forward_passes import pad
-from tsae.attribution.gradients.sample_gradients import TrainedWeights, sample_gradients
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans
 from tsae.causal.insertion import last_activations
 from tsae.checkpoints.checkpoint import Checkpoint

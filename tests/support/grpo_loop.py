@@ -23,6 +23,7 @@ from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.rollouts.table import Rollouts
+from tsae.testbed import make_tokenizer
 
 Logs = dict[int, torch.Tensor]
 CASES: dict[str, tuple[str, RunSettings]] = {
@@ -48,9 +49,13 @@ CASES: dict[str, tuple[str, RunSettings]] = {
         Optimiser("adam", 1e-3, "constant", weight_decay=0.2, decay_all=False, max_grad_norm=0.5, eps=1e-4),
         PolicyLoss("dr_grpo", 16, beta=0.1), Batching(1, 2),
     )),
+    "LoRA": ("llama", RunSettings(
+        Optimiser("adamw", 3e-3, "constant", max_grad_norm=0.5, eps=1e-4), PolicyLoss("dr_grpo", 16, beta=0.1), seed=5
+    )),
 }  # fmt: skip
 """Architectures and trainings of two or three generations. Where gradients are as small as rounding, Adam divides noise
 by noise: eps is above that."""
+ADAPTER = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def make_log(settings: RunSettings, n_generations: int, tokenizer: str | None = None, **columns: Any) -> Rollouts:
@@ -84,7 +89,7 @@ class GrpoLoop:
     def __init__(
         self, base: Path, log: Rollouts, settings: RunSettings, adapter: Mapping[str, Any] | None = None
     ) -> None:
-        self.log, self.settings = log, settings
+        self.base, self.log, self.settings = base, log, settings
         self.model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
         self.as_trl = settings.autocast != "float32" or self.model.config.model_type == "gpt2"
         if adapter is not None:
@@ -225,6 +230,7 @@ class GrpoLoop:
                 reference = loss.sync_ref[0] * self.weights[-1] + (1 - loss.sync_ref[0]) * reference
             if to is not None and step in save:
                 self.model.save_pretrained(to / f"checkpoint-{step}")
+                make_tokenizer().save_pretrained(to / f"checkpoint-{step}")
                 torch.save(made.state_dict(), to / f"checkpoint-{step}" / "optimizer.pt")
         return self
 

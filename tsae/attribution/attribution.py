@@ -164,8 +164,11 @@ class Attribution(Tables):
         folder = as_path(folder)
         files = ("attribution.json", *(f"{table}.parquet" for table in _TABLES))
         info = read_whole(folder, files, "Attribute again.", "Give a folder that `tsae attribute` wrote.")
+        tables = {}
+        for name in _TABLES:
+            with reading(folder / f"{name}.parquet", "Attribute again."):
+                tables[name] = pd.read_parquet(folder / f"{name}.parquet")
         with reading(folder, "Attribute again."):
-            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
             for name, columns in _COLUMNS.items():
                 if lacking := set(columns) - set(tables[name]):
                     raise ValueError(f"{name}.parquet has no column {min(lacking)}")

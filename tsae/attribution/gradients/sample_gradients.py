@@ -1,4 +1,4 @@
-"""Gradients of single samples from one forward and one backward pass over a batch.
+"""The weights that a run trains, and their gradients by single samples from one backward pass over a batch.
 
 Every module's gradient is a function of what it read and of what came back to it. Both carry the batch's axis, so the
 sum over samples, which autograd would take, is left out:
@@ -11,8 +11,7 @@ Only the activations are differentiated by autograd; the sums of weight gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -69,55 +68,6 @@ class TrainedWeights:
             parameter.copy_(part.view_as(parameter))
 
 
-def sample_gradients(
-    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    """The gradients of `gradients_and_spread` alone, at temperature 1."""
-    return gradients_and_spread(trained, ids, mask, weight)[0]
-
-
-def gradients_and_spread(
-    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor, *, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of samples, and how they are spread over tokens.
-
-    Args:
-        trained: the weights.
-        ids: (B, T) token ids, padded on the right.
-        mask: (B, T), 0 for padding.
-        weight: (B, T − 1) of the tokens after the first.
-        temperature: of the sampling, by which logits are divided.
-
-    Returns:
-        (B, P) gradient of every sample's Σ_t weight_t log π(token t) with respect to the trained weights; and
-        (B, T − 1) ‖∂ log π(token t) / ∂ logits‖², which says how much a token still has to give: 0 for a certain one.
-
-    Raises:
-        TsaeError: for a module that mixes samples, such as a mixture of experts.
-    """
-    with _recorded(trained) as seen:
-        every = _log_softmax(trained.model, ids, mask, temperature, ids.shape[1] - 1)
-        log = every.gather(-1, ids[:, 1:, None])[..., 0]
-        (log * weight).sum().backward()
-    found = torch.zeros(len(ids), len(trained), dtype=log.dtype, device=log.device)
-    places = dict(zip(trained.parameters, found.split(trained.sizes, dim=1), strict=True))
-    by_id = {id(parameter): name for name, parameter in trained.parameters.items()}
-    for module, read, back in seen:
-        for parameter, gradient in module_gradients(module, read, back).items():
-            name = by_id.get(id(parameter))
-            if name is not None:
-                if len(gradient) != len(ids):
-                    raise TsaeError(
-                        f"the samples of a batch are mixed before {name}",
-                        where="sample_gradients",
-                        fix="Leave this weight out; gradients of single samples are not known for it.",
-                    )
-                places[name] += rearrange(gradient, "b ... -> b (...)")
-    with torch.no_grad():
-        spread = 1 - 2 * log.exp() + (2 * every).exp().sum(-1)
-    return found, spread
-
-
 def log_probabilities(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, last: int | None = None
 ) -> torch.Tensor:
@@ -140,40 +90,6 @@ def _log_softmax(
 def keep_logits(model: PreTrainedModel, last: int) -> dict[str, int]:
     """The argument that asks a model for the logits that predict the last tokens; nothing if it does not know it."""
     return {"logits_to_keep": last + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-
-
-Seen = list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]]
-"""(module, what it read, what came back to its output)."""
-
-
-@contextmanager
-def _recorded(trained: TrainedWeights) -> Iterator[Seen]:
-    """Record what every module with trained weights reads, and the gradient of what it gives."""
-    seen: Seen = []
-
-    def after(module: torch.nn.Module, read: tuple[Any, ...], given: torch.Tensor) -> torch.Tensor:
-        if not given.requires_grad:
-            given = given.detach().requires_grad_()  # The graph begins here, at activations instead of weights.
-        x = read[0].detach()
-        given.register_hook(lambda back: seen.append((module, x, back.detach())))
-        return given
-
-    wanted = {id(parameter) for parameter in trained.parameters.values()}
-    was = {p: p.requires_grad for p in trained.model.parameters()}
-    handles = [
-        module.register_forward_hook(after)
-        for module in trained.model.modules()
-        if any(id(p) in wanted for p in module.parameters(recurse=False))
-    ]
-    trained.model.requires_grad_(False)
-    try:
-        with torch.enable_grad():
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, needed in was.items():
-            parameter.requires_grad_(needed)
 
 
 def module_gradients(

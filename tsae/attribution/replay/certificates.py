@@ -15,7 +15,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 FAR = 0.3
-"""Distance from a checkpoint, as a part of the way, above which no effect is stated (docs/attribution.md: calibration)."""
+"""Distance from a checkpoint, as a part of the way, above which no effect is stated (docs/attribution.md)."""
 _OFF = 0.1
 """Relative difference of gradient norms from which a replay has departed; half of three steps in a row have it."""
 _OTHER_RUN = 0.3
@@ -114,6 +114,21 @@ def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
             where=settings.source,
             fix="Give log, settings and base of one run; a log with token ids leaves no doubt about its texts "
             "(tsae.rl.TsaeCallback).",
+        )
+
+
+def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
+    """Refuse a replay that does not come nearer to a checkpoint than its beginning was.
+
+    Raises:
+        TsaeError: where there is one.
+    """
+    away = steps[steps.distance >= 1]
+    if len(away):
+        raise TsaeError(
+            f"the replay comes no nearer to the checkpoint of step {int(away.step.iloc[0])} than it was at its beginning",
+            where=settings.source,
+            fix="Give log, settings and checkpoints of one run.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The run's optimiser: simulated on other gradients, and its steps taken apart into the gradients they are made of.
+"""The run's optimiser: its rates, and what its steps are made of (`tsae.attribution.replay.stepping` takes them).
 
 A step moves the weights by
 
@@ -173,51 +173,3 @@ def _fall(curve: str, progress: float, cycles: float = 0.5) -> float:
     if curve == "cosine":
         return (1 + cos(2 * pi * cycles * progress)) / 2
     return 1 - (sqrt(progress) if curve == "1-sqrt" else progress)
-
-
-@dataclass(frozen=True)
-class LaterOptimiser(Optimiser):
-    """The same, of whose steps some are done: its step 1 is the schedule's step `done` + 1."""
-
-    done: int = 0
-
-    def rate(self, step: int) -> float:
-        return super().rate(step + self.done)
-
-
-class Simulation:
-    """Several trainings at once, each a row of weights with its own optimiser state.
-
-    Args:
-        optimiser: of all rows.
-        weights: (K, P) before the first step; changed in place.
-    """
-
-    def __init__(self, optimiser: Optimiser, weights: torch.Tensor) -> None:
-        self.optimiser, self.weights = optimiser, weights
-        self.step_number = 0
-        self.first = torch.zeros_like(weights)
-        self.second = torch.zeros_like(weights) if optimiser.name != "sgd" else None
-
-    @torch.no_grad()
-    def step(self, gradient: torch.Tensor) -> None:
-        """Take the next step of all rows on the gradients of their losses, (K, P)."""
-        o, self.step_number = self.optimiser, self.step_number + 1
-        t, rate = self.step_number, o.rate(self.step_number)
-        gradient = gradient * o.clip(gradient.norm(dim=1))[:, None]
-        if o.weight_decay and o.name == "adamw":
-            self.weights.mul_(1 - rate * o.weight_decay)
-        elif o.weight_decay:
-            gradient = gradient + o.weight_decay * self.weights
-        if self.second is None:
-            self.first.mul_(o.momentum).add_(gradient)
-            self.weights.add_(self.first, alpha=-rate)
-            return
-        self.first.lerp_(gradient, 1 - o.betas[0])
-        self.second.mul_(o.betas[1]).addcmul_(gradient, gradient, value=1 - o.betas[1])
-        self.weights.addcdiv_(self.first, self.scale(), value=-rate / (1 - o.betas[0] ** t))
-
-    def scale(self) -> torch.Tensor:
-        """(K, P) √v̂ + ε of the last step, by which Adam divides."""
-        assert self.second is not None
-        return (self.second / (1 - self.optimiser.betas[1] ** self.step_number)).sqrt_().add_(self.optimiser.eps)
