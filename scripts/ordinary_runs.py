@@ -99,9 +99,10 @@ def make_trainer(options: Options, stop: int | None = None, **settings: Any) -> 
         for problem in tsae.testbed.generate_problems(level, options.per_level, seed=1 + seed, split="train")
     ]
     random.Random(seed).shuffle(problems)
+    chat = case in CHAT and not options.plain
     rows = [
         {
-            "prompt": [{"role": "user", "content": problem.prompt}] if case in CHAT and not options.plain else problem.prompt,
+            "prompt": [{"role": "user", "content": problem.prompt}] if chat else problem.prompt,
             "answer": problem.answer,
             "level": problem.level,
         }
