@@ -126,7 +126,7 @@ def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
     away = steps[steps.distance >= 1]
     if len(away):
         raise TsaeError(
-            f"the replay comes no nearer to the checkpoint of step {int(away.step.iloc[0])} than it was at its beginning",
+            f"the replay comes no nearer to the checkpoint of step {int(away.step.iloc[0])} than it was at first",
             where=settings.source,
             fix="Give log, settings and checkpoints of one run.",
         )
