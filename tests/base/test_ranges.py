@@ -109,7 +109,7 @@ def test_every_config_looks_at_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (AttributionConfig, "subsets"),
+        (AttributionConfig, "tokens_of"),
         (DemoConfig, "problems"),
         (CausalConfig, "n_random"),
         (DiffConfig, "noise_draws"),

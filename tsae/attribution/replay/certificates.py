@@ -20,6 +20,8 @@ _OFF = 0.1
 """Relative difference of gradient norms from which a replay has departed; half of three steps in a row have it."""
 _OTHER_RUN = 0.3
 """The same at the first step, where weights are known: log and settings are of different runs."""
+_FLAT = 1e-5
+"""Gradient norm that counts as none: of a step whose rewards are all alike rounding is left."""
 _FACTS = {"grad_norm": ("grad_norm",), "mean_length": ("completions/mean_length", "completion_length")}
 
 
@@ -108,7 +110,8 @@ def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
     """
     first = steps.iloc[0]
     logged, found = float(first.logged_grad_norm), float(first.grad_norm)
-    if np.isfinite(logged) and abs(found - logged) > _OTHER_RUN * max(logged, 1e-12) and not settings.dropout:
+    off = abs(max(found, _FLAT) / max(logged, _FLAT) - 1)
+    if np.isfinite(logged) and off > _OTHER_RUN and not settings.dropout:
         raise TsaeError(
             f"the gradient of step {int(first.step)} has the norm {found:.3g}, and the trainer logged {logged:.3g}",
             where=settings.source,
@@ -134,7 +137,7 @@ def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
 
 def verdict(run: Run, steps: pd.DataFrame) -> Verdict:
     """Judge a replay by its table of steps (`tsae.attribution.replay.path.Replayed.steps`)."""
-    off = (steps.grad_norm / steps.logged_grad_norm - 1).abs()
+    off = (steps.grad_norm.clip(lower=_FLAT) / steps.logged_grad_norm.clip(lower=_FLAT) - 1).abs()
     known = off.notna().to_numpy()
     departs, last = None, int(steps.step.iloc[-1])
     for i in np.flatnonzero(known):
