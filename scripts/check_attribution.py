@@ -6,8 +6,10 @@
     python scripts/check_attribution.py --run /data/run --retrained /data/retrained --sae SAE --data /data/mixed
 
 Targets are the probability of a direct answer on held-out problems of each band, and the means of the features that
-moved most, over fixed trajectories of the base. For every subset each predictor gives a number; its score is the rank
-correlation with what the retrainings really changed, over the halves (linear datamodelling score; Park et al. 2023).
+moved most, over fixed trajectories of the base. The run is replayed from its log. For every subset each predictor gives
+a number; its score is the rank correlation with what the retrainings really changed, over the halves (linear
+datamodelling score; Park et al. 2023). Bands left out and alone are really replayed, and compared with TRL's own
+trainer on the same logged responses, and with retrainings that sampled anew.
 
 Predicted before the runs: a replay follows the trainer's own loss, with clipped ratios. Where the simulation does so
 too, with ratios that are linear in the weights, it shall score at least .9 on direct answers and .6 on features for
@@ -21,10 +23,12 @@ along the path (.79, .81) and shares (.38, .35).
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -33,24 +37,23 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
+from organism.fed import train_with_trl
 from organism.groups import sample_groups
-from organism.mixed import SETTINGS, MixedConfig, held_out, repeated, retrain
+from organism.mixed import SETTINGS, MixedConfig, held_out, prompt_ids, replayed
 from retrain_mixed import load_weights
 from scipy.stats import spearmanr
 
 import tsae
-from tsae.attribution.credit.effects import simulate
-from tsae.attribution.credit.shares import Shares, shares
-from tsae.attribution.gradients.gradient_store import GradientStore, batches_of, build_gradients
-from tsae.attribution.gradients.path import TrainingPath
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.kinds import simulate
+from tsae.attribution.replay.path import Replayed, steps_back, train_on
+from tsae.attribution.replay.sweep import products, shares
+from tsae.attribution.tables import share_of_rows
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
-from tsae.attribution.trainer.recipe import read_recipe
 from tsae.attribution.training.loss import Again
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-from tsae.testbed.tokenizer import BOS, MAX_RESPONSE_TOKENS, TOKEN_IDS, VOCABULARY
+from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS, TOKEN_IDS, VOCABULARY
 
 SPECIAL = [TOKEN_IDS[token] for token in VOCABULARY if token.startswith("<")]
 REPLAYED: Literal["replayed"] = "replayed"
@@ -69,13 +72,9 @@ class Options:
     run: Path | None = None
     """Folder of the run; needed with --retrained."""
     quick: bool = False
-    """Predict halves and bands alone, and repeat few retrainings: six minutes on two cores."""
-    repeat: int = 3
-    """Retrainings to repeat, to see that the numbers in the folder are those of this machine."""
+    """Predict halves and bands alone, without inner products along the path: six minutes on two cores."""
     n_features: int = 20
     """Features that moved most."""
-    every: int = 2
-    """Steps between the checkpoints at which targets are differentiated."""
 
 
 def main(options: Options) -> int:
@@ -89,7 +88,9 @@ def main(options: Options) -> int:
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(known({"name": "attribution", **found, "seconds": round(time.monotonic() - began)})))
+    processor = round(found.pop("trl_seconds") + time.process_time())
+    times = {"seconds": round(time.monotonic() - began), "processor_seconds": processor}
+    print(json.dumps(known({"name": "attribution", **found, **times})))
     return 0
 
 
@@ -110,34 +111,35 @@ def pack(options: Options) -> None:
     to, about = options.data, json.loads((options.retrained / "problems.json").read_text())
     config = MixedConfig(**about["config"] | {"betas": tuple(about["config"]["betas"])})
     to.mkdir(parents=True, exist_ok=True)
-    path = TrainingPath.of(tsae.CheckpointSeries.load(options.run))
     log = Rollouts.read(options.retrained / "rollouts.parquet")
     log.write(to / "rollouts.parquet")
     write_json(to / SETTINGS, config.training_args())
     sae = tsae.TemporalSAE.load(options.sae)
     sae.save(to / "sae")
+    with tempfile.TemporaryDirectory() as folder:
+        path = replayed(tsae.testbed.series().base, log, to, Path(folder))
+    trained, begin = path.run.trained, path.run.begin.weights
+    trained.put(begin)
     fixed = fixed_trajectories(path, config)
     fixed.write(to / "fixed.parquet")
-    write_json(
-        to / "about.json", {"config": asdict(config), "features": moved_most(path, sae, fixed, options.n_features)}
-    )
+    features = moved_most(path, sae, fixed, options.n_features)
+    write_json(to / "about.json", {"config": asdict(config), "features": features})
     targets = the_targets(config, to)
-    path.put(0)
-    before, lines = targets.values(path.trained), []
+    trained.put(begin)
+    before, lines = targets.values(trained), []
     for line in map(json.loads, (options.retrained / "retrained.jsonl").read_text().splitlines()):
-        path.trained.put(load_weights(options.retrained, line["id"]))
-        changes = targets.values(path.trained) - before
+        trained.put(load_weights(options.retrained, line["id"]))
+        changes = targets.values(trained) - before
         kept = {name: line[name] for name in ("name", "kind", "include", "sampling")}
         lines.append(kept | {"changes": [float(f"{change:.6g}") for change in changes]})
     (to / "retrained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def fixed_trajectories(path: TrainingPath, config: MixedConfig) -> Rollouts:
-    """Four responses of the base to every held-out problem."""
-    prompts = [prompt_ids(problem.prompt) for some in held_out(config).values() for problem in some]
-    path.put(0)
+def fixed_trajectories(path: Replayed, config: MixedConfig) -> Rollouts:
+    """Four responses of the base, whose weights the model has, to every held-out problem."""
+    prompts = [prompt_ids(problem) for some in held_out(config).values() for problem in some]
     generator = torch.Generator().manual_seed(1)
-    responses = sample_groups(path.trained.model, prompts, 4, generator, MAX_RESPONSE_TOKENS)
+    responses = sample_groups(path.run.trained.model, prompts, 4, generator, MAX_RESPONSE_TOKENS)
     records = [
         {
             "problem_id": f"held-out-{i // 4}",
@@ -153,13 +155,12 @@ def fixed_trajectories(path: TrainingPath, config: MixedConfig) -> Rollouts:
     return Rollouts.from_records(records)
 
 
-def moved_most(path: TrainingPath, sae: tsae.TemporalSAE, fixed: Rollouts, n: int) -> list[int]:
+def moved_most(path: Replayed, sae: tsae.TemporalSAE, fixed: Rollouts, n: int) -> list[int]:
     """Features by the change of their means, in standard deviations over the base's trajectories."""
-    every = FeatureMeans(sae, range(sae.config.d_sae), fixed, SPECIAL)
-    path.put(0)
-    before = every.each(path.trained, fixed, soft=False)
-    path.put(path.last)
-    moved = every.each(path.trained, fixed, soft=False).mean(0) - before.mean(0)
+    every, trained = FeatureMeans(sae, range(sae.config.d_sae), fixed, SPECIAL), path.run.trained
+    before = every.each(trained, fixed, soft=False)
+    trained.put(path.end)
+    moved = every.each(trained, fixed, soft=False).mean(0) - before.mean(0)
     size = np.abs(moved) / np.maximum(before.std(0), 1e-3)
     return [int(feature) for feature in np.argsort(-size)[:n]]
 
@@ -167,16 +168,12 @@ def moved_most(path: TrainingPath, sae: tsae.TemporalSAE, fixed: Rollouts, n: in
 def the_targets(config: MixedConfig, data: Path) -> Together:
     """Direct answers on held-out problems, and the features that moved most."""
     problems = held_out(config)
-    prompts = [np.array(prompt_ids(problem.prompt)) for some in problems.values() for problem in some]
+    prompts = [np.array(prompt_ids(problem)) for some in problems.values() for problem in some]
     bands = [band for band, some in problems.items() for _ in some]
     direct = NextToken(prompts, bands, TOKEN_IDS["#"], what="direct")
     features = json.loads((data / "about.json").read_text())["features"]
     sae = tsae.TemporalSAE.load(data / "sae")
     return Together(direct, FeatureMeans(sae, features, Rollouts.read(data / "fixed.parquet"), SPECIAL))
-
-
-def prompt_ids(prompt: str) -> list[int]:
-    return [TOKEN_IDS[BOS], *(TOKEN_IDS[character] for character in prompt)]
 
 
 # --- predictions
@@ -187,11 +184,7 @@ def check(options: Options) -> dict[str, object]:
     data = options.data
     about = json.loads((data / "about.json").read_text())["config"]
     config = MixedConfig(**about | {"betas": tuple(about["betas"])})
-    rollouts, recipe, targets = Rollouts.read(data / "rollouts.parquet"), read_recipe(data), the_targets(config, data)
-    print(recipe)
-    base = tsae.testbed.series().base
-    knots, logged = repeated(config, base, rollouts)
-    path = TrainingPath(TrainedWeights(base.load_model(dtype="float32")), knots)
+    rollouts, targets = Rollouts.read(data / "rollouts.parquet"), the_targets(config, data)
     lines = [json.loads(line) for line in (data / "retrained.jsonl").read_text().splitlines()]
     kinds = {line["name"]: line["kind"] for line in lines}
     wanted = [n for n, kind in kinds.items() if kind in ("half", "without", "alone") or not options.quick]
@@ -200,69 +193,88 @@ def check(options: Options) -> dict[str, object]:
         for sampling in dict.fromkeys(str(line["sampling"]) for line in lines)
     }
     include = {line["name"]: line["include"] for line in lines}
-    kept = np.array([np.isin(rollouts.frame.problem_id, include[name]) for name in wanted])
+    kept = {name: np.isin(rollouts.frame.problem_id, include[name]) for name in wanted}
+    bands = {name: mask for name, mask in kept.items() if kinds[name] in ("without", "alone")}
     with tempfile.TemporaryDirectory() as folder:
-        store = build_gradients(path, rollouts, batches_of(rollouts), recipe.loss, folder, dtype="bfloat16")
-        some = {step: weights for step, weights in knots.items() if step % options.every == 0 or step == path.last}
-        split = shares(store, TrainingPath(path.trained, some), recipe.optimiser, targets)
-        effects: dict[str, np.ndarray] = {
-            again: simulate(store, path, recipe.optimiser, targets, kept, again=again).changes
-            for again in get_args(Again)
-        }
-        predicted = predictors(path, targets, rollouts, store, split, kept)
-    print(f"the log's path is that of the settings to {split.segments.path_error.max():.2g}")
+        path = replayed(tsae.testbed.series().base, rollouts, data, Path(folder))
+        print(path.run.settings)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+            waiting = other.submit(of_trl, path, data / SETTINGS, list(bands.values()))
+            split = shares(path, targets, points=len(path.steps) + 1)
+            masks = np.array(list(kept.values()))
+            again = get_args(Again)
+            effects = {one: changes(path, targets, simulate(path, masks, again=one), split.before) for one in again}
+            ends = {name: train_on(path, mask) for name, mask in bands.items()}
+            replays = dict(
+                zip(bands, changes(path, targets, torch.stack(list(ends.values())), split.before), strict=True)
+            )
+            baselines = predictors(path, targets, share_of_rows(split, len(rollouts)), options.quick)
+            weights, seconds = waiting.result()
+            trl = dict(zip(bands, changes(path, targets, weights, split.before), strict=True))
+    predicted = {
+        name: masks.astype(float) @ (one if one.ndim == 2 else np.repeat(one[:, None], len(targets.names), axis=1))
+        for name, one in baselines.items()
+    }
     halves = [i for i, name in enumerate(wanted) if kinds[name] == "half"]
     scores = scores_of(predicted, effects, realised, [wanted[i] for i in halves], halves)
     print(scores.round(2).to_string())
     figures = summary(scores)
-    remainder = np.abs(split.remainder / split.realised)
-    figures["conservation"] = round(float(np.median(remainder)), 4)
-    bands = [i for i, name in enumerate(wanted) if kinds[name] in ("without", "alone")]
-    figures |= bands_of(wanted, bands, effects, realised)
+    figures["conservation"] = round(float(np.median(np.abs(split.remainder / split.realised))), 5)
+    simulated = {again: dict(zip(wanted, effect, strict=True)) for again, effect in effects.items()}
+    figures |= bands_of(replays, trl, simulated, realised)
     print(f"stored: what the retrainings changed, in {data}; everything else is computed now")
-    path.put(0)
-    before, again = targets.values(path.trained), {}
-    for name in list(realised[REPLAYED])[1 : 1 + options.repeat]:
-        path.trained.put(retrain(config, base, rollouts, include[name], REPLAYED, logged))
-        changes, stored = targets.values(path.trained) - before, realised[REPLAYED][name]
-        again[name] = float(f"{np.abs(changes[:3] - stored[:3]).max() / np.abs(stored[:3]).max():.2g}")
-    # The largest difference of a direct share from the stored one, in units of the largest change.
-    figures["repeated"] = again
-    return figures
+    return figures | {"trl_seconds": seconds}
 
 
-def predictors(
-    path: TrainingPath, targets: Together, rollouts: Rollouts, store: GradientStore, split: Shares, kept: np.ndarray
-) -> dict[str, np.ndarray]:
-    """(K, n_targets) sums over the samples that are kept, by baseline."""
-    frame, n = rollouts.frame, len(targets.names)
-    order = np.argsort(split.rows)
-    assert (split.rows[order] == np.arange(len(rollouts))).all()
+def of_trl(path: Replayed, settings: Path, kept: list[np.ndarray]) -> tuple[torch.Tensor, float]:
+    """(K, P) final weights of TRL's trainings, in a process of its own; its processor seconds."""
+    torch.set_num_threads(1)
+    return torch.stack([train_with_trl(path, settings, mask) for mask in kept]), time.process_time()
+
+
+def changes(path: Replayed, targets: Together, ends: torch.Tensor, before: np.ndarray) -> np.ndarray:
+    """(K, n_targets) of final weights, (K, P)."""
+    found = []
+    for end in ends:
+        path.run.trained.put(end)
+        found.append(targets.values(path.run.trained) - before)
+    return np.array(found)
+
+
+def predictors(path: Replayed, targets: Together, share: np.ndarray, quick: bool) -> dict[str, np.ndarray]:
+    """(n,) or (n, n_targets) numbers of samples, whose sums over a subset predict."""
+    rollouts, trained = path.run.rollouts, path.run.trained
+    frame = rollouts.frame
     advantage = frame.advantage.to_numpy(dtype=float)
-    norm = np.zeros(len(rollouts))
-    for step in store.steps:
-        rows, gradients = store.step(step)
-        norm[rows] = gradients.norm(dim=1).numpy()
-    path.put(0)
+    trained.put(path.run.begin.weights)
     direct = np.array([VOCABULARY[rollouts.tokens(row)[1][0]] == "#" for row in range(len(rollouts))], dtype=float)
     features = targets.parts[1]
     assert isinstance(features, FeatureMeans)
-    values = np.concatenate([np.repeat(direct[:, None], 3, axis=1), features.each(path.trained, rollouts)], axis=1)
-    each = {
+    values = np.concatenate([np.repeat(direct[:, None], 3, axis=1), features.each(trained, rollouts)], axis=1)
+    found = {
         "number": np.ones(len(rollouts)),
         "reward": frame.reward.to_numpy(dtype=float),
         "|advantage|": np.abs(advantage),
         "length": frame.response_length.to_numpy(dtype=float),
-        "gradient norm": norm,
         "Cov(advantage, target)": advantage[:, None] * (values - values.mean(0)),
-        "product at the base": split.plain["base"][order],
-        "product along the path": split.plain["path"][order],
-        "share": split.shares[order],
+        "share": share,
     }
-    return {
-        name: kept.astype(float) @ (one if one.ndim == 2 else np.repeat(one[:, None], n, axis=1))
-        for name, one in each.items()
-    }
+    return found if quick else found | inner_products(path, targets)
+
+
+def inner_products(path: Replayed, targets: Together) -> dict[str, np.ndarray]:
+    """(n, n_targets) −⟨gradient of the target, gradient of the sample⟩, the target's at the base or, every third step,
+    along the path (TracIn; Pruthi et al. 2020)."""
+    run, get = path.run, steps_back(path)
+    n, found = len(targets.names), np.zeros((len(run.rollouts), 2 * len(targets.names)))
+    run.trained.put(run.begin.weights)
+    base = slopes = targets.gradients(run.trained)
+    for step in range(run.last, run.begin.step, -1):
+        _, those, known = get(step)
+        if step == run.last or step % 3 == 0:
+            slopes = targets.gradients(run.trained)
+        found[those.rows] = -products(run, those, known, torch.cat([base, slopes]))[0]
+    return {"product at the base": found[:, :n], "product along the path": found[:, n:]}
 
 
 # --- comparisons
@@ -335,32 +347,43 @@ def summary(scores: pd.DataFrame) -> dict[str, object]:
 
 
 def bands_of(
-    names: list[str],
-    rows: list[int],
-    effects: Mapping[str, np.ndarray],
+    replays: Mapping[str, np.ndarray],
+    trl: Mapping[str, np.ndarray],
+    simulated: Mapping[str, Mapping[str, np.ndarray]],
     realised: Mapping[str, Mapping[str, np.ndarray]],
 ) -> dict[str, object]:
-    """Each band left out and alone: predicted and realised changes of the direct share on each band."""
-    table: list[dict[str, object]] = []
-    errors: dict[str, list[float]] = {kind: [] for kind in effects}
-    signs: list[bool] = []
-    for i in rows:
-        row: dict[str, object] = {"subset": names[i]}
-        for kind, effect in effects.items():
-            row[f"predicted, {kind}"] = effect[i, :3].round(3)
-        for sampling, found in realised.items():
-            if names[i] in found:
-                real, predicted = found[names[i]][:3], effects[kind_of(sampling)][i, :3]
-                row[sampling] = real.round(3)
-                errors[kind_of(sampling)] += np.abs(predicted - real).tolist()
-                signs += (np.sign(predicted) == np.sign(real)).tolist()
-        table.append(row)
-    print(pd.DataFrame(table).to_string())
-    return {
-        "band_error_replayed": round(float(np.median(errors[REPLAYED])), 4),
-        "band_error": round(float(np.median(errors["on-policy"])), 4),
-        "band_sign": round(float(np.mean(signs)), 3),
+    """Each band left out and alone: changes of the direct share on each band, and median errors."""
+    columns = {"replayed": replays, "TRL": trl} | {f"simulated, {again}": found for again, found in simulated.items()}
+    columns |= {f"really, {sampling}": found for sampling, found in realised.items()}
+    table = {
+        what: [found[name][:3].round(3) if name in found else "" for name in replays] for what, found in columns.items()
     }
+    print(pd.DataFrame(table, index=list(replays)).to_string())
+    anew = [found for sampling, found in realised.items() if sampling != REPLAYED]
+    return {
+        "band_error": error(replays, [trl]),
+        "band_error_all_targets": error(replays, [trl], slice(None)),
+        "band_error_retrained": error(replays, [realised[REPLAYED]]),
+        "band_error_on_policy": error(replays, anew),
+        "simulated_band_error": error(simulated[REPLAYED], [realised[REPLAYED]], among=replays),
+        "simulated_band_error_on_policy": error(simulated["on-policy"], anew, among=replays),
+    }
+
+
+def error(
+    found: Mapping[str, np.ndarray],
+    others: list[Mapping[str, np.ndarray]],
+    targets: slice = slice(3),
+    among: Mapping[str, np.ndarray] | None = None,
+) -> float:
+    """Median |difference| over the subsets that both have, and targets: by default the direct shares."""
+    each = [
+        np.abs(found[name][targets] - other[name][targets])
+        for other in others
+        for name in (found if among is None else among)
+        if name in other
+    ]
+    return round(float(np.median(each)), 5) if each else float("nan")
 
 
 if __name__ == "__main__":

@@ -45,16 +45,15 @@ import numpy as np
 import torch
 import tyro
 from organism.hard import HardConfig, held_out_hard
-from organism.mixed import Sample, logged_probabilities, prompt_ids, retrain, train
+from organism.mixed import Sample, logged_probabilities, prompt_ids, replayed, retrain, train
 
 import tsae
-from tsae.attribution.credit.effects import simulate
-from tsae.attribution.credit.shares import Shares, shares
-from tsae.attribution.credit.token_shares import Directions, token_shares
-from tsae.attribution.gradients.gradient_store import batches_of, build_gradients
-from tsae.attribution.gradients.path import TrainingPath
+from tsae.attribution.replay.kinds import simulate
+from tsae.attribution.replay.passes import Known, Rows
+from tsae.attribution.replay.path import Replayed
+from tsae.attribution.replay.sweep import Shares, shares
+from tsae.attribution.replay.tokens import token_shares
 from tsae.attribution.targets import NextToken
-from tsae.attribution.trainer.recipe import read_recipe
 from tsae.attribution.training.loss import Again
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
@@ -72,7 +71,7 @@ class Options:
     """Explain the hard run."""
 
     to: Path = Path("runs/hard")
-    """Folder of the run, its gradients and the repetitions."""
+    """Folder of the run, its replayed path and the repetitions."""
     stored: bool = False
     """Only print the figures that the repository holds."""
     seeds: tuple[int, ...] = (1, 2)
@@ -108,23 +107,19 @@ def explain(options: Options) -> dict[str, Any]:
     if not log.is_file():
         import_log(run, log)
     rollouts = Rollouts.read(log)
-    recipe, path = read_recipe(run), TrainingPath.of(tsae.CheckpointSeries.load(run))
+    path = replayed(base, rollouts, run, options.to / "path")
     problems = held_out_hard(config)
     prompts = [np.array(prompt_ids(problem)) for some in problems.values() for problem in some]
     target = NextToken(prompts, [band for band, some in problems.items() for _ in some], DIRECT, what="direct")
-    store = build_gradients(
-        path, rollouts, batches_of(rollouts), recipe.loss, options.to / "gradients", dtype="bfloat16"
-    )
-    directions = Directions(options.to / "directions")
-    split = shares(store, path, recipe.optimiser, target, keep=directions.keep)
     kind = kinds_of(rollouts)
-    path.put(0)
-    before = target.values(path.trained)
-    kept = np.array([kind != k for k in range(len(KINDS))])
-    simulated = {
-        again: simulate(store, path, recipe.optimiser, target, kept, again=again).effects.round(4).tolist()
-        for again in get_args(Again)
-    }
+    by_tokens = ByTokens(path, kind, options.per_kind)
+    split = shares(path, target, points=config.steps, seen=by_tokens)
+    before = split.before
+    kept = np.array([np.ones(len(kind), dtype=bool), *(kind != k for k in range(len(KINDS)))])
+    simulated = {}
+    for again in get_args(Again):
+        changes = np.array([measured(path, target, end) for end in simulate(path, kept, again=again)])
+        simulated[again] = (changes[1:] - changes[0]).round(4).tolist()
     found: dict[str, Any] = {
         "config": asdict(config),
         "bands": list(problems),
@@ -135,31 +130,46 @@ def explain(options: Options) -> dict[str, Any]:
         "remainder": split.remainder.round(5).tolist(),
         "by_step": by_step(split, kind, config.steps),
         "covariance": covariance(rollouts, kind),
-        "tokens": [],
+        "tokens": by_tokens.sums(),
         "simulated": simulated,
         "repeated": [],
     }
-    rng = np.random.default_rng(0)
-    for k in range(len(KINDS)):
-        mine = np.flatnonzero((kind[split.rows] == k) & (split.shares[:, 1] != 0))
-        some = rng.permutation(mine)[: options.per_kind]
-        parts = [
-            token_shares(store, path, directions, rollouts, int(split.rows[i]), int(split.steps[i]), 1) for i in some
-        ]
-        first, whole = np.array([part[0] for part in parts]), np.array([part.sum() for part in parts])
-        others = np.array([np.abs(part[1:]).sum() for part in parts])
-        found["tokens"].append(
-            {
-                "n": len(some),
-                "sum": float(whole.sum()),
-                "first": float(first.sum()),
-                "absolute_first": float(np.abs(first).sum()),
-                "absolute_others": float(others.sum()),
-            }
-        )
     found["repeated"] = repeat(options, rollouts, kind, path, target, before)
     found["checks"] = checks(found)
     return found
+
+
+class ByTokens:
+    """Splits shares in direct answers on medium problems by token, of some samples of each kind."""
+
+    def __init__(self, path: Replayed, kind: np.ndarray, per_kind: int) -> None:
+        self.path, self.kind, self.found = path, kind, dict[int, np.ndarray]()
+        rng, acts = np.random.default_rng(0), path.run.rollouts.frame.advantage.to_numpy() != 0
+        some = [rng.permutation(np.flatnonzero((kind == k) & acts))[:per_kind] for k in range(len(KINDS))]
+        self.chosen = np.concatenate(some)
+
+    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
+        pass
+
+    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
+        rows = np.intersect1d(those.rows, self.chosen)
+        self.found |= token_shares(self.path.run, those, known, rows, directions[1]) if len(rows) else {}
+
+    def sums(self) -> list[dict[str, float]]:
+        """By kind: of the first tokens, of all, and of absolute values."""
+        table = []
+        for k in range(len(KINDS)):
+            parts = [tokens for row, tokens in self.found.items() if self.kind[row] == k]
+            first, whole = (np.array([f(part) for part in parts]) for f in (lambda part: part[0], np.sum))
+            others = np.array([np.abs(part[1:]).sum() for part in parts])
+            sums = {"sum": whole, "first": first, "absolute_first": np.abs(first), "absolute_others": others}
+            table.append({"n": len(parts)} | {name: float(values.sum()) for name, values in sums.items()})
+        return table
+
+
+def measured(path: Replayed, target: NextToken, weights: torch.Tensor) -> np.ndarray:
+    path.run.trained.put(weights)
+    return target.values(path.run.trained)
 
 
 def kinds_of(rollouts: Rollouts) -> np.ndarray:
@@ -197,7 +207,7 @@ def covariance(rollouts: Rollouts, kind: np.ndarray) -> list[dict[str, float]]:
 
 
 def repeat(
-    options: Options, rollouts: Rollouts, kind: np.ndarray, path: TrainingPath, target: NextToken, before: np.ndarray
+    options: Options, rollouts: Rollouts, kind: np.ndarray, path: Replayed, target: NextToken, before: np.ndarray
 ) -> list[dict[str, Any]]:
     """Really train without each kind; a line of results a training, kept in the folder."""
     file, base, config = options.to / "repeated.jsonl", tsae.testbed.series().base, options.config
@@ -213,8 +223,7 @@ def repeat(
             rows = np.flatnonzero(kind != k) if k is not None else np.arange(len(kind))
             keep: Callable[[Sample], bool] | None = None if k is None else lambda one, k=k: kind_of(one) != k
             weights = retrain(config, base, rollouts.select(rows), every, sampling, [logged[row] for row in rows], keep)
-            path.trained.put(weights)
-            values = (target.values(path.trained) - before).round(4).tolist()
+            values = (measured(path, target, weights) - before).round(4).tolist()
             line = {"without": name, "sampling": sampling, "changes": values}
             lines.append(line)
             with file.open("a", encoding="utf-8") as out:

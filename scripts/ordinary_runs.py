@@ -71,6 +71,8 @@ class Options:
     """Log the ids of the sampled tokens."""
     labels: bool = False
     """Log answers and levels of the problems."""
+    plain: bool = False
+    """Ask the problems as texts where the case asks them as chats."""
     save_every_step: bool = False
     per_level: int = 16
     """Problems of each level."""
@@ -97,7 +99,7 @@ def make_trainer(options: Options, stop: int | None = None, **settings: Any) -> 
     random.Random(seed).shuffle(problems)
     rows = [
         {
-            "prompt": [{"role": "user", "content": problem.prompt}] if case in CHAT else problem.prompt,
+            "prompt": [{"role": "user", "content": problem.prompt}] if case in CHAT and not options.plain else problem.prompt,
             "answer": problem.answer,
             "level": problem.level,
         }

@@ -12,8 +12,8 @@ from .activations.token_statistics import trajectory_statistics as trajectory_st
 from .attribution.attribute import attribute as attribute
 from .attribution.attribution import Attribution as Attribution
 from .attribution.config import AttributionConfig as AttributionConfig
-from .attribution.trainer.recipe import Recipe as Recipe
-from .attribution.trainer.recipe import read_recipe as read_recipe
+from .attribution.training.read.find import read_settings as read_settings
+from .attribution.training.settings import RunSettings as RunSettings
 from .causal.config import InsertionConfig as InsertionConfig
 from .causal.config import InterventionConfig as InterventionConfig
 from .causal.insertion import insertion as insertion

@@ -65,13 +65,14 @@ class RunConfig:
     diff: DiffConfig = field(default_factory=DiffConfig)
     """Which contrasts are drawn. The run's seed takes the place of its seed."""
     attribute: bool = True
-    """Say which samples did that, if the trainer's settings lie beside the checkpoints and the log has every step
-    between them. Otherwise one sentence says what is missing. Logs of more than --tokens, and gradients of more than
-    --attribution.budget-gb on disk, are left out: it takes a few times as long as a reader takes for the log."""
+    """Say which samples did that: the run is replayed from its base, its log and the settings that its trainer left.
+    Otherwise one sentence says what is missing. Logs of more than --tokens are left out: it takes about ten times as
+    long as the training's own updates took, without its sampling."""
+    problems: Path | None = None
+    """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
+    sample): accuracy and behaviours are attributed there. By default on the log's own problems."""
     attribution: AttributionConfig = field(
-        default_factory=lambda: AttributionConfig(
-            n_features=4, n_fixed=64, groups=_KINDS, subsets=0, singles=0, budget_gb=4.0
-        )
+        default_factory=lambda: AttributionConfig(n_features=4, n_fixed=64, groups=_KINDS)
     )
     """What is attributed: by default the features that the diff found to move furthest, if it found any. The run's
     device and seed take the place of its own."""

@@ -300,7 +300,7 @@ def _attributed(
         where = f"{Path(error.where).name}: " if error.where else ""
         fix = (error.fix or "See docs/attribution.md").rstrip(".")
         missing = f"{where}{error.what.rstrip('.')}"
-        return None, f"Not known. {missing}. `tsae attribute` adds it: {fix[:1].lower()}{fix[1:]}."
+        return None, f"Not known. {missing}. {fix}; `tsae attribute` then adds it."
     if found is None:
         return None, f"Not known. It needs {why}. `tsae attribute` adds it."
     return found, " ".join(statement(found).sentences)

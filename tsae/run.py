@@ -13,6 +13,7 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,16 +22,16 @@ from typing import Any, NamedTuple
 import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
-from tsae.attribution.attribute import find_recipe
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.gradients.gradient_store import check_budget
+from tsae.attribution.problems import other_problems
+from tsae.attribution.training.read.find import find_settings, read_settings
 from tsae.base.files import sha256
 from tsae.base.provenance import versions
 from tsae.base.remote.mirror import removed
 from tsae.causal.findings import causal_tests
 from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base
-from tsae.checkpoints.weight_files import folder_of, weight_files
+from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
 from tsae.diff.contrast.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
@@ -55,8 +56,6 @@ from tsae.stamps import CONTENTS, add_found, claim
 
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. Rarer ones are hardly learned or compared."""
-_DIFFERENTIATED = 10
-"""Checkpoints at which targets of an attribution are differentiated, about. More gain little."""
 _SAMPLING = "sampling"
 """Folder of the batches of an unfinished sampling."""
 _SHARD_TOKENS = 8192
@@ -178,7 +177,7 @@ def stamp(
     if not config.causal:  # what is not asked for does not tell runs apart
         settings |= {"tests": None, "minutes": None if config.sample is None else config.minutes}
     # Wherever the command is given next, it is the same run.
-    for name in ("log", "bands_from", "base", "sae"):
+    for name in ("log", "bands_from", "problems", "base", "sae"):
         if settings[name] is not None and Path(settings[name]).exists():
             settings[name] = Path(settings[name]).resolve()
     kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint
@@ -209,7 +208,7 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
         base, told = config.base, " (as asked)"
     else:
         found = CheckpointSeries.load(path, without=without)
-        named = named_base(found, path)
+        named = named_base(found, path) or _base_of_settings(path)
         if found.base.step == 0 and len(found) > 1:
             base, told = found.base.path, ""
         elif named is None:
@@ -226,6 +225,15 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
         what = f"names {base} as its base{told}, which cannot be used: {error}"
         raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
     return _comparable(series, path), f"the base is {base}{told}"
+
+
+def _base_of_settings(run: Path) -> tuple[str, str] | None:
+    """The base's folder, where the trainer's settings name one that is there, and which file names it."""
+    with suppress(TsaeError):
+        settings = read_settings(run)
+        if settings.base is not None and Path(settings.base).is_dir():
+            return settings.base, f"by {settings.source}"
+    return None
 
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
@@ -338,9 +346,8 @@ def _attributed(
     Raises:
         TsaeError: where checkpoints, log and settings do not suffice.
     """
-    recipe = find_recipe(series)
-    every = max(config.attribution.every, len(series) // _DIFFERENTIATED)
-    options = replace(config.attribution, every=every, device=config.device, seed=config.seed)
+    settings = find_settings(series)
+    options = replace(config.attribution, device=config.device, seed=config.seed)
     if "features" in options.targets:
         moved = facts.moved_features(diff, options.n_features)
         options = replace(options, features=options.features or tuple(moved))
@@ -353,16 +360,16 @@ def _attributed(
             where=whole,
             fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
         )
-    # A weight has four bytes at most. Those of adapters are A and B.
-    least = sum(file.stat().st_size for file in weight_files(folder_of(list(series)[-1]))) // 4
-    check_budget(min(len(outline), options.max_samples), least, int(options.budget_gb * 1e9), whole)
     measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
     bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)
     log = tsae.Rollouts.read(whole)
-    log = log if bands is None else log.in_bands(bands)
+    if bands is not None:  # whole problems, so that every sample is in a band
+        log = log.in_bands(bands).with_column("band", log.frame.problem_id.map(problem_bands(bands.rows)).to_numpy())
+    problems = None if config.problems is None else other_problems(config.problems, log, base.id)
     return tsae.attribute(
-        series, log, config.to / "attribution", recipe=recipe, sae=sae, config=options, progress=progress
-    )
+        series, log, config.to / "attribution", settings=settings, sae=sae, problems=problems, config=options,
+        progress=progress,
+    )  # fmt: skip
 
 
 def find_run_log(config: RunConfig) -> Path:

@@ -50,7 +50,7 @@ _FALL = 0.05
 _NAMED = 3
 """Checkpoints that one line names; of more, the first and the last."""
 _LATER = ("attribution", "causal")
-_NOT_COMPARED = ("attribute", "attribution", "causal", "tests", "minutes")
+_NOT_COMPARED = ("attribute", "problems", "attribution", "causal", "tests", "minutes")
 
 
 @dataclass(frozen=True)

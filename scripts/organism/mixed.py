@@ -34,6 +34,13 @@ from safetensors.torch import save_file
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from organism.groups import sample_groups
+from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.replay.certificates import logged_facts
+from tsae.attribution.replay.passes import Run
+from tsae.attribution.replay.path import Replayed, replay
+from tsae.attribution.replay.states import State, States
+from tsae.attribution.training.order import plan_updates
+from tsae.attribution.training.read.find import read_settings
 from tsae.base.files import write_json, write_text
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.checkpoint import Checkpoint
@@ -54,6 +61,8 @@ BANDS: dict[str, tuple[int, int]] = {"easy": (1, 1), "medium": (4, 6), "hard": (
 LOG, SETTINGS, STATE = "completions.jsonl", "training_args.json", "trainer_state.json"
 _TOKENS_AT_ONCE = 2048
 """Tokens of a forward pass in training, with padding."""
+_PATH = 1 << 31
+"""Bytes of a replayed path."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +301,22 @@ def repeated(
 
     knots[config.steps] = _run(config, base, batch)
     return knots, found
+
+
+def replayed(base: Checkpoint, rollouts: Rollouts, settings: Path, to: Path) -> Replayed:
+    """The run, replayed as a user's is: from its base, its log and the folder with its settings.
+
+    Args:
+        base: of the run.
+        rollouts: of its log.
+        settings: folder that has them.
+        to: folder for the path; it needs no checkpoints.
+    """
+    # Eager attention: forward derivatives, which split shares by token, know no other.
+    trained, found = TrainedWeights(base.load_model(dtype="float32", attention="eager")), read_settings(settings)
+    plan = plan_updates(rollouts, found, checkpoints={}, vocabulary=None)
+    run = Run(trained, rollouts, found, plan, State.at(trained.vector()))
+    return replay(run, States(to, len(plan.updates), len(trained), _PATH), {}, logged_facts({}))
 
 
 def put(model: PreTrainedModel, weights: torch.Tensor) -> None:

@@ -273,7 +273,5 @@ def attribute_run(
     log = Rollouts.read(run, checkpoint=series)
     log = log.with_column("band", [bands[id] for id in log.frame.problem_id])
     moved = [int(f) for f in diff.top(2).feature]
-    config = tsae.AttributionConfig(
-        targets=("features", "outcome"), features=tuple(moved), n_fixed=24, subsets=0, singles=0, every=2
-    )
+    config = tsae.AttributionConfig(targets=("features", "outcome"), features=tuple(moved), n_fixed=24)
     return tsae.attribute(series, log, to, sae=sae, config=config, progress=False)

@@ -59,7 +59,7 @@ _CAUSAL = ("causal", *_SERIES, "--checkpoint", "hard-100", "--sae", "sae", "--fe
            "--problems", "problems.jsonl", *_VERIFIER, "--n-samples", "2", "--max-new-tokens", "12", "--n-random",
            "1")  # fmt: skip
 _ATTRIBUTE = ("attribute", "mixed", "--rollouts", "mixed.parquet", "--sae", "sae", "--targets", "features", "outcome",
-              "--features", "0", "3", "--n-fixed", "8", "--subsets", "0", "--singles", "0", "--groups",
+              "--features", "0", "3", "--n-fixed", "8", "--tokens-of", "8", "--groups",
               "outcome")  # fmt: skip
 _RUN = ("run", "mixed", "--tokens", "4000", "--d-sae", "32", "--k", "4", "--training-tokens", "6000",
         "--diff.n-permutations", "100", "--diff.n-bootstrap", "100", "--diff.noise-draws", "1",

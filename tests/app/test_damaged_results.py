@@ -17,8 +17,8 @@ from support.credit import small_credit
 from support.damage import resealed
 from support.planted import planted
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import read_object, reading, write_json
-from tsae.base.seal import SEAL, seal, with_checksum, write_sealed
+from tsae.base.files import read_object, reading
+from tsae.base.seal import SEAL, seal, write_sealed
 from tsae.causal.intervention import Intervention
 from tsae.commands.actions.diff import run_report
 from tsae.commands.options.diff import Report

@@ -120,7 +120,7 @@ def test_attribution(tmp_path: Path) -> None:
     log = Rollouts.read(tmp_path / "log.parquet")
     found = {}
     for device in ("cuda", "cpu"):
-        few = tsae.AttributionConfig(n_fixed=8, subsets=2, validate=3, singles=1, device=device)
+        few = tsae.AttributionConfig(n_fixed=8, shown=1, tokens_of=4, device=device)
         series = tsae.CheckpointSeries.load(run)
         found[device] = tsae.attribute(series, log, tmp_path / device, config=few, progress=False)
     for name in ("samples", "groups", "targets"):

@@ -120,9 +120,9 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
     assert html.escape(looked["advantages"]["line"]) in page
     # Without the trainer's settings no sample is blamed, and what is missing is said.
     assert said["attribution"] == (
-        "Not known. hard: the trainer's settings do not lie beside the checkpoints (training_args.json or .yaml, "
-        ".hydra/config.yaml). `tsae attribute` adds it: give the file (recipe=…, --settings), or a tsae.Recipe with "
-        "optimiser and loss."
+        "Not known. hard: the trainer's settings do not lie beside the checkpoints (training_args.bin or .json, "
+        "wandb/, .hydra/). Give the file (settings=…, --settings), or a tsae.RunSettings; `tsae attribute` then adds "
+        "it."
     )
     assert html.escape(said["attribution"]) in page
     assert '<section id="samples"' not in page
@@ -265,7 +265,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    few = AttributionConfig(n_features=2, n_fixed=18, subsets=0, singles=0, groups=("outcome",), budget_gb=1.0)
+    few = AttributionConfig(n_features=2, n_fixed=18, groups=("outcome",))
     config = replace(TINY, path=mixed, to=tmp_path / "out", attribution=few)
     analyze_run(config, progress=False, say=lines.append)
     assert [line.partition(":")[0] for line in lines] == STAGES
@@ -292,7 +292,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     ("change", "told"),
     [
         ({"attribute": False}, None),
-        ({"attribution": AttributionConfig(budget_gb=0.001)}, "gradients of 54 samples with respect to"),
+        ({"attribution": AttributionConfig(budget_gb=0.001)}, "the path of 3 steps of"),
         ({"tokens": 1_000}, "more than the 1,000 that are read"),
         ({}, "lacks step 2 of the steps 1 to 3"),
     ],
@@ -317,7 +317,7 @@ def test_what_keeps_samples_from_being_attributed_is_said(
         assert "Not known." not in page
     else:
         assert told in said[0]
-        assert "`tsae attribute` adds it" in said[0]
+        assert "`tsae attribute` then adds it" in said[0]
         assert told in page
 
 

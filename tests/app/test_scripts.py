@@ -36,6 +36,7 @@ TINY = {
     "bench_train.py": "--d-model 16 --d-sae 64 --k 4 --pairs 64 --steps 1",
     "bench_verification.py": "--to verification --problems 4 --samples 2 --tokens 20000",
     "bench_warm_start.py": "--to warm --published-tokens 8000 --tokens 8000 --seeds 1",
+    "calibrate_replay.py": "ordinary/lora --only one",
     "causal_testbed.py": f"{CAUSAL} --to causal",
     "check_attribution.py": "--run mixed/run --retrained mixed/to --sae demo/sae --data mixed/data --n-features 2",
     "check_changes.py": "--draws 20",
@@ -59,6 +60,7 @@ TINY = {
 }
 AFTER = {
     "bench_credit.py": "run_remedies.py",
+    "calibrate_replay.py": "ordinary_runs.py",
     "check_attribution.py": "retrain_mixed.py",
     "check_credit.py": "run_remedies.py",
     "claims_features.py": "claims_study.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,8 +16,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from support.attributions import make_attribution
 from support.builders import synthetic_store
@@ -32,7 +29,7 @@ from tsae.attribution.config import AttributionConfig
 from tsae.base.disk.made_by import command_file, made_by, record_command
 from tsae.base.files import sha256, write_json
 from tsae.base.provenance import write_run
-from tsae.base.seal import SEAL, read_sealed, seal, with_checksum
+from tsae.base.seal import SEAL, read_sealed, with_checksum
 from tsae.cli import main, parse
 from tsae.config import DemoConfig, RunConfig
 from tsae.diff.config import DiffConfig
@@ -50,7 +47,7 @@ from tsae.stamps import claim, stamp_copy
 from tsae.testbed import series_path
 from tsae.upkeep.find import Artefact, aside_name
 from tsae.upkeep.kinds import FOLDERS
-from tsae.upkeep.mend import _aside, _own_files, remedy, repair
+from tsae.upkeep.mend import _aside, remedy, repair
 from tsae.upkeep.stamped import stamped_command
 from tsae.upkeep.verify import Finding, verify
 
@@ -134,11 +131,6 @@ def test_what_is_damaged_is_named(damage: str, copy: Path) -> None:
 def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     """Small artefacts of the kinds that no other test here has: their kind, and a file of each."""
     (attribution := make_attribution()).save(folder / "attribution")
-    step = {"rows": torch.zeros(1, dtype=torch.int64), "gradients": torch.ones(1, 3)}
-    (gradients := folder / "attribution" / "gradients").mkdir()
-    write_json(gradients / "gradients.json", with_checksum({"steps": [1]}))
-    save_file(step, gradients / "step-000001.safetensors")
-    seal(gradients, ["step-000001.safetensors"])
     sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
     Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
     small_credit().save(folder / "credit")
@@ -153,7 +145,6 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     write_table(folder / "statistics.parquet", *_arrow(table), {"kind": "token statistics"})
     return {
         "attribution": ("attribution", "targets.parquet"),
-        "attribution/gradients": ("gradients", "step-000001.safetensors"),
         "influence": ("influence", "influence.parquet"),
         "credit": ("credit", "credit.safetensors"),
         "sae": ("SAE", "training.json"),
@@ -323,19 +314,6 @@ def test_nothing_that_was_kept_is_removed(copy: Path) -> None:
     # What is kept is no artefact, whatever its state.
     flip(copy / "diff.before-repair-2" / "shifts.parquet", 99)
     assert set(states(copy)) == {"rollouts.parquet", "features", "diff", "other"}
-
-
-def test_tables_that_a_killed_repair_moved_aside_are_brought_to_light(tmp_path: Path) -> None:
-    folder = tmp_path / "attribution"
-    make_attribution().save(folder)
-    before = contents(folder)
-    for name in before:
-        shutil.copy(folder / name, aside_name(folder / name))
-    said: list[str] = []
-    assert all(finding.ok for finding in repair([folder], say=said.append, progress=False))
-    assert len(said) == len(before)
-    assert contents(folder) == before | {f"{name}.damaged": digest for name, digest in before.items()}
-    assert _own_files(folder) == [folder / name for name in os.listdir(folder) if name in before]
 
 
 def test_names_with_line_breaks_pass_for_no_lines_of_ours(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

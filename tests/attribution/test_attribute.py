@@ -237,7 +237,7 @@ def test_a_log_of_texts_gets_its_end_tokens_back(
         mine = found.samples[found.samples.target == "P (first token)"].share.to_numpy()
         also = again.samples[again.samples.target == "P (first token)"].share.to_numpy()
         np.testing.assert_allclose(also, mine, atol=1e-5 * np.abs(mine).max())
-    assert not list((tmp_path / "to" / "path").iterdir())
+    assert not (tmp_path / "to" / "path").exists()
 
 
 def test_the_last_checkpoint_alone_and_a_stretch(llama: Path, run: Path, found: Attribution, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import IDS, edit, reweigh, save_adapter
-from tsae.attribution.replay.start import Start, checkpoints_of, start_of
+from tsae.attribution.replay.start import checkpoints_of, start_of
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.updates.drift import weight_drift
@@ -26,15 +26,17 @@ from tsae.errors import TsaeError
 Weights = dict[str, torch.Tensor]
 
 
-def start_at(series: CheckpointSeries) -> Start:
-    return start_of(series, checkpoints_of(series, None), Optimiser(n_steps=9))
+def replayed(series: CheckpointSeries) -> list[torch.Tensor]:
+    """Weights that a replay begins with, and is compared with."""
+    start = start_of(series, checkpoints_of(series, None), Optimiser(learning_rate=0.1, schedule="constant"))
+    return [start.begin.weights, *(control().weights for control in start.controls.values())]
 
 
 READERS: dict[str, Callable[[CheckpointSeries, Path], Any]] = {
     "capture": lambda series, to: tsae.capture(series, make_rollouts(n_problems=2), to=to, progress=False),
     "drift": lambda series, to: weight_drift(series, progress=False),
     "noise": lambda series, to: update_of(list(series)[1]),
-    "path": lambda series, to: start_at(series),
+    "replay": lambda series, to: replayed(series),
 }
 
 
@@ -119,7 +121,7 @@ def test_value_heads_and_masks_are_left_out_by_all_that_read_weights(llama: Path
         assert drift.equals(plain)
         ends = [update_of(list(series[n])[1]).norms for n in (name, "plain")]
         assert ends[0] == ends[1]
-        start_at(series[name])
+        assert all(torch.equal(a, b) for a, b in zip(*map(replayed, (series[name], series["plain"])), strict=True))
 
 
 def test_two_sets_of_weights_in_a_folder(llama: Path, tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_two_sets_of_weights_in_a_folder(llama: Path, tmp_path: Path) -> None:
     index = shards / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"]
     edit(index, weight_map={**names, "lm_head.weight": "model-00009-of-00009.safetensors"})
-    for reader in ("capture", "noise", "path"):
+    for reader in ("capture", "noise", "replay"):
         with pytest.raises(TsaeError, match=r"holds .* twice: in model-00001.* and model-00009-of-00009.safetensors"):
             READERS[reader](series, tmp_path / "out")
     edit(index, weight_map=names)

@@ -111,13 +111,18 @@ def attribute(
         )  # fmt: skip
         check_first_step(path.steps, given)
         check_nearer(path.steps, given)
-        judged = verdict(prepared.run, path.steps)
+        if path.lost:
+            notes.append(
+                f"The trainer counted {path.lost} tokens more than the log of texts has: special tokens were put back "
+                "where they make the responses most likely."
+            )
+        judged = verdict(path.run, path.steps)
         rows = np.concatenate([np.concatenate(update.parts) for update in prepared.run.plan.updates])
         wanted = targets or find_targets(
             trained, (prepared.run.begin.weights, path.end), log, rows, problems=problems, sae=sae,
             first_token=first_token, special=special, temperature=given.loss.temperature, config=config, notes=notes,
         )  # fmt: skip
-        reading = _Reading(prepared.run, wanted, config, token_strings(series.base.load_tokenizer()))
+        reading = _Reading(path.run, wanted, config, token_strings(series.base.load_tokenizer()))
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
         _kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
     finally:
@@ -125,7 +130,7 @@ def attribute(
     found = Attribution(
         target_table(split, config.flag_remainder),
         sample_table(split),
-        fact_table(split, log, list(reading.best)),
+        fact_table(split, path.run.rollouts, list(reading.best)),
         groups,
         path.steps,
         reading.entropy_table(split),
@@ -194,7 +199,8 @@ def _prepared(
     of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
     rollouts = check_settings(rollouts, of_generations, settings, notes, history)
     rollouts = _with_behaviours(rollouts, config, notes)
-    run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens)
+    special = tuple(series.base.load_tokenizer().all_special_ids)
+    run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
     reference = None
     if (
         settings.loss.needs_ref

@@ -129,8 +129,9 @@ class LogLikelihood:
 
     def _sum(self, trained: TrainedWeights, batch: Batch) -> torch.Tensor:
         rows, ids, mask, response = batch
-        log = log_probabilities(trained.model, ids, mask, self.temperature)
-        of_rows = (log * response[:, 1:]).sum(1)
+        n = ids.shape[1] - max(1, int(response.any(0).int().argmax()))  # Tokens from the first response's on.
+        log = log_probabilities(trained.model, ids, mask, self.temperature, n)
+        of_rows = (log * response[:, -n:]).sum(1)
         return torch.as_tensor(self.weight[:, rows], dtype=log.dtype, device=log.device) @ of_rows
 
     @torch.no_grad()

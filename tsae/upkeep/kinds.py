@@ -16,7 +16,6 @@ from tsae.activations.shards.manifest import FORMAT as STORE_FORMAT
 from tsae.activations.shards.manifest import VERSION as STORE_VERSION
 from tsae.activations.shards.manifest import read_manifest
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.gradients.gradient_store import GradientStore
 from tsae.base.disk.sealed_parquet import check_parquet
 from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, check_seal, read_sealed, sealed_names
@@ -88,12 +87,6 @@ def _check_sae(path: Path) -> bool:
     return (path / SEAL).is_file()
 
 
-def _check_gradients(path: Path) -> None:
-    store = GradientStore(path)
-    for step in store.steps:
-        store.check(step)
-
-
 def _check_tables(path: Path) -> None:
     check_seal(path, AGAIN)
     for file in path.glob("*.parquet"):
@@ -126,9 +119,7 @@ FOLDERS = (
          ("pieces",)),
     Kind("SAE", 3, ("config.json", "sae.safetensors", "training.json", CONFIG_FILE), _check_sae, ("checkpoint",)),
     Kind("diff", 5, ("diff.json", "shifts.parquet", "contrasts.parquet"), FeatureDiff.load),
-    Kind("attribution", 7, ("attribution.json", "effects.parquet", "inputs.json"), Attribution.load,
-         ("gradients",)),
-    Kind("gradients", 6, ("gradients.json",), _check_gradients),
+    Kind("attribution", 7, ("attribution.json", "facts.parquet"), Attribution.load),
     Kind("causal test", 6, ("causal.json", "outcomes.parquet"), Intervention.load),
     Kind("explanations", 6, (EXPLANATIONS, "explanations.parquet"), Explanations.load, ("answers.jsonl",)),
     Kind("influence", 6, ("influence.json", "influence.parquet"), Influence.load),
@@ -173,7 +164,7 @@ def _fits(kind: Kind, path: Path, known: set[str]) -> bool:
         # A checkpoint of a model has a config.json too.
         return "sae.safetensors" in known or CONFIG_FILE in known or _says(path / "config.json", "format", SAE_FORMAT)
     if kind.name == "attribution":
-        return "attribution.json" in known or (path / "gradients").is_dir() or "effects.parquet" in known
+        return "attribution.json" in known or {"groups.parquet", "facts.parquet"} <= known
     return True
 
 

@@ -30,7 +30,7 @@ from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.base.disk.made_by import MadeBy
 from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import is_kept, is_partial, replacing, writing
+from tsae.base.files import is_partial, replacing, writing
 from tsae.base.seal import SEAL, changed_names, read_sealed, seal, sealed_digests
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
@@ -307,27 +307,11 @@ def _in_the_way(finding: Finding) -> list[Path]:
     found = [path]
     if kind == "store" and finding.where in (path / "run.json", path / "rollouts.parquet"):
         found = [finding.where]
-    elif kind == "attribution":
-        found = _own_files(path)
-    elif kind == "gradients" and (path / "gradients.json").is_file():
-        found = [path / name for name in changed_names(path)] or [path]
-    if path.parent.name == "attribution":
-        found += _own_files(path.parent)
     if run is not None and path.name == "log.parquet":
         found.append(path.with_name("rollouts.parquet"))  # drawn from it, and not read again while it is there
     if run is not None and path.parent == run / "steps":
         found.append(run / "diff")  # which reads them
     return found
-
-
-def _own_files(attribution: Path) -> list[Path]:
-    """The tables of an attribution. What they were computed from stays."""
-    there = attribution.iterdir() if attribution.is_dir() else ()
-    return [
-        file
-        for file in there
-        if file.is_file() and file.name != "inputs.json" and file.name[0] != "." and not is_kept(file)
-    ]
 
 
 def _replaced(path: Path, aside: Path, finding: Finding) -> str:
@@ -356,12 +340,11 @@ def _replaced(path: Path, aside: Path, finding: Finding) -> str:
 def _surfaced(findings: Sequence[Finding]) -> Iterator[str]:
     """Give back what lies aside although its place is taken: its repair was killed when it was nearly done."""
     for finding in (finding for finding in findings if finding.ok):
-        whole = finding.artefact.path
-        for path in (whole, *(_own_files(whole) if finding.artefact.kind.name == "attribution" else ())):
-            if os.path.lexists(aside := aside_name(path)):
-                with sole_writer(finding.artefact.run or whole), writing(path.parent, "Rename it yourself."):
-                    kept = _keep(aside, path.with_name(f"{path.name}.damaged"))
-                yield f"{shown_path(path)}: what an earlier repair had moved aside is kept as {kept.name}"
+        path = finding.artefact.path
+        if os.path.lexists(aside := aside_name(path)):
+            with sole_writer(finding.artefact.run or path), writing(path.parent, "Rename it yourself."):
+                kept = _keep(aside, path.with_name(f"{path.name}.damaged"))
+            yield f"{shown_path(path)}: what an earlier repair had moved aside is kept as {kept.name}"
 
 
 def _keep(aside: Path, name: Path) -> Path:

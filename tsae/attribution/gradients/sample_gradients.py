@@ -12,6 +12,7 @@ Only the activations are differentiated by autograd; the sums of weight gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,13 +69,23 @@ class TrainedWeights:
 
 
 def log_probabilities(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, last: int | None = None
 ) -> torch.Tensor:
-    """(B, T − 1) log-probability of every token after the first, in nats."""
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+    """(B, last) log-probability of the last tokens, in nats; by default (B, T − 1) of every token after the first.
+
+    Logits are computed for these tokens only, where the model can do that.
+    """
+    n = ids.shape[1] - 1 if last is None else last
+    logits = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **keep_logits(model, n)
+    ).logits[:, -n - 1 : -1]
     wide = torch.promote_types(logits.dtype, torch.float32)
-    every = torch.log_softmax(logits[:, :-1].to(wide) / temperature, dim=-1)
-    return every.gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.log_softmax(logits.to(wide) / temperature, dim=-1).gather(-1, ids[:, -n:, None])[..., 0]
+
+
+def keep_logits(model: PreTrainedModel, last: int) -> dict[str, int]:
+    """The argument that asks a model for the logits that predict the last tokens; nothing if it does not know it."""
+    return {"logits_to_keep": last + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
 
 def module_gradients(

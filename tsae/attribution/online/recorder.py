@@ -13,7 +13,7 @@ Two numbers are recorded for every sample and target, with the sign of what the 
     share   now · (1 + …)              and in the steps after, to which momentum carries it
 
 ∇F is the target's gradient, k₀ the optimiser's own factor with its √v̂ of this step, c what gradient clipping did. These
-are the summands of `tsae.attribution.credit.shares`. What is known online, and what is not:
+are the summands of `tsae.attribution.replay.sweep.shares`. What is known online, and what is not:
 
 1. Without momentum and with `refresh=1` both numbers are exactly those of `shares`: the gradient of the target is the
    mean of those before and after the step.

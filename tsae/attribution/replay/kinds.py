@@ -73,11 +73,11 @@ def simulate(path: Replayed, kept: np.ndarray, *, again: Again = "on-policy", pr
 
 
 def _pulls(run: Run, step: Rows, known: Known, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B,) what multiplies the gradient of a sample's log π in its gradient of the loss, and (B, L − 1) how its
+    """(B,) what multiplies the gradient of a sample's log π in its gradient of the loss, and (B, S) how its
     log-ratio is spread over its tokens, which sums to 1."""
     with torch.no_grad():
         every = every_log(run, chunk)
-        log = every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
+        log = every.gather(-1, chunk.scored_ids[..., None])[..., 0]
         spread = (1 - 2 * log.exp() + (2 * every).exp().sum(-1)) * chunk.counted
         spread = spread / spread.sum(1, keepdim=True).clamp_min(1e-30)
     with torch.enable_grad():

@@ -11,12 +11,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, keep_logits
 from tsae.attribution.replay.states import State
 from tsae.attribution.training.loss import BatchTokens
 from tsae.attribution.training.order import Plan, Update
@@ -45,6 +46,8 @@ class Run:
     """The optimiser before the first update."""
     batch_tokens: int = 4096
     """Tokens of a forward pass, with padding."""
+    special: tuple[int, ...] = ()
+    """Token ids that decode to nothing; a log of texts loses them."""
 
     @property
     def last(self) -> int:
@@ -85,19 +88,25 @@ class Chunk:
     positions: torch.Tensor
     """(B, L)."""
 
+    @cached_property
+    def scored(self) -> int:
+        """S: tokens from the first one on that a policy sampled. Only their log-probabilities are computed: of a large
+        vocabulary they cost as much as many layers."""
+        first = int(self.response.any(0).int().argmax())
+        return self.response.shape[1] - max(1, first)
+
     @property
-    def inputs(self) -> dict[str, Any]:
-        """Of the model."""
-        given = {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": self.positions}
-        return {**given, "use_cache": False}
+    def scored_ids(self) -> torch.Tensor:
+        """(B, S) ids."""
+        return self.ids[:, -self.scored :]
 
     @property
     def counted(self) -> torch.Tensor:
-        """(B, L − 1) the response, by the place of the logits that predict it."""
-        return self.response[:, 1:]
+        """(B, S) the response."""
+        return self.response[:, -self.scored :]
 
     def spread(self, logs: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """(B, L − 1) numbers of the sampled tokens at their places; 0 elsewhere, and for rows that have none."""
+        """(B, S) numbers of the sampled tokens at their places; 0 elsewhere, and for rows that have none."""
         found = torch.zeros_like(like)
         for i, row in enumerate(self.rows.tolist()):
             if row in logs:
@@ -136,20 +145,32 @@ def chunks(run: Run, rows: np.ndarray, generation: np.ndarray) -> Iterator[Chunk
         yield Chunk(some, ids.to(device), mask.to(device), response.to(device), places)
 
 
+def inputs_of(run: Run, chunk: Chunk) -> dict[str, Any]:
+    """What the model is called with."""
+    given = {"input_ids": chunk.ids, "attention_mask": chunk.mask, "position_ids": chunk.positions, "use_cache": False}
+    return given | keep_logits(run.trained.model, chunk.scored)
+
+
+def log_softmax(run: Run, chunk: Chunk, logits: torch.Tensor) -> torch.Tensor:
+    """(B, S, vocabulary) log-probabilities in nats, of logits with the last S + 1 places or more."""
+    predicting = logits[:, -chunk.scored - 1 : -1]
+    return torch.log_softmax(predicting.float() / run.settings.loss.temperature, dim=-1)
+
+
 def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
-    """(B, L − 1, vocabulary) log-probabilities of the tokens after the first, in nats."""
+    """(B, S, vocabulary) log-probabilities in nats."""
     amp = (
         torch.autocast(chunk.ids.device.type, torch.bfloat16) if run.settings.autocast == "bfloat16" else nullcontext()
     )
     with amp:
-        logits = run.trained.model(**chunk.inputs).logits
-    return torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
+        logits = run.trained.model(**inputs_of(run, chunk)).logits
+    return log_softmax(run, chunk, logits)
 
 
 def forward(run: Run, chunk: Chunk, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, L − 1) log-probability of every token after the first, and the entropy of what it was drawn from, in nats."""
+    """(B, S) log-probability of every scored token, and the entropy of what it was drawn from, in nats."""
     every = every_log(run, chunk)
-    log = every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
+    log = every.gather(-1, chunk.scored_ids[..., None])[..., 0]
     return log, -(every.exp() * every).sum(-1) if entropy else None
 
 
@@ -261,7 +282,7 @@ def used(run: Run, step: Rows, kept: np.ndarray | None = None) -> np.ndarray:
 
 
 def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, L − 1) of the loss's policy term and of its KL term, normalised; `log` as `forward` gives it."""
+    """(B, S) of the loss's policy term and of its KL term, normalised; `log` as `forward` gives it."""
     rows, loss = chunk.rows.tolist(), run.settings.loss
     detached, mask = log.detach(), chunk.counted
     kept = chunk.spread({row: one.float() for row, one in step.counted.items()}, detached) > 0 if step.counted else None

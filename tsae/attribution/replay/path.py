@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from tsae.attribution.replay.lost_tokens import restored
 from tsae.attribution.replay.passes import (
     Known,
     Logs,
@@ -67,6 +68,8 @@ class Replayed:
     reference: torch.Tensor | None
     starts: dict[int, int] = field(default_factory=dict)
     """Steps at which states are kept, with the number of steps of which their running means know."""
+    lost: int = 0
+    """Special tokens that were put back (`tsae.attribution.replay.lost_tokens`)."""
     restarts: list[int] = field(default_factory=list)
     """Steps whose checkpoint restarted the replay."""
 
@@ -125,6 +128,11 @@ def replay(
     found = Replayed(run, states, stepper, state.weights, pd.DataFrame(), {}, {}, {}, walk.reference)
     lines = []
     for update in progress_bar("replay", "step", over=run.plan.updates, shown=progress):
+        if update.first and update.step in facts.index and np.isfinite(length := facts.mean_length[update.step]):
+            generation = run.plan.generations[update.generation]
+            run.trained.put(state.weights)
+            run, n = restored(run, generation, length * len(generation))
+            walk.run, found.run, found.lost = run, run, found.lost + n
         if states.every > 1 and (state.step % states.every == 0 or state.step in found.restarts):
             states.keep(state)
             found.starts[state.step] = state.taken

@@ -7,6 +7,7 @@ needed, one stretch at a time.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from math import ceil, sqrt
 from pathlib import Path
@@ -97,9 +98,8 @@ class States:
         self._step(step).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """All files, when the sweep is over."""
-        for file in self.folder.glob("*.safetensors"):
-            file.unlink()
+        """All files, when the sweep is over; also those of a replay that was killed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, file: Path, tensors: dict[str, torch.Tensor]) -> None:
         with replacing(file) as partial:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, summands
+from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, inputs_of, log_softmax, summands
 
 
 def token_shares(
@@ -34,8 +34,7 @@ def token_shares(
     along = {n: part.view_as(w).to(w.dtype) for (n, w), part in zip(weights.items(), parts, strict=True)}
     found = {}
     for chunk in chunks(run, rows, generation):
-        # Of torch's attentions, this one can be differentiated forward.
-        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the other kernels know no forward derivatives
             # Forward differentiation in torch uses scripts that torch itself deprecates.
             warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
             log, slope = torch.func.jvp(lambda moved, chunk=chunk: _log(run, chunk, moved), (weights,), (along,))
@@ -53,6 +52,5 @@ def token_shares(
 
 
 def _log(run: Run, chunk: Chunk, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = torch.func.functional_call(run.trained.model, weights, kwargs=chunk.inputs).logits
-    every = torch.log_softmax(logits[:, :-1].float() / run.settings.loss.temperature, dim=-1)
-    return every.gather(-1, chunk.ids[:, 1:, None])[..., 0]
+    logits = torch.func.functional_call(run.trained.model, weights, kwargs=inputs_of(run, chunk)).logits
+    return log_softmax(run, chunk, logits).gather(-1, chunk.scored_ids[..., None])[..., 0]

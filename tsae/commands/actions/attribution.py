@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tsae
+from tsae.attribution.problems import other_problems
+from tsae.attribution.training.read.find import find_settings
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.attribution import Attribute
@@ -15,14 +17,16 @@ def run_attribute(options: Attribute) -> None:
         raise TsaeError(f"is {options.top}, expected at least 1", where="--top")
     series = load_series(*(options.series or (options.run,)))
     first_token = None if options.first_token is None else _token_id(series.base, options.first_token)
+    log = tsae.Rollouts.read(options.rollouts or options.run, series)
     found = tsae.attribute(
         series,
-        tsae.Rollouts.read(options.rollouts or options.run, series),
+        log,
         options.to,
-        recipe=options.settings,
+        settings=find_settings(series, options.name, options.settings, version=options.trainer_version),
         sae=options.sae,
         run=options.name,
         first_token=first_token,
+        problems=None if options.problems is None else other_problems(options.problems, log, series.base.id),
         config=options.config,
     )
     with as_json(options.json) as write:

@@ -255,8 +255,9 @@ def _replayed(found: Attribution) -> list[Said]:
     """Certificates: what the run itself says of its replay."""
     replay, steps, said = found.info["replay"], found.steps, []
     if replay:
-        good = f"Replayed to step {replay['to']} of {replay['steps']} within {_part(replay['within'])}"
-        said.append(Said(f"{good} of what the run logged and saved.", replay["departs"] is not None))
+        good, within = f"Replayed to step {replay['to']} of {replay['steps']}", replay["within"]
+        good += "" if within is None else f" within {_part(within)} of what the run logged and saved"
+        said.append(Said(f"{good}.", replay["departs"] is not None))
         if replay["departs"] is not None:
             cause = f"Likely cause: {replay['cause'].rstrip('.')}."
             said.append(Said(f"From step {replay['departs']} on it departs from the run. {cause}", True))

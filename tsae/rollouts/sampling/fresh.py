@@ -7,6 +7,7 @@ whole, and are sampled alike for all.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.limits import text_limits
 from tsae.checkpoints.loading import ModelLoader
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import BY_NAME, Verifier, find_verifier
+from tsae.rollouts.answers.grading import BY_NAME, Verifier, find_verifier, number_in
+from tsae.rollouts.bands import Bands, band_counts, bands_info
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.sampling.sample import sample
+from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 
 _CHECKED = 400
@@ -104,7 +107,9 @@ def answered_anew(
     minutes: float | None = None,
     progress: bool = True,
 ) -> Rollouts:
-    """Fresh rollouts of the problems of a log, in bands by the base's own, with what is known of the log.
+    """Fresh rollouts of the problems of a log, with its bands and what else is known of it.
+
+    Where the log has no bands that can be compared, they are measured on the base's own responses.
 
     Args:
         readers, config, pieces, server, minutes, progress: see `fresh_rollouts`.
@@ -115,8 +120,11 @@ def answered_anew(
     Returns:
         the rollouts; ``info["sampled"]`` has n_samples, verifier and max_new_tokens, ``info["stages"]`` one line more.
     """
+    of_log, base = problem_bands(logged.frame).dropna(), readers[0].id
+    info_of_log = bands_info(logged.info, logged.origin) or {}
+    logged, read = with_answers(logged)
     name, checked = choose_verifier(logged, verifier)
-    problems, base = logged.problems(), readers[0].id
+    problems = [problem for problem in logged.problems() if problem.answer or not read]
     fresh = fresh_rollouts(
         readers,
         [problems[i] for i in np.random.default_rng(config.seed).permutation(len(problems))],
@@ -130,9 +138,17 @@ def answered_anew(
     told = f"{len(fresh):,} fresh responses, {config.n_samples} to each of {fresh.n_problems:,} problems"
     if fresh.n_problems < len(problems):
         told += f" of {len(problems):,}, which fitted into {minutes:g} minutes (--minutes),"
-    told += f" by {', '.join(reader.id for reader in readers)}; {checked}"
+    told += f" by {', '.join(reader.id for reader in readers)}; {checked}{read}"
     of_bands = "none: accuracy is not measured"
-    if name is not None:
+    if measured_on is None and len(of_log) and not info_of_log.get("refused"):
+        first = logged.frame[logged.frame.band.notna()].drop_duplicates("problem_id").set_index("problem_id")
+        columns = ["band", "pass_rate", "pass_rate_low", "pass_rate_high"]
+        rows = first[columns].reindex(fresh.frame.problem_id).reset_index()
+        unbanded = int(problem_bands(rows).isna().sum())
+        told_by_log = {"separate": True, "cross_fitted": False, "halved": 0, "unbanded": unbanded}
+        fresh = fresh.in_bands(Bands(rows, {**info_of_log, **told_by_log}, pieces))
+        of_bands = f"those of the log; of the problems that are answered: {band_counts(problem_bands(rows))}"
+    elif name is not None:
         bands, of_bands = band_problems(fresh.frame, pieces, base=base, measured_on=measured_on, seed=config.seed)
         fresh = fresh if bands is None else fresh.in_bands(bands)
     about = {"n_samples": config.n_samples, "verifier": name, "max_new_tokens": config.max_new_tokens}
@@ -164,6 +180,25 @@ def longest_response(readers: Sequence[Checkpoint], outline: pd.DataFrame) -> in
     limits = [context for context, _ in map(text_limits, readers) if context is not None]
     longest = int(outline.response_length.max())
     return max(1, min([longest, *(limit - int(outline.prompt_length.max()) for limit in limits)]))
+
+
+def with_answers(logged: Rollouts) -> tuple[Rollouts, str]:
+    """A log with the answers that its rewarded responses give, where it has none, and a few words on that.
+
+    The answer of a problem is the last number of most of its successes; `choose_verifier` then compares all outcomes.
+    """
+    frame = logged.frame
+    if (frame.answer.fillna("") != "").any() or frame.response.isna().any():
+        return logged, ""
+    right = frame[frame.outcome == "success"]
+    given = right.response.map(lambda text: str(number_in(text) or "")).groupby(right.problem_id).agg(list)
+    common = {id: Counter(filter(None, numbers)).most_common(1) for id, numbers in given.items()}
+    answers = {id: found[0][0] for id, found in common.items() if found}
+    if not answers:
+        return logged, ""
+    left = frame.problem_id.nunique() - len(answers)
+    told = f"; the answer of a problem is the last number of its rewarded responses; {left} without are left out"
+    return logged.with_column("answer", [answers.get(id, "") for id in frame.problem_id]), told
 
 
 def choose_verifier(logged: Rollouts, asked: str | None) -> tuple[str | None, str]:
