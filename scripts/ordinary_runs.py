@@ -99,7 +99,9 @@ def make_trainer(options: Options, stop: int | None = None, **settings: Any) -> 
     random.Random(seed).shuffle(problems)
     rows = [
         {
-            "prompt": [{"role": "user", "content": problem.prompt}] if case in CHAT and not options.plain else problem.prompt,
+            "prompt": [{"role": "user", "content": problem.prompt}]
+            if case in CHAT and not options.plain
+            else problem.prompt,
             "answer": problem.answer,
             "level": problem.level,
         }

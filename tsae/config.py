@@ -156,6 +156,8 @@ class DemoConfig:
     """Further responses of the base per problem, to measure bands on."""
     steps: bool = False
     """Also follow features along steps 25, 50, 100 and 150 of the runs. Takes about a minute more."""
+    attribute: bool = True
+    """Also say which samples did that in a fourth, short run, on problems of all levels. Takes about half a minute."""
     seed: int = 0
     """Seed of everything random."""
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))

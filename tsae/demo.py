@@ -1,7 +1,7 @@
 """`tsae demo`: the whole pipeline on the shipped arithmetic checkpoints, from sampling to the report.
 
 Bands are measured on separate rollouts. Else the base's luck on the analysed rollouts would decide which problems are
-called hard.
+called hard. Samples are attributed of a fourth run, on problems of all levels, which lies in the package as TRL left it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import tsae
+from tsae.attribution.attribution import Attribution
+from tsae.attribution.config import AttributionConfig
+from tsae.attribution.problems import other_problems
 from tsae.base.provenance import versions
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
 from tsae.pipeline import Choice, analyse
+from tsae.report.printed.attribution import attribution_text
 from tsae.report.printed.findings import print_findings
 from tsae.rollouts.table import Rollouts
+from tsae.sae.model import TemporalSAE
 from tsae.stamps import claim
-from tsae.testbed import eval_problems, verify
+from tsae.testbed import eval_problems, mixed_run, verify
 from tsae.testbed import series as shipped_series
 from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
+
+_SHOWN = 3
+"""Samples to read that are printed."""
 
 
 def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
@@ -47,14 +55,28 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         annotator=token_classes,
         families=FAMILIES,
         steps=demo_steps(config, rollouts, progress=progress) if config.steps else None,
+        attribute=(lambda sae, diff: _attributed(config, sae, progress)) if config.attribute else None,
         check=right_steps,
         title="What easy, medium and hard training did to an arithmetic model",
         progress=progress,
     )
     print_findings(diff, evaluation)
+    if config.attribute:
+        print(f"\n{attribution_text(Attribution.load(to / 'attribution'), _SHOWN)}")
     report = to / "report.html"
     print(f"\nReport: {report.resolve()}")
     return report
+
+
+def _attributed(config: DemoConfig, sae: TemporalSAE, progress: bool) -> Attribution:
+    """Which samples of the mixed run moved what, measured on the demo's problems; its bands are the problems' levels."""
+    series = CheckpointSeries.load(shipped_series().base.path, mixed_run())
+    log = Rollouts.read(mixed_run() / "completions", series)
+    problems = other_problems(config.to / "rollouts.parquet", log, series.base.id)
+    options = AttributionConfig(n_features=4, n_fixed=64, groups=("band", "lone success"), seed=config.seed)
+    return tsae.attribute(
+        series, log, config.to / "attribution", sae=sae, problems=problems, config=options, progress=progress
+    )
 
 
 def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:

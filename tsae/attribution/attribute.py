@@ -48,6 +48,7 @@ from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
+from tsae.rollouts.advantages import group_names
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
@@ -269,23 +270,29 @@ class _Reading:
     drawn: list[pd.DataFrame] = field(default_factory=list)
     main: int = 0
     """Which target: the behaviour or outcome that moved most for its size."""
-    chosen: set[int] | None = None
+    chosen: set[int] = field(default_factory=set)
+    """Rows whose tokens are looked at."""
 
     def begin(self, before: np.ndarray, after: np.ndarray) -> None:
         """Choose the target, from all values at the ends."""
         size = np.abs(after - before) / np.maximum(np.maximum(np.abs(before), np.abs(after)), 1e-30)
         likely = [not name.startswith("feature ") for name in self.targets.names]
         self.main = int(np.argmax(np.where(likely, size, size * 1e-6)))
-        rows = np.unique(np.concatenate([np.concatenate(u.parts) for u in self.run.plan.updates]))
-        rng = np.random.default_rng(self.config.seed)
-        self.chosen = set(rng.permutation(rows)[: self.config.tokens_of].tolist())
+        # Whole prompt groups: within a group large shares cancel.
+        names, groups = group_names(self.run.rollouts.frame), []
+        for generation in self.run.plan.generations:
+            of_rows = names[generation]
+            groups += [generation[of_rows == name] for name in np.unique(of_rows)]
+        for i in np.random.default_rng(self.config.seed).permutation(len(groups)):
+            if len(self.chosen) + len(groups[i]) <= self.config.tokens_of:
+                self.chosen |= set(groups[i].tolist())
 
     def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
         values = found[:, self.main]
         least = min((abs(share) for share, _, _ in self.best.values()), default=0.0)
         order = np.argsort(-np.abs(values))[: self.config.shown]
         large = [int(those.rows[i]) for i in order if len(self.best) < self.config.shown or abs(values[i]) > least]
-        random = [row for row in those.rows.tolist() if row in (self.chosen or ())]
+        random = [row for row in those.rows.tolist() if row in self.chosen]
         rows = np.array(sorted({*large, *random}), dtype=int)
         rows = rows[[values[np.flatnonzero(those.rows == row)[0]] != 0 for row in rows]] if len(rows) else rows
         if not len(rows):
@@ -309,8 +316,8 @@ class _Reading:
         for chunk in chunks(self.run, rows, generation) if len(rows) else ():
             entropy = forward(self.run, chunk, entropy=True)[1]
             assert entropy is not None
-            for row, one, counted in zip(chunk.rows.tolist(), entropy, chunk.counted, strict=True):
-                found[row] = one[counted].double().cpu().numpy()
+            for row, one, mask in zip(chunk.rows.tolist(), entropy, chunk.counted, strict=True):
+                found[row] = one[mask].double().cpu().numpy()
         return found
 
     def entropy_table(self, split: Shares) -> pd.DataFrame:
@@ -323,8 +330,10 @@ class _Reading:
         every["fifth"] = (rank * _FIFTHS // len(every)).astype(int) + 1
         every["band"] = every.band.fillna("all")
         table = every.groupby(["band", "fifth"], as_index=False).share.sum()
-        scale = len(np.unique(split.rows)) / max(1, len(self.chosen or ()))
-        return table.assign(target=split.targets[self.main], share=table.share * max(1.0, scale))[columns]
+        bands = pd.Series(band_of(self.run.rollouts), dtype=object).fillna("all")
+        there, drawn = (bands[list(rows)].value_counts() for rows in (np.unique(split.rows), self.chosen))
+        scale = table.band.map(there / drawn)
+        return table.assign(target=split.targets[self.main], share=table.share * scale)[columns]
 
     def token_table(self) -> pd.DataFrame:
         tables = []
@@ -360,7 +369,7 @@ def _effects(
         notes.append("The log has no bands; `tsae rollouts bands` sets them.")
     kinds = sample_kinds(run.rollouts, config.groups, used)
     found: dict[tuple[str, str], tuple[np.ndarray, str]] = {}
-    whole, errors = {"replayed": split.realised}, {}
+    whole = {"replayed": split.realised}
 
     def change(weights: torch.Tensor) -> np.ndarray:
         run.trained.put(weights)
@@ -388,4 +397,4 @@ def _effects(
             ends = simulate(path, np.array([used, *kept]), again=config.again, progress=progress)
             whole["simulated"] = change(ends[0])
             found |= {key: (change(end), "simulated") for key, end in zip(some, ends[1:], strict=True)}
-    return kinds, group_table(kinds, found, whole, errors, split)
+    return kinds, group_table(kinds, found, whole, split)

@@ -43,17 +43,17 @@ class AttributionConfig:
     """Kinds of samples whose shares are added up. What would be without bands, and with one alone, is really replayed;
     without the other kinds it is simulated, but for the finest."""
     effects: bool = True
-    """Replay the run without each band and with it alone (three times the replay), and simulate it without other kinds."""
+    """Replay the run without each band and with it alone (three times the replay); simulate it without other kinds."""
     again: Literal["on-policy", "replayed"] = "on-policy"
     """Whether a simulated training is imagined to sample its responses anew, or to replay those of the log."""
     shown: int = 10
     """Samples to read, with the share of every token."""
-    tokens_of: int = 512
-    """Samples, at random, whose tokens say where in the text the signal sits."""
-    points: int = 10
+    tokens_of: int = 1024
+    """Samples, in prompt groups at random, whose tokens say where in the text the signal sits."""
+    points: int = 20
     """Weights along the path at which targets are differentiated; what is between is interpolated."""
     budget_gb: float = 4.0
-    """Disk for the path of the replay. Where it does not fit, every n-th state is kept, and the rest is computed again."""
+    """Disk for the path of the replay. Where it does not fit, every n-th state is kept, and the rest computed again."""
     memory_gb: float = 8.0
     """Memory for directions and for simulated trainings, beside the model."""
     batch_tokens: int = 4096

@@ -82,7 +82,6 @@ def group_table(
     kinds: Mapping[str, tuple[str, np.ndarray]],
     found: Mapping[tuple[str, str], tuple[np.ndarray, str]],
     whole: Mapping[str, np.ndarray],
-    errors: Mapping[str, float],
     split: Shares,
 ) -> pd.DataFrame:
     """One row a group and target.
@@ -91,10 +90,9 @@ def group_table(
         kinds: (kind, mask of trajectories) by the name of the group.
         found: (n_targets,) changes of trainings and how they were found, by ("without" or "alone", group).
         whole: (n_targets,) change with all samples, by how.
-        errors: what `error` is, by how.
         split: the shares.
     """
-    names = ["kind", "group", "n", "target", "share", "without", "effect", "alone", "error", "how"]
+    names = ["kind", "group", "n", "target", "share", "without", "effect", "alone", "how"]
     nothing, tables = np.full(len(split.targets), np.nan), []
     for name, (kind, mask) in kinds.items():
         without, how = found.get(("without", name), (nothing, ""))
@@ -104,7 +102,6 @@ def group_table(
             "without": without,
             "effect": whole.get(how, nothing) - without,
             "alone": alone,
-            "error": errors.get(how, float("nan")),
             "how": how,
         }
         first = {"kind": kind, "group": name, "n": int(mask.sum()), "target": split.targets}

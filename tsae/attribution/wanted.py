@@ -19,6 +19,8 @@ from tsae.sae.model import TemporalSAE
 
 _PER_PROBLEM = 8
 """Responses to a problem that are fixed, at most, half of them right where there are as many."""
+_VECTORS = 6
+"""Vectors of all trained weights that the sweep holds for a target."""
 _FEWEST = 3
 """Responses of each kind that a comparison needs."""
 
@@ -64,11 +66,18 @@ def find_targets(
         prompts = {fixed.frame.problem_id[row]: fixed.tokens(row)[0] for row in range(len(fixed))}
         parts.append(NextToken(list(prompts.values()), ["first token"] * len(prompts), first_token, what="P"))
     shows, lacks = _kinds(fixed, config, notes)
+    most = max(1, int(config.memory_gb * 1e9 / (_VECTORS * 4 * len(trained))))
+    if len(shows) > most:
+        notes.append(f"{most} of {len(shows)} outcomes and behaviours are attributed: more do not fit --memory-gb.")
+        shows, lacks = ({name: side[name] for name in list(shows)[:most]} for side in (shows, lacks))
     if shows:
         parts.append(LogLikelihood(fixed, shows, lacks, batch_tokens=config.batch_tokens, temperature=temperature))
     if sae is not None and "features" in config.targets:
         chosen = list(config.features) or _moved_most(trained, ends, sae, fixed, special, config)
-        parts.append(FeatureMeans(sae, chosen, fixed, special, batch_tokens=config.batch_tokens))
+        if len(chosen) > (left := max(most - len(shows), 0 if shows else 1)):
+            notes.append(f"{left} of {len(chosen)} features are attributed: more do not fit --memory-gb.")
+        if chosen := chosen[:left]:
+            parts.append(FeatureMeans(sae, chosen, fixed, special, batch_tokens=config.batch_tokens))
     elif config.features:
         raise TsaeError(
             "features are asked for, and there is no SAE", where="attribute", fix="Give the SAE (sae=…, --sae)."

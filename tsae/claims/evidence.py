@@ -47,15 +47,15 @@ _ROWS = 4096
 
 
 def attribution_in(folder: Path) -> tuple[Attribution | None, str]:
-    """The attribution in the folder of a run, or of a diff alone; or nothing, and what is
-    needed in place of one that is there.
+    """The attribution in the folder of a run, of a demo (which is of its mixed run), or of a diff alone; or nothing,
+    and what is needed in place of one that is there.
 
     Raises:
         TsaeError: where it, or the log that it is compared with, is damaged.
     """
     if not (folder / "attribution" / "attribution.json").is_file():
         return None, ""
-    if not any((folder / name).is_file() for name in _ROLLOUTS):
+    if (folder / "demo.json").is_file() or not any((folder / name).is_file() for name in _ROLLOUTS):
         return Attribution.load(folder / "attribution"), ""
     try:
         return Evidence(folder).attribution, ""

@@ -29,6 +29,7 @@ __all__ = [
     "generate_problems",
     "given_answer",
     "make_tokenizer",
+    "mixed_run",
     "parse_prompt",
     "series",
     "series_path",
@@ -56,6 +57,14 @@ def series_path() -> Path:
 def series() -> CheckpointSeries:
     """The shipped series: one base and three GRPO runs (easy, medium, hard), several steps of each."""
     return CheckpointSeries.load(series_path())
+
+
+def mixed_run() -> Path:
+    """The folder of a shipped GRPO run on problems of all levels, as TRL leaves it: completions and the last checkpoint.
+
+    It began with the base of `series`.
+    """
+    return Path(__file__).parent / "mixed"
 
 
 def eval_problems(n_per_level: int = 64, seed: int = 0) -> list[Problem]:

@@ -1,1 +1,1 @@
-"""The run taken again: its updates from base, log and settings; shares along that path; trainings without some samples."""
+"""The run taken again from base, log and settings: shares along its path, and trainings without some samples."""

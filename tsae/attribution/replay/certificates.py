@@ -15,7 +15,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 FAR = 0.3
-"""Distance from a checkpoint, as a part of the way, above which no effect is stated (docs/attribution.md: calibration)."""
+"""Distance from a checkpoint, as a part of the way, above which no effect is stated (docs/attribution.md)."""
 _OFF = 0.1
 """Relative difference of gradient norms from which a replay has departed; half of three steps in a row have it."""
 _OTHER_RUN = 0.3

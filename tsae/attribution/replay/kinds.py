@@ -2,8 +2,8 @@
 
 Each imagined training takes the optimiser's steps exactly, on the samples' gradients along the run's own path. On its
 own path the samples are not its policy's: importance weights ρ make the logged samples stand for those that it would
-have sampled (`again="on-policy"`), or the loss weighs and clips them (`"replayed"`). A sample's log-ratio is taken to be
-linear in the weights, ⟨∇log π_i(θ_t), θ' − θ_t⟩, and is divided among its tokens in proportion to their squared
+have sampled (`again="on-policy"`), or the loss weighs and clips them (`"replayed"`). A sample's log-ratio is taken to
+be linear in the weights, ⟨∇log π_i(θ_t), θ' − θ_t⟩, and is divided among its tokens in proportion to their squared
 gradients in the logits. What is left out: that ∇log π itself, and the advantages, would have been others.
 
 Nothing is stored: a step's gradients are computed once for all trainings, chunk by chunk. The state of every training

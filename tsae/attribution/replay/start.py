@@ -1,8 +1,8 @@
 """Where a replay begins, and the checkpoints that it is compared with.
 
 Of a run that trained an adapter (LoRA), the weights are the adapter's A and B; the base stays as it is. Before the
-first step B is 0, so the model is the base whatever A is. A is drawn from the trainer's seed; where that draw is not the
-one that the run's first checkpoint comes from, A of that checkpoint is taken.
+first step B is 0, so the model is the base whatever A is. A is drawn from the trainer's seed; where that draw is not
+the one that the run's first checkpoint comes from, A of that checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def _of_adapters(loader: ModelLoader, mine: Sequence[Checkpoint], optimiser: Opt
         notes.append(f"The adapter's A was drawn from the trainer's seed, {seed}.")
     elif mine[0].step > 1:
         notes.append(
-            f"The adapter before the first step is not there: it is taken to have had the A of step {mine[0].step}, and "
-            "B = 0."
+            "The adapter before the first step is not there: it is taken to have had the A of step "
+            f"{mine[0].step}, and B = 0."
         )
     return Start(trained, State.at(trained.join(start)), _controls(trained, later, optimiser), notes)
 

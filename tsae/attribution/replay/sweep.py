@@ -6,10 +6,10 @@ gradients of this batch and of those before it (`tsae.attribution.training.optim
     a_t = β₁ a_{t+1} + D_t ∘ ½(∇F(θ_{t−1}) + ∇F(θ_t))        D_t = lr_t (1 − β₁) / ((1 − β₁ᵗ)(√v̂_t + ε))
     share(i, t) = −c_t ⟨a_t, g_ti⟩
 
-c_t is the factor of clipping, g_ti the sample's part of the gradient of the loss. Gradients are computed again, chunk by
-chunk; their products with all targets are taken, and they are let go. Shares of all samples, and what weight decay did,
-sum up to the change. What is left is `remainder`: the line between two points at which targets are differentiated, and
-restarts at checkpoints.
+c_t is the factor of clipping, g_ti the sample's part of the gradient of the loss. Gradients are computed again, chunk
+by chunk; their products with all targets are taken, and they are let go. Shares of all samples, and what weight decay
+did, sum up to the change. What is left is `remainder`: the line between two points at which targets are differentiated,
+and restarts at checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
 
-POINTS = 10
+POINTS = 20
 """Weights along the path at which targets are differentiated, about. More gain little: r .999 against every step."""
 
 
@@ -39,7 +39,7 @@ class Seen(Protocol):
         """(n_targets,) values at the ends of the path."""
 
     def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
-        """A step: (n_targets, P) directions −c_t a_t, its rows with their log-probabilities, and (n, n_targets) shares."""
+        """A step: (n_targets, P) directions −c_t a_t, its rows, their log-probabilities, and (n, n_targets) shares."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ forward differentiation along a_t gives all tokens of a sample.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,10 +35,11 @@ def token_shares(
     along = {n: part.view_as(w).to(w.dtype) for (n, w), part in zip(weights.items(), parts, strict=True)}
     found = {}
     for chunk in chunks(run, rows, generation):
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the other kernels know no forward derivatives
+        # Of torch's attentions, this one can be differentiated forward.
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
             # Forward differentiation in torch uses scripts that torch itself deprecates.
             warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
-            log, slope = torch.func.jvp(lambda moved, chunk=chunk: _log(run, chunk, moved), (weights,), (along,))
+            log, slope = torch.func.jvp(partial(_log, run, chunk), (weights,), (along,))[:2]
         leaf = log.detach().requires_grad_()
         with torch.enable_grad():
             policy, kl = summands(run, step, known, chunk, leaf)
