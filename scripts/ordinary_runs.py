@@ -73,6 +73,8 @@ class Options:
     """Log answers and levels of the problems."""
     plain: bool = False
     """Ask the problems as texts where the case asks them as chats."""
+    learning_rate: float | None = None
+    """By default that of the case."""
     save_every_step: bool = False
     per_level: int = 16
     """Problems of each level."""
@@ -97,11 +99,10 @@ def make_trainer(options: Options, stop: int | None = None, **settings: Any) -> 
         for problem in tsae.testbed.generate_problems(level, options.per_level, seed=1 + seed, split="train")
     ]
     random.Random(seed).shuffle(problems)
+    chat = case in CHAT and not options.plain
     rows = [
         {
-            "prompt": [{"role": "user", "content": problem.prompt}]
-            if case in CHAT and not options.plain
-            else problem.prompt,
+            "prompt": [{"role": "user", "content": problem.prompt}] if chat else problem.prompt,
             "answer": problem.answer,
             "level": problem.level,
         }
@@ -113,7 +114,8 @@ def make_trainer(options: Options, stop: int | None = None, **settings: Any) -> 
         "max_steps": 15, "save_steps": 5, "learning_rate": 3e-4, "seed": seed,
         "use_cpu": True, "bf16": False, "disable_tqdm": True,
     }  # fmt: skip
-    given = {"max_steps": options.steps} if options.steps else {}
+    given = {"max_steps": options.steps, "learning_rate": options.learning_rate}
+    given = {name: value for name, value in given.items() if value}
     every = {"save_steps": 1} if options.save_every_step else {}
     peft = None
     if case == "lora":

@@ -1,7 +1,7 @@
 """`tsae demo`: the whole pipeline on the shipped arithmetic checkpoints, from sampling to the report.
 
 Bands are measured on separate rollouts. Else the base's luck on the analysed rollouts would decide which problems are
-called hard. Samples are attributed of a fourth run, on problems of all levels, which lies in the package as TRL left it.
+called hard. Samples are attributed of a fourth run, on problems of all levels, which ships as TRL left it.
 """
 
 from __future__ import annotations
@@ -69,14 +69,18 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
 
 
 def _attributed(config: DemoConfig, sae: TemporalSAE, progress: bool) -> Attribution:
-    """Which samples of the mixed run moved what, measured on the demo's problems; its bands are the problems' levels."""
+    """Which samples of the mixed run moved what on the demo's problems. Its bands are the problems' levels."""
     series = CheckpointSeries.load(shipped_series().base.path, mixed_run())
     log = Rollouts.read(mixed_run() / "completions", series)
     problems = other_problems(config.to / "rollouts.parquet", log, series.base.id)
-    options = AttributionConfig(n_features=4, n_fixed=64, groups=("band", "lone success"), seed=config.seed)
-    return tsae.attribute(
+    options = AttributionConfig(
+        n_features=4, n_fixed=96, groups=("band", "lone success"), tokens_of=128, seed=config.seed
+    )
+    found = tsae.attribute(
         series, log, config.to / "attribution", sae=sae, problems=problems, config=options, progress=progress
     )
+    told = "This is a fourth run, from the same base, on easy, medium and hard problems at once."
+    return replace(found, info={**found.info, "notes": [told, *found.info["notes"]]}).save(config.to / "attribution")
 
 
 def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:

@@ -30,6 +30,7 @@ from tsae.base.provenance import versions
 from tsae.base.remote.mirror import removed
 from tsae.causal.findings import causal_tests
 from tsae.causal.intervention import folders_of_tests
+from tsae.checkpoints.discovery import step_folders
 from tsae.checkpoints.series import CheckpointSeries, named_base
 from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
@@ -99,7 +100,17 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
             compare it with, rewards of which none is known to mean success, or a folder `to` that holds something else.
             Raised before anything is computed, where that can be known.
     """
-    return analyze_state(config, None, progress=progress, say=say)
+    before = step_folders(config.path) if config.path.is_dir() else []
+    try:
+        return analyze_state(config, None, progress=progress, say=say)
+    except (TsaeError, OSError) as error:
+        gone = [folder.name for folder in before if not folder.is_dir()]
+        if not gone:
+            raise
+        why = "a trainer with save_total_limit keeps its last checkpoints only"
+        what = f"{', '.join(gone)} was removed meanwhile ({why}): {str(error).splitlines()[0]}"
+        fix = "Analyse a copy of the checkpoint, or follow the training with `tsae watch`."
+        raise TsaeError(what, where=config.path, fix=fix) from error
 
 
 def analyze_state(
@@ -232,7 +243,7 @@ def _base_of_settings(run: Path) -> tuple[str, str] | None:
     with suppress(TsaeError):
         settings = read_settings(run)
         if settings.base is not None and Path(settings.base).is_dir():
-            return settings.base, f"by {settings.source}"
+            return settings.base, f"by {Path(settings.source).name}"
     return None
 
 
@@ -346,6 +357,9 @@ def _attributed(
     Raises:
         TsaeError: where checkpoints, log and settings do not suffice.
     """
+    # A trainer may have rotated others away meanwhile.
+    there = [c for c in series if c.is_base or not Path(c.path).is_absolute() or Path(c.path).exists()]
+    series = replace(series, checkpoints=tuple(there))
     settings = find_settings(series)
     options = replace(config.attribution, device=config.device, seed=config.seed)
     if "features" in options.targets:

@@ -24,7 +24,7 @@ SOLUTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions
 def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for name in ("one", "two"):
-        demo(replace(TINY, to=tmp_path / name, steps=True), progress=False)
+        demo(replace(TINY, to=tmp_path / name, steps=True, attribute=True), progress=False)
         printed.append(capsys.readouterr().out.replace(str(tmp_path / name), ""))
     assert printed[0] == printed[1]
     # Not two empty tables: the hard run's collapse is found even at this size.
@@ -41,12 +41,19 @@ def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert entropy["mean"].between(0, 3).all()
     assert (tmp_path / "one" / "report.html").read_bytes() == (tmp_path / "two" / "report.html").read_bytes()
 
+    # Of the mixed run, on problems that it was not trained on.
+    found = tsae.Attribution.load(tmp_path / "one" / "attribution")
+    assert found.info["path_error"] < 0.01
+    assert not found.info["trained_on"]
+    assert set(found.bands.band) == {"easy", "medium", "hard"}
+    assert '<section id="samples"' in (tmp_path / "one" / "report.html").read_text()
+
     # Again in the same folder: stages are read from disk and say the same.
-    demo(replace(TINY, to=tmp_path / "one", steps=True), progress=False)
+    demo(replace(TINY, to=tmp_path / "one", steps=True, attribute=True), progress=False)
     assert capsys.readouterr().out.replace(str(tmp_path / "one"), "") == printed[0]
 
     with pytest.raises(tsae.TsaeError, match="something else"):
-        demo(replace(TINY, to=tmp_path / "one", steps=True, seed=1), progress=False)
+        demo(replace(TINY, to=tmp_path / "one", steps=True, attribute=True, seed=1), progress=False)
 
 
 def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:

@@ -254,6 +254,29 @@ def test_what_is_damaged_in_an_analysis_is_not_read(
         analyze_run(replace(tiny, to=out), progress=False)
 
 
+def test_a_checkpoint_that_is_rotated_away_is_named(
+    tiny: RunConfig, trl_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(trl_run, tmp_path / "run")
+
+    def rotated(*_: object, **__: object) -> None:
+        shutil.rmtree(run / "checkpoint-25")
+        raise FileNotFoundError("checkpoint-25/model.safetensors")
+
+    monkeypatch.setattr("tsae.run.analyze_state", rotated)
+    with pytest.raises(TsaeError, match=r"checkpoint-25 was removed meanwhile .*save_total_limit.*tsae watch"):
+        analyze_run(replace(tiny, path=run, to=tmp_path / "out"), progress=False)
+
+
+def test_the_base_is_the_folder_that_the_settings_name(trl_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trl_run, tmp_path / "run")
+    settings = {"model_name_or_path": str(trl_run.parent / "base"), "learning_rate": 1e-4, "num_generations": 8}
+    (run / "training_args.json").write_text(json.dumps(settings | {"max_steps": 150, "trl_version": "1.16.0"}))
+    series, told = find_series(replace(TINY, path=run))
+    assert series.base.path == str(trl_run.parent / "base")
+    assert told.endswith("(by training_args.json)")
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps with every checkpoint, its log and its settings."""
@@ -276,7 +299,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     assert lines[STAGES.index("attribution")] == f"attribution: {' '.join(statement(found).sentences)}"
     page = (tmp_path / "out" / "report.html").read_text()
     assert '<section id="samples"' in page
-    assert "Which of 54 samples of steps 1 to 3 moved" in page
+    assert "Which of 54 samples of run, steps 1 to 3, moved" in page
     # Again, from disk; and a page written anew still has it.
     stamp = (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns
     (tmp_path / "out" / "report.html").unlink()

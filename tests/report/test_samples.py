@@ -86,7 +86,7 @@ def test_names_say_what_a_number_is() -> None:
     fresh = make_attribution(trained_on=False)
     assert shown_name(fresh, TARGETS[0]) == "accuracy, easy problems"
     assert (TRAINED_ON in meaning(found), TRAINED_ON in meaning(fresh)) == (True, False)
-    assert lead(found) == "Which of 12 samples of steps 1 to 6 moved 5 targets?"
+    assert lead(found) == "Which of 12 samples of run, steps 1 to 6, moved 5 targets?"
     assert (amount(0.00012345), amount(-2e-17), amount(float("nan"))) == ("+0.000123", "0", "–")
 
 

@@ -12,7 +12,13 @@ import pytest
 from support.builders import BOS
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem, read_problems, write_problems
-from tsae.rollouts.sampling.fresh import answered_anew, choose_verifier, drawn_problems, fresh_rollouts
+from tsae.rollouts.sampling.fresh import (
+    answered_anew,
+    choose_verifier,
+    drawn_problems,
+    fresh_rollouts,
+    with_answers,
+)
 from tsae.rollouts.table import Rollouts
 
 CONFIG = SamplingConfig(n_samples=2, max_new_tokens=3, batch_size=4)
@@ -47,6 +53,36 @@ def test_the_verifier_is_the_one_that_says_what_the_log_says() -> None:
     assert "accuracy is not measured" in told
     assert choose_verifier(logged(odd), "exact") == ("exact", "exact checks answers (as asked)")
     assert "no reference answers" in choose_verifier(logged([("2", "", True)]), None)[1]
+
+
+def test_answers_are_read_off_rewarded_responses() -> None:
+    """p2 has no success, and so no answer."""
+    steps = [("1+1=2 #2", "", True), ("#3", "", True), ("#4", "", False)] * 3
+    found, told = with_answers(logged(steps))
+    assert dict(zip(found.frame.problem_id, found.frame.answer, strict=True)) == {"p0": "2", "p1": "3", "p2": ""}
+    assert told.endswith("its rewarded responses; 1 without are left out")
+    assert choose_verifier(found, None)[0] == "last_number"
+    assert with_answers(logged([("2", "2", True)]))[1] == ""
+
+
+def test_bands_of_the_log_stay(series: Any, tmp_path: Path) -> None:
+    """Of p0 half of the responses are in its band. No fresh response was part of its measurement: all are in it."""
+    bands = ["easy", "medium", "hard", None, "medium", "hard"]
+    log = logged([("it is 2", "2", True), ("it is 3", "2", False)] * 3).with_column("band", bands)
+    for name in ("pass_rate", "pass_rate_low", "pass_rate_high"):
+        log = log.with_column(name, [0.5] * 6)
+    info = {"reference": None, "easy": 0.75, "hard": 0.25, "separate": False, "cross_fitted": True, "halved": 1}
+    log = Rollouts(log.table, {**log.info, "bands": info}, log.origin)
+    anew = answered_anew([series["base"]], log, CONFIG, pieces=tmp_path / "p", progress=False)
+    found = dict(zip(anew.frame.problem_id, anew.frame.band, strict=True))
+    assert found == {"p0": "easy", "p1": "medium", "p2": "hard"}
+    assert anew.info["bands"]["separate"]
+    assert anew.info["stages"]["bands"].startswith(
+        "those of the log; of the problems that are answered: easy 1, medium"
+    )
+    refused = Rollouts(log.table, {**log.info, "bands": {**info, "refused": "They are steps."}}, log.origin)
+    anew = answered_anew([series["base"]], refused, CONFIG, pieces=tmp_path / "p", progress=False)
+    assert not anew.info["stages"]["bands"].startswith("those of the log")
 
 
 def test_problems_are_drawn_by_what_fresh_responses_cost() -> None:

@@ -7,11 +7,13 @@ import webbrowser
 from tsae.base.disk.made_by import record_command
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.plugins import find_function
+from tsae.claims.evidence import attribution_in
 from tsae.claims.run_claims import claims_of
 from tsae.commands.common import as_json, say_wrote
 from tsae.commands.options.pipeline import Claims, Demo, Run, Watch
 from tsae.demo import demo
 from tsae.errors import TsaeError
+from tsae.report.printed.attribution import attribution_text
 from tsae.report.printed.findings import print_findings
 from tsae.report.story.findings import findings_content
 from tsae.run import analyze_run
@@ -22,6 +24,9 @@ def run_run(options: Run) -> None:
     with as_json(options.json) as write:
         diff = analyze_run(options.config)
         print_findings(diff)
+        attribution, _ = attribution_in(options.config.to)
+        if attribution is not None:
+            print(f"\n{attribution_text(attribution, 3)}")
         print(f"\nReport: {(options.config.to / 'report.html').resolve()}")
         write(findings_content(diff))
 

@@ -33,7 +33,7 @@ def attribution_text(found: Attribution, n: int = 10) -> str:
     Where the gate is closed, the reason stands in the place of all of these but the last.
     """
     gate = str(found.info["gate"])
-    lines = [lead(found), *_wrapped(f"settings: {found.info['recipe']}")]
+    lines = [visible(lead(found)), *_wrapped(f"settings: {found.info['recipe']}")]
     lines += ["", *_wrapped(gate, "")] if gate else [*_answer(found, n)]
     lines += ["", "How far to believe it"]
     for said in belief(found):
