@@ -72,3 +72,13 @@ def test_the_spread_is_the_squared_gradient_in_the_logits(llama: Path) -> None:
         torch.log_softmax(scaled, -1).gather(-1, ids[row, 1:n, None]).sum().backward()
         assert scaled.grad is not None
         torch.testing.assert_close(found[row, : n - 1], scaled.grad.pow(2).sum(-1))
+
+
+def test_of_the_last_tokens_alone(any_model: Path) -> None:
+    """The head does not see the others, where the model's forward pass can leave them out."""
+    model = Checkpoint(id="base", path=str(any_model)).load_model(dtype="float64")
+    ids, mask, _ = batch()
+    whole, seen = log_probabilities(model, ids, mask), []
+    model.get_output_embeddings().register_forward_hook(lambda _m, read, _out: seen.append(read[0].shape[1]))
+    torch.testing.assert_close(log_probabilities(model, ids, mask, last=3), whole[:, -3:])
+    assert seen == [4]
