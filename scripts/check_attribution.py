@@ -22,6 +22,7 @@ along the path (.79, .81) and shares (.38, .35).
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import sys
@@ -199,12 +200,16 @@ def check(options: Options) -> dict[str, object]:
         path = replayed(tsae.testbed.series().base, rollouts, data, Path(folder))
         print(path.run.settings)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
-            waiting = other.submit(of_trl, path, data / SETTINGS, list(bands.values()))
-            split = shares(path, targets, points=len(path.steps) + 1)
+            # A copy: tensors that go to another process are shared with it.
+            waiting = other.submit(of_trl, copy.deepcopy(path), data / SETTINGS, list(bands.values()))
+            split = shares(path, targets, points=len(path.steps) + 1, progress=False)
             masks = np.array(list(kept.values()))
             again = get_args(Again)
-            effects = {one: changes(path, targets, simulate(path, masks, again=one), split.before) for one in again}
-            ends = {name: train_on(path, mask) for name, mask in bands.items()}
+            effects = {
+                one: changes(path, targets, simulate(path, masks, again=one, progress=False), split.before)
+                for one in again
+            }
+            ends = {name: train_on(path, mask, progress=False) for name, mask in bands.items()}
             replays = dict(
                 zip(bands, changes(path, targets, torch.stack(list(ends.values())), split.before), strict=True)
             )
