@@ -187,7 +187,9 @@ def test_logits_of_the_last_tokens_alone(trained: TrainedWeights) -> None:
     """The head does not see the others."""
     ids, seen = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]]), []
     whole = log_probabilities(trained.model, ids, torch.ones_like(ids))
-    handle = trained.model.get_output_embeddings().register_forward_hook(lambda _m, read, _: seen.append(read[0].shape[1]))
+    handle = trained.model.get_output_embeddings().register_forward_hook(
+        lambda _m, read, _: seen.append(read[0].shape[1])
+    )
     try:
         torch.testing.assert_close(log_probabilities(trained.model, ids, torch.ones_like(ids), last=3), whole[:, -3:])
     finally:
