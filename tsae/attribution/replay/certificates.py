@@ -108,7 +108,7 @@ def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
     """
     first = steps.iloc[0]
     logged, found = float(first.logged_grad_norm), float(first.grad_norm)
-    if np.isfinite(logged) and abs(found - logged) > _OTHER_RUN * max(logged, 1e-12) and not settings.dropout:
+    if np.isfinite(logged) and abs(found - logged) > _OTHER_RUN * max(logged, 1e-6) and not settings.dropout:
         raise TsaeError(
             f"the gradient of step {int(first.step)} has the norm {found:.3g}, and the trainer logged {logged:.3g}",
             where=settings.source,
