@@ -22,6 +22,7 @@ along the path (.79, .81) and shares (.38, .35).
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import sys
@@ -84,11 +85,11 @@ def main(options: Options) -> int:
     try:
         if options.retrained is not None:
             pack(options)
-        found = check(options)
+        found, of_trl_seconds = check(options)
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    processor = round(found.pop("trl_seconds") + time.process_time())
+    processor = round(of_trl_seconds + time.process_time())
     times = {"seconds": round(time.monotonic() - began), "processor_seconds": processor}
     print(json.dumps(known({"name": "attribution", **found, **times})))
     return 0
@@ -179,8 +180,8 @@ def the_targets(config: MixedConfig, data: Path) -> Together:
 # --- predictions
 
 
-def check(options: Options) -> dict[str, object]:
-    """The line of figures; prints tables on the way."""
+def check(options: Options) -> tuple[dict[str, object], float]:
+    """The line of figures, and the processor seconds of the other process; prints tables on the way."""
     data = options.data
     about = json.loads((data / "about.json").read_text())["config"]
     config = MixedConfig(**about | {"betas": tuple(about["betas"])})
@@ -199,12 +200,16 @@ def check(options: Options) -> dict[str, object]:
         path = replayed(tsae.testbed.series().base, rollouts, data, Path(folder))
         print(path.run.settings)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
-            waiting = other.submit(of_trl, path, data / SETTINGS, list(bands.values()))
-            split = shares(path, targets, points=len(path.steps) + 1)
+            # A copy: tensors that go to another process are shared with it.
+            waiting = other.submit(of_trl, copy.deepcopy(path), data / SETTINGS, list(bands.values()))
+            split = shares(path, targets, points=len(path.steps) + 1, progress=False)
             masks = np.array(list(kept.values()))
             again = get_args(Again)
-            effects = {one: changes(path, targets, simulate(path, masks, again=one), split.before) for one in again}
-            ends = {name: train_on(path, mask) for name, mask in bands.items()}
+            effects = {
+                one: changes(path, targets, simulate(path, masks, again=one, progress=False), split.before)
+                for one in again
+            }
+            ends = {name: train_on(path, mask, progress=False) for name, mask in bands.items()}
             replays = dict(
                 zip(bands, changes(path, targets, torch.stack(list(ends.values())), split.before), strict=True)
             )
@@ -223,7 +228,7 @@ def check(options: Options) -> dict[str, object]:
     simulated = {again: dict(zip(wanted, effect, strict=True)) for again, effect in effects.items()}
     figures |= bands_of(replays, trl, simulated, realised)
     print(f"stored: what the retrainings changed, in {data}; everything else is computed now")
-    return figures | {"trl_seconds": seconds}
+    return figures, seconds
 
 
 def of_trl(path: Replayed, settings: Path, kept: list[np.ndarray]) -> tuple[torch.Tensor, float]:

@@ -36,7 +36,7 @@ def train_with_trl(path: Replayed, settings: Path, kept: np.ndarray) -> torch.Te
     run.trained.put(run.begin.weights)
     model = copy.deepcopy(run.trained.model).requires_grad_(True)
 
-    class Fed(GRPOTrainer):  # type: ignore[misc]
+    class Fed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
             return _batch(path, run.plan.updates[self.state.global_step], kept)
 

@@ -237,7 +237,7 @@ def test_a_log_of_texts_gets_its_end_tokens_back(
         mine = found.samples[found.samples.target == "P (first token)"].share.to_numpy()
         also = again.samples[again.samples.target == "P (first token)"].share.to_numpy()
         np.testing.assert_allclose(also, mine, atol=1e-5 * np.abs(mine).max())
-    assert not list((tmp_path / "to" / "path").iterdir())
+    assert not (tmp_path / "to" / "path").exists()
 
 
 def test_the_last_checkpoint_alone_and_a_stretch(llama: Path, run: Path, found: Attribution, tmp_path: Path) -> None:
@@ -304,9 +304,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a log of another run": (_texts(lambda ids: ids[12:] + ids[:12]), "the gradient of step 1 has the norm .* logged"),
     "other texts of these lengths and norms": (
         _texts(lambda ids: [[(token + 7) % 17 for token in one[:-1]] + one[-1:] for one in ids]),
-        "the replay comes no nearer to the checkpoint of step 2 than it was",
+        "the replay is farther from the checkpoint of step 2 than its first weights are",
     ),
-    "settings of another run": (_settings(loss_type="dr_grpo"), "the gradient of step 1 has the norm .* Give log, sett"),
+    "settings of another run": (_settings(loss_type="dr_grpo"), "gradient of step 1 has the norm .* Give log, sett"),
     "rates of another run": (_settings(learning_rate=2e-3), "the learning rate of step 1 was 0.001 by trainer_state"),
     "a pickle bomb": (_explosive, r"training_args\.bin"),
     "a log that starts in the middle": (
@@ -359,7 +359,7 @@ def test_checkpoints_that_are_not_there(llama: Path, run: Path, tmp_path: Path) 
     other = Path(shutil.copytree(run, tmp_path / "run"))
     series = tsae.CheckpointSeries.load(llama, other)
     late = tsae.CheckpointSeries(tuple(replace(c, run=None) if c.step == 2 else c for c in series if c.step))
-    with pytest.raises(TsaeError, match="KL term is against the model that the training started from") as caught:
+    with pytest.raises(TsaeError, match="the model that the KL term is against is not known after step 2") as caught:
         attribute(llama, other, tmp_path / "to", series=late, config=replace(BARE, steps=(2, 4)))
     assert "\n" not in str(caught.value)
     shutil.rmtree(other / "checkpoint-4")
@@ -388,7 +388,7 @@ def test_what_cannot_be_asked(llama: Path, run: Path, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="there is no SAE"):
         attribute(llama, run, tmp_path, config=replace(BARE, features=(2,)))
     unknown = Rollouts.read(run / "rollouts.parquet").with_column("outcome", ["unknown"] * 48)
-    with pytest.raises(TsaeError, match="nothing is there to attribute: Too few .*problems have both right and wrong"):
+    with pytest.raises(TsaeError, match=r"nothing is there to attribute: Too few .*problems have both right and wrong"):
         attribute(llama, run, tmp_path, unknown, first_token=None)
 
 

@@ -21,9 +21,9 @@ def far(found: torch.Tensor, expected: torch.Tensor, loop: GrpoLoop) -> float:
     return float((found - expected).norm() / (expected - loop.weights[0]).norm())
 
 
-def halves(n: int, seed: int = 0) -> np.ndarray:
+def halves(n: int) -> np.ndarray:
     """(2, n) problems at random, and the others."""
-    random = np.repeat(np.random.default_rng(seed).permutation(np.arange(n // 4) % 2), 4) == 0
+    random = np.repeat(np.random.default_rng(0).permutation(np.arange(n // 4) % 2), 4) == 0
     return np.array([random, ~random])
 
 
@@ -36,20 +36,19 @@ def test_a_part_is_the_training_on_that_part(case: str, tmp_path: Path) -> None:
     n = len(loop.log)
     assert apart(train_on(path, np.ones(n, dtype=bool), progress=False), loop) < 1e-5
     known, without = dict(loop.old), GrpoLoop(tmp_path / "model", loop.log, settings)
-    for kept in halves(n):
-        expected = without.run(kept, known).weights[-1]
-        assert far(train_on(path, kept, progress=False), expected, loop) < 1e-4
-        assert far(path.end, expected, loop) > 0.1
-        without.put(without.weights[0])
+    kept = halves(n)[0]
+    expected = without.run(kept, known).weights[-1]
+    assert far(train_on(path, kept, progress=False), expected, loop) < 1e-4
+    assert far(path.end, expected, loop) > 0.1
 
 
 @pytest.mark.parametrize("case", ["as TRL does", "KL"])
 def test_simulated_trainings_are_near_to_real_ones(case: str, tmp_path: Path) -> None:
     name, settings = CASES[case]
     settings = replace(settings, optimiser=replace(settings.optimiser, learning_rate=2e-4))
-    loop = GrpoLoop(save_model(tmp_path / "model", name), make_log(settings, 3), settings).run()
+    loop = GrpoLoop(save_model(tmp_path / "model", name), make_log(settings, 2), settings).run()
     path, n = replay_of(run_of(loop), tmp_path / "path"), len(loop.log)
-    kept = np.concatenate([np.ones((1, n), dtype=bool), halves(n), halves(n, 1)])
+    kept = np.concatenate([np.ones((1, n), dtype=bool), halves(n)])
     found = simulate(path, kept, again="replayed", progress=False)
     assert apart(found[0], loop) < 1e-5
     for mask, end in zip(kept[1:], found[1:], strict=True):

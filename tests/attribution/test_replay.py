@@ -16,7 +16,7 @@ from support.builders import save_model
 from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
 from tsae.attribution.replay.certificates import logged_facts, verdict
 from tsae.attribution.replay.passes import Run
-from tsae.attribution.replay.path import steps_back
+from tsae.attribution.replay.path import replay, steps_back
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import State, States
 from tsae.attribution.training.order import plan_updates
@@ -147,6 +147,10 @@ def test_a_stretch_begins_with_the_optimisers_state(saved: tuple[GrpoLoop, Path]
     assert (begun.begin.step, begun.begin.taken, sorted(begun.controls)) == (4, 4, [8, 12])
     path = replay_of(run_from(begun, loop.log, 4), tmp_path, reference=loop.weights[0])
     assert apart(path.end, loop) < EXACT
+    states = States(tmp_path, 8, path.end.numel(), 10**9)
+    states.every = 3  # not a divisor of where it begins
+    some = replay(run_from(begun, loop.log, 4), states, {}, logged_facts({}), reference=loop.weights[0], progress=False)
+    assert steps_back(some)(6)[0].before.equal(steps_back(path)(6)[0].before)
     cold = replace(begun, begin=State(begun.begin.weights, *(torch.zeros_like(begun.begin.weights),) * 2, 4))
     assert apart(replay_of(run_from(cold, loop.log, 4), tmp_path, reference=loop.weights[0]).end, loop) > 0.05
     with pytest.raises(TsaeError, match="no checkpoint after step 5; there are 0, 4, 8, 12"):

@@ -11,7 +11,7 @@ import torch
 
 import tsae
 from support.builders import make_rollouts, save_model
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.forward.hooks import HuggingFaceReader
@@ -181,3 +181,17 @@ def test_several_targets_one_after_another(trained: TrainedWeights, fixed: Rollo
     assert both.gradients(trained).shape == (3, len(trained))
     with pytest.raises(TsaeError, match="no feature 24; there are 0 to 23"):
         FeatureMeans(some_sae(0.3), [24], fixed, SPECIAL)
+
+
+def test_logits_of_the_last_tokens_alone(trained: TrainedWeights) -> None:
+    """The head does not see the others."""
+    ids, seen = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]]), []
+    whole = log_probabilities(trained.model, ids, torch.ones_like(ids))
+    handle = trained.model.get_output_embeddings().register_forward_hook(
+        lambda _m, read, _: seen.append(read[0].shape[1])
+    )
+    try:
+        torch.testing.assert_close(log_probabilities(trained.model, ids, torch.ones_like(ids), last=3), whole[:, -3:])
+    finally:
+        handle.remove()
+    assert seen == [4]

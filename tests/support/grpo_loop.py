@@ -33,7 +33,8 @@ CASES: dict[str, tuple[str, RunSettings]] = {
         PolicyLoss(), Batching(2, 2),
     )),
     "KL": ("llama", RunSettings(
-        Optimiser("adamw", 1e-3, "cosine", n_steps=9, decay_all=False, eps=1e-4), PolicyLoss("grpo", beta=0.1), Batching(2, 4, 2)
+        Optimiser("adamw", 1e-3, "cosine", n_steps=9, decay_all=False, eps=1e-4), PolicyLoss("grpo", beta=0.1),
+        Batching(2, 4, 2),
     )),
     "sequence": ("llama", RunSettings(
         Optimiser("adamw", 1e-3, "constant", eps=1e-4),

@@ -203,15 +203,13 @@ def _prepared(
     special = tuple(series.base.load_tokenizer().all_special_ids)
     run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
     reference = None
-    if (
-        settings.loss.needs_ref
-        and series.base.step > 0
-        and logged(rollouts, REF, np.concatenate(plan.generations)) is None
-    ):
+    later = series.base.step > 0 or (settings.loss.sync_ref is not None and after > 0)
+    if settings.loss.needs_ref and later and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
         raise TsaeError(
-            f"the KL term is against the model that the training started from, and the base is step {series.base.step}",
+            f"the model that the KL term is against is not known after step {after}",
             where=series.name,
-            fix="Give that model (--base), or a log with ref_logprobs (tsae.rl.TsaeCallback).",
+            fix="Replay from the model that the training started from (--base, without --steps), or give a log with "
+            "ref_logprobs (tsae.rl.TsaeCallback).",
         )
     if settings.loss.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights

@@ -60,7 +60,7 @@ def series() -> CheckpointSeries:
 
 
 def mixed_run() -> Path:
-    """The folder of a shipped GRPO run on problems of all levels, as TRL leaves it: completions and the last checkpoint.
+    """The folder of a shipped GRPO run on problems of all levels, as TRL leaves it: completions, the last checkpoint.
 
     It began with the base of `series`.
     """

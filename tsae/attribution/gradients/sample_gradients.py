@@ -71,20 +71,16 @@ class TrainedWeights:
 def log_probabilities(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, last: int | None = None
 ) -> torch.Tensor:
-    """(B, last) log-probability of the last tokens, in nats; by default (B, T − 1) of every token after the first."""
+    """(B, last) log-probability of the last tokens, in nats; by default (B, T − 1) of every token after the first.
+
+    Logits are computed for these tokens only, where the model can do that.
+    """
     n = ids.shape[1] - 1 if last is None else last
-    return _log_softmax(model, ids, mask, temperature, n).gather(-1, ids[:, -n:, None])[..., 0]
-
-
-def _log_softmax(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float, last: int
-) -> torch.Tensor:
-    """(B, last, vocabulary) in nats. Logits are computed for these tokens only, where the model can do that."""
     logits = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **keep_logits(model, last)
-    ).logits[:, -last - 1 : -1]
+        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **keep_logits(model, n)
+    ).logits[:, -n - 1 : -1]
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.log_softmax(logits.to(wide) / temperature, dim=-1)
+    return torch.log_softmax(logits.to(wide) / temperature, dim=-1).gather(-1, ids[:, -n:, None])[..., 0]
 
 
 def keep_logits(model: PreTrainedModel, last: int) -> dict[str, int]:

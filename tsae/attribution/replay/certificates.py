@@ -121,15 +121,15 @@ def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
 
 
 def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
-    """Refuse a replay that does not come nearer to a checkpoint than its beginning was.
+    """Refuse a replay that has come no nearer to the first checkpoint.
 
     Raises:
-        TsaeError: where there is one.
+        TsaeError: where it has not.
     """
-    away = steps[steps.distance >= 1]
-    if len(away):
+    first = steps[["step", "distance"]].dropna()[:1]
+    if (first.distance >= 1).any():
         raise TsaeError(
-            f"the replay comes no nearer to the checkpoint of step {int(away.step.iloc[0])} than it was at first",
+            f"the replay is farther from the checkpoint of step {int(first.step.iloc[0])} than its first weights are",
             where=settings.source,
             fix="Give log, settings and checkpoints of one run.",
         )

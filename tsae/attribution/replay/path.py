@@ -133,7 +133,7 @@ def replay(
             run.trained.put(state.weights)
             run, n = restored(run, generation, length * len(generation))
             walk.run, found.run, found.lost = run, run, found.lost + n
-        if states.every > 1 and (state.step % states.every == 0 or state.step in found.restarts):
+        if states.every > 1 and ((state.step - run.begin.step) % states.every == 0 or state.step in found.restarts):
             states.keep(state)
             found.starts[state.step] = state.taken
         before = state.weights.clone()
