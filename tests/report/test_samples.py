@@ -165,7 +165,8 @@ def test_doubts_are_said_and_marked() -> None:
 
     good = said()
     assert good["Replayed to step 6 of 6 within 0.1 % of what the run logged and saved."] is False
-    assert "At the end, it is off the last checkpoint by 0.02 % of the way that the run went." in good
+    near = "It is off the run's checkpoints by 0.02 % of the way at most."
+    assert good[f"{near} Replays of the testbed that were as near gave the right shares and effects."] is False
     assert "The replay's gradient norms differ from the logged ones by 0.0999 % at most (6 steps)." in good
     assert "Runs without some samples, or with these alone, are simulated for: lone success, outcome." in good
     assert good[

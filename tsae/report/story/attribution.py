@@ -237,6 +237,16 @@ def _other_run(row: Any) -> str:
     return f"; {', '.join(parts)} ({row.how})" if parts else ""
 
 
+_NEAR = 0.1
+"""Distance from a checkpoint, as a part of the way, up to which shares of samples can be trusted too."""
+_CALIBRATED = {
+    True: "Replays of the testbed that were as near gave the right shares and effects.",
+    False: "On the testbed, effects of bands kept their signs at such a distance, and shares of single samples did not "
+    "always.",
+}
+"""By whether the distance is at most `_NEAR`; docs/attribution.md has the table."""
+
+
 def belief(found: Attribution) -> list[Said]:
     """How far to believe it: how near the replay is to the run, what shares leave, and what one run cannot say."""
     said = [*_replayed(found)]
@@ -262,7 +272,10 @@ def _replayed(found: Attribution) -> list[Said]:
             cause = f"Likely cause: {replay['cause'].rstrip('.')}."
             said.append(Said(f"From step {replay['departs']} on it departs from the run. {cause}", True))
     if (error := found.info["path_error"]) is not None:
-        said.append(Said(f"At the end, it is off the last checkpoint by {_part(error)} of the way that the run went."))
+        near = error <= _NEAR
+        said.append(
+            Said(f"It is off the run's checkpoints by {_part(error)} of the way at most. {_CALIBRATED[near]}", not near)
+        )
     norms, lengths = ((steps[name] - steps[f"logged_{name}"]).abs().dropna() for name in ("grad_norm", "mean_length"))
     norms = (norms / steps.logged_grad_norm.where(steps.logged_grad_norm > 0)).dropna()
     for what, off, shown in (
