@@ -28,6 +28,11 @@ Predicted before the first run:
 4. The norm tells causes apart: above .1 in the median wherever samples correlate by less than .9; below .1 for the
    learning rate × 1.2.
 5. Accuracy on a band rises by .2 to .6 for each nat of right − wrong, with r of at least .8.
+
+Found (docs/attribution.md has the table): 1 holds for effects (errors of .11 at most up to .36), not for samples: .75
+and .62 in two cases. 2 holds for the order (.66, .53), and not for the learning rate (.68 at twice the rate). 3 is
+wrong: no KL term ends .13 off, bfloat16 .11 and .56. 4 holds but for bfloat16, and for the learning rate × 1.2, which
+the norm shows. 5 is wrong: r is .98 on medium problems, and .27 over all.
 """
 
 from __future__ import annotations
