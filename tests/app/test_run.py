@@ -317,7 +317,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
         ({"attribute": False}, None),
         ({"attribution": AttributionConfig(budget_gb=0.001)}, "the path of 3 steps of"),
         ({"tokens": 1_000}, "more than the 1,000 that are read"),
-        ({}, "lacks step 2 of the steps 1 to 3"),
+        ({}, "lacks 1 of the steps 1 to 3, the first of them step 2. Log every step"),
     ],
 )
 def test_what_keeps_samples_from_being_attributed_is_said(

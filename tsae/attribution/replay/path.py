@@ -157,8 +157,9 @@ def replay(
         if update.step in controls:
             control = controls[update.step]()
             way = control.weights - begin
-            distance = float((state.weights - control.weights).norm() / way.norm().clamp_min(1e-30))
-            if control.state is not None and update.step < run.last and distance > _EXACT:
+            if way.any():  # else nothing was learned until there
+                distance = float((state.weights - control.weights).norm() / way.norm())
+            if control.state is not None and update.step < run.last and not distance <= _EXACT:
                 found.restarts.append(update.step)
                 state, begin = control.state.copy(), control.weights
         lines.append(

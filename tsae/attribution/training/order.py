@@ -222,6 +222,7 @@ def _check_all_there(have: set[int], begin: int, end: int, rollouts: Rollouts, s
     missing = [step for step in range(begin, end + 1) if step not in have]
     if missing:
         every, start = counted(settings, "logging_steps") or 1, min(have, default=0)
+        every = every if 2 * len(missing) > end - begin else 1  # a few steps are lacking for another reason
         why = f"; it starts at step {start}" * (begin < start) if every == 1 else f"; one step in {every} was logged"
         raise TsaeError(
             f"lacks {len(missing)} of the steps {begin} to {end}, the first of them step {missing[0]}{why}",
