@@ -17,7 +17,7 @@ from organism.claims import JUDGES, Records, half_time, judge
 from organism.mixed import prompt_ids
 
 from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.claims.literature import CLAIMS
+from tsae.claims.literature import STUDIED
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig
@@ -187,7 +187,7 @@ def test_the_shipped_records_give_the_verdicts_of_the_page(capsys: pytest.Captur
     assert check_claims.main([]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["ratio"] >= 0.9
-    assert line["reproduced"] + line["partly"] + line["not"] + line["untestable"] == len(CLAIMS)
+    assert line["reproduced"] + line["partly"] + line["not"] + line["untestable"] == len(STUDIED)
     assert line["differing"] == [k for k, j in judge(_shipped()).items() if j.verdict == "cannot be tested"]
 
 
@@ -218,7 +218,7 @@ def test_missing_records_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_every_claim_has_a_prediction() -> None:
     predictions = json.loads(check_claims.PREDICTIONS.read_text(encoding="utf-8"))
-    assert list(predictions) == list(CLAIMS)
+    assert list(predictions) == list(STUDIED)
 
 
 def test_the_page_shows_the_records_of_every_dictionary() -> None:

@@ -8,12 +8,10 @@ the one that the run's first checkpoint comes from, A of that checkpoint is take
 from __future__ import annotations
 
 import itertools
-import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +20,7 @@ from tsae.attribution.replay.path import Control, Controls
 from tsae.attribution.replay.states import State
 from tsae.attribution.replay.stepping import decayed
 from tsae.attribution.training.optimiser import Optimiser
+from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object
 from tsae.checkpoints.checkpoint import Checkpoint
 from tsae.checkpoints.loading import ModelLoader
@@ -174,7 +173,7 @@ def _optimiser_state(
     if not file.is_file() or optimiser.name == "sgd":
         return None
     try:
-        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+        found = read_torch_file(file, refused="Remove it.", damaged="Remove it.")
         decays = decayed(trained, optimiser)
         names = [n for n, d in zip(trained.parameters, decays, strict=True) if d]
         names += [n for n, d in zip(trained.parameters, decays, strict=True) if not d]
@@ -185,7 +184,7 @@ def _optimiser_state(
             return None
         first, second = ({n: p[key] for n, p in parts.items()} for key in ("exp_avg", "exp_avg_sq"))
         taken = int(next(iter(parts.values()))["step"])
-    except (KeyError, TypeError, ValueError, RuntimeError, OSError, pickle.UnpicklingError):
+    except (TsaeError, KeyError, TypeError, ValueError, AttributeError):
         return None  # Of another optimiser: the checkpoint is compared, and restarts nothing.
     return State(weights, trained.join(first), trained.join(second), checkpoint.step, taken)
 

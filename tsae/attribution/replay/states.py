@@ -84,14 +84,14 @@ class States:
 
     def kept(self, step: int, taken: int, device: torch.device) -> State:
         """The state that was kept after a step."""
-        found = load_file(self._state(step), device=str(device))
+        found = {name: tensor.to(device) for name, tensor in load_file(self._state(step)).items()}
         return State(found["weights"], found["first"], found["second"], step, taken)
 
     def put(self, step: int, of: Stepped) -> None:
         self._write(self._step(step), {"before": of.before, "scale": of.scale})
 
     def get(self, step: int, device: torch.device) -> Stepped:
-        found = load_file(self._step(step), device=str(device))
+        found = {name: tensor.to(device) for name, tensor in load_file(self._step(step)).items()}
         return Stepped(found["before"], found["scale"])
 
     def drop(self, step: int) -> None:
