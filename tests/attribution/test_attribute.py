@@ -19,9 +19,15 @@ import torch
 import tsae
 from support.builders import save_perturbed
 from support.grpo_loop import GrpoLoop, make_log
+from tsae.attribution.attribute import _check_begin
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
+from tsae.attribution.replay.passes import OLD
+from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.order import Plan, Update
 from tsae.attribution.training.read.find import read_settings
+from tsae.attribution.training.settings import Batching, RunSettings
 from tsae.base.files import is_partial
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
@@ -410,3 +416,17 @@ def test_a_training_of_trl(tmp_path: Path) -> None:
     assert found.info["believed"]
     assert (found.targets.remainder.abs() < 0.05).all()
     assert set(found.bands.how) == {"replayed"}
+
+
+def test_a_stretch_that_begins_within_a_generation(run: Path) -> None:
+    """Its ratios are against weights that are not there."""
+    log = Rollouts.read(run / "rollouts.parquet")
+    rows = np.arange(8)
+    updates = [Update(step, (step - 1) // 2, step % 2 == 1, (rows,)) for step in (2, 3, 4)]
+    plan = Plan(updates, [rows, rows + 8], "the log's own")
+    settings = RunSettings(Optimiser(n_steps=4), PolicyLoss("dapo"), Batching(1, 2))
+    with pytest.raises(TsaeError, match=r"after step 1, in the middle of a generation.* Begin after step 2, or log"):
+        _check_begin(log, settings, plan)
+    known = log.with_column(OLD, [[-1.0] * n for n in log.lengths("response_ids").tolist()])
+    _check_begin(known, settings, plan)
+    _check_begin(log, settings, replace(plan, updates=updates[1:]))

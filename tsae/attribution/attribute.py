@@ -28,7 +28,7 @@ from tsae.attribution.config import AttributionConfig
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.replay.certificates import check_first_step, check_nearer, logged_facts, verdict, with_end_tokens
 from tsae.attribution.replay.kinds import fits, simulate
-from tsae.attribution.replay.passes import REF, Known, Rows, Run, chunks, forward, logged
+from tsae.attribution.replay.passes import OLD, REF, Known, Rows, Run, chunks, forward, logged
 from tsae.attribution.replay.path import Replayed, replay, train_on
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import States
@@ -38,7 +38,7 @@ from tsae.attribution.sample_kinds import band_of, has_bands, sample_kinds
 from tsae.attribution.tables import fact_table, group_table, sample_table, target_table
 from tsae.attribution.targets import Targets
 from tsae.attribution.training.log_fit import check_settings
-from tsae.attribution.training.order import batches_of, counted, plan_updates, read_history
+from tsae.attribution.training.order import Plan, batches_of, counted, plan_updates, read_history
 from tsae.attribution.training.read.find import find_settings
 from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
@@ -114,8 +114,8 @@ def attribute(
         check_nearer(path.steps, given)
         if path.lost:
             notes.append(
-                f"The trainer counted {path.lost} tokens more than the log of texts has: special tokens were put back "
-                "where they make the responses most likely."
+                f"The log of texts has lost special tokens; where they make the responses most likely, {path.lost} of "
+                "those that the trainer counted were put back."
             )
         judged = verdict(path.run, path.steps)
         rows = np.concatenate([np.concatenate(update.parts) for update in prepared.run.plan.updates])
@@ -188,7 +188,7 @@ def _prepared(
         settings,
         checkpoints=folders,
         vocabulary=vocabulary,
-        steps=(after + 1, last) if config.steps else None,
+        steps=(after + 1, last) if config.steps or after else None,
     )
     if plan.updates[0].step != after + 1:
         raise TsaeError(
@@ -201,6 +201,7 @@ def _prepared(
     rollouts = check_settings(rollouts, of_generations, settings, notes, history)
     rollouts = _with_behaviours(rollouts, config, notes)
     special = tuple(series.base.load_tokenizer().all_special_ids)
+    _check_begin(rollouts, settings, plan)
     run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
     reference = None
     later = series.base.step > 0 or (settings.loss.sync_ref is not None and after > 0)
@@ -215,6 +216,21 @@ def _prepared(
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
         start.trained.put(start.begin.weights)
     return _Prepared(run, start, facts, reference)
+
+
+def _check_begin(rollouts: Rollouts, settings: RunSettings, plan: Plan) -> None:
+    """A stretch begins where a generation does, or the log has what its ratios are against."""
+    first, loss = plan.updates[0], settings.loss
+    wanted = [OLD] * loss.needs_old + [REF] * loss.needs_ref
+    rows = plan.generations[first.generation]
+    if not first.first and any(logged(rollouts, name, rows) is None for name in wanted):
+        begins = [update.step - 1 for update in plan.updates if update.first]
+        raise TsaeError(
+            f"begins after step {first.step - 1}, in the middle of a generation, whose log-probabilities at its start "
+            "are not known",
+            where="steps",
+            fix=f"Begin after step {begins[0]}, or log the training with tsae.rl.TsaeCallback." if begins else "",
+        )
 
 
 def _end_token(series: CheckpointSeries) -> int | None:

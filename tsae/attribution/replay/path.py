@@ -85,7 +85,7 @@ class _Walk:
         """Of the next step, at the state's weights, which the model gets."""
         run, update = self.run, self.run.update(state.step + 1)
         run.trained.put(state.weights)
-        if known is None and update.first:
+        if known is None and (update.first or state.step == run.begin.step):
             self.known = known_at(run, update, self.reference)
         step = rows_of(run, update)
         return step, gradient_of(run, step, known or self.known, kept)
