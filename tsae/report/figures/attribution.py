@@ -19,9 +19,13 @@ _COLUMNS = ("share", "without", "alone")
 
 def attribution_figure(found: Attribution) -> go.Figure | None:
     """A column for each of the first targets: what bands did above, where in the text below, as heat maps."""
-    names = [name for name in told_targets(found, 2) if len(moved(found, name).bands)][:_MAX_TARGETS]
+    names = [name for name in told_targets(found, 2) if len(moved(found, name).bands)]
     if not names or found.info["gate"]:
         return None
+    # Where one target alone has tokens, a second row of panels would be half empty.
+    names.sort(key=lambda name: signal(found, name) is None)
+    mixed = signal(found, names[0]) is not None and signal(found, names[-1]) is None
+    names = names[: _MAX_TARGETS // 2 if mixed else _MAX_TARGETS]
     every = [moved(found, name).bands for name in names]
     bands = list(every[0].band)
     tokens = [signal(found, name) for name in names]
