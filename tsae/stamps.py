@@ -34,7 +34,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
     """
     wanted = public(json.loads(json.dumps(stamp, default=str)))
     copy = stamp_copy(folder, name)
-    # A kill during the first write leaves only the temporary file, or the copy.
+    # If the first write was killed, only the temporary file or the copy is there.
     beginning = {copy.name, *(partial_name(file).name for file in (copy, folder / name))}
     if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
         found = read_stamp(folder, name)

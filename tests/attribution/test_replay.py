@@ -178,6 +178,11 @@ def test_a_replay_that_departs_is_judged(saved: tuple[GrpoLoop, Path]) -> None:
     assert (found.to, found.departs, found.path_error) == (4, 5, None)
     assert found.within == pytest.approx(0.01)
     assert found.gate.startswith("The replay departs from the run at step 5, and no checkpoint says how far: ")
+    # Without checkpoints and logged norms nothing certifies the replay.
+    nothing = judged(logged_grad_norm=np.full(12, np.nan))
+    assert (nothing.path_error, nothing.within, nothing.departs) == (None, None, None)
+    assert nothing.gate.startswith("Nothing says whether the replay is the run: ")
+    assert judged(logged_grad_norm=np.full(12, np.nan), distance=np.where(n == 12, 0.02, np.nan)).gate == ""
     # A single step that is off is none; far from the end there is an answer.
     assert judged(grad_norm=np.where(n == 5, 1.3, 1.0)).departs is None
     assert judged(grad_norm=np.where(n >= 11, 1.3, 1.0)).gate == ""

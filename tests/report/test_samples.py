@@ -42,23 +42,22 @@ def with_tables(found: Attribution, **tables: Any) -> Attribution:
     return replace(found, **tables)
 
 
-def test_bands_stand_in_order_with_share_other_runs_and_error() -> None:
+def test_bands_stand_in_order_with_share_and_other_runs() -> None:
     found = make_attribution()
     table = found.bands
-    assert list(table) == ["band", "n", "target", "share", "without", "alone", "error", "how"]
+    assert list(table) == ["band", "n", "target", "share", "without", "alone", "how"]
     assert table.band.tolist() == list(BANDS) * len(TARGETS)
     assert table.target.tolist() == np.repeat(TARGETS, 3).tolist()
     # Easy has the samples 0, 1, 6, 7: shares −0.9 (i − 5) / 6.
     easy = table[(table.target == TARGETS[3]) & (table.band == "easy")].iloc[0]
     assert easy.share == pytest.approx(-0.9 * (14 - 20) / 6)
     assert (easy.without, easy.alone) == (pytest.approx(-0.9 - 2 * easy.share), pytest.approx(easy.share / 2))
-    assert (easy.n, easy.error, easy.how) == (4, 0.01, "replayed")
+    assert (easy.n, easy.how) == (4, "replayed")
     np.testing.assert_allclose(table.groupby("target", sort=False).share.sum(), REALISED)
-    # Errors need not be known, and a log may have levels of its own.
-    groups = found.groups.drop(columns="error").replace({"group": {"easy": "level 2", "hard": "level 1"}})
+    # A log may have levels of its own.
+    groups = found.groups.replace({"group": {"easy": "level 2", "hard": "level 1"}})
     other = with_tables(found, groups=groups).bands
     assert other.band.tolist()[:3] == ["medium", "level 1", "level 2"]
-    assert other.error.isna().all()
 
 
 def test_a_sample_that_two_steps_used_is_told_once() -> None:
@@ -147,7 +146,7 @@ def test_the_finding_is_the_three_bands() -> None:
 
 
 def test_a_closed_gate_stands_in_the_place_of_every_finding() -> None:
-    found = make_attribution(gate=GATE, believed=False)
+    found = make_attribution(gate=GATE)
     assert statement(found).sentences == (GATE,)
     text, page = attribution_text(found), rendered(make(), attribution=found)
     for part in ("Add logging_steps=1", "How far to believe it", "A note."):
@@ -173,9 +172,8 @@ def test_doubts_are_said_and_marked() -> None:
         "Shares leave 0.5 % of a change unexplained (median), 20 % at most (accuracy, medium problems (trained on))."
     ]
     replay = {"steps": 6, "to": 3, "within": 0.02, "departs": 4, "cause": "special tokens are missing from the log"}
-    bad = said(replay=replay, believed=False, path_error=None)
-    assert [text for text, warns in bad.items() if warns][:3] == [
-        "The replay is too far from the run: take the numbers for hints at most.",
+    bad = said(replay=replay, path_error=None)
+    assert [text for text, warns in bad.items() if warns][:2] == [
         "Replayed to step 3 of 6 within 2 % of what the run logged and saved.",
         "From step 4 on it departs from the run. Likely cause: special tokens are missing from the log.",
     ]

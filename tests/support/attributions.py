@@ -51,7 +51,7 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
         {
             "kind": kind, "group": group, "n": int(mask.sum()), "target": target, "share": shares[mask, j].sum(),
             "without": REALISED[j] - 2 * shares[mask, j].sum(), "effect": 2 * shares[mask, j].sum(),
-            "alone": shares[mask, j].sum() / 2, "error": 0.01 if kind == "band" else np.nan,
+            "alone": shares[mask, j].sum() / 2,
             "how": "replayed" if kind == "band" else "simulated",
         }
         for (kind, group), mask in masks.items()
@@ -87,7 +87,7 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
     known = {
         "recipe": "adamw, learning rate 0.001 (constant)", "series": "tiny", "run": "run", "checkpoints": [0, 6],
         "inputs": {"rollouts": "none"}, "sae": None, "path_error": 0.0002,
-        "replay": {"steps": 6, "to": 6, "within": 0.001, "departs": None, "cause": ""}, "believed": True, "gate": "",
+        "replay": {"steps": 6, "to": 6, "within": 0.001, "departs": None, "cause": ""}, "gate": "",
         "trained_on": True, "notes": ["A note."],
     }  # fmt: skip
     return Attribution(

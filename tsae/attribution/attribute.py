@@ -14,7 +14,7 @@ Memory holds the model, some vectors of its weights for each target, and one bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -101,9 +101,9 @@ def attribute(
     mine = checkpoints_of(series, run)
     notes = list(given.notes)
     prepared = _prepared(series, mine, rollouts, given, config, notes)
-    trained, log = prepared.run.trained, prepared.run.rollouts
+    trained = prepared.run.trained
     _check_token(first_token, trained)
-    special = _special(series, log, sae, trained)
+    special = _special(series, prepared.run.rollouts, sae, trained)
     states = States(to / "path", len(prepared.run.plan.updates), len(trained), int(config.budget_gb * 1e9))
     try:
         path = replay(
@@ -117,21 +117,22 @@ def attribute(
                 f"The log of texts has lost special tokens; where they make the responses most likely, {path.lost} of "
                 "those that the trainer counted were put back."
             )
-        judged = verdict(path.run, path.steps)
-        rows = np.concatenate([np.concatenate(update.parts) for update in prepared.run.plan.updates])
+        judged, log = verdict(path.run, path.steps), path.run.rollouts
+        rows = np.concatenate([np.concatenate(update.parts) for update in path.run.plan.updates])
         wanted = targets or find_targets(
             trained, (prepared.run.begin.weights, path.end), log, rows, problems=problems, sae=sae,
             first_token=first_token, special=special, temperature=given.loss.temperature, config=config, notes=notes,
         )  # fmt: skip
         reading = _Reading(path.run, wanted, config, token_strings(series.base.load_tokenizer()))
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
-        _kinds, groups = _effects(path, wanted, split, config, notes, progress and not judged.gate, bool(judged.gate))
+        effects = config.effects and not judged.gate
+        groups = _groups(path, wanted, split, replace(config, effects=effects), notes, progress)
     finally:
         states.remove()
     found = Attribution(
         target_table(split, config.flag_remainder),
         sample_table(split),
-        fact_table(split, path.run.rollouts, list(reading.best)),
+        fact_table(split, log, list(reading.best)),
         groups,
         path.steps,
         reading.entropy_table(split),
@@ -147,7 +148,6 @@ def attribute(
             "sae": None if sae is None else sae.fingerprint,
             "path_error": judged.path_error,
             "replay": judged.record(len(path.steps)),
-            "believed": not judged.gate,
             "gate": judged.gate,
             "trained_on": problems is None,
             "notes": notes,
@@ -272,8 +272,10 @@ def _special(
 
 @dataclass
 class _Reading:
-    """Looks at tokens while shares are computed: of the samples with the largest shares in one target, and of samples
-    at random, by the policy's entropy there."""
+    """Computes the shares of tokens in one target, while shares of samples are computed.
+
+    It does so for the samples with the largest shares, and for prompt groups at random, with the policy's entropy.
+    """
 
     run: Run
     targets: Targets
@@ -307,12 +309,11 @@ class _Reading:
         order = np.argsort(-np.abs(values))[: self.config.shown]
         large = [int(those.rows[i]) for i in order if len(self.best) < self.config.shown or abs(values[i]) > least]
         random = [row for row in those.rows.tolist() if row in self.chosen]
-        rows = np.array(sorted({*large, *random}), dtype=int)
-        rows = rows[[values[np.flatnonzero(those.rows == row)[0]] != 0 for row in rows]] if len(rows) else rows
+        share = dict(zip(those.rows.tolist(), values.tolist(), strict=True))
+        rows = np.array(sorted(row for row in {*large, *random} if share[row] != 0), dtype=int)
         if not len(rows):
             return
         of_tokens = token_shares(self.run, those, known, rows, directions[self.main])
-        share = dict(zip(those.rows.tolist(), values.tolist(), strict=True))
         for row in large:
             if row in of_tokens and abs(share[row]) > abs(self.best.get(row, (0.0,))[0]):
                 self.best[row] = (share[row], step, of_tokens[row])
@@ -371,11 +372,10 @@ class _Reading:
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
 
-def _effects(
-    path: Replayed, targets: Targets, split: Shares, config: AttributionConfig, notes: list[str], progress: bool,
-    gated: bool,
-) -> tuple[dict[str, tuple[str, np.ndarray]], pd.DataFrame]:  # fmt: skip
-    """Kinds of samples, and the table of what they did."""
+def _groups(
+    path: Replayed, targets: Targets, split: Shares, config: AttributionConfig, notes: list[str], progress: bool
+) -> pd.DataFrame:
+    """What kinds of samples did, and what would have been without them."""
     run = path.run
     used = np.zeros(len(run.rollouts), dtype=bool)
     used[split.rows] = True
@@ -389,7 +389,7 @@ def _effects(
         run.trained.put(weights)
         return targets.values(run.trained) - split.before
 
-    if config.effects and not gated:
+    if config.effects:
         bands = [name for name, (kind, _) in kinds.items() if kind == "band"]
         if bands and path.restarts:
             whole["replayed"] = change(train_on(path, used, progress=progress))
@@ -411,4 +411,4 @@ def _effects(
             ends = simulate(path, np.array([used, *kept]), again=config.again, progress=progress)
             whole["simulated"] = change(ends[0])
             found |= {key: (change(end), "simulated") for key, end in zip(some, ends[1:], strict=True)}
-    return kinds, group_table(kinds, found, whole, split)
+    return group_table(kinds, found, whole, split)

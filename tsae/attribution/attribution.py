@@ -50,14 +50,14 @@ class Attribution(Tables):
     groups: pd.DataFrame
     """One row a group of samples and target: kind (`tsae.attribution.sample_kinds`), group, n, target, share (the sum
     of theirs), without (what the target's change would have been without them), effect (predicted − without), alone
-    (the change with them only), how: "replayed", or "simulated"; and error of without and alone, where it is known."""
+    (the change with them only), how: "replayed", or "simulated"."""
     steps: pd.DataFrame
     """One row a step of the optimiser, to compare the replay with the run: step, n (samples), grad_norm (before
     clipping) and mean_length (tokens) of the replay and, as logged_grad_norm and logged_mean_length, of the trainer's
     log, distance (to the run's checkpoint, as a share of the way from the base), clipped. NaN where not known."""
     entropy: pd.DataFrame
-    """One row a band, fifth and target: band, fifth (1 to 5, of the policy's entropy over all tokens that were sampled;
-    5 are the most open choices), target, share of these tokens."""
+    """One row for each band and fifth of the tokens: band, fifth, target, share of these tokens. The sampled tokens are
+    put in order by the policy's entropy and divided into five equal parts; fifth 5 has its most open choices."""
     tokens: pd.DataFrame
     """One row a response token of the samples that are shown: trajectory, step, target, position, token_id, token
     (text), share. They add up to the sample's share."""
@@ -65,7 +65,7 @@ class Attribution(Tables):
     """recipe (the settings in words), run, series, checkpoints (their steps), inputs (fingerprints of what it was made
     from), sae (its fingerprint, or None), path_error (distance of the replay from the last checkpoint, or None), replay
     (steps: of the run; to: the last one that is replayed well; within: the largest deviation until then; departs: the
-    first step that is not, or None; cause), believed, gate (why no effect is stated; or empty), trained_on (whether
+    first step that is not, or None; cause), gate (why no effect is stated; or empty), trained_on (whether
     right and wrong answers are those of the log's own problems), and notes: what was sampled, assumed or left out."""
     source: Rollouts | None = field(default=None, repr=False, compare=False)
     """The log, for texts; None after loading without it."""
@@ -73,13 +73,13 @@ class Attribution(Tables):
     @property
     def bands(self) -> pd.DataFrame:
         """What easy, medium and hard samples did: one row a band and target with band, n, target, share, without,
-        alone, error (of without and alone; NaN where it is not known) and how; see `groups`."""
+        alone and how; see `groups`."""
         table = self.groups[self.groups.kind == "band"].rename(columns={"group": "band"})
         order = {name: place for place, name in enumerate(self.targets.target)}
         places = {band: place for place, band in enumerate([*BANDS, *sorted(set(table.band) - set(BANDS))])}
         table = table.assign(_target=table.target.map(order), _band=table.band.map(places))
         table = table.sort_values(["_target", "_band"], ignore_index=True)
-        return table.reindex(columns=["band", "n", "target", "share", "without", "alone", "error", "how"])
+        return table.reindex(columns=["band", "n", "target", "share", "without", "alone", "how"])
 
     def table(self, target: str | None = None, kind: str | None = None) -> pd.DataFrame:
         """`groups` with the realised change of the target, by the size of the effect within a target.
@@ -129,7 +129,10 @@ class Attribution(Tables):
 
     @cached_property
     def _used(self) -> pd.DataFrame:
-        """`samples` with one row a sample and target, where several steps used a sample; step is the first."""
+        """`samples` with one row for each sample and target.
+
+        Where several steps used a sample, its shares are added, and step is the first of them.
+        """
         names = {"step": "min", "share": "sum", "policy": "sum", "kl": "sum"}
         return self.samples.groupby(["trajectory", "target"], sort=False, as_index=False).agg(names)
 

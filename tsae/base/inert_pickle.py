@@ -75,7 +75,7 @@ def read_dataclass(file: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def cpu_rng_state(file: str | Path) -> np.ndarray:
-    """(n,) uint8, the state of torch's generator on the CPU in a `rng_state.pth` of transformers.
+    """Read the state of torch's generator on the CPU, (n,) uint8, from transformers' `rng_state.pth`.
 
     Raises:
         TsaeError: as `read_pickle`; also where there is no such state.

@@ -60,9 +60,9 @@ def series() -> CheckpointSeries:
 
 
 def mixed_run() -> Path:
-    """The folder of a shipped GRPO run on problems of all levels, as TRL leaves it: completions, the last checkpoint.
+    """The folder of a GRPO run on problems of all levels. It ships with the package.
 
-    It began with the base of `series`.
+    TRL left it: the completions of every step, and the last checkpoint. The run began with the base of `series`.
     """
     return Path(__file__).parent / "mixed"
 

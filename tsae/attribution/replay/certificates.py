@@ -121,10 +121,10 @@ def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
 
 
 def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
-    """Refuse a replay that has come no nearer to the first checkpoint.
+    """Refuse a replay that ends as far from the first checkpoint as it began, or farther.
 
     Raises:
-        TsaeError: where it has not.
+        TsaeError: where it does.
     """
     first = steps[["step", "distance"]].dropna()[:1]
     if (first.distance >= 1).any():
@@ -155,6 +155,12 @@ def verdict(run: Run, steps: pd.DataFrame) -> Verdict:
         gate = f"The replay ends {error:.0%} of the way from the checkpoint of step {at}: {cause}."
     elif error is None and departs is not None and to < 0.8 * last:
         gate = f"The replay departs from the run at step {departs}, and no checkpoint says how far: {cause}."
+    elif error is None and not known.any():
+        gate = (
+            "Nothing says whether the replay is the run: no checkpoint lies at a step that is replayed, and no "
+            "gradient norm was logged. Save a checkpoint at the log's last step, or log the training with "
+            "tsae.rl.TsaeCallback."
+        )
     return Verdict(error, to, float(good.max()) if len(good) else None, departs, cause, gate)
 
 

@@ -152,7 +152,13 @@ def inputs_of(run: Run, chunk: Chunk) -> dict[str, Any]:
 
 
 def log_softmax(run: Run, chunk: Chunk, logits: torch.Tensor) -> torch.Tensor:
-    """(B, S, vocabulary) log-probabilities in nats, of logits with the last S + 1 places or more."""
+    """(B, S, vocabulary) log-probabilities of the last S tokens, in nats.
+
+    Args:
+        run: has the temperature.
+        chunk: says S.
+        logits: (B, S + 1 or more, vocabulary), of the last places of the texts.
+    """
     predicting = logits[:, -chunk.scored - 1 : -1]
     return torch.log_softmax(predicting.float() / run.settings.loss.temperature, dim=-1)
 
@@ -310,7 +316,7 @@ class Taken:
 
 
 def gradient_of(run: Run, step: Rows, known: Known, kept: np.ndarray | None = None) -> Taken:
-    """The gradient of a step's loss at the weights that the model has.
+    """Compute the gradient of a step's loss. The model keeps its weights.
 
     Args:
         run: has the rows.

@@ -20,7 +20,6 @@ from tsae.attribution.replay.passes import (
     Logs,
     Rows,
     Run,
-    Taken,
     gradient_of,
     known_at,
     needs_old,
@@ -65,36 +64,12 @@ class Replayed:
     logs: Logs
     """Log-probabilities of rows at the beginning of the first step that used them."""
     ref: Logs
-    reference: torch.Tensor | None
     starts: dict[int, int] = field(default_factory=dict)
     """Steps at which states are kept, with the number of steps of which their running means know."""
     lost: int = 0
     """Special tokens that were put back (`tsae.attribution.replay.lost_tokens`)."""
     restarts: list[int] = field(default_factory=list)
     """Steps whose checkpoint restarted the replay."""
-
-
-class _Walk:
-    """Takes the updates of a run from a state on."""
-
-    def __init__(self, run: Run, stepper: Stepper, reference: torch.Tensor | None) -> None:
-        self.run, self.stepper, self.reference = run, stepper, reference
-        self.known = Known()
-
-    def gradient(self, state: State, kept: np.ndarray | None = None, known: Known | None = None) -> tuple[Rows, Taken]:
-        """Of the next step, at the state's weights, which the model gets."""
-        run, update = self.run, self.run.update(state.step + 1)
-        run.trained.put(state.weights)
-        if known is None and (update.first or state.step == run.begin.step):
-            self.known = known_at(run, update, self.reference)
-        step = rows_of(run, update)
-        return step, gradient_of(run, step, known or self.known, kept)
-
-    def after(self, state: State) -> None:
-        """Move the reference where the trainer did."""
-        sync = self.run.settings.loss.sync_ref
-        if self.reference is not None and sync and state.step % sync[1] == 0:
-            self.reference = torch.lerp(self.reference, state.weights, sync[0])
 
 
 def replay(
@@ -121,26 +96,28 @@ def replay(
     """
     settings = run.settings
     stepper = Stepper(run.trained, settings.optimiser, rounded=settings.weights == "bfloat16")
-    walk = _Walk(
-        run, stepper, (run.begin.weights if reference is None else reference) if settings.loss.needs_ref else None
-    )
+    if settings.loss.needs_ref and reference is None:
+        reference = run.begin.weights
+    sync, known = settings.loss.sync_ref, Known()
     state, begin = run.begin.copy(), run.begin.weights
-    found = Replayed(run, states, stepper, state.weights, pd.DataFrame(), {}, {}, {}, walk.reference)
+    found = Replayed(run, states, stepper, state.weights, pd.DataFrame(), {}, {}, {})
     lines = []
     for update in progress_bar("replay", "step", over=run.plan.updates, shown=progress):
+        run.trained.put(state.weights)
         if update.first and update.step in facts.index and np.isfinite(length := facts.mean_length[update.step]):
             generation = run.plan.generations[update.generation]
-            run.trained.put(state.weights)
             run, n = restored(run, generation, length * len(generation))
-            walk.run, found.run, found.lost = run, run, found.lost + n
+            found.run, found.lost = run, found.lost + n
         if states.every > 1 and ((state.step - run.begin.step) % states.every == 0 or state.step in found.restarts):
             states.keep(state)
             found.starts[state.step] = state.taken
-        before = state.weights.clone()
-        step, taken = walk.gradient(state)
+        if update.first or state.step == run.begin.step:
+            known = known_at(run, update, reference)
+        before, step = state.weights.clone(), rows_of(run, update)
+        taken = gradient_of(run, step, known)
         for row, log in taken.logs.items():
-            found.logs.setdefault(row, walk.known.old.get(row, log) if needs_old(run) else log)
-        found.ref |= walk.known.ref
+            found.logs.setdefault(row, known.old.get(row, log))
+        found.ref |= known.ref
         if not taken.gradient.isfinite().all():
             raise TsaeError(
                 f"the gradient of step {update.step} is not finite",
@@ -152,7 +129,8 @@ def replay(
         found.clips[update.step] = clip
         if states.every == 1:
             states.put(update.step, Stepped(before, scale))
-        walk.after(state)
+        if reference is not None and sync and state.step % sync[1] == 0:
+            reference = torch.lerp(reference, state.weights, sync[0])
         distance = float("nan")
         if update.step in controls:
             control = controls[update.step]()
@@ -212,10 +190,10 @@ def _again(path: Replayed, low: int, high: int) -> range:
     return range(low + 1, high + 1)
 
 
-def known_of(path: Replayed, rows: np.ndarray) -> Known:
-    """Log-probabilities of rows as the replay found them."""
+def known_of(path: Replayed, rows: np.ndarray, *, elsewhere: bool = False) -> Known:
+    """Log-probabilities of rows as the replay found them. Elsewhere than on its path, all ratios are against them."""
     some = rows.tolist()
-    old = {row: path.logs[row] for row in some if row in path.logs} if needs_old(path.run) else {}
+    old = {row: path.logs[row] for row in some if row in path.logs} if elsewhere or needs_old(path.run) else {}
     return Known(old, {row: path.ref[row] for row in some if row in path.ref})
 
 
@@ -235,13 +213,8 @@ def train_on(path: Replayed, kept: np.ndarray, *, progress: bool = True) -> torc
     """
     run, state = path.run, path.run.begin.copy()
     for update in progress_bar("training anew", "step", over=run.plan.updates, shown=progress):
-        rows = np.concatenate(update.parts)
         run.trained.put(state.weights)
         step = rows_of(run, update)
-        some = rows.tolist()
-        known = Known(
-            {row: path.logs[row] for row in some if row in path.logs},
-            {row: path.ref[row] for row in some if row in path.ref},
-        )
+        known = known_of(path, step.rows, elsewhere=True)
         path.stepper.take(state, gradient_of(run, step, known, kept).gradient)
     return state.weights

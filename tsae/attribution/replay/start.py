@@ -234,7 +234,12 @@ def _drawn(checkpoint: Checkpoint, trained: TrainedWeights, seed: int) -> dict[s
     given = {n: v for n, v in known.items() if n in fields and n not in ("auto_mapping", "peft_type", "inference_mode")}
     before = torch.get_rng_state()
     try:
-        model = AutoModelForCausalLM.from_config(trained.model.config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(trained.model.config)
+        for module in model.modules():  # peft asks for shapes; a number stands for each weight
+            for name, weight in list(module.named_parameters(recurse=False)):
+                flat = torch.zeros((), device="cpu").expand(weight.shape)
+                setattr(module, name, torch.nn.Parameter(flat, requires_grad=False))
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft uses what transformers deprecates

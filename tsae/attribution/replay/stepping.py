@@ -16,7 +16,7 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:
 
 def decayed(trained: TrainedWeights, optimiser: Optimiser) -> list[bool]:
     """Which of the weights decay."""
-    if getattr(optimiser, "decay_all", True):
+    if optimiser.decay_all:
         return [True] * len(trained.parameters)
     norms = {id(p) for m in trained.model.modules() if isinstance(m, torch.nn.LayerNorm) for p in m.parameters()}
     return [id(p) not in norms and not _NOT_DECAYED.search(n.lower()) for n, p in trained.parameters.items()]

@@ -99,17 +99,15 @@ def _target(one: Moved, described: Mapping[str, tuple[int, str]]) -> Cell:
 
 
 def _row(name: str, row: Any) -> list[str | Cell]:
-    error = getattr(row, "error", float("nan"))
     return [
         Cell(shortened(str(name), _NAME), tone="isolated"),
         f"{row.n:,}",
         *(amount(value) for value in (row.share, row.without, row.alone)),
-        f"± {amount(error, sign=False)}" if np.isfinite(error) else "–",
         str(row.how),
     ]
 
 
-_HEAD = ["samples", "share", "without them", "alone", "error", "how"]
+_HEAD = ["samples", "share", "without them", "alone", "how"]
 
 
 def _lone(every: list[Moved]) -> Table | None:

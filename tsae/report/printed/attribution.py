@@ -24,7 +24,7 @@ from tsae.report.text import shortened, visible
 
 _TEXT, _WIDTH = 90, 118
 """Characters of a response, and of a line."""
-_HEAD = f"{'samples':>9}{'share':>11}{'without them':>14}{'alone':>11}{'± error':>11}  how"
+_HEAD = f"{'samples':>9}{'share':>11}{'without them':>14}{'alone':>11}  how"
 
 
 def attribution_text(found: Attribution, n: int = 10) -> str:
@@ -72,8 +72,7 @@ def _answer(found: Attribution, n: int) -> Iterator[str]:
 
 def _numbers(name: str, row: Any) -> str:
     cells = f"{amount(row.share):>11}{amount(row.without):>14}{amount(row.alone):>11}"
-    error = amount(getattr(row, "error", float("nan")), sign=False)
-    return f"  {shortened(visible(name), 43):<44}{row.n:>9,}{cells}{error:>11}  {visible(str(row.how))}"
+    return f"  {shortened(visible(name), 43):<44}{row.n:>9,}{cells}  {visible(str(row.how))}"
 
 
 def _sample(one: Read) -> Iterator[str]:

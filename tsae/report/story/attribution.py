@@ -256,8 +256,6 @@ def belief(found: Attribution) -> list[Said]:
         said += [Said(f"{other} {how} for: {kinds}.") for how, kinds in ways.items() if how]
         said += _remainders(found)
         said.append(Said("The share of one sample is a large force against others as large."))
-    if not found.info["believed"] and not found.info["gate"]:
-        said.insert(0, Said("The replay is too far from the run: take the numbers for hints at most.", True))
     return [*said, Said(ONE_RUN)]
 
 
