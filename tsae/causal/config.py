@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import isfinite
-from typing import Literal, get_args
+from dataclasses import field
+from typing import Annotated, Literal
 
-from tsae.base.ranges import need_at_most, need_numbers
+from pydantic import Field
+
+from tsae.base.validation import Confidence, Count, Draws, Seed, config
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 
@@ -15,7 +16,7 @@ Backend = Literal["huggingface", "transformer_lens"]
 Mode = Literal["ablate", "mean", "clamp", "steer", "transplant"]
 
 
-@dataclass(frozen=True)
+@config
 class InterventionConfig:
     """What is done to features while a checkpoint generates."""
 
@@ -30,26 +31,19 @@ class InterventionConfig:
     """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
     takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
     are never edited, except the last token, which some chat templates end in."""
-    n_random: int = 12
+    n_random: Annotated[int, Field(ge=1, le=10_000)] = 12
     """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each is two
     conditions (and as many samples): with 12 sets there are 28, with 5 sets 14. An effect of 4 standard deviations of
     random sets is found 9 times in 10 with 12 sets, 3 times in 4 with 5; with one set nothing can be."""
     backend: Backend = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
-    confidence: float = 0.95
+    confidence: Confidence = 0.95
     """Confidence level of the intervals."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Every condition draws with the same seed, so that problems and random numbers are paired."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
-        need_at_most(self, n_random=10_000)
         where = "InterventionConfig"
-        for name, known in (("mode", get_args(Mode)), ("tokens", get_args(Where)), ("backend", get_args(Backend))):
-            if getattr(self, name) not in known:
-                raise TsaeError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}", where=where)
-        if not isfinite(self.amount):
-            raise TsaeError(f"amount={self.amount} is not finite", where=where)
         if self.mode == "clamp" and self.amount < 0:
             raise TsaeError(
                 f"amount={self.amount} with mode clamp: activations are not negative",
@@ -65,66 +59,41 @@ class InterventionConfig:
                 where=where,
                 fix='Use backend="huggingface".',
             )
-        if self.n_random < 1:
-            raise TsaeError(
-                f"n_random={self.n_random}: without random features an effect cannot be told from that of any edit",
-                where=where,
-                fix="Give at least 1.",
-            )
 
 
-@dataclass(frozen=True)
+@config
 class CausalConfig:
     """How `tsae run --causal` tests the features that a run moved."""
 
-    features: int = 8
+    features: Count = 8
     """Features of every run, tested together: those that it most clearly raised, or where it raised none, lowered."""
-    problems: int = 64
+    problems: Count = 64
     """Problems that are answered; all, if there are fewer."""
-    samples: int = 2
+    samples: Annotated[int, Field(ge=1, le=100_000)] = 2
     """Responses to a problem under every condition. A test has 2 · n_random + 6 conditions, a transplant three more."""
-    n_random: int = 12
+    n_random: Annotated[int, Field(ge=1, le=10_000)] = 12
     """Sets of matched random features."""
     amount: float = 1.0
     """Of steering, in units of a feature's typical activation."""
 
-    def __post_init__(self) -> None:
-        need_numbers(self)
-        need_at_most(self, samples=100_000, n_random=10_000)
-        for name in ("features", "problems", "samples", "n_random"):
-            if getattr(self, name) < 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="CausalConfig")
 
-
-@dataclass(frozen=True)
+@config
 class InsertionConfig:
     """How top tokens of features are inserted into other contexts."""
 
-    n_tokens: int = 3
+    n_tokens: Count = 3
     """Top tokens of a feature that are inserted, by their share of its activation."""
-    n_contexts: int = 64
+    n_contexts: Count = 64
     """Places a feature, each in another trajectory; in each a top token and its control are read."""
-    min_problems: int = 5
+    min_problems: Annotated[int, Field(ge=2)] = 5
     """Places in fewer problems than this say nothing."""
-    batch_tokens: int = 4096
+    batch_tokens: Count = 4096
     """Tokens of one forward pass, padding included."""
-    n_bootstrap: int = 1000
+    n_bootstrap: Draws = 1000
     """Draws of problems, for intervals."""
-    confidence: float = 0.95
+    confidence: Confidence = 0.95
     """Of the intervals."""
     device: str = "cpu"
     """A torch device."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the halves of problems, the places and the tokens."""
-
-    def __post_init__(self) -> None:
-        need_numbers(self)
-        need_at_most(self, n_bootstrap=10_000_000)
-        for name in ("n_tokens", "n_contexts", "batch_tokens"):
-            if getattr(self, name) < 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="InsertionConfig")
-        if self.min_problems < 2 or self.n_bootstrap < 100:
-            raise TsaeError(
-                f"min_problems={self.min_problems} must be at least 2, and n_bootstrap={self.n_bootstrap} at least 100",
-                where="InsertionConfig",
-            )
