@@ -42,15 +42,13 @@ import tyro
 from tqdm.auto import tqdm
 
 import tsae
-from tsae.activations.batches.windows import Windows
-from tsae.activations.reader.assignment import cut
-from tsae.activations.reader.forward_passes import pad, plan_batches
-from tsae.activations.reader.opening import open_reader
-from tsae.activations.recording.shard_capture import capture_shard
+from tsae.activations.batches import Windows
+from tsae.activations.capture import capture_shard
+from tsae.activations.forward_batches import pad, plan_batches
+from tsae.activations.reading_plan import cut, open_reader
+from tsae.activations.shard import DTYPES, write_shard
 from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-from tsae.activations.shards.shard import DTYPES
-from tsae.activations.shards.writer import write_shard
-from tsae.checkpoints.forward.hooks import decoder_blocks, positions
+from tsae.checkpoints.hooks import decoder_blocks, positions
 
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
 

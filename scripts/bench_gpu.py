@@ -31,11 +31,11 @@ import torch
 import tyro
 from tqdm.auto import tqdm
 
-from tsae.activations.reader.assignment import cut
-from tsae.activations.reader.forward_passes import pad, plan_batches
-from tsae.activations.recording.shard_capture import capture_shard
-from tsae.activations.shards.shard import open_shard
-from tsae.checkpoints.forward.hooks import HuggingFaceReader, decoder_blocks, positions
+from tsae.activations.capture import capture_shard
+from tsae.activations.forward_batches import pad, plan_batches
+from tsae.activations.reading_plan import cut
+from tsae.activations.shard import open_shard
+from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions
 from tsae.features.encode import tokens_at_once
 from tsae.features.shard_codes import encode_shard
 from tsae.rollouts.table import Rollouts

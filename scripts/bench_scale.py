@@ -32,8 +32,8 @@ import torch
 import tyro
 
 import tsae
+from tsae.activations.shard import write_shard
 from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-from tsae.activations.shards.writer import write_shard
 from tsae.base.files import sha256
 from tsae.base.part import Part
 from tsae.features.encode import encode, encode_part

@@ -20,7 +20,7 @@ from typing import Any
 from bench_scale import Bench, make_sae, make_store
 
 import tsae
-from tsae.activations.shards import writer
+from tsae.activations import shard as writer
 from tsae.base import files, seal
 from tsae.base.disk import sealed_parquet
 from tsae.config import DemoConfig

@@ -25,7 +25,7 @@ from tsae.base.statistics.intervals import mean_interval
 from tsae.causal.beyond import beyond_random
 from tsae.causal.controls import FeatureScales, matched_features, mean_difference
 from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.forward.hooks import rewritten
+from tsae.checkpoints.hooks import rewritten
 from tsae.testbed.annotate import describe_response
 from tsae.testbed.chains import LEVELS
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS

@@ -33,7 +33,7 @@ import tyro
 import tsae
 from tsae.base.files import write_json
 from tsae.base.provenance import versions
-from tsae.checkpoints.updates.update_size import Update, update_of
+from tsae.checkpoints.drift import Update, update_of
 from tsae.config import DemoConfig
 from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
 from tsae.diff.contrast.draw_contrast import Contrast, draw

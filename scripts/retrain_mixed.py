@@ -47,7 +47,7 @@ from safetensors.torch import load_file, save_file
 import tsae.testbed
 from tsae.base.files import replacing, write_json
 from tsae.base.progress import progress_bar
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import Problem

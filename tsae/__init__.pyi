@@ -1,13 +1,13 @@
 """Types of the public names, for editors and type checkers; at run time the list of what is loaded on first use."""
 
 from . import testbed as testbed
+from .activations.capture import capture as capture
 from .activations.config import CaptureConfig as CaptureConfig
 from .activations.config import LiveConfig as LiveConfig
 from .activations.config import StatesConfig as StatesConfig
 from .activations.live import LiveSource as LiveSource
-from .activations.pair import Pair as Pair
-from .activations.recording.capture import capture as capture
 from .activations.store import ActivationStore as ActivationStore
+from .activations.store import Pair as Pair
 from .activations.token_statistics import trajectory_statistics as trajectory_statistics
 from .attribution.attribute import attribute as attribute
 from .attribution.attribution import Attribution as Attribution
@@ -19,9 +19,9 @@ from .causal.config import InterventionConfig as InterventionConfig
 from .causal.insertion import insertion as insertion
 from .causal.intervene import intervene as intervene
 from .causal.intervention import Intervention as Intervention
-from .checkpoints.checkpoint import Checkpoint as Checkpoint
+from .checkpoints.drift import weight_drift as weight_drift
+from .checkpoints.loading import Checkpoint as Checkpoint
 from .checkpoints.series import CheckpointSeries as CheckpointSeries
-from .checkpoints.updates.drift import weight_drift as weight_drift
 from .claims.run_claims import Claims as Claims
 from .claims.run_claims import claims_of as claims_of
 from .config import RunConfig as RunConfig

@@ -16,7 +16,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.problems import other_problems
 from tsae.base.provenance import versions
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
 from tsae.pipeline import Choice, analyse

@@ -30,8 +30,7 @@ from tsae.base.provenance import versions
 from tsae.base.remote.mirror import removed
 from tsae.causal.findings import causal_tests
 from tsae.causal.intervention import folders_of_tests
-from tsae.checkpoints.discovery import step_folders
-from tsae.checkpoints.series import CheckpointSeries, named_base
+from tsae.checkpoints.series import CheckpointSeries, named_base, step_folders
 from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
 from tsae.diff.contrast.comparisons import contrast_bands

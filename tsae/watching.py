@@ -26,9 +26,8 @@ from tsae.activations.recording.repair import changed_checkpoints, rewritten_che
 from tsae.activations.shards.manifest import read_manifest
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, write_json
-from tsae.checkpoints.complete import unfinished
-from tsae.checkpoints.discovery import step_folders
-from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries, step_folders
+from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public

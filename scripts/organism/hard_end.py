@@ -42,7 +42,7 @@ from organism.arms import (
     as_trl,
     run_arm,
 )
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig, ShapingConfig
 from tsae.rl.credit import Credit

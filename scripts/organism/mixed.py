@@ -43,7 +43,7 @@ from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.read.find import read_settings
 from tsae.base.files import write_json, write_text
 from tsae.base.progress import progress_bar
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.problems import Problem

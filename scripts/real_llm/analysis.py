@@ -16,7 +16,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.causal.findings import Tested
 from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS

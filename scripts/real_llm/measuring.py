@@ -17,7 +17,7 @@ from tsae.rollouts.answers.grading import number_in
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tsae.checkpoints.checkpoint import Checkpoint
+    from tsae.checkpoints.loading import Checkpoint
 
 FIELDS = ("right", "direct", "flawless", "carried", "coherent", "length", "repeated", "answer")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from real_llm.problems import LEVELS, generate
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import last_number
 from tsae.rollouts.problems import Problem

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import tsae
+from tsae.activations.shard import write_shard
 from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-from tsae.activations.shards.writer import write_shard
 from tsae.base.files import sha256
 from tsae.rollouts.table import Rollouts
 

@@ -35,19 +35,18 @@ from support.builders import (
 )
 from support.checkpoints import reweigh
 from support.stores import edit
-from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations import capture as recording
+from tsae.activations.batches import TokenBatch, Windows
+from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
-from tsae.activations.recording import capture as recording
-from tsae.activations.recording.capture import capture, capture_part
+from tsae.activations.shard import Shard, ShardWriter
 from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest
-from tsae.activations.shards.shard import Shard
-from tsae.activations.shards.writer import ShardWriter
 from tsae.activations.store import ActivationStore
 from tsae.base.files import sha256
 from tsae.base.part import Part
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -252,7 +251,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
 KILLED = """
 import os, signal, sys
 import tsae
-from tsae.activations.shards.writer import ShardWriter
+from tsae.activations.shard import ShardWriter
 
 finish, written = ShardWriter.finish, []
 

@@ -24,16 +24,16 @@ from support.checkpoints import reweigh, rewrite
 from support.children import free_port, killed_until_done, past, start
 from support.memory import ERRORS, short_of_memory
 from support.stores import edit
+from tsae.activations import capture as recording
+from tsae.activations import reading_plan as opening
+from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader import opening
-from tsae.activations.reader.forward_passes import is_out_of_memory, plan_batches
-from tsae.activations.recording import capture as recording
+from tsae.activations.forward_batches import is_out_of_memory, plan_batches
 from tsae.activations.recording import repair
-from tsae.activations.recording.capture import capture, capture_part
 from tsae.activations.recording.repair import repair_store
+from tsae.activations.shard import opened
 from tsae.activations.shards.checksums import check_store
 from tsae.activations.shards.manifest import read_manifest
-from tsae.activations.shards.shard import opened
 from tsae.activations.store import ActivationStore
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import partial_name

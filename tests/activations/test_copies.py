@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.stores import NEWLINE, SITE, Text, Token, numbered_store, numbers
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.sae.config import SAEConfig
 from tsae.sae.fitting.loss import temporal_loss

@@ -23,10 +23,9 @@ from support.checkpoints import rewrite
 from support.children import start
 from support.memory import ERRORS, short_of_memory
 from support.trainings import checkpoint, interrupted, same_files
-from tsae.activations.batches.portions import equal_blocks
-from tsae.activations.batches.segments import unpacked
-from tsae.activations.live import LiveSource, LiveWindows
+from tsae.activations.live import LiveSource, LiveWindows, equal_blocks
 from tsae.activations.store import ActivationStore
+from tsae.activations.windows import unpacked
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError

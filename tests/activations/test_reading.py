@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.builders import synthetic_store
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.base.memory import Reused
 
 SITE = "x.site"

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import tsae
-from tsae.activations.live import LiveSource, LiveWindows
-from tsae.activations.ring import Ring
+from tsae.activations.live import LiveSource, LiveWindows, Ring
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.sae.config import SAEConfig, TrainingConfig
 

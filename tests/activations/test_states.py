@@ -24,15 +24,15 @@ from safetensors.torch import save
 
 from support.builders import N_LAYERS, make_rollouts
 from support.children import free_port
+from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig, StatesConfig
-from tsae.activations.reader.forward_passes import Batch, Misread
-from tsae.activations.reader.states import Sample, StatesReader
-from tsae.activations.recording.capture import capture, capture_part
+from tsae.activations.forward_batches import Batch, Misread
 from tsae.activations.recording.repair import repair_store
 from tsae.activations.shards.checksums import check_store
 from tsae.activations.store import ActivationStore
+from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.part import Part
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError

@@ -16,10 +16,9 @@ import tsae
 from support.builders import make_rollouts, model_config, save_model, save_perturbed, save_series
 from support.checkpoints import reweigh
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.bridge import TransformerLensReader
-from tsae.checkpoints.forward.hooks import HuggingFaceReader, positions
-from tsae.checkpoints.forward.predictions import body_output, predictions
+from tsae.checkpoints.bridge import TransformerLensReader
+from tsae.checkpoints.hooks import HuggingFaceReader, body_output, positions, predictions
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.errors import TsaeError

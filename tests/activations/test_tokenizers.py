@@ -16,12 +16,10 @@ from safetensors.torch import load_file
 import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import IDS, edit, save_resized
-from tsae.activations.reader.assignment import check_tokenizer
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import ModelLoader
-from tsae.checkpoints.updates.drift import weight_drift
-from tsae.checkpoints.updates.update_size import update_of
-from tsae.checkpoints.vocabulary import joined_facts, vocabulary_facts
+from tsae.activations.reading_plan import check_tokenizer
+from tsae.checkpoints.drift import update_of, weight_drift
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.tokenizers import joined_facts, vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

@@ -19,7 +19,7 @@ import torch
 
 from support.builders import BOS, EOS, overwrite, synthetic_store
 from support.stores import NEWLINE, SEMICOLON, SITE, SPECIAL, D, Text, Token, numbered_store, numbers
-from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError

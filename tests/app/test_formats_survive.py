@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from support.builders import save_model, synthetic_store
 from support.diffs import reader
 from support.logs import LOGS, TEMPLATE
-from tsae.activations.shards.writer import write_shard
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.activations.shard import write_shard
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.config import ImportConfig

@@ -18,7 +18,7 @@ from organism.mixed import MixedConfig, train
 import tsae
 from support.builders import make_rollouts, save_base_and_run
 from support.stand_in import stand_in_gpu
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.table import Rollouts

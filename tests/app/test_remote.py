@@ -21,7 +21,7 @@ import pytest
 import tsae
 from support.builders import make_rollouts
 from support.children import free_port
-from tsae.activations.recording.capture import capture_part
+from tsae.activations.capture import capture_part
 from tsae.base.part import Part
 from tsae.base.remote import mirror
 from tsae.cli import main
@@ -147,7 +147,7 @@ def test_what_was_recorded_stays_where_an_upload_fails(
 def test_a_capture_refused_before_anything_is_recorded_leaves_nothing_at_the_url(
     here: dict[str, Any], remote: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tsae.activations.recording import capture as module
+    from tsae.activations import capture as module
 
     def refuses(*_: Any) -> Any:
         raise TsaeError("activations are not finite")
@@ -162,7 +162,7 @@ def test_a_capture_goes_on_at_another_machine(
     here: dict[str, Any], remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first dies after four shards, which are then not read again."""
-    from tsae.activations.recording import capture as module
+    from tsae.activations import capture as module
 
     real, seen = module.capture_shard, list[str]()
 

@@ -16,11 +16,11 @@ import torch
 import tsae
 from support.builders import BOS, EOS, feature_table
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError
-from tsae.activations.batches.partners import blocks
-from tsae.activations.batches.windows import Windows
-from tsae.activations.shards.shard import Shard
+from tsae.activations.batches import Windows
+from tsae.activations.shard import Shard
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.activations.windows import blocks
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.diff.policy_gradient.derivatives import padded

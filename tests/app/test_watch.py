@@ -21,12 +21,12 @@ from safetensors.numpy import load_file, save_file
 import tsae
 from support.builders import make_rollouts
 from support.damage import flip
+from tsae.activations import capture as capturing
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader.assignment import beginnings, cut
-from tsae.activations.recording import capture as capturing
+from tsae.activations.reading_plan import beginnings, cut
 from tsae.base.files import write_json
 from tsae.base.seal import with_checksum
-from tsae.checkpoints.complete import unfinished
+from tsae.checkpoints.weight_files import unfinished
 from tsae.cli import main
 from tsae.config import RunConfig, WatchConfig
 from tsae.errors import TsaeError

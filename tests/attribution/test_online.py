@@ -22,7 +22,7 @@ from tsae.attribution.online.guard import Guard, worst
 from tsae.attribution.online.recorder import Recorder
 from tsae.attribution.targets import NextToken
 from tsae.attribution.training.optimiser import Optimiser
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

@@ -18,7 +18,7 @@ from tsae.attribution.training.loss import Correction, PolicyLoss
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.read.find import find_settings, read_settings
 from tsae.attribution.training.settings import Batching
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 

@@ -17,7 +17,7 @@ from support.grpo_loop import ADAPTER, CASES, GrpoLoop, make_log, replay_of
 from tsae.attribution.replay.passes import Run
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.training.order import plan_updates
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 
 LORA = CASES["LoRA"][1]

@@ -13,8 +13,8 @@ import tsae
 from support.builders import make_rollouts, save_model
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.exchange.foreign import ForeignConfig

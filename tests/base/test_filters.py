@@ -12,7 +12,7 @@ import tsae
 from support.builders import feature_table, make_rollouts
 from tsae.activations.store import ActivationStore
 from tsae.base.filters import several
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 

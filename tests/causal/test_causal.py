@@ -25,7 +25,7 @@ from tsae.causal.donor import Donor
 from tsae.causal.edits import FeatureEdit
 from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention, outcome_table
-from tsae.checkpoints.forward.hooks import HuggingFaceReader, during_generation, rewritten
+from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten
 from tsae.errors import TsaeError
 from tsae.report.pages.checks import necessary_and_sufficient
 from tsae.report.story import facts

@@ -14,7 +14,7 @@ import tsae
 from support.builders import BOS, D_MODEL, EOS, model_config
 from tsae.causal.config import InsertionConfig
 from tsae.causal.insertion import COLUMNS, insertion, last_activations
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

@@ -17,8 +17,7 @@ import tsae
 from support.builders import make_rollouts, save_model
 from support.checkpoints import IDS, edit
 from tsae.checkpoints.adapters import _KINDS
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 

@@ -15,13 +15,12 @@ import torch
 import tsae
 from support.builders import ARCHITECTURES, BATCHED, BOS, D_MODEL, MIXTURES, N_LAYERS, VOCABULARY, save_model
 from support.gradients import sample_gradients
-from tsae.activations.reader.forward_passes import pad
+from tsae.activations.forward_batches import pad
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans
 from tsae.causal.insertion import last_activations
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
-from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.loading import Checkpoint, load_tokenizer, tokenizer_fingerprint
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.diff.policy_gradient.log_probabilities import response_logprobs
 from tsae.rollouts.sampling.generate import Generator

@@ -24,9 +24,8 @@ from support.builders import (
     save_series,
 )
 from support.checkpoints import edit
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import HuggingFaceReader, Site, decoder_blocks, positions
-from tsae.checkpoints.loading import load_tokenizer, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks, positions
+from tsae.checkpoints.loading import Checkpoint, load_tokenizer, tokenizer_fingerprint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
@@ -97,7 +96,7 @@ def test_positions_count_real_tokens(tmp_path: Path) -> None:
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def bridge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(reader through the bridge, an untouched Hugging Face model)."""
-    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.bridge import TransformerLensReader
 
     path = save_model(tmp_path_factory.mktemp("bridge") / request.param, request.param)
     return TransformerLensReader(checkpoint(path), SITES), load_model(checkpoint(path))
@@ -155,7 +154,7 @@ def test_both_backends_agree_on_stories260k() -> None:
     path = SHARED / "models" / "stories260K"
     if not path.is_dir():
         pytest.skip("shared/models/stories260K is not here")
-    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.bridge import TransformerLensReader
 
     model, tokenizer = load_model(checkpoint(path)), load_tokenizer(checkpoint(path))
     depth = len(decoder_blocks(model))
@@ -200,7 +199,7 @@ def test_a_gguf_model_can_be_trained_and_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_both_backends_agree_on_smollm2() -> None:
     """Every fifth layer and the last of a real model: alone bit for bit, padded up to rounding."""
-    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.bridge import TransformerLensReader
 
     found = smollm2()
     model, tokenizer = load_model(found), load_tokenizer(found)
@@ -239,7 +238,7 @@ def test_models_whose_weights_are_elsewhere_are_read(llama: Path) -> None:
 def test_a_model_is_spread_over_the_devices_there_are(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import accelerate.utils
 
-    from tsae.checkpoints.forward.placement import spread
+    from tsae.checkpoints.hooks import spread
 
     model = load_model(checkpoint(llama))
     spread(model)

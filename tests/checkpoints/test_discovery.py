@@ -19,10 +19,8 @@ import torch
 import tsae
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
 from support.checkpoints import IDS, cached, edit, save_adapter
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.discovery import find
-from tsae.checkpoints.loading import ModelLoader, load_tokenizer, weights_fingerprint
-from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer, weights_fingerprint
+from tsae.checkpoints.series import CheckpointSeries, find
 from tsae.errors import TsaeError
 
 
@@ -79,8 +77,8 @@ def test_an_adapter_alone_finds_its_base(adapters: Path) -> None:
     [pytest.param(name, marks=[pytest.mark.slow] * (name in ("qwen2", "qwen3"))) for name in ARCHITECTURES],
 )
 def test_adapters_are_read_by_both_backends(architecture: str, tmp_path: Path) -> None:
-    from tsae.checkpoints.forward.bridge import TransformerLensReader
-    from tsae.checkpoints.forward.hooks import HuggingFaceReader
+    from tsae.checkpoints.bridge import TransformerLensReader
+    from tsae.checkpoints.hooks import HuggingFaceReader
 
     base = save_model(tmp_path / "base", architecture)
     checkpoint = Checkpoint("a", str(save_adapter(base, tmp_path / "adapter")))

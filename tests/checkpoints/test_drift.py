@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 import tsae
 from support.builders import save_model, save_perturbed
 from support.checkpoints import edit, reweigh, save_adapter
+from tsae.checkpoints import drift as module
+from tsae.checkpoints.drift import drift_by, place, update_of, weight_drift
+from tsae.checkpoints.lora import LoraUpdate, _alpha
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.updates import drift as module
-from tsae.checkpoints.updates.drift import drift_by, place, weight_drift
-from tsae.checkpoints.updates.lora import LoraUpdate, _alpha
-from tsae.checkpoints.updates.update_size import update_of
 from tsae.errors import TsaeError
 from tsae.report.printed.drift import drift_text
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from support.checkpoints import edit, save_adapter
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.complete import unfinished
-from tsae.checkpoints.limits import text_limits
-from tsae.checkpoints.loading import ModelLoader, load_tokenizer
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer
+from tsae.checkpoints.tokenizers import text_limits
+from tsae.checkpoints.weight_files import unfinished
 from tsae.errors import TsaeError
 
 _MARK = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"

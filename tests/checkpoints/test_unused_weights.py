@@ -18,9 +18,8 @@ from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import IDS, edit, reweigh, save_adapter
 from tsae.attribution.replay.start import checkpoints_of, start_of
 from tsae.attribution.training.optimiser import Optimiser
+from tsae.checkpoints.drift import update_of, weight_drift
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.updates.drift import weight_drift
-from tsae.checkpoints.updates.update_size import update_of
 from tsae.errors import TsaeError
 
 Weights = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ import torch
 import tsae
 from support.builders import make_rollouts, save_model
 from tsae import Checkpoint, InfluenceConfig, TsaeError
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.diff.policy_gradient import measure_influence
 
 SITE = "blocks.1.hook_resid_post"

@@ -16,9 +16,9 @@ import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, save_resized
 from tsae.base.remote import mirror
+from tsae.checkpoints.drift import update_of
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
-from tsae.checkpoints.noise import Noise, add_noise
-from tsae.checkpoints.updates.update_size import update_of
+from tsae.checkpoints.record import Noise, add_noise
 from tsae.cli import main
 from tsae.diff.controls.measure_noise import noise_null
 from tsae.errors import TsaeError

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from support.builders import EOS, feature_table, make_rollouts, save_model
 from tsae import FeatureTable, SAEConfig, TemporalSAE
 from tsae.base.files import new_folder
-from tsae.checkpoints.forward.hooks import HuggingFaceReader, decoder_blocks
-from tsae.checkpoints.forward.site_names import site_names
+from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, site_names
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.exchange.delphi_cache import write_delphi

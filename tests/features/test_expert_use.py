@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from support.builders import BOS, make_rollouts, save_model, save_series
 from support.checkpoints import reweigh
 from tsae.activations.config import ReadingConfig
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.routers import RouterReader, _chosen
-from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.routers import RouterReader, _chosen
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.diff.measure_diff import feature_diff

@@ -85,7 +85,7 @@ def test_short_memory_changes_no_result(world: dict[str, Any], monkeypatch: pyte
     """A forward pass of more than 20 tokens fails, once some texts have been encoded already."""
     stored = encode(world["sae"], world["store"], progress=False)
     source = live(world, 500_000, monkeypatch)
-    real = tsae.checkpoints.forward.hooks.HuggingFaceReader.read
+    real = tsae.checkpoints.hooks.HuggingFaceReader.read
     calls = []
 
     def short(self: Any, ids: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -94,7 +94,7 @@ def test_short_memory_changes_no_result(world: dict[str, Any], monkeypatch: pyte
             raise MemoryError
         return real(self, ids, mask)
 
-    monkeypatch.setattr("tsae.checkpoints.forward.hooks.HuggingFaceReader.read", short)
+    monkeypatch.setattr("tsae.checkpoints.hooks.HuggingFaceReader.read", short)
     with pytest.warns(RuntimeWarning, match="was short of memory"):
         found = encode(world["sae"], source, progress=False)
     assert_alike(found, stored)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tsae
-from tsae.checkpoints.forward.hooks import decoder_blocks, rewritten
+from tsae.checkpoints.hooks import decoder_blocks, rewritten
 from tsae.errors import TsaeError
 from tsae.features.logits import logit_effects
 

@@ -212,7 +212,7 @@ def test_planted_moves_are_found() -> None:
 
 
 def test_paths_follow_the_series() -> None:
-    from tsae.checkpoints.checkpoint import Checkpoint
+    from tsae.checkpoints.loading import Checkpoint
     from tsae.checkpoints.series import CheckpointSeries
 
     rollouts = graded({p: {"a": (1, 1)} for p in ("r-20", "base", "r-10", "s-10")})

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support.builders import BOS, EOS, make_rollouts
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.frames import read_frame

@@ -23,7 +23,7 @@ from support.builders import BOS, EOS, make_rollouts
 from support.checkpoints import rewrite
 from support.logs import holds
 from tsae.base.statistics.proportions import wilson_interval
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.answers.grading import exact, find_verifier, last_number
@@ -177,7 +177,7 @@ def test_reading_and_writing_take_no_more_memory_for_more_tokens(tmp_path: Path)
     code = (
         "import sys, tracemalloc, pyarrow as pa\n"
         "from tsae.activations.config import CaptureConfig\n"
-        "from tsae.activations.reader.assignment import check_context, plan_readers\n"
+        "from tsae.activations.reading_plan import check_context, plan_readers\n"
         "from tsae.rollouts.table import Rollouts\n"
         "tracemalloc.start()\n"
         "rollouts = Rollouts.read(sys.argv[1])\n"

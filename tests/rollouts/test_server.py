@@ -30,7 +30,7 @@ from support.builders import BOS, EOS, save_perturbed
 from support.children import free_port
 from tsae import testbed
 from tsae.base.part import Part
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import find_verifier

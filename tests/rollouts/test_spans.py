@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from support import chat_templates
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.rollouts.responses.thinking import Spans, TokenTexts
 from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING, count_sampled
 

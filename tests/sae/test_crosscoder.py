@@ -12,7 +12,7 @@ import pytest
 import torch
 from statements.pairs import SITE, PlantedPair, paired_store, planted_pair
 
-from tsae.activations.pair import Pair
+from tsae.activations.store import Pair
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig

@@ -21,7 +21,7 @@ import tsae
 from support.builders import make_rollouts, synthetic_store
 from support.checkpoints import save_adapter
 from tsae.activations.store import ActivationStore
-from tsae.checkpoints.forward.hooks import rewritten
+from tsae.checkpoints.hooks import rewritten
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -249,7 +249,7 @@ def test_sae_lens_evals_gives_the_same_numbers(
     from sae_lens.evals import get_eval_everything_config, run_evals
     from sae_lens.training.activation_scaler import ActivationScaler
 
-    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.bridge import TransformerLensReader
 
     store = texts_of_one_length
     sae = fitting(store)
@@ -358,7 +358,7 @@ def test_padding_batches_and_special_tokens_do_not_matter(
 
 @pytest.mark.parametrize("site", [SITE, "blocks.2.hook_resid_pre"])
 def test_rewriting_is_what_the_bridge_does(series: Any, site: str) -> None:
-    from tsae.checkpoints.forward.bridge import TransformerLensReader
+    from tsae.checkpoints.bridge import TransformerLensReader
 
     ids = torch.tensor([[17, 3, 4, 5, 6], [17, 8, 9, 18, 18]])
     mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])

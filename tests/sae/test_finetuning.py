@@ -16,7 +16,7 @@ import torch
 from support.builders import synthetic_store
 from support.saes import lens_config, randomized
 from support.trainings import CONFIG, SHORT, D, checkpoint, interrupted, make_store, same_files
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError

@@ -37,7 +37,7 @@ from support.trainings import (
     run_ranks,
     same_files,
 )
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
 from tsae.base.files import sha256, write_json

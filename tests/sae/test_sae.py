@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from support.builders import synthetic_store
 from support.damage import resealed
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError

@@ -11,8 +11,7 @@ import torch
 
 from support.builders import synthetic_store
 from tsae import SAEConfig, TemporalSAE, TrainingConfig, evaluate, train
-from tsae.activations.batches.outliers import NormStats, OutlierMask, norm_stats
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import NormStats, OutlierMask, Windows, norm_stats
 from tsae.errors import TsaeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")

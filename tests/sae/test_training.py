@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.builders import synthetic_store
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.base.distributed import ALONE
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting import sparse_codes

@@ -221,8 +221,8 @@ def write_store(
     import torch
 
     from tsae import ActivationStore
+    from tsae.activations.shard import write_shard
     from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-    from tsae.activations.shards.writer import write_shard
     from tsae.base.files import sha256
 
     entries: list[dict[str, Any]] = []

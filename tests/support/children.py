@@ -17,9 +17,9 @@ _processes.set_forkserver_preload(
         "tqdm.auto",
         "transformers.models.llama.modeling_llama",
         "torch._dynamo",
-        "tsae.activations.recording.capture",
-        "tsae.activations.batches.windows",
-        "tsae.checkpoints.forward.hooks",
+        "tsae.activations.capture",
+        "tsae.activations.batches",
+        "tsae.checkpoints.hooks",
         "tsae.sae.fitting.train",
     ]
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, tokens: int, error: Exception) -> list[int]:

@@ -16,7 +16,7 @@ from organism.arms import Arm, Batch, answer, expert_similarity, run_arm, token_
 from organism.claims import JUDGES, Records, half_time, judge
 from organism.mixed import prompt_ids
 
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.claims.literature import STUDIED
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.activations.config import Axis, Subset
-from tsae.activations.shards.shard import Shard
+from tsae.activations.shard import Shard
 from tsae.base.filters import several
 from tsae.base.views import views
 from tsae.errors import TsaeError

@@ -1,11 +1,12 @@
 """Activations straight from the models: training and encoding without a store.
 
 A store of 100 M tokens of a 7B model takes most of a terabyte. Here the readers compute activations while training
-runs, and memory holds a bounded number of tokens, `LiveConfig.buffer_tokens` (`tsae.activations.ring`).
+runs, and memory holds a bounded number of tokens, `LiveConfig.buffer_tokens`.
 
-1. The windows of an epoch are those of `tsae.activations.batches`. Their trajectories are divided into portions of
-   similar length: what one forward pass reads, always the same. Portions are shuffled and cut into blocks of about
-   equal size, each of which can be held at once.
+1. The windows of an epoch are those of `tsae.activations.windows`. Their trajectories are divided into portions of
+   similar length: what one forward pass reads, always the same. The last bits of an activation depend on the forward
+   pass, so the passes are planned once for a training. Portions are shuffled and cut into blocks of about equal size,
+   each of which can be held at once.
 2. For every block the readers read the portions that are not held, and the counted tokens take the place of the
    portions used longest ago.
 3. The windows of the block are shuffled and cut into batches. Then comes the next block.
@@ -16,22 +17,21 @@ a third fits, each later epoch saves a third.
 
 Which tokens an epoch reads, and in which order, is known without a model, and a portion has the same bits whenever it
 is computed. So a resumed training skips finished blocks: it computes the first, on which norms are estimated, and the
-one in which it stopped. A portion that does not fit into memory is read
-with half the tokens in a forward pass. A warning says so, and training.json keeps it (`short_of_memory`): the same
-training gives the same bits where memory runs out at the same sizes again.
+one in which it stopped. A portion that does not fit into memory is read with half the tokens in a forward pass. A
+warning says so, and training.json keeps it (`short_of_memory`): the same training gives the same bits where memory runs
+out at the same sizes again.
 
 Encoding reads every trajectory once, in the order of the shards that a capture would write, and holds nothing.
 
-Cost: forward passes through the layers up to the site for what is not held, in every process; training waits
-while a block is filled. A held token takes d_model values of the
-stored precision, and 12 bytes of memory besides. Token ids take 4 bytes for every token of every reader, and the index
-12 bytes a window.
+Cost: forward passes through the layers up to the site for what is not held, in every process; training waits while a
+block is filled. A held token takes d_model values of the stored precision, and 12 bytes of memory besides. Token ids
+take 4 bytes for every token of every reader, and the index 12 bytes a window.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -40,20 +40,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.activations.batches.places import Rows, token_places
-from tsae.activations.batches.portions import Portions
-from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
-from tsae.activations.reader.assignment import Piece, cut
-from tsae.activations.reader.forward_passes import OutOfMemory, read_batches, stored_texts
-from tsae.activations.reader.opening import open_base, open_reader
-from tsae.activations.ring import Ring
+from tsae.activations.forward_batches import OutOfMemory, plan_batches, read_batches, stored_texts
+from tsae.activations.reading_plan import cut, open_base, open_reader
+from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
 from tsae.activations.shards.manifest import FORMAT, VERSION
-from tsae.activations.shards.shard import Shard, as_float32, as_stored
-from tsae.activations.source import Source
+from tsae.activations.store import Source
+from tsae.activations.windows import Mixture, Places, Rows, cut_windows, token_places
 from tsae.base.torchrun import world_size
 from tsae.base.usual_state import usual_state
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import need_unchanged
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -340,3 +337,220 @@ class LiveWindows(Windows):
         return ~norms.outliers(
             self._ring.norms[held], lambda rows: as_float32(values[held[rows]], self.store.manifest["dtype"])
         )
+
+
+class Portions:
+    """The portions of a training.
+
+    Args:
+        places: of all tokens.
+        segments: (n_segments, 3) shard, first token and number of counted tokens.
+        reader: (n_segments,) number of the reader.
+        mixture: of the segments.
+        budget: from the tokens that a reader reads of a cell, those of a forward pass, with padding.
+        most: tokens that are held at most.
+        window: tokens of a window.
+        seed: of the order.
+
+    Attributes:
+        texts: of every portion, the indices of its texts.
+        segments_of: of every portion, the indices of its segments.
+        reader: (n_portions,)
+        size: (n_portions,) counted tokens.
+        budgets: of every portion, tokens of its forward pass, with padding.
+        of_text: (n_texts,) portion of a text; -1 for a text without counted tokens.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        segments: np.ndarray,
+        reader: np.ndarray,
+        mixture: Mixture,
+        budget: Callable[[int], int],
+        most: int,
+        window: int,
+        seed: int,
+    ) -> None:
+        self._places, self._segments, self._mixture = places, segments, mixture
+        self._most, self._window, self._seed = most, window, seed
+        self._known: tuple[int, np.ndarray | None] = (0, None)  # an epoch and what it finds
+        text_of_segment = self._text_of(segments)
+        present, first = np.unique(text_of_segment, return_index=True)
+        lengths = np.diff(places.texts)[present]
+        kinds = np.stack([reader, mixture.cell_of], axis=1)[first]
+        self.texts: list[np.ndarray] = []
+        self.budgets: list[int] = []
+        readers, cells = [], []
+        for kind in np.unique(kinds, axis=0):
+            mine = np.flatnonzero((kinds == kind).all(axis=1))
+            of_pass = budget(int(lengths[mine].sum()))
+            for batch in plan_batches(lengths[mine], of_pass):
+                self.texts.append(present[mine[np.sort(batch)]])
+                self.budgets.append(of_pass)
+                readers.append(int(kind[0]))
+                cells.append(int(kind[1]))
+        self.reader, self._cell = np.array(readers), np.array(cells)
+        self.of_text = np.full(len(places.row), -1)
+        self.of_text[np.concatenate(self.texts)] = np.repeat(np.arange(len(readers)), list(map(len, self.texts)))
+        self._of_segment = self.of_text[text_of_segment]
+        self.size = np.bincount(self._of_segment, weights=segments[:, 2]).astype(np.int64)
+        by_portion = np.argsort(self._of_segment, kind="stable")
+        bounds = np.searchsorted(self._of_segment[by_portion], np.arange(1, len(readers)))
+        self.segments_of = np.split(by_portion, bounds)
+
+    def of(self, windows: np.ndarray) -> np.ndarray:
+        """(n,) portion of windows or segments (n, 3)."""
+        return np.asarray(self.of_text[self._text_of(windows)])
+
+    def blocks(self, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(portions, windows) of every block of an epoch, in order.
+
+        Portions are in the order in which they are used. Windows are rows of three, in no order: shard, first token and
+        number of tokens.
+        """
+        parts: list[np.ndarray] = []
+        items: list[np.ndarray] = []
+        n = len(self.size)
+        for part, (cell, number, low, high) in enumerate(self._passes(epoch)):
+            mine = np.flatnonzero(self._mixture.cell_of == cell)
+            if high - low < self._mixture.cells[cell].tokens:
+                # Divided between epochs by whole portions, so that few are read for part of their tokens.
+                mine = mine[np.argsort(self._rank(cell, number)[self._of_segment[mine]], kind="stable")]
+            offset = int(np.random.default_rng([self._seed, number]).integers(self._window))
+            windows = cut_windows(self._segments[mine], self._window, offset)
+            begins = windows[:, 2].cumsum() - windows[:, 2]
+            parts.append(windows[(begins >= low) & (begins < high)])
+            items.append(part * n + self.of(parts[-1]))
+        order = self._order(epoch)
+        block_of = equal_blocks(self.size[order % n], self._most)
+        place = np.zeros(len(parts) * n, dtype=np.int64)
+        place[order] = np.arange(len(order))
+        windows, at = np.concatenate(parts), place[np.concatenate(items)]
+        by_block = np.argsort(block_of[at], kind="stable")
+        edges = np.flatnonzero(np.diff(block_of[at][by_block])) + 1
+        return [(_once(order[np.unique(at[mine])] % n), windows[mine]) for mine in np.split(by_block, edges)]
+
+    def _text_of(self, windows: np.ndarray) -> np.ndarray:
+        return self._places.text(self._places.first(windows))
+
+    def _passes(self, epoch: int) -> list[tuple[int, int, int, int]]:
+        """(cell, number, first token, token after the last) of every pass that an epoch reads from."""
+        mixture = self._mixture
+        return [(cell, *one) for cell in range(len(mixture.cells)) for one in mixture.passes(cell, epoch)]
+
+    def _rank(self, cell: int, number: int) -> np.ndarray:
+        """(n_portions,) in which order a pass that is divided between epochs reads them."""
+        return np.random.default_rng([self._seed, number, cell + 1]).permutation(len(self.size))
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """(n,) items of an epoch in their order. An item is a portion in a pass: number of the pass · all + portion."""
+        size, items = self.size, []
+        for part, (cell, number, low, high) in enumerate(self._passes(epoch)):
+            mine = np.flatnonzero(self._cell == cell)
+            if high - low < self._mixture.cells[cell].tokens:
+                mine = mine[np.argsort(self._rank(cell, number)[mine])]
+                ends = size[mine].cumsum()
+                mine = np.sort(mine[(ends > low) & (ends - size[mine] < high)])
+            # A portion that two passes of an epoch read counts as two, which may fall into different blocks.
+            items.append(part * len(size) + mine)
+        every = np.random.default_rng([self._seed, epoch]).permutation(np.concatenate(items))
+        held = self._found_by(epoch)
+        if held is None:
+            return every
+        first = held[every % len(size)]
+        return np.concatenate([every[first], every[~first]])
+
+    def _found_by(self, epoch: int) -> np.ndarray | None:
+        """(n_portions,) bool: what the epochs before leave behind, where all else makes room for it.
+
+        Reckoned, not looked up, so that the order is a function of the epoch.
+        """
+        at, held = self._known if self._known[0] <= epoch else (0, None)
+        while at < epoch:
+            self._known = at, held
+            last = _once(self._order(at)[::-1] % len(self.size))
+            at, held = at + 1, np.zeros(len(self.size), dtype=bool)
+            held[last[self.size[last].cumsum() <= self._most]] = True
+        self._known = at, held
+        return held
+
+
+def _once(numbers: np.ndarray) -> np.ndarray:
+    """The numbers where they appear first, in their order."""
+    return numbers[np.sort(np.unique(numbers, return_index=True)[1])]
+
+
+def equal_blocks(size: np.ndarray, most: int) -> np.ndarray:
+    """(n,) number of the block of every item, ascending: few blocks of about equal size, none above `most` tokens.
+
+    Args:
+        size: (n,) tokens of the items, in the order in which they fill blocks; none above `most`.
+        most: tokens of a block.
+    """
+    ends = size.cumsum()
+    n = -(-int(ends[-1]) // most)
+    while True:
+        block = (ends - 1) * n // ends[-1]
+        if np.bincount(block, weights=size).max() <= most:
+            return np.unique(block, return_inverse=True)[1]
+        n += 1 + n // 20
+
+
+_AT_ONCE = 8192  # rows that are widened to float32 at once
+
+
+class Ring:
+    """Portions in memory.
+
+    Args:
+        n_rows: tokens that it holds at most.
+        d_model: width.
+        dtype: stored precision.
+
+    Attributes:
+        values: (n_rows, d_model) in the stored precision.
+        norms: (n_rows,) float32 L2 norms.
+    """
+
+    def __init__(self, n_rows: int, d_model: int, dtype: str) -> None:
+        self.dtype = dtype
+        self.values = np.empty((n_rows, d_model), DTYPES[dtype])
+        self.norms = np.zeros(n_rows, np.float32)
+        # By portion; the one used longest ago comes first.
+        self._rows: dict[int, np.ndarray] = {}
+
+    def rows(self, portions: Iterable[int]) -> list[np.ndarray]:
+        """The rows of each portion, all of which are held."""
+        return [self._rows[portion] for portion in portions]
+
+    def missing(self, sizes: Mapping[int, int]) -> dict[int, np.ndarray]:
+        """Make room for portions; those that have to be put, each with its rows.
+
+        Args:
+            sizes: tokens of every portion that is needed; together at most n_rows.
+        """
+        found = {portion: self._rows.pop(portion) for portion in sizes if portion in self._rows}
+        wanted = [portion for portion in sizes if portion not in found]
+        free = len(self.norms) - sum(map(len, (*self._rows.values(), *found.values())))
+        while free < sum(sizes[portion] for portion in wanted):
+            free += len(self._rows.pop(next(iter(self._rows))))
+        self._rows |= found
+        taken = np.zeros(len(self.norms), dtype=bool)
+        for rows in self._rows.values():
+            taken[rows] = True
+        ends = np.cumsum([sizes[portion] for portion in wanted])
+        return dict(zip(wanted, np.split(np.flatnonzero(~taken), ends)[:-1] if wanted else (), strict=True))
+
+    def put(self, portion: int, rows: np.ndarray, values: np.ndarray) -> None:
+        """Write (n, d_model) values in the stored precision to the rows that `missing` gave."""
+        self.values[rows] = values
+        for low in range(0, len(rows), _AT_ONCE):
+            wide = as_float32(values[low : low + _AT_ONCE], self.dtype)
+            self.norms[rows[low : low + _AT_ONCE]] = np.sqrt(np.einsum("nd,nd->n", wide, wide))
+        self._rows[portion] = rows
+
+    def use(self, portions: Iterable[int]) -> None:
+        """Note that these portions, all of which are held, are used in this order."""
+        for portion in portions:
+            self._rows[portion] = self._rows.pop(portion)

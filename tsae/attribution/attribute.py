@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tsae.activations.reader.assignment import check_context, check_tokenizer
+from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.gradients.sample_gradients import TrainedWeights
@@ -43,8 +43,7 @@ from tsae.attribution.training.read.find import find_settings
 from tsae.attribution.training.settings import RunSettings
 from tsae.attribution.wanted import find_targets
 from tsae.base.files import as_path
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import text_of, token_strings, weights_fingerprint
+from tsae.checkpoints.loading import Checkpoint, text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError

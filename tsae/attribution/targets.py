@@ -11,7 +11,7 @@ import torch
 from einops import einsum, rearrange, reduce
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
-from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
+from tsae.checkpoints.hooks import Site, decoder_blocks, positions
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

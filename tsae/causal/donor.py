@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.forward.hooks import PastLastSite, rewritten
+from tsae.checkpoints.hooks import PastLastSite, rewritten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ import torch
 
 from tsae.causal.config import Mode, Where
 from tsae.causal.donor import Donor
-from tsae.checkpoints.forward.hooks import during_generation
+from tsae.checkpoints.hooks import during_generation
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ import numpy as np
 import pandas as pd
 from einops import reduce
 
-from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
+from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_features, check_model, check_sae
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError

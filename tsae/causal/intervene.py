@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import torch
 
-from tsae.activations.reader.assignment import check_tokenizer
+from tsae.activations.reading_plan import check_tokenizer
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import versions
 from tsae.causal.beyond import overlap
@@ -38,9 +38,9 @@ from tsae.causal.controls import FeatureScales, matched_features
 from tsae.causal.donor import Donor
 from tsae.causal.edits import FeatureEdit, Rewriting
 from tsae.causal.intervention import Intervention, outcome_table
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.bridge import TransformerLensReader
-from tsae.checkpoints.forward.hooks import check_sites, decoder_blocks, rewritten
+from tsae.checkpoints.bridge import TransformerLensReader
+from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours

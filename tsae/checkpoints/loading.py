@@ -1,23 +1,26 @@
-"""Load a checkpoint's weights and tokenizer, and check them before anything is computed with them."""
+"""Load a checkpoint's weights and tokenizer, and check them before anything is computed with them.
+
+Every row of a batch is rotated by its own length: LongRoPE (Phi-3, Phi-4-mini) chooses its factors, and dynamic NTK its
+base, by the longest text of a batch. Dynamic NTK also keeps the base of a longer text for the next one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.adapters import Adapter, base_of, is_lora, put_on
-from tsae.checkpoints.noise import add_noise
-from tsae.checkpoints.own_length import rotate_rows_alone
-from tsae.checkpoints.record import CheckpointRecord
-from tsae.checkpoints.vocabulary import tokens_by_id, vocabulary_hash
+from tsae.checkpoints.record import CheckpointRecord, add_noise
+from tsae.checkpoints.tokenizers import tokens_by_id, vocabulary_hash
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
     check_stored,
@@ -35,7 +38,42 @@ from tsae.checkpoints.weight_files import (
 from tsae.errors import TsaeError, is_panic
 
 if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Checkpoint(CheckpointRecord):
+    """One set of weights, which it can load. `CheckpointRecord` describes its fields."""
+
+    base: Checkpoint | None = field(default=None, compare=False, repr=False)
+
+    def load_model(self, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> PreTrainedModel:
+        """Load the Hugging Face causal LM in evaluation mode, without gradients; see `tsae.checkpoints.loading`.
+
+        To load several checkpoints in turn, use one `ModelLoader`: it loads the base of adapters only once.
+        """
+        return ModelLoader(device=device, dtype=dtype, attention=attention).load(self)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer, and check that it encodes text to something."""
+        return load_tokenizer(self)
+
+    def tokens_with(self, text: str) -> tuple[int, ...]:
+        """Ids of the tokens whose text contains a text, without special tokens.
+
+        Raises:
+            TsaeError: where there is none.
+        """
+        tokenizer = self.load_tokenizer()
+        special = set(tokenizer.all_special_ids)
+        found = tuple(i for i, s in enumerate(token_strings(tokenizer)) if text and text in s and i not in special)
+        if not found:
+            what = f"its tokenizer has no token whose text contains {text!r}"
+            raise TsaeError(what, where=self.path, fix="Give another text (--step-text).")
+        return found
+
 
 _DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _MODEL = "sha256+config:"
@@ -332,3 +370,50 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def rotate_rows_alone(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Have every row of a batch rotated by its own length: one more than its largest position.
+
+    Returns:
+        a handle for each module that depends on the length; none for most models.
+    """
+    return [module.register_forward_hook(_each_row, with_kwargs=True) for module in depends_on_length(model)]
+
+
+@contextmanager
+def rotated_alone(model: PreTrainedModel) -> Iterator[None]:
+    """`rotate_rows_alone` while it is open, for a model that somebody else loaded."""
+    handles = rotate_rows_alone(model)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def depends_on_length(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules whose rotations depend on a text's length."""
+    return [m for m in model.modules() if re.search("longrope|dynamic", str(getattr(m, "rope_type", "")))]
+
+
+def _each_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """What the module gives for rows of one length after another, each time as if it had read nothing before."""
+    given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+    places = given["position_ids"]  # (B, T)
+    length = places.amax(-1)
+    parts = [part.new_empty(len(places), *part.shape[1:]) for part in output]  # cosines and sines
+    for own in length.unique():
+        _forget(module, f"{given['layer_type']}_" if given.get("layer_type") else "")
+        found = module.forward(**{**given, "position_ids": places[length == own]})
+        for part, rows in zip(parts, found, strict=True):
+            part[length == own] = rows
+    return tuple(parts)
+
+
+def _forget(module: Any, prefix: str) -> None:
+    """Forget the longest text that the module has read."""
+    before = getattr(module, f"{prefix}inv_freq")
+    fresh = getattr(module, f"{prefix}original_inv_freq").clone().to(before.device)  # LongRoPE writes into it
+    module.register_buffer(f"{prefix}inv_freq", fresh, persistent=False)
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -1,13 +1,29 @@
-"""What a checkpoint is: where its weights lie, and which step of which run they come from."""
+"""What a checkpoint is: where its weights lie, which step of which run they come from, and which noise they get.
+
+Noise makes checkpoints that learnt nothing, but whose weights moved as far as a run's. Any change of the weights
+changes what a model computes. To tell training from that, compare with weights that moved as far in random directions:
+for every tensor W₀ of the base that a run moved to W,
+
+    W₀ + share · ‖W − W₀‖ · N / ‖N‖        N Gaussian, norms Frobenius
+
+A checkpoint with `noise` loads like any other. The noise depends only on the seed and the tensor's name; tied weights
+stay tied. In 16 bits rounding may swallow small noise, so noise is scaled until what rounding leaves has the norm.
+`tsae.checkpoints.drift` measures ‖W − W₀‖.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tsae.base.files import as_path
-from tsae.checkpoints.noise import Noise
 from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
 
@@ -31,7 +47,7 @@ class CheckpointRecord:
     subfolder: str | None = None
     """Folder inside path."""
     noise: Noise | None = field(default=None, repr=False)
-    """Added to the weights after loading; see `tsae.checkpoints.noise`. No file of a series holds it."""
+    """Added to the weights after loading; see `tsae.checkpoints.record`. No file of a series holds it."""
     base: CheckpointRecord | None = field(default=None, compare=False, repr=False)
     """The base of its series, which an adapter is put on. The series sets it."""
 
@@ -53,3 +69,66 @@ class CheckpointRecord:
     @property
     def is_base(self) -> bool:
         return self.run is None
+
+
+_CLOSE = 0.01  # Relative error of a norm that is close enough.
+_TRIALS = 30  # Scales to try for it.
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What is added to the weights of a base."""
+
+    norms: tuple[tuple[str, float], ...]
+    """Frobenius norm of the noise, by name of the parameter; others stay as they are."""
+    seed: int = 0
+
+
+def add_noise(model: PreTrainedModel, noise: Noise) -> None:
+    """Add noise to the parameters of a loaded model, in place and one tensor at a time.
+
+    Raises:
+        TsaeError: where the model has no such parameter.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters())
+    for name, norm in noise.norms:
+        if name not in parameters:
+            raise TsaeError(
+                f"has no parameter {name}, to which noise is to be added",
+                where=getattr(model, "name_or_path", "model"),
+                fix="Measure the update against the base that is loaded here.",
+            )
+        if norm > 0:
+            weight = parameters[name].detach()
+            digest = hashlib.sha256(f"{noise.seed} {name}".encode()).digest()
+            # On the CPU, because every device's generator draws other numbers.
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+            drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(weight.device)
+            # In place, because other names may share the storage.
+            weight.copy_(_moved(weight, drawn, norm))
+
+
+def _moved(weight: torch.Tensor, drawn: torch.Tensor, norm: float) -> torch.Tensor:
+    """A weight plus noise, scaled so that the sum in the weight's precision is `norm` away from the weight."""
+    import torch
+
+    exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    scale = norm / frobenius(drawn)
+    low, high, moved = 0.0, float("inf"), weight
+    for _ in range(_TRIALS):
+        moved = (exact + scale * drawn).to(weight.dtype)
+        found = frobenius(moved.to(exact.dtype) - exact)
+        if abs(found - norm) <= _CLOSE * norm:
+            break
+        low, high = (scale, high) if found < norm else (low, scale)
+        scale = 2 * scale if high == float("inf") else (low + high) / 2
+    return moved
+
+
+def frobenius(values: torch.Tensor) -> float:
+    """The Frobenius norm, summed in float64."""
+    import torch
+
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))

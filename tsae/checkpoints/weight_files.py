@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they lie, which of them hold weights, and whether they are an adapter.
+"""The files of a checkpoint: where they lie, which of them hold weights, and whether they are complete.
 
 A path never causes a network call. A Hugging Face id is looked up in the local cache first; only what the cache lacks
 is downloaded.
@@ -317,3 +317,50 @@ def _from_cache(checkpoint: CheckpointRecord, complete: Callable[[Path], bool]) 
     if not folder.is_dir():
         raise TsaeError("the repository has no such folder with a model in it", where=where, fix="Check the subfolder.")
     return folder
+
+
+_LAST = "trainer_state.json"
+"""The Hugging Face Trainer writes it after weights and optimizer."""
+_LARGEST_HEAD = 100_000_000
+"""Bytes; safetensors itself reads no larger one."""
+
+
+def unfinished(folders: Sequence[Path]) -> dict[Path, str]:
+    """The checkpoints of one training that are not complete, and what is missing.
+
+    Complete is a checkpoint with a configuration that can be read, and with all weight files in the length that their
+    heads announce; and with a trainer_state.json, if another checkpoint has one.
+    """
+    last = any((folder / _LAST).is_file() for folder in folders)
+    found = {folder: _missing(folder, last=last) for folder in folders}
+    return {folder: missing for folder, missing in found.items() if missing}
+
+
+def _missing(folder: Path, *, last: bool) -> str:
+    try:
+        json_object(folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json"))
+        short = next((file.name for file in weight_files(folder) if not _whole(file)), None)
+        if short is not None:
+            return f"{short} is not all there"
+        if last:
+            json_object(folder / _LAST)
+    except TsaeError as error:
+        return error.what
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""
+
+
+def _whole(file: Path) -> bool:
+    """Whether a safetensors file has the length that its head announces."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        total = file.stat().st_size
+        if not 2 <= size <= min(total - 8, _LARGEST_HEAD):
+            return False
+        try:
+            head = parse_json(stream.read(size))
+            ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
+            return bool(total == 8 + size + max(ends, default=0))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False

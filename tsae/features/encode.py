@@ -22,9 +22,8 @@ import torch
 
 from tsae.activations.catalogue import READER_INFO
 from tsae.activations.live import LiveSource
-from tsae.activations.shards.shard import Shard
-from tsae.activations.source import Source
-from tsae.activations.store import ActivationStore
+from tsae.activations.shard import Shard
+from tsae.activations.store import ActivationStore, Source
 from tsae.activations.token_statistics import with_entropy
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import as_path

@@ -20,10 +20,10 @@ import scipy.sparse as sp
 
 from tsae.activations.catalogue import READER_INFO
 from tsae.activations.config import ReadingConfig
-from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
-from tsae.activations.reader.opening import open_base
+from tsae.activations.forward_batches import OutOfMemory, read_batches
+from tsae.activations.reading_plan import open_base
 from tsae.base.progress import progress_bar
-from tsae.checkpoints.forward.routers import RouterReader
+from tsae.checkpoints.routers import RouterReader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

@@ -30,8 +30,7 @@ from tsae.base.filters import several
 from tsae.base.remote.mirror import local, published, removed
 from tsae.base.seal import SEAL, read_whole, write_sealed
 from tsae.base.views import views
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import weights_fingerprint
+from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.stored import Columns, Rows, StoredRows, columns_of, row_blocks
 from tsae.features.table_files import ARRAYS, CODES, COLUMNS, MEANS, read_codes, write_codes, write_means

@@ -19,8 +19,8 @@ import torch
 from einops import einsum, reduce
 from transformers import PreTrainedModel
 
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import decoder_blocks
+from tsae.checkpoints.hooks import decoder_blocks
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 

@@ -12,8 +12,8 @@ import torch
 from einops import reduce
 
 from tsae.activations.live import LiveSource
-from tsae.activations.shards.shard import Shard
-from tsae.activations.source import Source
+from tsae.activations.shard import Shard
+from tsae.activations.store import Source
 from tsae.features.pieces import Piece
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.reconstruction import explained

@@ -45,8 +45,8 @@ from safetensors.torch import load_file
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, reading
 from tsae.base.seal import read_whole, write_whole
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
+from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig

@@ -17,11 +17,11 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
+from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.activations.store import ActivationStore
 from tsae.base.files import as_path
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.predictions import PredictingReader
+from tsae.checkpoints.hooks import PredictingReader
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig

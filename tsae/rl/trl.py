@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
 from tsae.base.usual_state import usual_state
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import as_path
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.vocabulary import vocabulary_facts
+from tsae.checkpoints.tokenizers import vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.bookkeeping.contents import Contents

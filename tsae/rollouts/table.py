@@ -28,9 +28,9 @@ from tsae.base.filters import several
 from tsae.base.remote.mirror import is_url, local, published, url_of
 from tsae.base.table_export import Tables
 from tsae.base.views import views
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.vocabulary import joined_facts
+from tsae.checkpoints.tokenizers import joined_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages, group_names
 from tsae.rollouts.bands import Bands, find_bands
@@ -49,7 +49,7 @@ class Rollouts(TokenParts, Tables):
     Args:
         table: has at least the required columns of `tsae.rollouts.schema.SCHEMA`; others are kept.
         info: what the token ids and bands mean: ``tokenizer`` and ``vocabulary``
-                (`tsae.checkpoints.vocabulary`), ``bands`` (reference and cut-offs), ….
+                (`tsae.checkpoints.tokenizers`), ``bands`` (reference and cut-offs), ….
         where: named in error messages.
 
     Raises:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tsae.activations.batches.outliers import distances
-from tsae.activations.source import Source
+from tsae.activations.batches import distances
+from tsae.activations.store import Source
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, read_object, reading, write_json
 from tsae.base.seal import read_whole, write_sealed

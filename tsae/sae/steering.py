@@ -24,8 +24,7 @@ from safetensors import safe_open
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, reading, replacing
 from tsae.base.untrusted import parse_json
-from tsae.checkpoints.forward.hooks import attach, check_sites, decoder_blocks
-from tsae.checkpoints.forward.site_names import site_names
+from tsae.checkpoints.hooks import attach, check_sites, decoder_blocks, site_names
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 

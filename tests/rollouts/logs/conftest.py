@@ -11,7 +11,7 @@ import pytest
 from support.builders import save_model
 from support.chat_templates import make_tokenizer
 from support.logs import TEMPLATE
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from support.logs import read
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk import log_files, parts
 from tsae.rollouts.table import Rollouts

@@ -20,7 +20,7 @@ import pytest
 from support.chat_templates import make_tokenizer
 from support.logs import LOGS
 from tsae import Rollouts
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.bookkeeping import ledger as ledgers

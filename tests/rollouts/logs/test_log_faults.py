@@ -15,7 +15,7 @@ import pytest
 from support.chat_templates import make_tokenizer
 from support.logs import holds, write
 from tsae import Rollouts
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig

@@ -19,7 +19,7 @@ import pytest
 import tsae
 from support.builders import BOS, EOS, SHARED, make_rollouts, save_model
 from support.logs import column, holds, read, write
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import find_verifier

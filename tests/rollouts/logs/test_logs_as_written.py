@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tsae import Rollouts
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.rollouts.config import ImportConfig, name_columns
 from tsae.rollouts.importing import import_log
 

@@ -21,7 +21,7 @@ import pytest
 
 from support.children import killed_until_done, past, start
 from support.logs import LOGS, write
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts import import_worker, importing
 from tsae.rollouts.config import ColumnNames, ImportConfig

@@ -22,7 +22,7 @@ import torch
 from support.builders import BOS, EOS, SHARED
 from support.logs import LOGS, column, holds, notes, read, write
 from tsae import Rollouts
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.builders import BOS, EOS, PAD, save_model
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.frames import read_frame

@@ -17,8 +17,7 @@ import torch
 import tsae
 from support.builders import BOS, EOS, save_model
 from support.logs import LOGS, write
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages

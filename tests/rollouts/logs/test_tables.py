@@ -20,7 +20,7 @@ import pytest
 
 from support.builders import BOS, EOS
 from support.logs import column, holds, notes, read
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.detect import find_log

@@ -16,7 +16,7 @@ import torch
 from support.chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
 from tsae.activations.spans import span_mask
 from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log

@@ -17,7 +17,7 @@ import tsae
 from support.builders import BOS, EOS
 from support.logs import LOGS, holds, read, write
 from tsae import Rollouts
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.advantages import group_advantages

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tsae.activations.capture import capture_shard
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader.assignment import beginnings, cut, plan_readers
-from tsae.activations.reader.opening import open_reader
-from tsae.activations.recording.shard_capture import capture_shard
+from tsae.activations.reading_plan import beginnings, cut, open_reader, plan_readers
 from tsae.activations.shards.checksums import Damage, stored_rollouts
 from tsae.activations.shards.manifest import inside, read_manifest, write_manifest
 from tsae.base.files import reading

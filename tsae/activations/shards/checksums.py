@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tsae.activations.shard import check_trajectories, open_shard
 from tsae.activations.shards.manifest import inside, read_manifest
-from tsae.activations.shards.shard import check_trajectories, open_shard
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from tsae.activations.shards.shard import DTYPES
+from tsae.activations.shard import DTYPES
 from tsae.base.files import write_json
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import einsum, rearrange, reduce
 
-from tsae.checkpoints.forward.hooks import positions
+from tsae.checkpoints.hooks import positions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.online.batch_gradients import BatchGradients
 from tsae.attribution.targets import Targets
 from tsae.base.usual_state import usual_state
-from tsae.checkpoints.own_length import rotated_alone
+from tsae.checkpoints.loading import rotated_alone
 from tsae.errors import TsaeError
 
 

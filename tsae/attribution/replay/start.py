@@ -22,8 +22,7 @@ from tsae.attribution.replay.stepping import decayed
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import ADAPTER_CONFIG, common_rows, folder_of, is_adapter
 from tsae.errors import TsaeError

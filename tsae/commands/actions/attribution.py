@@ -5,7 +5,7 @@ from __future__ import annotations
 import tsae
 from tsae.attribution.problems import other_problems
 from tsae.attribution.training.read.find import find_settings
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.options.attribution import Attribute
 from tsae.errors import TsaeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tsae
-from tsae.activations.recording.capture import capture_part
+from tsae.activations.capture import capture_part
 from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
 from tsae.base.table_export import write_table

@@ -12,15 +12,14 @@ from pathlib import Path
 import pandas as pd
 
 import tsae
-from tsae.activations.reader.assignment import check_tokenizer
+from tsae.activations.reading_plan import check_tokenizer
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import reading, write_text
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import write_table
 from tsae.causal.insertion import insert_discoveries
 from tsae.causal.intervention import folders_of_tests
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings
+from tsae.checkpoints.loading import Checkpoint, token_strings
 from tsae.claims.evidence import NAMES, attribution_in, inputs_of
 from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_in

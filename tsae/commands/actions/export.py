@@ -13,7 +13,7 @@ import numpy as np
 import tsae
 from tsae.base.disk.made_by import made_by, record_early
 from tsae.base.files import new_folder
-from tsae.checkpoints.forward.site_names import site_names
+from tsae.checkpoints.hooks import site_names
 from tsae.commands.common import say_wrote
 from tsae.commands.options.export import Export, Push
 from tsae.errors import TsaeError

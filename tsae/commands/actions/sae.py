@@ -11,8 +11,8 @@ from typing import Any
 import tyro
 
 import tsae
-from tsae.activations.reader.assignment import check_tokenizer
-from tsae.activations.source import Source
+from tsae.activations.reading_plan import check_tokenizer
+from tsae.activations.store import Source
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
 from tsae.base.remote.mirror import published

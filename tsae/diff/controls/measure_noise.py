@@ -1,6 +1,6 @@
 """The null for changed weights: what moves where nothing was learnt.
 
-For every checkpoint, `DiffConfig.noise_draws` noisy ones are made (`tsae.checkpoints.noise`): the base's weights and
+For every checkpoint, `DiffConfig.noise_draws` noisy ones are made (`tsae.checkpoints.record`): the base's weights and
 Gaussian noise that has, tensor by tensor, the norm of the checkpoint's update. They read the trajectories that the
 checkpoint read, and their shift is tested as the checkpoint's own is: part same_trajectories, all bands, all outcomes.
 
@@ -22,14 +22,14 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
+from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
-from tsae.activations.reader.assignment import first_with
-from tsae.activations.recording.capture import capture
+from tsae.activations.reading_plan import first_with
 from tsae.base.files import as_path
 from tsae.base.remote.mirror import outside
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.drift import update_of
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.updates.update_size import update_of
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import shift_comparisons
 from tsae.diff.contrast.draw_contrast import Contrast, draw

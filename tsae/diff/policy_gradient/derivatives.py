@@ -12,9 +12,9 @@ import pandas as pd
 import torch
 from torch.autograd import forward_ad
 
-from tsae.activations.reader.forward_passes import plan_batches
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import Site, decoder_blocks, positions
+from tsae.activations.forward_batches import plan_batches
+from tsae.checkpoints.hooks import Site, decoder_blocks, positions
+from tsae.checkpoints.loading import Checkpoint
 from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tsae.activations.reader.assignment import check_context, check_tokenizer
-from tsae.activations.reader.forward_passes import OutOfMemory, read_batches
-from tsae.checkpoints.forward.hooks import HuggingFaceReader
-from tsae.checkpoints.forward.predictions import PredictingReader
+from tsae.activations.forward_batches import OutOfMemory, read_batches
+from tsae.activations.reading_plan import check_context, check_tokenizer
+from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

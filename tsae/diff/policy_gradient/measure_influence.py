@@ -22,10 +22,9 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from tsae.activations.reader.assignment import check_context, check_tokenizer
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import check_sites
-from tsae.checkpoints.loading import ModelLoader, load_tokenizer
+from tsae.activations.reading_plan import check_context, check_tokenizer
+from tsae.checkpoints.hooks import check_sites
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
 from tsae.diff.config import InfluenceConfig
 from tsae.diff.policy_gradient.derivatives import Fixed, Forward, padded

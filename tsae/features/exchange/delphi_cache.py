@@ -44,7 +44,7 @@ def write_delphi(
     Args:
         features: the table.
         to: an empty folder.
-        hookpoint: delphi's name of the site (`tsae.checkpoints.forward.site_names`).
+        hookpoint: delphi's name of the site (`tsae.checkpoints.hooks`).
         model_name: from which delphi loads the tokenizer.
         reader: whose activations; by default the base's.
         context: tokens of a sequence.

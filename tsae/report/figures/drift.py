@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from tsae.checkpoints.updates.drift import drift_by
+from tsae.checkpoints.drift import drift_by
 from tsae.report.figures.layout import finish
 from tsae.report.story.drift import relative_text
 from tsae.report.text import figure_text, percent

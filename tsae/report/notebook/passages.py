@@ -8,9 +8,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 import pandas as pd
 
-from tsae.activations.reader.assignment import check_tokenizer
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import token_strings
+from tsae.activations.reading_plan import check_tokenizer
+from tsae.checkpoints.loading import Checkpoint, token_strings
 from tsae.diff.feature import Feature
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

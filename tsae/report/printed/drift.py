@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from tsae.checkpoints.updates.drift import drift_by
+from tsae.checkpoints.drift import drift_by
 from tsae.report.story.drift import last_of_runs, relative_text, written
 from tsae.report.text import percent
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.checkpoints.updates.drift import drift_by
+from tsae.checkpoints.drift import drift_by
 from tsae.report.text import percent
 
 _MOST = 3

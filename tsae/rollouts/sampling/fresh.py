@@ -16,9 +16,8 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.progress import progress_bar
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.limits import text_limits
-from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.tokenizers import text_limits
 from tsae.errors import TsaeError
 from tsae.rollouts.answers.grading import BY_NAME, Verifier, find_verifier, number_in
 from tsae.rollouts.bands import Bands, band_counts, bands_info

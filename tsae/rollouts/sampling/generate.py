@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import ModelLoader
-from tsae.checkpoints.own_length import depends_on_length, rotated_alone
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, depends_on_length, rotated_alone
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem

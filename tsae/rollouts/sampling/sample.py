@@ -14,10 +14,8 @@ import numpy as np
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.limits import text_limits, told_ends
-from tsae.checkpoints.loading import ModelLoader, need_unchanged, tokenizer_fingerprint, weights_fingerprint
-from tsae.checkpoints.vocabulary import vocabulary_facts
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, need_unchanged, tokenizer_fingerprint, weights_fingerprint
+from tsae.checkpoints.tokenizers import text_limits, told_ends, vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.problems import Problem

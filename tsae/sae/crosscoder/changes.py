@@ -20,9 +20,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tsae.activations.batches.windows import Windows
-from tsae.activations.pair import Pair
+from tsae.activations.batches import Windows
 from tsae.activations.spans import TokenSpan
+from tsae.activations.store import Pair
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.views import views
 from tsae.errors import TsaeError

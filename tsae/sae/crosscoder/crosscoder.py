@@ -1,6 +1,6 @@
 """The crosscoder of a base and another checkpoint (Lindsey et al. 2024), as a BatchTopK SAE of both activations.
 
-A token is x = (x_base, x_other), from `tsae.activations.pair.Pair`. One code stands for both, and a latent's decoder
+A token is x = (x_base, x_other), from `tsae.activations.store.Pair`. One code stands for both, and a latent's decoder
 row has a part for each:
 
     f = BatchTopK(ReLU((x − b_dec) W_enc + b_enc)),   x̂_m = f W_dec[:, m] + b_dec[m]      m = base, other

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from tsae.activations.source import Source
+from tsae.activations.store import Source
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.foreign import ForeignConfig

@@ -29,10 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.activations.batches.windows import TokenBatch, Windows
-from tsae.activations.pair import Pair
-from tsae.activations.source import Source
-from tsae.activations.store import ActivationStore
+from tsae.activations.batches import TokenBatch, Windows
+from tsae.activations.store import ActivationStore, Pair, Source
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
 from tsae.errors import TsaeError, public

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tsae.activations.source import Source
-from tsae.activations.store import ActivationStore
+from tsae.activations.store import ActivationStore, Source
 from tsae.base.files import as_path
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig

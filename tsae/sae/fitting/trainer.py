@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from tsae.activations.batches.outliers import warn_of_outliers
-from tsae.activations.batches.windows import TokenBatch, Windows
+from tsae.activations.batches import TokenBatch, Windows, warn_of_outliers
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tsae.activations.batches.segments import kept_problems
-from tsae.activations.batches.windows import Windows
-from tsae.activations.source import Source
+from tsae.activations.batches import Windows
+from tsae.activations.store import Source
+from tsae.activations.windows import kept_problems
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.fitting.finetuning import starting_config

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tsae.activations.source import Source
+from tsae.activations.store import Source
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.fitting.finetuning import starting_config, trainable

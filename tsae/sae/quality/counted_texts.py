@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.errors import TsaeError
 
 T = TypeVar("T")

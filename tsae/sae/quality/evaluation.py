@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tsae.activations.batches.outliers import warn_of_outliers
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows, warn_of_outliers
 from tsae.activations.spans import TokenSpan
 from tsae.activations.store import ActivationStore
 from tsae.base.views import views

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tsae.activations.source import Source
+from tsae.activations.store import Source
 from tsae.sae.model import ForeignSAE, TemporalSAE
 from tsae.sae.quality.reconstruction import TokenSums
 

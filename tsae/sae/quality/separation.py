@@ -23,7 +23,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from tsae.activations.batches.windows import Windows
+from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.statistics.bootstrap import percentile_interval
 from tsae.base.views import views

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tsae.checkpoints.adapters import base_of
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.loading import ModelLoader
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, is_hub_id, weight_files
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.checks.check import Check

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tsae.checkpoints.checkpoint import Checkpoint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.checks.check import Check
 from tsae.rollouts.logs.checks.look_advantages import recompute

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.limits import text_limits
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.tokenizers import text_limits
 from tsae.checkpoints.weight_files import has_tokenizer
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig

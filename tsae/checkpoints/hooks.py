@@ -1,4 +1,4 @@
-"""Sites in a Hugging Face model, and hooks that read or rewrite the residual stream there.
+"""Hooks that read or rewrite the residual stream of a Hugging Face model, and what it predicts there.
 
 Sites have their TransformerLens names, whatever the backend:
 
@@ -6,21 +6,26 @@ Sites have their TransformerLens names, whatever the backend:
 - ``blocks.{L}.hook_resid_post``: what leaves block L, before any final norm.
 
 Hooks read what the Hugging Face module computes: nothing is folded, centred or normalised.
+
+Predictions are the entropy of a model's next-token distribution, and the log-probability of the token that came. The
+body of a causal LM gives hidden states, and its head makes logits of them. The logits of a batch are the largest
+tensors of all (with a vocabulary of 150,000, 10 GB for 16,384 tokens), so the head runs on a few positions at a time,
+and only where a next token exists. The model's own code runs at temperature 1, with its scaling or soft caps of
+logits.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tsae.checkpoints.forward.placement import input_device
-from tsae.checkpoints.forward.predictions import Predictions, body_output, predictions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -226,3 +231,177 @@ def _right_padded(
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """(B, T) position of each real token among the real tokens of its row; 0 at padding."""
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+
+
+_CHUNK_LOGITS = 1 << 25
+"""Logits computed at once: 128 MiB in float32, of which a few copies live at a time."""
+
+
+class Predictions(NamedTuple):
+    """For every token of a batch given those before it, in nats; NaN at the first token of a text and at padding."""
+
+    entropy: torch.Tensor
+    """(B, T) float32: of the distribution that predicts token t."""
+    logprob: torch.Tensor
+    """(B, T) float32: of token t itself."""
+
+
+class PredictingReader:
+    """A reader whose `read` also gives the predictions, by their names beside the sites.
+
+    Args:
+        reader: has `read_and_predict`.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """For every site (B, T, d_model), and for every prediction (B, T)."""
+        values, predicted = self.reader.read_and_predict(input_ids, attention_mask)
+        return {**values, **predicted._asdict()}
+
+
+@contextmanager
+def body_output(model: PreTrainedModel) -> Iterator[list[Any]]:
+    """While it is open, append to the list what the body gives the head in every forward pass."""
+    kept: list[Any] = []
+    handle = _body(model).register_forward_hook(lambda _m, _i, output: kept.append(output))
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def predictions(
+    model: PreTrainedModel,
+    output: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    chunk_logits: int = _CHUNK_LOGITS,
+) -> Predictions:
+    """Entropy and log-probability of every token that has one before it.
+
+    Args:
+        model: a causal LM.
+        output: of its body for the batch; see `body_output`.
+        input_ids: (B, T) token ids on any device, padded on either side.
+        attention_mask: (B, T) 1 for real tokens.
+        chunk_logits: logits to hold at once, one position at least.
+    """
+    device = output.last_hidden_state.device
+    input_ids, real = input_ids.to(device), attention_mask.bool().to(device)
+    row, position = (real[:, :-1] & real[:, 1:]).nonzero(as_tuple=True)
+    hidden, target = output.last_hidden_state[row, position], input_ids[row, position + 1]
+    entropy = torch.full(input_ids.shape, torch.nan, device=device)
+    logprob = torch.full_like(entropy, torch.nan)
+    n = max(1, chunk_logits // model.config.get_text_config().vocab_size)
+    for low in range(0, len(hidden), n):
+        log_p = _logits(model, output, hidden[low : low + n]).float().log_softmax(-1)
+        at = (row[low : low + n], position[low : low + n] + 1)
+        logprob[at] = log_p.gather(-1, target[low : low + n, None])[:, 0]
+        # Not p · log p, which is NaN where a model gives a token no chance at all.
+        entropy[at] = torch.special.entr(log_p.exp_()).sum(-1)
+    return Predictions(entropy, logprob)
+
+
+def _logits(model: PreTrainedModel, output: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """(n, vocabulary) logits of hidden states (n, d_model), by a forward pass whose body returns these."""
+    given = copy.copy(output)
+    given["last_hidden_state"] = hidden[None]
+    body = _body(model)
+    before = vars(body).get("forward")
+    body.forward = lambda *_args, **_kwargs: given
+    try:
+        ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
+        return model(input_ids=ids, use_cache=False).logits[0]
+    finally:
+        del body.forward
+        if before is not None:
+            body.forward = before
+
+
+def _body(model: PreTrainedModel) -> torch.nn.Module:
+    # Llama 4's text model has its body under another name than its class says.
+    return model.model if model.base_model is model else model.base_model
+
+
+def spread(model: PreTrainedModel) -> None:
+    """Spread a model from the CPU's memory evenly over all GPUs; what does not fit there stays on the CPU.
+
+    Decoder blocks stay whole. Every block runs on the GPU that holds it; blocks on the CPU move to a GPU while they
+    run. Without GPUs the model stays where it is.
+
+    Raises:
+        TsaeError: where it does not fit into the memory of all devices together.
+    """
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole = sorted(getattr(model, "_no_split_modules", None) or ())
+    memory = get_balanced_memory(model, dtype=model.dtype, no_split_module_classes=whole)
+    places = infer_auto_device_map(model, max_memory=memory, dtype=model.dtype, no_split_module_classes=whole)
+    if "disk" in places.values():
+        raise TsaeError(
+            "does not fit into the memory of all devices together",
+            where=model.config._name_or_path,
+            fix="Use a smaller precision (--model-dtype bfloat16) or a machine with more memory.",
+        )
+    # Hooks even on one device, so that inputs move the same way everywhere.
+    dispatch_model(model, device_map=places, force_hooks=True)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device for token ids: the embedding's, or the one where accelerate's hook runs it."""
+    embedding = model.get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)
+    while hook is not None:
+        if getattr(hook, "execution_device", None) is not None:
+            return torch.device(hook.execution_device)
+        hook = next(iter(getattr(hook, "hooks", ())), None)
+    return next(embedding.parameters()).device
+
+
+def site_names(site: str, model: PreTrainedModel | None = None) -> dict[str, str]:
+    """The names of a site, by tool.
+
+    - transformer_lens: as here, such as blocks.14.hook_resid_post; sae_lens uses it too;
+    - circuit_tracer: the hook within a block, hook_resid_post, for ``feature_input_hook``; the block is its layer;
+    - nnsight: the expression within a trace, ``model.model.layers[14].output``, where blocks return a tensor;
+    - delphi: the hook point below the base model whose output it is, layers.14; sparsify uses it too;
+    - llama.cpp: the tensor of a control vector, direction.14.
+
+    A tool that has no name for the site is left out: delphi and llama.cpp do not know what enters the first block, and
+    llama.cpp cannot steer what leaves it.
+
+    Args:
+        site: TransformerLens name.
+        model: whose blocks stand elsewhere than in ``model.layers``.
+
+    Raises:
+        TsaeError: for any other name.
+    """
+    place = Site.parse(site)
+    blocks = "model.layers"
+    if model is not None:
+        found = decoder_blocks(model)
+        blocks = next(name for name, module in model.named_modules() if module is found)
+    below = blocks
+    if model is not None:
+        below = blocks.removeprefix(f"{model.base_model_prefix}.")
+    elif "." in blocks:
+        below = blocks.split(".", 1)[1]
+    output_of = place.layer if place.point == "post" else place.layer - 1
+    end = "output" if place.point == "post" else "input"
+    names = {
+        "transformer_lens": site,
+        "circuit_tracer": site.split(".", 2)[2],
+        "nnsight": f"model.{blocks}[{place.layer}].{end}",
+    }
+    if output_of >= 0:
+        names["delphi"] = f"{below}.{output_of}"
+    if output_of >= 1:
+        names["llama.cpp"] = f"direction.{output_of}"
+    return names

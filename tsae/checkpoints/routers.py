@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.forward.hooks import decoder_blocks, positions
-from tsae.checkpoints.forward.placement import input_device
+from tsae.checkpoints.hooks import decoder_blocks, input_device, positions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

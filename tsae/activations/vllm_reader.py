@@ -33,8 +33,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from tsae.activations.config import StatesConfig
-from tsae.activations.reader.forward_passes import Batch, Misread, OutOfMemory, read_batches
-from tsae.checkpoints.forward.hooks import HuggingFaceReader, Site, decoder_blocks
+from tsae.activations.forward_batches import Batch, Misread, OutOfMemory, read_batches
+from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks
 from tsae.errors import TsaeError
 from tsae.rollouts.sampling.endpoint import Endpoint
 

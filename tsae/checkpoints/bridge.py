@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.checkpoint import Checkpoint
-from tsae.checkpoints.forward.hooks import check_sites, positions
-from tsae.checkpoints.forward.predictions import Predictions, body_output, predictions
+from tsae.checkpoints.hooks import Predictions, body_output, check_sites, positions, predictions
+from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class TransformerLensReader:
 
     @contextmanager
     def rewritten(self, site: str, change: Intervention) -> Iterator[None]:
-        """As `tsae.checkpoints.forward.hooks.rewritten`, for passes of the bridge and of `model`."""
+        """As `tsae.checkpoints.hooks.rewritten`, for passes of the bridge and of `model`."""
         check_sites([site], int(self.bridge.cfg.n_layers), "rewritten")
         with self.bridge.hooks(fwd_hooks=[(site, lambda value, hook: change(value))]):
             yield

@@ -1,52 +1,64 @@
 """Batches of tokens with their partners, shuffled over a whole store in bounded memory.
 
-1. A trajectory's counted tokens are cut into windows of adjacent tokens (`tsae.activations.batches.segments`), at an
-   offset drawn for each epoch, so that every adjacent pair is seen in time. A window never crosses trajectories, and
-   holds no padding, special token or token outside the span. Tokens with others between them, such as a tool's result,
-   are not adjacent.
+1. A trajectory's counted tokens are cut into windows of adjacent tokens (`tsae.activations.windows`), at an offset
+   drawn for each epoch, so that every adjacent pair is seen in time. A window never crosses trajectories, and holds no
+   padding, special token or token outside the span. Tokens with others between them, such as a tool's result, are not
+   adjacent.
 2. Windows are shuffled, not tokens. A batch is a set of windows, so that each token is encoded once although it is a
-   partner of both of its neighbours. How often an epoch reads each token: `tsae.activations.batches.mixture`.
+   partner of both of its neighbours.
 3. The temporal loss compares a token with its partner: the token before it, as in Bhalla et al. (arXiv 2511.05541), or
-   a random earlier token of the trajectory (the default of their code) or of the reasoning step
-   (`tsae.activations.batches.partners`). A partner outside the batch's windows is read beside them, and is neither
-   reconstructed nor counted. So every counted token still comes once a pass, and early tokens, which are partners more
-   often, do not gain weight.
+   a random earlier token of the trajectory (the default of their code) or of the reasoning step. A partner outside the
+   batch's windows is read beside them, and is neither reconstructed nor counted. So every counted token still comes
+   once a pass, and early tokens, which are partners more often, do not gain weight.
 
 Memory holds the index of windows (8 bytes a window, twice that while an epoch of several passes begins), 8 bytes a step
 where partners are of the step, a bit a token for outliers, and the batches that are read ahead. Activations are read
 through memory maps.
+
+Outliers are tokens far from the centre of the activations (attention sinks); batches leave them out. Norms are
+distances from the centre, so that a constant in a dimension changes none of them. The centre is the median of every
+dimension over a sample of tokens; sinks of any size do not move it.
+
+Copies are tokens of the same reader after the same text, for which a causal model computes the same activations.
+Rollouts of one prompt share its tokens, for instance. Copies are found by text, because the last bits of activations
+differ between batches of a capture. A text is known by a hash: every (position, token id) has a pseudo-random number,
+and the text has their sum modulo 2⁶⁴. Two different texts have the same sum with probability 2⁻⁶⁴. Only the sum before
+every 64th token is kept, in 8 bytes; the sums between are computed when a batch needs them.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tsae.activations.batches.copies import Copies
-from tsae.activations.batches.mixture import Mixture
-from tsae.activations.batches.outliers import NormStats, OutlierMask, norm_stats, raise_where_not_finite
-from tsae.activations.batches.partners import Partners, blocks
-from tsae.activations.batches.places import Places, Rows, token_places
-from tsae.activations.batches.segments import (
+from tsae.activations.catalogue import Catalogue
+from tsae.activations.config import Axis, Partner
+from tsae.activations.shard import DTYPES, REPAIR, Shard, as_float32, as_torch
+from tsae.activations.spans import TokenSpan
+from tsae.activations.windows import (
+    Mixture,
+    Partners,
+    Places,
+    Rows,
+    blocks,
     divided,
     epoch_order,
     find_segments,
     kept_problems,
     length_bits,
+    token_places,
     unpacked,
     windows_before,
 )
-from tsae.activations.catalogue import Catalogue
-from tsae.activations.config import Axis, Partner
-from tsae.activations.shards.shard import DTYPES, as_torch
-from tsae.activations.spans import TokenSpan
 from tsae.base.memory import Reused
 from tsae.errors import TsaeError
 
@@ -79,7 +91,7 @@ class TokenBatch(NamedTuple):
     """(m, d_model): tokens that are only partners; None where all partners are in x."""
     copies: np.ndarray = _NONE
     """(n + m,) of x and others, equal for tokens that are copies of one another: the same reader read the same text up
-    to them (`tsae.activations.batches.copies`). Empty where there are no partners."""
+    to them. Empty where there are no partners."""
 
 
 class _Plan(NamedTuple):
@@ -105,7 +117,7 @@ class Windows:
         max_norm: tokens whose norm about the centre exceeds this multiple of the median are left out.
         partner: which token a token is paired with; None for no pairs.
         step_ends: ids of the tokens that end a reasoning step, for partner="step".
-        balance: what is read in equal parts; see `tsae.activations.batches.mixture`.
+        balance: what is read in equal parts; see `tsae.activations.windows`.
         seed: of the shuffle.
 
     Raises:
@@ -359,3 +371,187 @@ class Windows:
     def _rows_of(self, place: np.ndarray) -> Rows:
         """Where tokens are, given in the order of their shards."""
         return self._places.by_shard(place)
+
+
+_AT_ONCE = 8192  # rows that are read at once
+_FEW = 0.1  # share of outliers without a warning
+_ROUNDING = 1e-4  # of norms that are added, with room to spare
+
+
+@dataclass(frozen=True)
+class NormStats:
+    """Norms of the counted tokens, ‖x − centre‖, estimated on a sample."""
+
+    median: float
+    """Median L2 norm."""
+    mean: float
+    """Mean L2 norm of the tokens below the outlier limit."""
+    limit: float
+    """Tokens with a larger norm are left out."""
+    outlier_share: float
+    """Share of the sample above the limit."""
+    centre: tuple[float, ...]
+    """d_model values: the median of every dimension; its mean where more than half of the sample are the same token."""
+
+    def beyond(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, d_model) -> (…) bool: tokens above the limit."""
+        return distances(x, self.centre) > self.limit
+
+    def outliers(self, norm: np.ndarray, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """(n,) bool: tokens above the limit.
+
+        ‖x‖ − ‖centre‖ ≤ ‖x − centre‖ ≤ ‖x‖ + ‖centre‖ decides on most tokens, so that few are read.
+
+        Args:
+            norm: (n,) ‖x‖.
+            read: gives the activations (m, d_model) of m of the tokens, in float32.
+        """
+        import torch
+
+        centre = float(np.linalg.norm(self.centre))
+        room = _ROUNDING * (norm + centre)
+        found = norm - centre - room > self.limit
+        unknown = np.flatnonzero(~found & (norm + centre + room > self.limit))
+        for low in range(0, len(unknown), _AT_ONCE):
+            some = unknown[low : low + _AT_ONCE]
+            found[some] = self.beyond(torch.from_numpy(read(some))).numpy()
+        return found
+
+
+def distances(x: torch.Tensor, centre: Sequence[float]) -> torch.Tensor:
+    """(…, d_model) -> (…) L2 distance from a centre of d_model values; from 0 without one."""
+    import torch
+
+    x = x.float()
+    return (x - torch.tensor(centre, dtype=x.dtype, device=x.device) if len(centre) else x).norm(dim=-1)
+
+
+def warn_of_outliers(share: float, site: str) -> None:
+    """Warn where more tokens are left out than a few sinks, such as those of a reader with another mean."""
+    if share > _FEW:
+        what = f"{share:.0%} of tokens at {site} are left out: they lie far from the others. Some readers or texts may"
+        warnings.warn(f"{what} have another mean: take them apart, or raise max_norm.", stacklevel=3)
+
+
+def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> NormStats:
+    """Statistics of (n, d_model) finite float32 tokens; the limit is max_norm times the median norm.
+
+    Raises:
+        TsaeError: where nothing or always the same is within the limit, or norms are beyond float32.
+    """
+    import torch
+
+    for middle in (np.median, np.mean):
+        # As few digits as give the same float32, because the centre is written as JSON.
+        centre = tuple(float(str(value)) for value in middle(x, axis=0).astype(np.float32))
+        norm = distances(torch.from_numpy(x), centre).numpy()
+        if median := float(np.median(norm)):
+            break
+    limit = max_norm * median if median else 0.0  # not infinity times 0
+    inside = norm <= limit
+    mean = float(norm[inside].mean()) if inside.any() else 0.0
+    if not np.isfinite([median, mean]).all():
+        what = f"activations at {site} are so large that their norms are beyond float32"
+        raise TsaeError(what, where=store.path, fix="Check the checkpoints, and max_norm (--max-norm).")
+    if not inside.any():
+        what = f"no token at {site} is within {max_norm:g} times the median norm"
+        raise TsaeError(what, where=store.path, fix="Raise max_norm (--max-norm).")
+    if (x[inside] == x[inside][:1]).all():
+        what = f"all of {inside.sum()} tokens have the same activations at {site}: there is nothing to learn"
+        raise TsaeError(what, where=store.path, fix="Check the checkpoints and the site.")
+    return NormStats(median, mean, limit, float(1 - inside.mean()), centre)
+
+
+class OutlierMask:
+    """Which tokens of some shards are outliers, in one bit a token."""
+
+    def __init__(self, shards: Sequence[Shard], base: np.ndarray, site: str, norms: NormStats) -> None:
+        found = np.zeros(base[-1], dtype=bool)
+        for shard, low, high in zip(shards, base[:-1], base[1:], strict=True):
+            found[low:high] = norms.outliers(shard.norms(site), partial(shard.read, site))
+        self._bits = np.packbits(found, bitorder="little")
+
+    def inside(self, place: np.ndarray) -> np.ndarray:
+        """(n,) bool: tokens that are no outliers, given by their places."""
+        return np.asarray(self._bits[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 0)
+
+
+def raise_where_not_finite(store: Catalogue, shards: Sequence[Shard], site: str, rows: np.ndarray) -> None:
+    """Name the first token that is not finite among the trajectories of given row ids, if there is one.
+
+    Raises:
+        TsaeError: says where the token is.
+    """
+    for shard in shards:
+        for place in np.flatnonzero(np.isin(shard.trajectory, rows)):
+            low, high = shard.offsets[place : place + 2]
+            bad = np.flatnonzero(~np.isfinite(as_float32(shard.raw(site)[low:high], shard.dtype)).all(axis=1))
+            if len(bad):
+                row = int(shard.trajectory[place])
+                problem = store.rollouts.table["problem_id"][row].as_py()
+                what = f"{site} is not finite in trajectory {row} (problem {problem}), token {bad[0]}"
+                raise TsaeError(what, where=shard.path, fix=REPAIR)
+
+
+_EVERY = 64
+
+
+class Copies:
+    """Computes numbers that are equal for copies.
+
+    Args:
+        shards: whole trajectories.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        readers = {reader: i for i, reader in enumerate(dict.fromkeys(shard.reader for shard in shards))}
+        self._reader = [_mixed(np.array([readers[shard.reader]])) for shard in shards]
+        self._sums = [_sums(shard) for shard in shards]
+
+    def of(self, number: int, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """(sum of lengths,) int64: equal for tokens that are copies of one another.
+
+        Args:
+            number: of a shard.
+            begin: (n,) first tokens of runs of tokens there, none across trajectories.
+            length: (n,) number of tokens of each.
+        """
+        shard, sums = self._shards[number], self._sums[number]
+        first = shard.offsets[np.searchsorted(shard.offsets, begin, side="right") - 1]  # of the trajectory
+        low = np.maximum(begin // _EVERY * _EVERY, first)
+        start = np.where(low > first, sums[low // _EVERY], np.uint64(0))
+        read = begin + length - low  # tokens that are read for a run, those before it included
+        place = token_places(low, read)
+        total = _running(place - np.repeat(first, read), shard.token_ids[place])
+        ends = np.cumsum(read)
+        before = total[ends - read]
+        found = (
+            total[token_places(ends - length, length) + 1] + np.repeat(start - before, length) + self._reader[number]
+        )
+        return found.view(np.int64)
+
+
+def _sums(shard: Shard) -> np.ndarray:
+    """(n,) uint64 for every 64th token of the shard: the sum over the tokens before it in its trajectory."""
+    lengths = np.diff(shard.offsets)
+    place = np.arange(shard.n_tokens) - np.repeat(shard.offsets[:-1], lengths)
+    total = _running(place, shard.token_ids)
+    at = np.arange(0, shard.n_tokens, _EVERY)
+    first = shard.offsets[np.searchsorted(shard.offsets, at, side="right") - 1]
+    return np.asarray(total[at] - total[first])
+
+
+def _running(place: np.ndarray, token_id: np.ndarray) -> np.ndarray:
+    """(n + 1,) uint64 sums over the tokens before each of (n,) tokens, and over all."""
+    total = np.zeros(len(place) + 1, np.uint64)
+    np.cumsum(_mixed(place << 32 | token_id), out=total[1:])
+    return total
+
+
+def _mixed(number: np.ndarray) -> np.ndarray:
+    """(n,) uint64 pseudo-random numbers: splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195)."""
+    z = number.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ z >> np.uint64(31))

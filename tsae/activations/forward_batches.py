@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from tsae.activations.reader.assignment import Piece
+from tsae.activations.shard import Piece
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

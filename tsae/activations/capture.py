@@ -3,7 +3,7 @@
 1. Plan: which reader reads which trajectories (`CaptureConfig.plan`), cut into shards of whole trajectories.
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks. One forward
    pass a batch stops after the last site, or goes through the model's head for token statistics. Padding never reaches
-   the store (`tsae.activations.reader.forward_passes`).
+   the store (`tsae.activations.forward_batches`).
 3. A shard is written under a temporary name, renamed, then recorded (`tsae.activations.shards.manifest`). A rerun skips
    recorded shards, so that it completes an interrupted capture and ends with the same bytes.
 
@@ -16,24 +16,35 @@ differ, and the manifest shows it.
 Parts: `capture_part` takes every n-th shard, whatever its reader, and knows nothing of the others. The part that finds
 all shards recorded completes the store, which is that of one process, whatever n was. Any number of parts can complete
 what others left. Under torchrun each process is a part, and they meet once, at the end.
+
+Copies: the file of a shard also names the rollouts and its rows in them, and these change as a log grows. So a shard
+that an earlier store holds already is found by weights and token ids, and written anew with the bytes of a capture.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tsae.activations.config import CaptureConfig, StatesConfig
-from tsae.activations.reader.assignment import Piece, beginnings, cut
-from tsae.activations.reader.forward_passes import Reader
-from tsae.activations.reader.opening import as_reader, check_server, open_base
-from tsae.activations.recording.copied import content_of, copy_shard, shards_by_content
-from tsae.activations.recording.shard_capture import capture_shard, texts_of
+from tsae.activations.forward_batches import (
+    Batch,
+    Misread,
+    OutOfMemory,
+    Reader,
+    read_batches,
+    stored_texts,
+)
+from tsae.activations.reading_plan import as_reader, beginnings, check_server, cut, open_base
+from tsae.activations.shard import STATISTICS, Piece, Shard, ShardWriter, as_torch, open_shard
 from tsae.activations.shards.manifest import (
     FORMAT,
     VERSION,
@@ -44,8 +55,8 @@ from tsae.activations.shards.manifest import (
     record_file,
     write_manifest,
 )
-from tsae.activations.shards.shard import open_shard
 from tsae.activations.store import ActivationStore
+from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.disk.sole_writer import clear_parts, sole_writer
 from tsae.base.distributed import join
 from tsae.base.files import clear_first, is_beginning, reading, write_first, write_json
@@ -306,11 +317,11 @@ def _clear(to: Path, manifest: dict[str, Any]) -> None:
 def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries, part: Part) -> None:
     labels = rollouts.labels_fingerprint
     inputs = {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name}
-    _put(part, to / "run.json", run_content("capture", config, inputs))
+    _put_json(part, to / "run.json", run_content("capture", config, inputs))
     published(to / "run.json")
 
 
-def _put(part: Part, file: Path, content: dict[str, Any]) -> None:
+def _put_json(part: Part, file: Path, content: dict[str, Any]) -> None:
     """Write JSON whole or not at all, also where other parts write the same file at this moment."""
     os.replace(write_json(part.own(file), content), file)
 
@@ -345,7 +356,7 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, ser
     # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
     os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
     if record is not None:
-        _put(part, written, record)
+        _put_json(part, written, record)
     for file in (manifest, to / "rollouts.parquet", written):
         if file.is_file():
             published(file)
@@ -358,3 +369,181 @@ def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Pa
     if different:
         what = f"holds another capture: {', '.join(different)} differ"
         raise TsaeError(what, where=where, fix="Give another folder, or delete this one.")
+
+
+def capture_shard(
+    reader: Reader,
+    checkpoint: str,
+    rollouts: Rollouts,
+    piece: Piece,
+    folder: Path,
+    manifest: Mapping[str, Any],
+    batch_tokens: int,
+    bar: Any,
+) -> dict[str, Any]:
+    """Read the trajectories of a shard, write it, and return its entry for the manifest.
+
+    Args:
+        reader: of the piece's checkpoint.
+        checkpoint: its path, for messages.
+        rollouts: the trajectories.
+        piece: what to read.
+        folder: of the store.
+        manifest: of the store.
+        batch_tokens: budget of a forward pass. Where memory runs out, the shard begins again with half of it.
+        bar: progress, in tokens.
+
+    Raises:
+        TsaeError: where activations are not finite or overflow, one trajectory alone does not fit into memory, or a
+            server gives other activations than the checkpoint computes.
+    """
+    ids, offsets = texts_of(piece, rollouts)
+    texts = np.split(ids, offsets[1:-1])
+    before = bar.n
+    while True:
+        short: OutOfMemory | None = None
+        again = Sample(reader, texts, piece.file) if isinstance(reader, StatesReader) else None
+        with shard_writer(piece, ids, offsets, folder, manifest) as writer:
+            try:
+                for batch in read_batches(reader, texts, batch_tokens):
+                    if again is not None:
+                        again.compare(batch)
+                    _put_batch(writer, batch, piece, rollouts, manifest, checkpoint)
+                    bar.update(sum(batch.lengths))
+            except OutOfMemory as error:
+                short = error
+            except Misread as error:
+                row = int(piece.rows[error.text])
+                problem = rollouts.table["problem_id"][row].as_py()
+                raise TsaeError(
+                    f"{error.what} (trajectory {row} of {piece.reader}, problem {problem})",
+                    where=error.where,
+                    fix=error.fix,
+                ) from error
+            if short is None:
+                entry = {
+                    "file": piece.file,
+                    "n_tokens": int(offsets[-1]),
+                    "n_trajectories": len(piece.rows),
+                    "batch_tokens": batch_tokens,
+                    "sha256": writer.finish(),
+                }
+                if again is not None:
+                    entry["read_again"] = {"trajectories": len(again.chosen), "largest_difference": again.largest}
+                return entry
+        if len(short.texts) == 1:
+            t = int(short.texts[0])
+            raise TsaeError(
+                f"trajectory {piece.rows[t]} of {len(texts[t])} tokens does not fit into memory by itself",
+                where=checkpoint,
+                fix="Leave it out, compute in bfloat16 (--model-dtype), or use a device with more memory.",
+            ) from short
+        batch_tokens = max(1, batch_tokens // 2)
+        bar.update(before - bar.n)
+        bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")
+
+
+def texts_of(piece: Piece, rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (n_tokens,) of a shard's trajectories, and their offsets (n_trajectories + 1,)."""
+    texts = [np.concatenate(rollouts.tokens(int(row))) for row in piece.rows]
+    return np.concatenate(texts), np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+
+
+def shard_writer(
+    piece: Piece, ids: np.ndarray, offsets: np.ndarray, folder: Path, manifest: Mapping[str, Any]
+) -> ShardWriter:
+    """Writes the shard of a piece, which holds these tokens."""
+    sites = {site: int(info["d_model"]) for site, info in manifest["sites"].items()}
+    weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
+    origin = {"weights": weights, "rollouts": manifest["rollouts"]}
+    statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
+    return ShardWriter(
+        inside(folder, piece.file), sites, manifest["dtype"], ids, offsets, piece.rows, origin, statistics
+    )
+
+
+def _put_batch(
+    writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
+) -> None:
+    """Check what the reader computed on a batch, and write it."""
+    for site in writer.sites:
+        for t, text in stored_texts(batch, site, piece, rollouts, manifest, checkpoint):
+            writer.put(site, t, text)
+    for name in [name for name in STATISTICS if name in batch.values]:
+        for t, text in batch.each(name):
+            if bool(text[1:].isnan().any()):
+                row = int(piece.rows[t])
+                problem = rollouts.table["problem_id"][row].as_py()
+                raise TsaeError(
+                    f"the {name} of a token is not a number while reader {piece.reader} reads trajectory {row} "
+                    f"(problem {problem})",
+                    where=checkpoint,
+                    fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
+                )
+            writer.put_statistic(name, t, text)
+
+
+_SAME = ("dtype", "sites", "tokenizer", "special_ids", "config")
+
+
+def content_of(weights: str, ids: np.ndarray, offsets: np.ndarray) -> str:
+    """Hash of what a shard holds: the reader's weights, token ids (n_tokens,), and offsets (n_trajectories + 1,)."""
+    digest = hashlib.sha256(weights.encode())
+    digest.update(np.ascontiguousarray(ids, np.int32).data)
+    digest.update(np.ascontiguousarray(offsets, np.int64).data)
+    return digest.hexdigest()
+
+
+def shards_by_content(folder: Path, wanted: Mapping[str, Any]) -> dict[str, tuple[Shard, Mapping[str, Any]]]:
+    """Shards of a store that a capture could use, with their records in its manifest, by `content_of`.
+
+    A damaged shard, and one of other weights, is left out: it is captured again.
+
+    Args:
+        folder: of the store; there may be none.
+        wanted: manifest of the capture.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except TsaeError:
+        return {}
+    if any(manifest.get(name) != wanted[name] for name in _SAME):
+        return {}
+    weights = {record["weights"] for record in wanted["readers"]}
+    found: dict[str, tuple[Shard, Mapping[str, Any]]] = {}
+    for reader in manifest["readers"]:
+        for record in reader["shards"] if reader["weights"] in weights else ():
+            try:
+                shard = open_shard(inside(folder, record["file"]), manifest, reader["id"], record)
+            except TsaeError:
+                continue
+            found[content_of(reader["weights"], shard.token_ids, shard.offsets)] = shard, record
+    return found
+
+
+def copy_shard(
+    shard: Shard,
+    record: Mapping[str, Any],
+    rollouts: Rollouts,
+    piece: Piece,
+    folder: Path,
+    manifest: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write a shard from one that holds the same, and return its entry for the manifest.
+
+    Args:
+        shard: of an earlier store.
+        record: its entry there.
+        rollouts: the trajectories.
+        piece: what the shard is to hold.
+        folder: of the store.
+        manifest: of the store.
+    """
+    with shard_writer(piece, *texts_of(piece, rollouts), folder, manifest) as writer:
+        for i in range(len(piece.rows)):
+            tokens = slice(shard.offsets[i], shard.offsets[i + 1])
+            for site in writer.sites:
+                writer.put(site, i, as_torch(np.array(shard.raw(site)[tokens]), shard.dtype))
+            for name in STATISTICS if manifest["config"]["token_statistics"] else ():
+                writer.put_statistic(name, i, as_torch(np.array(getattr(shard, name)[tokens]), "float32"))
+        return {**record, "file": piece.file, "sha256": writer.finish()}

@@ -1,1 +1,0 @@
-"""Training batches: windows of adjacent tokens, their partners, balance, and outliers."""

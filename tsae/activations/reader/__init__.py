@@ -1,1 +1,0 @@
-"""Readers: the checkpoints whose activations are recorded, what they read, and their forward passes."""

@@ -1,1 +1,0 @@
-"""Forward passes: read and rewrite residual streams, and get what the model predicts."""

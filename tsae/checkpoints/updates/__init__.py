@@ -1,1 +1,0 @@
-"""Updates: what training changed in the weights, and how much."""
