@@ -23,7 +23,7 @@ from tsae.attribution.attribute import _check_begin
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.replay.passes import OLD
-from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss, RewardKL
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import Plan, Update
 from tsae.attribution.training.read.find import read_settings
@@ -131,6 +131,20 @@ def test_the_run_is_replayed_and_that_is_shown(found: Attribution, trained: tupl
     assert any(
         note.startswith("Targets are measured on 48 responses to 12 problems that the run") for note in info["notes"]
     )
+
+
+def test_a_kl_penalty_in_the_rewards_is_computed(trained: tuple[GrpoLoop, Path], llama: Path, tmp_path: Path) -> None:
+    """Of a log without advantages, from the folder of a run to shares."""
+    plain = replace(trained[0].settings, reward_kl=RewardKL(0.5), facts={"advantage_epsilon": 1e-6})
+    settings = replace(plain, loss=replace(plain.loss, beta=0.0))
+    loop = GrpoLoop(llama, trained[0].log, settings).run(to=tmp_path / "run", save=(4,))
+    log = loop.log.with_column("advantage", [None] * len(loop.log))
+    found = attribute(llama, tmp_path / "run", tmp_path / "found", log, settings=settings)
+    assert found.info["path_error"] < 1e-5
+    assert "KL penalty 0.5 in the rewards" in found.info["recipe"]
+    assert any("and the divergence from the reference" in note for note in found.info["notes"])
+    assert np.isfinite(found.facts.advantage).all()
+    assert not found.targets.flagged.any()
 
 
 def test_shares_add_up_to_what_happened(found: Attribution, trained: tuple[GrpoLoop, Path]) -> None:

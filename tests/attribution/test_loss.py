@@ -15,7 +15,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from attribution.recipes import RECIPES, Recipe
-from tsae.attribution.training.loss import BatchTokens, Correction, PolicyLoss
+from tsae.attribution.training.loss import BatchTokens, Correction, PolicyLoss, RewardKL
 from tsae.attribution.training.read import trl
 from tsae.errors import TsaeError
 
@@ -362,6 +362,19 @@ def test_the_pull_is_the_derivative_of_the_policy_term(loss: PolicyLoss, advanta
     policy, _ = loss.summands(BatchTokens(log, zero == 0, torch.tensor([advantage]), zero))
     (wanted,) = torch.autograd.grad(policy.sum(), log)
     torch.testing.assert_close(-advantage * loss.pull(log.detach(), torch.tensor(advantage > 0)), wanted)
+
+
+def test_a_kl_penalty_in_the_rewards_is_that_of_verl() -> None:
+    """Its kinds, by their definitions: k1 (kl), abs, k2 (mse), and k3 (low_var_kl), which it clamps twice."""
+    old, ref = torch.tensor([-0.5, -1.0, -30.0]), torch.tensor([-1.0, -0.7, -2.0])
+    apart = [0.5, -0.3, -28.0]
+    wanted = {
+        "k1": apart, "abs": [0.5, 0.3, 28.0], "k2": [0.125, 0.045, 392.0],
+        "k3": [np.exp(-0.5) - 1 + 0.5, np.exp(0.3) - 1 - 0.3, 10.0],
+    }  # fmt: skip
+    for kind, values in wanted.items():
+        clamps = (20.0, 10.0) if kind == "k3" else ()
+        torch.testing.assert_close(RewardKL(0.1, kind, *clamps).of(old, ref), 0.1 * torch.tensor(values).float())
 
 
 @pytest.mark.parametrize(

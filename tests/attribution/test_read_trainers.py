@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tsae.attribution.training.loss import Correction, PolicyLoss
+from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
@@ -200,7 +200,9 @@ def test_variants_of_verl() -> None:
     cosine = read("verl", **actor(optim__warmup_style="cosine", optim__min_lr_ratio=0.1)).optimiser
     assert cosine.rate(200) == pytest.approx(1e-6 * (0.1 + 0.9 * (1 + np.cos(np.pi * 89 / 90)) / 2))
     in_reward = read("verl", algorithm__use_kl_in_reward=True, **actor(use_kl_loss=False))
-    assert in_reward.facts["kl_in_reward"] == {"beta": 0.002, "kl": "k1"}
+    assert in_reward.reward_kl == RewardKL(0.002, "k1")
+    k3 = read("verl", algorithm__use_kl_in_reward=True, algorithm__kl_penalty="low_var_kl").reward_kl
+    assert k3 == RewardKL(0.002, "k3", 20.0, 10.0)
     weighed = read("verl", algorithm__rollout_correction__rollout_is="token").loss
     assert weighed.correction == Correction("token_truncate", None, 2.0)
     assert read("verl", algorithm__rollout_correction__bypass_mode=True).loss.ratio_to == "sampler"
@@ -264,7 +266,7 @@ def test_openrlhf() -> None:
         "adamw", 5e-7, "cosine_with_min_lr", 3, 100, (0.9, 0.95), shape={"min_lr_rate": 0.1}, decay_all=False
     )
     assert (found.loss.kind, found.loss.beta) == ("step", 0.0)
-    assert found.facts["kl_in_reward"] == {"beta": 0.001, "kl": "k1"}
+    assert found.reward_kl == RewardKL(0.001, "k1", clamp=10.0, to_go=True)
     dotted = {"actor.eps_clip": 0.2, "actor.adam.lr": 1e-6, "algo.kl.use_loss": True, "algo.kl.estimator": "k3"}
     dotted |= {"rollout.batch_size": 128, "train.batch_size": 32, "algo.advantage.estimator": "rloo"}
     new = openrlhf.of(dotted, file=Path("args.json"), steps=100)
@@ -282,6 +284,7 @@ def test_ms_swift() -> None:
     )  # fmt: skip
     assert (found.batching.updates, found.trainer, found.version, found.dropout) == (2, "ms_swift", "4.5.2", True)
     assert found.base == "Qwen/Qwen2.5-7B-Instruct"
+    assert read("swift", steps=100, kl_in_reward=True).loss.beta == 0  # It is in the logged advantages.
     weighed = read("swift", steps=100, rollout_importance_sampling_mode="token_mask", beta=0.0).loss.correction
     assert weighed == Correction("token_mask", None, 2.0)
 
@@ -301,6 +304,11 @@ def test_ms_swift() -> None:
         ("verl", actor(clip_ratio_low="low"), "clip_ratio_low='low' is not a number"),
         ("verl", actor(policy_loss__loss_mode="gspo"), "loss_agg_mode=token-mean"),
         ("verl", {**ENGINE, **actor(loss_agg_mode="seq-mean-token-sum-norm")}, "does not say .*loss_scale_factor"),
+        (
+            "verl",
+            {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"},
+            "follows the divergence",
+        ),
         ("nemo", {"loss_fn__positive_example_nll_weight": 0.1}, "positive_example_nll_weight=0.1 is not known"),
         ("nemo", {"loss_fn__truncated_importance_sampling_type": "seq-mask-tis"}, "seq-mask-tis is not known"),
         ("nemo", {"policy__optimizer__kwargs__amsgrad": True}, "amsgrad=True is not known"),

@@ -16,9 +16,10 @@ from support.builders import save_model
 from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
 from tsae.attribution.replay.certificates import logged_facts, verdict
 from tsae.attribution.replay.passes import Run
-from tsae.attribution.replay.path import replay, steps_back
+from tsae.attribution.replay.path import replay, steps_back, train_on
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import State, States
+from tsae.attribution.training.loss import PolicyLoss, RewardKL
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.settings import RunSettings
 from tsae.errors import TsaeError
@@ -81,6 +82,24 @@ def test_a_replay_ends_where_the_training_did(case: str, model: Callable[[str], 
     assert (judged.to, judged.departs, judged.gate, judged.path_error) == (len(loop.norms), None, "", None)
     assert judged.within is not None
     assert judged.within < 1e-5
+
+
+@pytest.mark.parametrize("penalty", [RewardKL(20.0), RewardKL(900.0, "k2"), RewardKL(20.0, clamp=10.0, to_go=True)])
+def test_a_kl_penalty_in_the_rewards_makes_the_advantages(penalty: RewardKL, llama: Path, tmp_path: Path) -> None:
+    """Of a log without advantages: the penalty is that of the weights which sampled, in shares and effects as well."""
+    facts = {"advantage_epsilon": 1e-6}
+    settings = replace(KL, loss=PolicyLoss("grpo"), reward_kl=penalty, facts=facts)
+    plain = make_log(settings, 3)
+    loop = GrpoLoop(llama, plain, settings).run()
+    log = plain.with_column("advantage", [None] * len(plain))
+    path = replay_of(run_of(loop, log=log), tmp_path)
+    assert apart(path.end, loop) < EXACT
+    mean = [float(loop.advantage[row].mean()) for row in range(len(log))]
+    np.testing.assert_allclose(path.run.rollouts.frame.advantage, mean, atol=1e-4)
+    assert np.abs(np.array(mean) - plain.frame.advantage).max() > 0.05
+    assert apart(train_on(path, np.ones(len(log), dtype=bool), progress=False), loop) < EXACT
+    unpenalised = GrpoLoop(llama, plain, replace(settings, reward_kl=None)).run()
+    assert apart(path.end, unpenalised) > 1e-2
 
 
 def test_steps_between_kept_states_are_taken_again(saved: tuple[GrpoLoop, Path], tmp_path: Path) -> None:

@@ -137,12 +137,8 @@ def test_missing_advantages_are_computed_as_the_settings_say() -> None:
     found, notes = check(the_log().with_column("advantage", nothing), advantages="rloo")
     np.testing.assert_allclose(found.frame.advantage, 4 / 3 * the_log(kind="dr_grpo").frame.advantage)
     assert "reward − mean of the others of the group" in notes[-1]
-    for facts, said in (
-        ({"advantages": "gae"}, "as gae"),
-        ({"kl_in_reward": {"beta": 0.001}}, "with a KL penalty in the"),
-    ):
-        with pytest.raises(TsaeError, match=f"in a way that is not followed here .{said}"):
-            check(the_log().with_column("advantage", nothing), **facts)
+    with pytest.raises(TsaeError, match="not followed here"):
+        check(the_log().with_column("advantage", nothing), advantages="gae")
     bare = the_log().with_column("advantage", nothing).with_column("reward", nothing)
     with pytest.raises(TsaeError, match="has no advantages, and no rewards for 24 of 24 samples"):
         check(bare)

@@ -86,6 +86,8 @@ class GrpoLoop:
     old: Logs
     """Log-probabilities of responses at their generation's start, by row; and of the reference."""
     ref: Logs
+    advantage: Logs
+    """(T,) by row; without a KL penalty in the rewards (1,), those of the log."""
 
     def __init__(
         self, base: Path, log: Rollouts, settings: RunSettings, adapter: Mapping[str, Any] | None = None
@@ -173,7 +175,7 @@ class GrpoLoop:
                 "dr_grpo": lambda row, part=part: len(part) * loss.max_completion_length,
             }[loss.kind]
             for row in [row for row in part if not cut[row]]:
-                log, advantage = seen[row][0], float(self.log.frame.advantage[row])
+                log, advantage = seen[row][0], self.advantage[row]
                 moved = log - old[row]
                 ratio = (moved if loss.level == "token" else moved.mean().expand_as(moved)).exp()
                 clipped = ratio.clamp(1 - loss.epsilon, 1 + (loss.epsilon_high or loss.epsilon))
@@ -181,6 +183,23 @@ class GrpoLoop:
                 policy = torch.where(seen[row][1].detach() >= least, policy, 0.0)
                 kl = loss.beta * ((ref[row] - log).exp() - (ref[row] - log) - 1) if loss.beta else 0 * log
                 found[row] = policy / (by(row) * batching.accumulation), kl / (by(row) * batching.accumulation)
+        return found
+
+    def penalised(self, rows: np.ndarray) -> Logs:
+        """(T,) advantages with a KL penalty in the rewards, response by response: of the reward less the sum of its
+        tokens' penalties (verl), or of the reward, less what a token and those after it are charged (OpenRLHF)."""
+        penalty, frame = self.settings.reward_kl, self.log.frame
+        assert penalty is not None
+        found = {}
+        for _, group in frame.loc[rows].groupby("problem_id"):
+            kl = {row: penalty.beta * (self.old[row] - self.ref[row]) for row in group.index}
+            if penalty.kl == "k2":
+                kl = {row: penalty.beta * (self.old[row] - self.ref[row]) ** 2 / 2 for row in group.index}
+            total = [float(frame.reward[row]) - (0.0 if penalty.to_go else float(kl[row].sum())) for row in group.index]
+            for row, reward in zip(group.index, total, strict=True):
+                advantage = (reward - np.mean(total)) / (np.std(total, ddof=1) + 1e-6)
+                later = [float(kl[row][t:].sum()) * penalty.to_go for t in range(len(kl[row]))]
+                found[row] = torch.tensor([advantage - charged for charged in later])
         return found
 
     def optimiser(self) -> tuple[Any, Any]:
@@ -212,11 +231,13 @@ class GrpoLoop:
         """
         loss, limit = self.settings.loss, self.settings.optimiser.max_grad_norm
         (made, schedule), reference = self.optimiser(), self.vector(self.leaves)
+        self.advantage = dict(enumerate(torch.tensor(self.log.frame.advantage.to_numpy(np.float32))[:, None]))
         self.weights, self.norms, self.old, self.ref = [reference], [], {}, {}
         for step, rows, parts, first in self.updates():
             if first:
                 self.old |= self._logs_at(self.weights[-1], rows)
-                self.ref |= self._logs_at(reference, rows) if loss.beta else {}
+                self.ref |= self._logs_at(reference, rows) if self.settings.needs_ref else {}
+                self.advantage |= self.penalised(rows) if self.settings.reward_kl else {}
                 self.put(self.weights[-1])
             made.zero_grad()
             of_rows = self.summands(rows, parts, old or self.old, self.ref)

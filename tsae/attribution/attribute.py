@@ -198,20 +198,22 @@ def _prepared(
     notes += plan.notes
     of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
     rollouts = check_settings(rollouts, of_generations, settings, notes, history)
+    if np.isfinite(rollouts.frame.advantage.to_numpy(dtype=float)[np.concatenate(plan.generations)]).any():
+        settings = replace(settings, reward_kl=None)
     rollouts = _with_behaviours(rollouts, config, notes)
     special = tuple(series.base.load_tokenizer().all_special_ids)
     _check_begin(rollouts, settings, plan)
     run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
     reference = None
     later = series.base.step > 0 or (settings.loss.sync_ref is not None and after > 0)
-    if settings.loss.needs_ref and later and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
+    if settings.needs_ref and later and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
         raise TsaeError(
             f"the model that the KL term is against is not known after step {after}",
             where=series.name,
             fix="Replay from the model that the training started from (--base, without --steps), or give a log with "
             "ref_logprobs (tsae.rl.TsaeCallback).",
         )
-    if settings.loss.needs_ref and after != series.base.step:
+    if settings.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
         start.trained.put(start.begin.weights)
     return _Prepared(run, start, facts, reference)
@@ -220,7 +222,7 @@ def _prepared(
 def _check_begin(rollouts: Rollouts, settings: RunSettings, plan: Plan) -> None:
     """A stretch begins where a generation does, or the log has what its ratios are against."""
     first, loss = plan.updates[0], settings.loss
-    wanted = [OLD] * loss.needs_old + [REF] * loss.needs_ref
+    wanted = [OLD] * (loss.needs_old or settings.reward_kl is not None) + [REF] * settings.needs_ref
     rows = plan.generations[first.generation]
     if not first.first and any(logged(rollouts, name, rows) is None for name in wanted):
         begins = [update.step - 1 for update in plan.updates if update.first]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch
 
 from tsae.attribution.gradients.sample_gradients import TrainedWeights, keep_logits
 from tsae.attribution.replay.states import State
+from tsae.attribution.training.log_fit import advantages_of
 from tsae.attribution.training.loss import BatchTokens
 from tsae.attribution.training.order import Plan, Update
 from tsae.attribution.training.settings import RunSettings
 from tsae.checkpoints.hooks import positions
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
+from tsae.rollouts.advantages import group_names
 from tsae.rollouts.table import Rollouts
 
 Logs = dict[int, torch.Tensor]
@@ -70,10 +72,12 @@ class Run:
 
 @dataclass
 class Known:
-    """What is fixed while a generation is used: log-probabilities when it was sampled, and of the reference."""
+    """What is fixed while a generation is used: log-probabilities when it was sampled, and of the reference; advantages
+    of tokens, where those of a response differ."""
 
     old: Logs = field(default_factory=dict)
     ref: Logs = field(default_factory=dict)
+    advantage: Logs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,6 +300,9 @@ def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor
         torch.tensor([of[row] for row in rows], dtype=torch.float32, device=log.device)
         for of in (step.advantage, step.weight)
     )
+    advantage = advantage[:, None]
+    if known.advantage:
+        advantage = chunk.spread(known.advantage, detached)
     # Where the trainer compares with the log-probabilities of now, the ratio is 1 and its gradient that of log π.
     old = chunk.spread(known.old, detached) if any(row in known.old for row in rows) else None
     ref = chunk.spread(known.ref, detached) if loss.needs_ref else None
@@ -368,7 +375,7 @@ def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.
     if needs_old(run):
         column = SAMPLER if loss.ratio_to == "sampler" else OLD
         known.old = logged(run.rollouts, column, rows) or log_probabilities_of(run, rows, generation)
-    if loss.needs_ref:
+    if run.settings.needs_ref:
         found = logged(run.rollouts, REF, rows)
         if found is None:
             assert reference is not None
@@ -378,6 +385,36 @@ def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.
             run.trained.put(now)
         known.ref = found
     return known
+
+
+def with_reward_kl(run: Run, known: Known, generation: np.ndarray) -> Run:
+    """The run with the advantages of a generation, where its rewards have a KL penalty and the log lacks advantages.
+
+    Advantages are constants of an update, in the trainer as here: no gradient and no share has a term for what other
+    weights would make of them. Replays without some samples use those of the run, too.
+
+    Args:
+        run: its model has the weights that sampled the generation.
+        known: log-probabilities of the generation; gets advantages of tokens.
+        generation: rows of the rollouts.
+    """
+    penalty = run.settings.reward_kl
+    if penalty is None:
+        return run
+    frame = run.rollouts.frame
+    old = known.old or log_probabilities_of(run, generation, generation)
+    kl = [penalty.of(old[row], known.ref[row]) for row in generation.tolist()]
+    reward = frame.reward.to_numpy(dtype=float)[generation]
+    if not penalty.to_go:
+        reward = reward - np.array([float(of_tokens.sum()) for of_tokens in kl])
+    found = advantages_of(run.settings, reward, group_names(frame)[generation])
+    if penalty.to_go:
+        of_tokens = [float(a) - of.flip(0).cumsum(0).flip(0) for a, of in zip(found, kl, strict=True)]
+        known.advantage = dict(zip(generation.tolist(), of_tokens, strict=True))
+        found = np.array([float(of.mean()) if len(of) else 0.0 for of in of_tokens])
+    every = frame.advantage.to_numpy(dtype=float, copy=True)
+    every[generation] = found
+    return replace(run, rollouts=run.rollouts.with_column("advantage", every))
 
 
 def needs_old(run: Run) -> bool:

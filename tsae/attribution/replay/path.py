@@ -25,6 +25,7 @@ from tsae.attribution.replay.passes import (
     needs_old,
     rows_of,
     used,
+    with_reward_kl,
 )
 from tsae.attribution.replay.states import State, States, Stepped
 from tsae.attribution.replay.stepping import Stepper
@@ -64,6 +65,8 @@ class Replayed:
     logs: Logs
     """Log-probabilities of rows at the beginning of the first step that used them."""
     ref: Logs
+    advantage: Logs = field(default_factory=dict)
+    """Of tokens, where those of a response differ."""
     starts: dict[int, int] = field(default_factory=dict)
     """Steps at which states are kept, with the number of steps of which their running means know."""
     lost: int = 0
@@ -96,7 +99,7 @@ def replay(
     """
     settings = run.settings
     stepper = Stepper(run.trained, settings.optimiser, rounded=settings.weights == "bfloat16")
-    if settings.loss.needs_ref and reference is None:
+    if settings.needs_ref and reference is None:
         reference = run.begin.weights
     sync, known = settings.loss.sync_ref, Known()
     state, begin = run.begin.copy(), run.begin.weights
@@ -113,6 +116,8 @@ def replay(
             found.starts[state.step] = state.taken
         if update.first or state.step == run.begin.step:
             known = known_at(run, update, reference)
+            found.run = run = with_reward_kl(run, known, run.plan.generations[update.generation])
+            found.advantage |= known.advantage
         before, step = state.weights.clone(), rows_of(run, update)
         taken = gradient_of(run, step, known)
         for row, log in taken.logs.items():
@@ -194,7 +199,8 @@ def known_of(path: Replayed, rows: np.ndarray, *, elsewhere: bool = False) -> Kn
     """Log-probabilities of rows as the replay found them. Elsewhere than on its path, all ratios are against them."""
     some = rows.tolist()
     old = {row: path.logs[row] for row in some if row in path.logs} if elsewhere or needs_old(path.run) else {}
-    return Known(old, {row: path.ref[row] for row in some if row in path.ref})
+    ref, advantage = ({row: of[row] for row in some if row in of} for of in (path.ref, path.advantage))
+    return Known(old, ref, advantage)
 
 
 def train_on(path: Replayed, kept: np.ndarray, *, progress: bool = True) -> torch.Tensor:

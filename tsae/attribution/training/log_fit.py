@@ -132,11 +132,10 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
     scale = settings.facts.get("scale_rewards")
     formulas = None if scale is None else _SCALES.get(str(scale).lower())
     if not np.isfinite(logged[rows]).any():
-        kind: Any = settings.facts.get("advantages") or ("dr_grpo" if formulas == _CENTRED else "grpo")
-        if kind not in _NAMES or settings.facts.get("kl_in_reward"):
-            how = "with a KL penalty in the rewards" if kind in _NAMES else f"as {kind}"
+        kind = _advantage_kind(settings)
+        if kind not in _NAMES:
             raise TsaeError(
-                f"has no advantages, and the trainer computed them in a way that is not followed here ({how})",
+                f"has no advantages, and the trainer computed them in a way that is not followed here (as {kind})",
                 where=rollouts.origin,
                 fix="Import a log that has them.",
             )
@@ -147,9 +146,13 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
                 where=rollouts.origin,
                 fix="Import the log with its rewards (--rewards).",
             )
-        notes.append(f"The log has no advantages; they are computed from its rewards: {_NAMES[kind]} of the group.")
-        epsilon = float(settings.facts.get("advantage_epsilon") or 1e-4)
-        computed = group_advantages(reward[rows], group_names(frame)[rows], kind, epsilon=epsilon)
+        penalty = " and the divergence from the reference" if settings.reward_kl else ""
+        notes.append(
+            f"The log has no advantages; they are computed from its rewards{penalty}: {_NAMES[kind]} of the group."
+        )
+        if settings.reward_kl:
+            return rollouts  # The replay computes them, generation by generation.
+        computed = advantages_of(settings, reward[rows], group_names(frame)[rows])
         return rollouts.with_column("advantage", np.bincount(rows, computed, len(rollouts)))
     step = np.unique(frame["step"].to_numpy()[rows], return_inverse=True)[1]
     group = np.unique(group_names(frame)[rows], return_inverse=True)[1]
@@ -176,6 +179,18 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
             "rewards; the advantages count as they were logged."
         )
     return rollouts
+
+
+def advantages_of(settings: RunSettings, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """(n,) advantages as the trainer makes them from finite rewards, (n,), and labels of prompt groups, (n,)."""
+    epsilon = float(settings.facts.get("advantage_epsilon") or 1e-4)
+    return group_advantages(rewards, groups, _advantage_kind(settings), epsilon=epsilon)
+
+
+def _advantage_kind(settings: RunSettings) -> Any:
+    scale = settings.facts.get("scale_rewards")
+    centred = scale is not None and _SCALES.get(str(scale).lower()) == _CENTRED
+    return settings.facts.get("advantages") or ("dr_grpo" if centred else "grpo")
 
 
 def _cut_off(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings, notes: list[str]) -> Rollouts:

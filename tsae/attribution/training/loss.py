@@ -70,6 +70,39 @@ class Correction:
         need_numbers(self)
 
 
+Estimator = Literal["k1", "abs", "k2", "k3"]
+"""Of KL(π ‖ reference), by d = log π − log reference: d, |d|, d²/2, or e^(−d) + d − 1 (Schulman 2020)."""
+
+
+def estimate_kl(kind: Estimator, apart: Tensor) -> Tensor:
+    """Estimates of the KL divergence in nats, token by token, from log π − log reference."""
+    if kind == "k3":
+        return torch.exp(-apart) + apart - 1
+    return apart if kind == "k1" else apart.abs() if kind == "abs" else apart**2 / 2
+
+
+@dataclass(frozen=True)
+class RewardKL:
+    """A KL penalty in the rewards, by the log-probabilities that the policy gave when it sampled."""
+
+    beta: float
+    """Weight of the divergence."""
+    kl: Estimator = "k1"
+    input_clamp: float | None = None
+    """Largest size of d (verl's k3: 20)."""
+    clamp: float | None = None
+    """Largest size of the estimate (OpenRLHF, verl's k3: 10)."""
+    to_go: bool = False
+    """False: advantages are made of the reward less the divergence of the whole response (verl, ms-swift). True: of the
+    reward alone, and every token is then charged with its own divergence and that of later tokens (OpenRLHF)."""
+
+    def of(self, old: Tensor, ref: Tensor) -> Tensor:
+        """(n,) penalties of the tokens of a response."""
+        apart = old - ref if self.input_clamp is None else (old - ref).clamp(-self.input_clamp, self.input_clamp)
+        kl = estimate_kl(self.kl, apart)
+        return self.beta * (kl if self.clamp is None else kl.clamp(-self.clamp, self.clamp))
+
+
 @dataclass
 class BatchTokens:
     """Response tokens of some samples, padded to (B, T). Log-probabilities are in nats, of the tokens sampled."""
@@ -125,8 +158,7 @@ class PolicyLoss:
     """k and λ of advantages of at least 0, k and λ of negative ones."""
     beta: float = 0.0
     """Weight of the KL term."""
-    kl: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of KL(π ‖ reference), by d = log π − log reference: d, |d|, d²/2, or e^(−d) + d − 1 (Schulman 2020)."""
+    kl: Estimator = "k3"
     kl_corrected: bool = False
     """Whether the KL term is multiplied by a ratio (TRL: use_bias_correction_kl)."""
     kl_corrected_to: Literal["old", "now", "sampler"] = "old"
@@ -326,12 +358,7 @@ class PolicyLoss:
     def _kl(self, apart: Tensor, log_weight: Tensor | None) -> Tensor:
         """Estimates of the KL divergence, from log π − log reference and the log of the ratio that weighs them."""
         free = apart if self.kl_input_clamp is None else apart.clamp(-self.kl_input_clamp, self.kl_input_clamp)
-        if self.kl == "k1":
-            kl = free
-        elif self.kl == "abs":
-            kl = free.abs()
-        else:
-            kl = free**2 / 2 if self.kl == "k2" else torch.exp(-free) + free - 1
+        kl = estimate_kl(self.kl, free)
         if log_weight is not None:
             if self.kl_corrected_to != "old":  # NeMo-RL stops both gradients where d is clamped.
                 log_weight = torch.where(free == apart, log_weight, log_weight.detach())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss, RewardKL
 from tsae.attribution.training.optimiser import Optimiser
 
 
@@ -66,6 +66,13 @@ class RunSettings:
     scale_rewards, logging_steps, use_vllm, reward_weights, …"""
     notes: tuple[str, ...] = ()
     """What was assumed, such as the defaults of a version."""
+    reward_kl: RewardKL | None = None
+    """The KL penalty in the rewards, which the replay computes where the log has no advantages."""
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether log-probabilities of a reference model are needed."""
+        return self.loss.needs_ref or self.reward_kl is not None
 
     def __str__(self) -> str:
         o, loss = self.optimiser, self.loss
@@ -79,6 +86,7 @@ class RunSettings:
             f"loss {loss.kind}",
             clipped.get(loss.surrogate, loss.surrogate) if loss.epsilon is not None else "no ratios",
             *([f"KL penalty {loss.beta:g}"] if loss.beta else []),
+            *([f"KL penalty {self.reward_kl.beta:g} in the rewards"] if self.reward_kl else []),
             *([f"{self.batching.updates:g} updates a generation"] if self.batching.updates > 1 else []),
             *([self.autocast] if self.autocast != "float32" else []),
         ]

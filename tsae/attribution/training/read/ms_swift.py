@@ -31,7 +31,7 @@ _TRL = (
 )
 _ODD = (
     "optimizer multi_turn_scheduler quant_method off_policy_sequence_mask_delta chord_sft_dataset sdar_loss_coef "
-    "advantage_reweight teacher_model teacher_model_server async_generate kl_in_reward"
+    "advantage_reweight teacher_model teacher_model_server async_generate"
 )
 
 
@@ -58,5 +58,7 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     given["vllm_importance_sampling_cap"], given["use_bias_correction_kl"] = None, False
     found = trl.of(given, file=file, beside=trl.Beside(n_steps=steps, base=words.get("model")))
     loss = replace(found.loss, kl_input_clamp=20.0, kl_clamp=10.0)
+    if words.flag("kl_in_reward"):  # It is in the advantages, which are logged.
+        loss = replace(loss, beta=0.0)
     facts = {**found.facts, "advantages": "logged"}
     return replace(found, loss=loss, trainer="ms_swift", version=words.get("swift_version"), facts=facts)

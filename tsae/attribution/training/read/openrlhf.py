@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from tsae.attribution.training.loss import PolicyLoss
+from tsae.attribution.training.loss import PolicyLoss, RewardKL
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.read.words import Words
 from tsae.attribution.training.settings import Batching, RunSettings
@@ -63,14 +63,15 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
         "num_generations": words.whole(*n, default=1),
         "max_steps": steps,
         "advantages": advantages,
+        "advantage_epsilon": 1e-9,
     }
     facts |= {"order": "log" if updates == 1 else "unknown", "order_fix": "train.batch_size of all rollouts"}
+    rest: dict[str, Any] = {"base": words.get("actor.model_name_or_path", "pretrain"), "autocast": "bfloat16"}
     beta = words.number("algo.kl.init_coef", "init_kl_coef", default=0.01)
     if words.flag("algo.kl.use_loss", "use_kl_loss"):
         loss["beta"] = beta
     elif beta:
-        facts["kl_in_reward"] = {"beta": beta, "kl": loss["kl"]}
-    rest: dict[str, Any] = {"base": words.get("actor.model_name_or_path", "pretrain"), "autocast": "bfloat16"}
+        rest["reward_kl"] = RewardKL(beta, loss["kl"], clamp=10.0, to_go=True)
     rest |= {"dropout": words.number("ds.lora.dropout", "lora_dropout", default=0.0) > 0, "facts": facts}
     rest["notes"] = ("before 0.10.3 the token mean was that of micro-batches, whose members are not known",)
     batching = Batching(1, updates, size["epochs"], 1)

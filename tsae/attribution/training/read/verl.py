@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tsae.attribution.training.loss import Correction, PolicyLoss
+from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
 from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.read.words import Words
 from tsae.attribution.training.settings import Batching, RunSettings
@@ -27,6 +27,7 @@ _SURROGATES = {"sapo": "sapo", "cispo": "cispo"} | dict.fromkeys(("vanilla", "gs
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _GRADIENTS = _KL | {f"{name}+": "k2" for name in _KL}
 """With a plus the value is the named one's, and the gradient that of k2."""
+_VALUES = _KL | {f"{name}+": of for name, of in _KL.items()}
 _ADVANTAGES = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo"}
 _LEVELS = {"None": None, "token": "token_truncate", "sequence": "sequence_truncate"}
 
@@ -79,12 +80,14 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     facts["sampler_fix"] = (
         "rollout_data_dir holds no log-probabilities: set algorithm.rollout_correction.rollout_is=null"
     )
-    if has["kl"]:
-        words.usual("kl_ctrl.type=fixed", _ALGO)
-        facts["kl_in_reward"] = words.take("beta=kl_ctrl.kl_coef:0.001", _ALGO)
-        facts["kl_in_reward"]["kl"] = words.choice(_KL, "algorithm.kl_penalty", default="kl")
     kept, computed = (words.get(f"{_ACTOR}fsdp_config.{name}", default="") for name in ("model_dtype", "dtype"))
     given: dict[str, Any] = {"base": words.get("actor_rollout_ref.model.path"), "facts": facts, "notes": tuple(notes)}
+    if has["kl"]:
+        words.need("the weight of the KL penalty follows the divergence", "algorithm.kl_ctrl.type", "fixed")
+        penalty = words.take("beta=kl_ctrl.kl_coef:0.001", _ALGO)
+        penalty["kl"] = words.choice(_VALUES, "algorithm.kl_penalty", default="kl")
+        penalty |= {"input_clamp": 20.0, "clamp": 10.0} if penalty["kl"] == "k3" else {}
+        given["reward_kl"] = RewardKL(**penalty)
     given["autocast"] = "float32" if computed in ("float32", "fp32") else "bfloat16"
     given["weights"] = "bfloat16" if kept in ("bf16", "bfloat16") else "float32"
     batching = Batching(parts, parts * updates, size["epochs"], processes)
