@@ -1,17 +1,16 @@
 """The command line: one subcommand a stage, whose options are the stage's own config.
 
-`tsae.commands.options` holds the options and stays light, so that --help takes half a second. `tsae.commands.actions`
-holds what the commands do, and needs torch. `action` is the one place that loads a module by its name.
+A command is a dataclass of `tsae.commands`: its fields are the options, and `execute` does it. Whatever is heavy is
+imported in `execute`, so that --help takes half a second.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,22 +24,19 @@ from tsae.base.ranges import need_numbers
 from tsae.base.remote.mirror import in_words, is_url, local, published, shown, url_of
 from tsae.base.torchrun import first_process
 from tsae.base.usual_state import usual_state
+from tsae.commands.activations import Capture, StoreCommand
+from tsae.commands.causes import Attribute, Causal, Influence
+from tsae.commands.diff import Diff, Drift, Explain, Reinforcement
 from tsae.commands.helptext import WrappedOutput, join_lines
-from tsae.commands.options.attribution import Attribute
-from tsae.commands.options.causal import Causal, Influence
-from tsae.commands.options.checkpoints import Capture, Drift
-from tsae.commands.options.diff import Diff, Explain, Reinforcement, Report, Serve
-from tsae.commands.options.export import Export, Push
-from tsae.commands.options.pipeline import Claims, Demo, Run, Watch
-from tsae.commands.options.rl import CreditCommand, Reformulate
-from tsae.commands.options.rollouts import RolloutsCommand
-from tsae.commands.options.sae import Crosscoder, Encode, Evaluate, Train
-from tsae.commands.options.store import StoreCommand
-from tsae.commands.options.upkeep import Repair, Verify
 from tsae.commands.outputs import check_outputs, output
-from tsae.commands.shortage import shortage
+from tsae.commands.report import Export, Push, Report, Serve
+from tsae.commands.resource_errors import resource_error
+from tsae.commands.rl import CreditCommand, Reformulate
+from tsae.commands.rollouts import RolloutsCommand
+from tsae.commands.runs import Claims, Demo, Repair, Run, Verify, Watch
+from tsae.commands.sae import Crosscoder, Encode, Evaluate, Train, start_as_default
+from tsae.commands.safe_stdio import safe_stdio
 from tsae.commands.spreading import end_with_parent, run_parts, without_spread
-from tsae.commands.terminal import tame_streams
 from tsae.errors import TsaeError
 from tsae.report.text import visible
 
@@ -103,20 +99,14 @@ def parse(args: Sequence[str]) -> Any:
         join_lines(Command)
     given: dict[str, Any] = {}
     if list(args[:1]) == ["train"] and any(text.startswith("--start") for text in args):
-        start = action("sae", "start_as_default")(args)
+        start = start_as_default(args)
         given = {} if start is None else {"default": start}
     with redirect_stdout(WrappedOutput()) if helping else nullcontext():
         return tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
 
 
-def action(room: str, name: str) -> Callable[..., Any]:
-    """The function of this name in `tsae.commands.actions`, where everything heavy is imported."""
-    found: Callable[..., Any] = getattr(import_module(f"tsae.commands.actions.{room}"), name)
-    return found
-
-
 def run(options: Any, words: Sequence[str] = ()) -> None:
-    """Run a command: the options `Diff` of ``options/diff.py`` go to `run_diff` of ``actions/diff.py``.
+    """Run a command.
 
     Args:
         options: of the command.
@@ -131,13 +121,12 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
     spread = getattr(options, "spread", None)
     if spread is not None and spread.asked and not run_parts(words, spread, options.to, _device(options)):
         return
-    room = type(options).__module__.rpartition(".")[2]
     to = output(options)
     part = getattr(options, "part", None)
     recorded = part is None and first_process() and bool(words) and to is not None and shown(to) == str(to)
     with nullcontext() if to is None else sole_writer(to, None if part is None else Part.of(part)):
         with under_way(to, without_spread(words)) if to is not None and recorded else nullcontext():
-            action(room, f"run_{type(options).__name__.lower()}")(options)
+            options.execute()
         if to is not None:
             published(to)
             if recorded:
@@ -211,12 +200,12 @@ def _run_or_say(words: Sequence[str]) -> None:
         raise TsaeError("the working folder is not there any more", fix=fix) from error
     options = parse(words)
     try:
-        with tame_streams():
+        with safe_stdio():
             run(options, words)
     except BrokenPipeError:
         raise
     except BaseException as error:
-        refusal = shortage(error)
+        refusal = resource_error(error)
         if refusal is None:
             raise
         raise refusal from error

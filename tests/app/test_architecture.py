@@ -73,9 +73,12 @@ def test_the_architecture_page_shows_the_contract() -> None:
 
 
 def test_own_modules_are_imported_at_the_top() -> None:
-    """Not in functions, and not under TYPE_CHECKING. `import tsae` reaches everything: only the app may."""
+    """Not in functions, and not under TYPE_CHECKING. `import tsae` reaches everything: only the app may. Commands
+    import what is heavy when they are executed."""
     found = []
     for path in MODULES:
+        if path.parent.name == "commands":
+            continue
         tree = parsed(path)
         top = set(map(id, tree.body))
         below_the_app = path.relative_to(ROOT).parts[1] in ROOMS_BELOW_THE_APP

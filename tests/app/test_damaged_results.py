@@ -20,8 +20,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, seal, write_sealed
 from tsae.causal.intervention import Intervention
-from tsae.commands.actions.diff import run_report
-from tsae.commands.options.diff import Report
+from tsae.commands.report import Report
 from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.measure_diff import feature_diff
@@ -145,7 +144,7 @@ def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> 
     write_sealed(tmp_path, "reinforcement.json", {}, ["reinforcement.parquet", "predicted.parquet"])
     options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
     with pytest.raises(TsaeError, match="cannot be read"):
-        run_report(options)
+        options.execute()
 
 
 def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
     FeatureDiff.load(results / "diff", features=FeatureTable.load(results / "features"))
     options = Report(diff=results / "diff", to=tmp_path / "page.html", features=tmp_path / "features")
     with pytest.raises(TsaeError, match="drawn from other features"):
-        run_report(options)
+        options.execute()
     table = FeatureTable.load(results / "features")
     judged = table.rollouts.with_column("outcome", ["success"] * len(table.rollouts))
     with pytest.raises(TsaeError, match=r"drawn from other features \(of other labels\)"):
@@ -165,14 +164,14 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
         pd.DataFrame({"a": [1]}).to_parquet(pushed / f"{name}.parquet")
     write_sealed(pushed, "reinforcement.json", {"labels": "others"}, ["reinforcement.parquet", "predicted.parquet"])
     with pytest.raises(TsaeError, match="is of other labels than the diff"):
-        run_report(replace(options, features=None, reinforcement=pushed))
+        replace(options, features=None, reinforcement=pushed).execute()
     write_sealed(pushed, "reinforcement.json", {}, ["reinforcement.parquet", "predicted.parquet"])
     (pushed / SEAL).unlink()
     with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
-        run_report(replace(options, features=None, reinforcement=pushed))
+        replace(options, features=None, reinforcement=pushed).execute()
     write_sealed(pushed, "reinforcement.json", {"rollouts": "others"}, ["reinforcement.parquet", "predicted.parquet"])
     with pytest.raises(TsaeError, match="is of other rollouts than the diff"):
-        run_report(replace(options, features=None, reinforcement=pushed))
+        replace(options, features=None, reinforcement=pushed).execute()
 
 
 _CAUSAL = ("causal.json", "outcomes.parquet", "rollouts.parquet")

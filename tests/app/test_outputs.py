@@ -15,17 +15,17 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-import tsae.commands.options
+import tsae.commands
 from support.builders import make_rollouts
 from tsae.attribution import attribution
 from tsae.base.disk.made_by import command_file, record_command
 from tsae.base.files import write_json
 from tsae.cli import main, parse
-from tsae.commands.options.causal import Influence
-from tsae.commands.options.checkpoints import Drift
-from tsae.commands.options.diff import Diff, Reinforcement, Report
-from tsae.commands.options.rollouts import Bands
+from tsae.commands.causes import Influence
+from tsae.commands.diff import Diff, Drift, Reinforcement
 from tsae.commands.outputs import FILES, MARKS, WRITES, check_outputs
+from tsae.commands.report import Report
+from tsae.commands.rollouts import Bands
 from tsae.diff import feature_diff
 from tsae.diff.explaining import explanations
 from tsae.errors import TsaeError
@@ -308,8 +308,8 @@ def test_a_damaged_output_of_ours_can_be_replaced(rollouts: Path) -> None:
 def test_every_output_is_known_to_be_a_file_or_a_folder() -> None:
     """The help of --to says it; a new command must say it too."""
     seen, missing = 0, []
-    for info in pkgutil.iter_modules(tsae.commands.options.__path__):
-        module = importlib.import_module(f"tsae.commands.options.{info.name}")
+    for info in pkgutil.iter_modules(tsae.commands.__path__):
+        module = importlib.import_module(f"tsae.commands.{info.name}")
         for name, kind in vars(module).items():
             own = isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.__name__
             if own and any(field.name == "to" for field in fields(kind)):

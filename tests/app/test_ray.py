@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.builders import make_rollouts
-from tsae.commands.ray_parts import resources
+from tsae.commands.spreading import resources
 from tsae.errors import TsaeError
 
 

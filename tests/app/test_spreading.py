@@ -18,8 +18,7 @@ import torch
 import tsae
 from support.builders import make_rollouts
 from tsae.cli import main, parse
-from tsae.commands.options.spread import Spread
-from tsae.commands.spreading import run_parts, slurm_script, without_spread
+from tsae.commands.spreading import Spread, run_parts, slurm_script, without_spread
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, write_problems
 

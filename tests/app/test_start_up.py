@@ -29,6 +29,7 @@ LIGHT = [
     "from tsae import Checkpoint, CheckpointSeries; tsae_series = __import__('tsae').testbed.series()",
     "from tsae.cli import main; main(['--help'])",
     "from tsae.cli import main; main(['capture', '--help'])",
+    "from tsae.cli import main; main(['rollouts', 'formats'])",
 ]
 
 

@@ -25,7 +25,7 @@ from tsae.causal.intervention import folders_of_tests
 from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
-from tsae.commands.actions.diff import files_of_page
+from tsae.commands.report import files_of_page
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.entries.hashes import hash64
 

@@ -12,8 +12,7 @@ import pytest
 from support.builders import EOS, feature_table, write_store
 from support.pages import rendered
 from tsae.activations.store import ActivationStore
-from tsae.commands.actions.causal import opposed_features
-from tsae.commands.options.causal import Causal
+from tsae.commands.causes import Causal, opposed_features
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
 from tsae.diff.contrast.draw_contrast import draw, problem_effects, question

@@ -332,7 +332,7 @@ def test_an_export_killed_before_its_command_is_known_may_be_made_again(
         def killed(*_: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("tsae.commands.actions.export.say_wrote", killed)
+        patch.setattr("tsae.commands.report.say_wrote", killed)
         with pytest.raises(SystemExit):
             main(command)
     written = sorted(path.name for path in (tmp_path / "out").iterdir())

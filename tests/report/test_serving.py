@@ -21,8 +21,7 @@ from run_notebooks import CHROMIUM
 from support.diffs import MARKUP, make, source
 from support.pages import rendered
 from tsae.base.files import write_text
-from tsae.commands.actions.diff import files_of_page, run_serve
-from tsae.commands.options.diff import Serve
+from tsae.commands.report import Serve, files_of_page
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.pages.examples import contexts
@@ -140,7 +139,7 @@ def test_what_cannot_be_served_is_said(found: Any, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="cannot listen there"):
         server(found.RequestHandlerClass.run, 99_999_999)
     with pytest.raises(TsaeError, match=r"holds no diff/diff\.json"):
-        run_serve(Serve(tmp_path))
+        Serve(tmp_path).execute()
 
 
 def test_a_changed_diff_is_shown_and_a_broken_one_is_not(both: tuple[Any, Served], diff: FeatureDiff) -> None:

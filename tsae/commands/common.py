@@ -1,4 +1,4 @@
-"""What commands share: loading series and rollouts, saying what was written, and results as JSON."""
+"""What commands share: loading series and rollouts, printing what was written, and results as JSON."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from tsae.activations.config import StatesConfig
 from tsae.base.files import write_json
 from tsae.base.provenance import version_of
 from tsae.base.remote.mirror import shown
-from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.table import Rollouts
 
 
-def load_series(*sources: str | Path) -> CheckpointSeries:
+def load_series(*sources: str | Path) -> tsae.CheckpointSeries:
     """Load a series, and print its notes to standard error."""
-    series = CheckpointSeries.load(*sources)
+    series = tsae.CheckpointSeries.load(*sources)
     for note in series.notes:
         print(f"note: {note}", file=sys.stderr)
     return series
 
 
-def own_rollouts(path: Path, policy: str) -> Rollouts:
+def own_rollouts(path: Path, policy: str) -> tsae.Rollouts:
     """Rollouts that a policy sampled.
 
     Raises:

@@ -7,7 +7,9 @@ default of None or of nothing ("by default …"): neither is shown again, nor No
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import io
 import re
 import shutil
@@ -16,6 +18,7 @@ import textwrap
 import types
 import typing
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -36,7 +39,7 @@ def join_lines(kind: Any) -> None:
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return
     owners = [owner for owner in reversed(kind.__mro__) if dataclasses.is_dataclass(owner)]
-    said = {name: text for owner in owners for name, text in _docstrings(owner).items()}
+    said = {name: text for owner in owners for name, text in _docstrings(owner.__module__)[owner.__name__].items()}
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         text = said.get(field.name)
@@ -50,11 +53,19 @@ def join_lines(kind: Any) -> None:
 
 
 @cache
-def _docstrings(kind: type) -> dict[str, str | None]:
-    """The docstrings of a dataclass's own fields. Its source is parsed once: commands share their configs."""
-    import docstring_parser
-
-    return {found.arg_name: found.description for found in docstring_parser.parse_from_object(kind).params}
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings below the fields of a module's classes, by class and field. A module is parsed once."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = {
+                line.target.id: inspect.cleandoc(below.value.value)
+                for line, below in pairwise(node.body)
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+                if isinstance(below.value.value, str)
+            }
+    return found
 
 
 def _hide_default(kind: type, name: str, hint: Any) -> None:

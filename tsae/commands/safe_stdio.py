@@ -14,7 +14,7 @@ _BAR = re.compile(r"(?:\n|\x1b\[A)*")
 """How a progress bar moves to its line."""
 
 
-class _Tame:
+class _SafeStream:
     """A stream that shows control characters as their code points; all else is the stream's own.
 
     Args:
@@ -39,10 +39,10 @@ class _Tame:
 
 
 @contextmanager
-def tame_streams() -> Iterator[None]:
+def safe_stdio() -> Iterator[None]:
     """While the block runs, nothing that is printed steers the terminal, but for progress bars."""
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Tame(out), _Tame(err)
+    sys.stdout, sys.stderr = _SafeStream(out), _SafeStream(err)
     try:
         yield
     finally:

@@ -1,16 +1,33 @@
-"""Options of `tsae rollouts`: sample, import, bands, difficulty, behaviours."""
+"""`tsae rollouts`: sample, import, formats, bands, difficulty and behaviours."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
-from tsae.commands.options.formats import Formats
-from tsae.commands.options.spread import Spread
+import tsae
+from tsae.base.disk.made_by import record_early
+from tsae.base.part import Part
+from tsae.base.plugins import find_function
+from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
+from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.spreading import Spread
+from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig, ServerConfig
+
+
+@dataclass(frozen=True)
+class Formats:
+    """List the trainers whose logs are read, in which versions, what to switch on there, and what each log lacks."""
+
+    def execute(self) -> None:
+        from tsae.rollouts.logs.known import formats_text
+
+        print(formats_text(shutil.get_terminal_size().columns))
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,57 @@ class Sample:
     sampling: OmitArgPrefixes[SamplingConfig] = field(default_factory=SamplingConfig)
     spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)
 
+    def execute(self) -> None:
+        from tsae.checkpoints.loading import ModelLoader
+        from tsae.rollouts.answers.grading import find_verifier
+        from tsae.rollouts.problems import read_problems
+        from tsae.rollouts.sampling.batches import remove_batches
+        from tsae.rollouts.sampling.sample import sample_part
+
+        series = load_series(*self.series)
+        chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
+        problems, verify = read_problems(self.problems), find_verifier(self.verifier)
+        server = self.server if self.server.url else None
+        if server is None and self.server != type(self.server)():
+            raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
+        if server is not None and len(chosen) > 1:
+            raise TsaeError(
+                f"a server samples from one checkpoint, and here are {', '.join(c.id for c in chosen)}",
+                where="--server.url",
+                fix="Name one with --checkpoints, and put the files together with `Rollouts.concat`.",
+            )
+        loader = ModelLoader(device=self.sampling.device)
+        pieces = f"{url_of(self.to)}.pieces"
+        if self.part is not None:
+            part = Part.of(self.part)
+            missing = sum(
+                sample_part(c, problems, self.sampling, part=part, pieces=pieces, server=server, loader=loader)
+                for c in chosen
+            )
+            rest = f"other parts have {missing} batches still to sample" if missing else "so are all others"
+            print(f"part {part} is done; {rest}. The same command without --part puts them together.")
+            return
+        of_each = [
+            tsae.sample(c, problems, self.sampling, verify=verify, server=server, pieces=pieces, loader=loader)
+            for c in chosen
+        ]
+        rollouts = tsae.Rollouts.concat(of_each).with_advantages()
+        record_early(self.to)
+        say_wrote(rollouts.write(self.to), rollouts)
+        published(self.to)  # before its pieces are removed
+        room = local(pieces, fetch=False)
+        for checkpoint in chosen:
+            remove_batches(room, checkpoint.id)
+        refreshed(room)
+        if room.is_dir() and not any(room.iterdir()):
+            removed(room)
+        served = rollouts.info.get("served")
+        if served and served["ids"] != "sampled":
+            print(
+                "the server gives no token ids: those of each response are of its text, and of "
+                f"{served['other_lengths']} responses they are not as many as were sampled"
+            )
+
 
 @dataclass(frozen=True)
 class Import:
@@ -67,6 +135,12 @@ class Import:
     """Processes that read; by default one a core and at most four, and one for logs of less than 32 MiB."""
     config: OmitArgPrefixes[ImportConfig] = field(default_factory=ImportConfig)
 
+    def execute(self) -> None:
+        from tsae.rollouts.importing import import_log
+
+        print(import_log(self.log, self.to, self.checkpoint, self.config, workers=self.workers))
+        say_wrote(self.to)
+
 
 @dataclass(frozen=True)
 class Bands:
@@ -84,6 +158,18 @@ class Bands:
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
+
+    def execute(self) -> None:
+        from tsae.rollouts.bands import band_counts, found_how
+        from tsae.rollouts.schema import problem_bands
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
+        banded = rollouts.with_bands(self.reference, cutoffs=_cutoffs(self), measured_on=measured_on)
+        record_early(self.to)
+        say_wrote(banded.write(self.to), banded)
+        print(f"problems: {band_counts(problem_bands(banded.frame))}")
+        print(found_how(banded.info["bands"]))
 
 
 @dataclass(frozen=True)
@@ -105,6 +191,22 @@ class Difficulty:
     """Instead of cut-offs: the share of the reference's problems that is easy, and the share that is hard."""
     config: OmitArgPrefixes[DifficultyConfig] = field(default_factory=DifficultyConfig)
 
+    def execute(self) -> None:
+        found = tsae.difficulty(
+            tsae.Rollouts.read(self.rollouts),
+            self.config,
+            series=load_series(*self.series) if self.series else None,
+            reference=self.reference,
+            cutoffs=_cutoffs(self),
+        )
+        with as_json(self.json) as write:
+            print(found)
+            if self.to is not None:
+                record_early(self.to)
+                say_wrote(found.save(self.to))
+            tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
+            write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
+
 
 @dataclass(frozen=True)
 class Behaviours:
@@ -122,6 +224,26 @@ class Behaviours:
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
+    def execute(self) -> None:
+        from tsae.report.printed.findings import behaviour_text, format_text
+        from tsae.rollouts.behaviours import behaviour_table, by_thirds, format_table, with_behaviours
+
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        reference, name = self.reference or rollouts.policies[0], self.required_steps
+        fix = "Give module:function for your own (prompt, answer) -> number of operations."
+        required = None if name is None else find_function(name, takes=2, where="required_steps", fix=fix)
+        found = with_behaviours(rollouts, required_steps=required, reference=reference)
+        shown = found if self.reference else by_thirds(found)
+        reference = self.reference or shown.policies[0]
+        behaviours, formats = (table(shown, reference=reference) for table in (behaviour_table, format_table))
+        with as_json(self.json) as write:
+            print(behaviour_text(behaviours))
+            print(f"\n{format_text(formats)}")
+            if self.to is not None:
+                record_early(self.to)
+                say_wrote(found.write(self.to), found)
+            write({"behaviours": behaviours, "formats": formats})
+
 
 @dataclass(frozen=True)
 class RolloutsCommand:
@@ -137,3 +259,7 @@ class RolloutsCommand:
         | Annotated[Behaviours, subcommand("behaviours", prefix_name=False)],
         arg(name=""),
     ]
+
+
+def _cutoffs(options: Bands | Difficulty) -> tsae.BandCutoffs | tsae.BandQuantiles:
+    return options.cutoffs if options.shares is None else tsae.BandQuantiles(*options.shares)

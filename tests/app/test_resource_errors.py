@@ -12,39 +12,39 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tsae import cli
-from tsae.commands.shortage import shortage
+from tsae.commands.resource_errors import resource_error
 
 
 def test_errors_of_the_system_and_of_libraries() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "out/page.html.tmp")
-    assert str(shortage(full)) == (
+    assert str(resource_error(full)) == (
         "out/page.html.tmp: the system refuses: No space left on device. Make room, and give the same command again: "
         "what is finished is kept."
     )
-    assert "may read and write" in str(shortage(PermissionError(errno.EACCES, "Permission denied", "out")))
-    assert "ulimit -n" in str(shortage(OSError(errno.EMFILE, "Too many open files")))
-    assert "Make room" in str(shortage(OSError("Can't write data (file write failed: errno = 28, error message = …)")))
-    assert "not enough memory" in str(shortage(MemoryError()))
+    assert "may read and write" in str(resource_error(PermissionError(errno.EACCES, "Permission denied", "out")))
+    assert "ulimit -n" in str(resource_error(OSError(errno.EMFILE, "Too many open files")))
+    assert "Make room" in str(resource_error(OSError("Can't write data (errno = 28, error message = …)")))
+    assert "not enough memory" in str(resource_error(MemoryError()))
     with pytest.raises(RuntimeError) as short:
         torch.empty(2**50)
-    assert "not enough memory" in str(shortage(short.value))
-    assert "ulimit -u" in str(shortage(RuntimeError("can't start new thread")))
+    assert "not enough memory" in str(resource_error(short.value))
+    assert "ulimit -u" in str(resource_error(RuntimeError("can't start new thread")))
     panic = type("PanicException", (BaseException,), {})("no entry found for key")
-    assert "a library met what it did not expect (no entry found for key)" in str(shortage(panic))
+    assert "a library met what it did not expect (no entry found for key)" in str(resource_error(panic))
     for other in (
         OSError(errno.ENOENT, "No such file", "x"),
         ValueError("x"),
         RuntimeError("shape"),
         ConnectionError(),
     ):
-        assert shortage(other) is None
+        assert resource_error(other) is None
 
 
 @pytest.mark.parametrize("device", ["3", "bogus", "", "cuda:99"])
 def test_a_device_that_is_not_there(device: str) -> None:
     with pytest.raises((RuntimeError, AssertionError)) as refused:
         torch.nn.Linear(2, 2).to(device)
-    assert "--device cpu" in str(shortage(refused.value))
+    assert "--device cpu" in str(resource_error(refused.value))
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError) as refused:
             touch()
-        found = shortage(refused.value)
+        found = resource_error(refused.value)
         assert found is not None
         assert found.where == str(tmp_path / named)
         assert "another path" in str(found) or "shorter path" in str(found)
@@ -72,7 +72,7 @@ def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
             save_file({"x": torch.zeros(100_000)}, tmp_path / "x.safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "Make room" in str(shortage(full.value))
+    assert "Make room" in str(resource_error(full.value))
 
 
 def test_the_command_line_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

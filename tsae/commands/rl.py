@@ -1,13 +1,17 @@
-"""Options of the commands for training: reformulate, credit."""
+"""`tsae reformulate` and `tsae credit`: fit and weights."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
+import tsae
+from tsae.commands.common import load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 
@@ -36,6 +40,30 @@ class Reformulate:
     show: int = 0
     """Print this many reformulations, evenly spread, and as many of the numbers left out."""
 
+    def execute(self) -> None:
+        from tsae.rl.reformulation import write_reformulations
+        from tsae.rl.word_problems import read_word_problems, reformulate_words
+        from tsae.testbed.backward import is_chain, reformulate_chains
+
+        problems, solutions = read_word_problems(self.problems)
+        kind = self.kind if self.kind != "auto" else "backward" if is_chain(problems[0]) else "number"
+        if kind == "number":
+            made, left_out = reformulate_words(problems, solutions)
+            reasons = Counter(item.reason for item in left_out)
+            print(f"left out: {', '.join(f'{n:,} {reason}' for reason, n in reasons.most_common()) or 'nothing'}")
+            for item in _spread(left_out, self.show):
+                print(f"  {item.problem_id} {item.text!r}: {item.reason}")
+        else:
+            split: Literal["train"] | None = None if self.evaluation else "train"
+            made = reformulate_chains(problems, kind=kind, ambiguous=self.ambiguous, n_ops=self.n_ops, split=split)
+        if not made:
+            raise TsaeError("no problem could be reformulated", where=self.problems, fix="See the reasons above.")
+        for reformulation in _spread(made, self.show):
+            print(f"\n{reformulation.problem.prompt}\n  {' or '.join(reformulation.accepted)}")
+        write_reformulations(made, self.to)
+        parents = len({item.parent for item in made})
+        say_wrote(self.to, f"{len(made):,} reformulations of {parents:,} of {len(problems):,} problems")
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -46,6 +74,12 @@ class Fit:
     to: Path
     """Folder of the credit."""
     config: OmitArgPrefixes[CreditConfig] = field(default_factory=CreditConfig)
+
+    def execute(self) -> None:
+        from tsae.rl.credit_fitting import fit_credit
+
+        credit = fit_credit(self.features, self.config)
+        say_wrote(credit.save(self.to), credit)
 
 
 @dataclass(frozen=True)
@@ -82,6 +116,21 @@ class Weights:
                 fix="Give --store or --series, one of them.",
             )
 
+    def execute(self) -> None:
+        from tsae.rl.credit import Credit
+        from tsae.rl.exporting import read_logprob, stored_logprob, write_credit
+
+        credit, features = Credit.load(self.credit), tsae.FeatureTable.load(self.features)
+        if not credit.significant:
+            print(f"note: {credit.info['note']}")
+        reader = credit.info["reader"]
+        if self.store is not None:
+            logprob = stored_logprob(features, reader, self.store)
+        else:
+            reference = load_series(*self.series)[reader]
+            logprob = read_logprob(features, reference, device=self.device, batch_tokens=self.batch_tokens)
+        say_wrote(write_credit(credit, features, self.to, self.config, logprob=logprob))
+
 
 @dataclass(frozen=True)
 class CreditCommand:
@@ -91,3 +140,12 @@ class CreditCommand:
         Annotated[Fit, subcommand("fit", prefix_name=False)]
         | Annotated[Weights, subcommand("weights", prefix_name=False)]
     ]
+
+
+T = TypeVar("T")
+
+
+def _spread(items: Sequence[T], n: int) -> list[T]:
+    """At most n of the items, evenly spread."""
+    n = min(n, len(items))
+    return [items[i * len(items) // n] for i in range(n)]

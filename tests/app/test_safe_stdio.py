@@ -8,11 +8,11 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from tsae.commands.terminal import tame_streams
+from tsae.commands.safe_stdio import safe_stdio
 
 
 def test_control_characters_are_shown_and_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    with tame_streams():
+    with safe_stdio():
         print("a\x1b[31mb\x00c\u202ed\x9be\tf")
         print("one\rtwo", file=sys.stderr)
     found = capsys.readouterr()
@@ -22,7 +22,7 @@ def test_control_characters_are_shown_and_not_sent(capsys: pytest.CaptureFixture
 
 def test_a_stream_is_given_back_after_an_error() -> None:
     before = sys.stdout, sys.stderr
-    with pytest.raises(KeyError), tame_streams():
+    with pytest.raises(KeyError), safe_stdio():
         raise KeyError("x")
     assert (sys.stdout, sys.stderr) == before
 
@@ -33,7 +33,7 @@ def test_progress_bars_still_move(monkeypatch: pytest.MonkeyPatch) -> None:
         stream = io.StringIO()
         monkeypatch.setattr(sys, "stderr", stream)
         if tame:
-            with tame_streams():
+            with safe_stdio():
                 _two_bars()
         else:
             _two_bars()

@@ -1,4 +1,4 @@
-"""What a machine lacks: errors of the system that its user can put right, in words."""
+"""Errors of the system that a user can put right: no space, memory, files or permission."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DEVICE = re.compile(
 _THREADS = re.compile(r"can't start new thread|Resource temporarily unavailable")
 
 
-def shortage(error: BaseException) -> TsaeError | None:
+def resource_error(error: BaseException) -> TsaeError | None:
     """A refusal in place of an error, where the machine lacks disk, memory, files, threads, or a permission.
 
     Args:

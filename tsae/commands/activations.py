@@ -1,0 +1,200 @@
+"""`tsae capture` and `tsae store`: show, check and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
+
+import tsae
+from tsae.activations.config import CaptureConfig, StatesConfig, Subset
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.files import reading
+from tsae.base.part import Part
+from tsae.base.remote.mirror import shown
+from tsae.base.torchrun import first_process
+from tsae.commands.common import as_json, given, load_series, say_wrote
+from tsae.commands.spreading import Spread
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Record residual-stream activations while checkpoints read trajectories. Resumes an unfinished capture.
+
+    On several processes: torchrun --nproc-per-node 2 -m tsae capture …
+
+    In parts that know nothing of each other: --parts 8 --workers 2 on this machine, --parts 8 --executor slurm on a
+    cluster, or --part 2/8 wherever you start it.
+    """
+
+    series: tuple[str, ...]
+    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    is a folder, an adapter, a .gguf file or a Hugging Face id (org/model@revision/subfolder)."""
+    rollouts: Path
+    """Parquet file of rollouts, which the checkpoints read."""
+    to: Path
+    """Folder of the activation store."""
+    sites: tuple[str, ...] = ()
+    """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids of the readers beside the base; by default the last step of every run."""
+    part: str | None = None
+    """Record only a part of the shards, such as 2/7. Parts know nothing of each other; the last one to finish completes
+    the store, which is the same as that of one process."""
+    config: OmitArgPrefixes[CaptureConfig] = field(default_factory=CaptureConfig)
+    server: StatesConfig = field(default_factory=StatesConfig)
+    spread: OmitArgPrefixes[Spread] = field(default_factory=Spread)
+
+    def execute(self) -> None:
+        from tsae.activations.capture import capture_part
+
+        series = load_series(*self.series)
+        series = series.select(self.checkpoints) if self.checkpoints else series.final()
+        rollouts = tsae.Rollouts.read(self.rollouts)
+        sites, config, server = list(self.sites), self.config, given(self.server)
+        # A server computes for one reader; what the others read comes by other commands.
+        if self.part is not None or server is not None:
+            part = Part() if self.part is None else Part.of(self.part)
+            missing = capture_part(series, rollouts, sites, to=self.to, part=part, config=config, server=server)
+            if missing:
+                done = f"part {part}" if self.part is not None else "this"
+                print(f"{done} is done; other parts have {len(missing)} shards still to record, such as {missing[0]}")
+                return
+        store = tsae.capture(series, rollouts, sites, to=self.to, config=config, server=server)
+        if first_process():
+            say_wrote(store.path, store)
+
+
+@dataclass(frozen=True)
+class Show:
+    """Show what an activation store holds."""
+
+    store: Positional[Path]
+    """Folder that `tsae capture` wrote."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.activations.shards.manifest import read_manifest
+
+        manifest = read_manifest(self.store)
+        _need_own(manifest, self.store)
+        with as_json(self.json) as write:
+            print(f"{self.store}: {manifest['dtype']}" + ("" if manifest["complete"] else ", not finished"))
+            for site, info in manifest["sites"].items():
+                print(f"  {site}: d_model {info['d_model']}")
+            for reader in manifest["readers"]:
+                tokens = sum(shard["n_tokens"] for shard in reader["shards"])
+                trajectories = sum(shard["n_trajectories"] for shard in reader["shards"])
+                n = len(reader["shards"])
+                print(f"  {reader['id']}: {tokens:,} tokens of {trajectories:,} trajectories, {n} shards")
+            write(manifest)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Compare every shard of an activation store with its checksum. Exit status 2 if any is damaged."""
+
+    store: Positional[Path]
+    """Folder that `tsae capture` wrote."""
+    repair: bool = False
+    """Capture damaged shards again; needs --series."""
+    series: Path | None = None
+    """Folder of the checkpoints that the store was captured from."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.activations.recording.repair import repair_store
+        from tsae.activations.shards.checksums import check_store
+        from tsae.activations.shards.manifest import read_manifest
+        from tsae.checkpoints.series import CheckpointSeries
+
+        if self.repair != (self.series is not None):
+            raise TsaeError(
+                "--repair and --series go together: damaged shards are captured again from the checkpoints",
+                where="tsae store check",
+                fix="Give both or neither.",
+            )
+        damages = check_store(self.store)
+        manifest = read_manifest(self.store)
+        n = sum(len(reader["shards"]) for reader in manifest["readers"])
+        content = {"shards": n, "complete": manifest["complete"], "damaged": [vars(d) for d in damages], "repaired": []}
+        with as_json(self.json) as write:
+            for damage in damages:
+                print(f"damaged: {damage.file}: {damage.what}")
+            if not manifest["complete"]:
+                print("the capture did not finish; the same `tsae capture` goes on")
+            if damages and self.series is None:
+                write(content)
+                raise TsaeError(
+                    f"{len(damages)} of {n} shards are damaged",
+                    where=self.store,
+                    fix=f"Have them captured again: tsae store check {self.store} --repair --series SERIES.",
+                )
+            if damages and self.series is not None:
+                series = CheckpointSeries.load(self.series)
+                with sole_writer(self.store):
+                    for repaired in repair_store(self.store, series, check_store(self.store)):
+                        found = "the bytes of" if repaired.same else "other last bits than"
+                        print(f"repaired: {repaired.file}: {found} the first capture")
+                        content["repaired"].append(vars(repaired))
+            print(f"{shown(self.store)}: all {n} shards are whole")
+            write(content)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Tabulate entropy, choice points, log-probabilities and KL from the base, one row per reader and trajectory.
+
+    Needs a store captured with --token-statistics.
+    """
+
+    store: Positional[Path]
+    """Folder that `tsae capture` wrote."""
+    to: Path
+    """Parquet file to write."""
+    quantile: float = 0.8
+    """Response tokens with an entropy above this quantile of their run are choice points."""
+    subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
+
+    def execute(self) -> None:
+        import pyarrow as pa
+
+        from tsae.report.printed.findings import statistics_text
+        from tsae.rollouts.parquet import write_table
+
+        store = tsae.ActivationStore(self.store).subset(self.subset)
+        table = tsae.trajectory_statistics(store, quantile=self.quantile)
+        arrow = pa.Table.from_pandas(table, preserve_index=False)
+        write_table(self.to, arrow.schema, [arrow], {"kind": "token statistics"})
+        print(statistics_text(table))
+        say_wrote(self.to, f"{len(table):,} rows")
+
+
+@dataclass(frozen=True)
+class StoreCommand:
+    """Show what an activation store holds, find and repair damaged shards, or tabulate what readers predicted."""
+
+    command: OmitArgPrefixes[
+        Annotated[Show, subcommand("show", prefix_name=False)]
+        | Annotated[Check, subcommand("check", prefix_name=False)]
+        | Annotated[Statistics, subcommand("statistics", prefix_name=False)]
+    ]
+
+
+def _need_own(manifest: dict[str, Any], store: Path) -> None:
+    """Refuse a manifest and a run.json of different captures. No shard is opened."""
+    record, fix = store / "run.json", "Put back the file that was exchanged, or capture again in a new folder."
+    if not record.is_file():
+        return
+    from tsae.base.seal import read_sealed
+
+    with reading(record, fix):
+        of = read_sealed(record, fix)["inputs"].get("rollouts")
+    if of not in (None, manifest["rollouts"]):
+        what = f"is of another capture (rollouts {manifest['rollouts']}) than run.json beside it ({of})"
+        raise TsaeError(what, where=store / "manifest.json", fix=fix)

@@ -1,0 +1,279 @@
+"""`tsae drift`, `tsae diff`, `tsae reinforcement` and `tsae explain`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from tyro.conf import OmitArgPrefixes, Positional
+
+import tsae
+from tsae.base.disk.made_by import record_early
+from tsae.base.files import write_text
+from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.diff.config import DiffConfig, ExplainConfig
+from tsae.errors import TsaeError
+from tsae.rollouts.config import EndpointConfig
+
+PUSHED = "reinforcement.json"
+"""In the folder of `tsae reinforcement --to`, says of which rollouts the tables are."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Measure where training wrote: how far every weight is from the base's, by layer and module."""
+
+    series: tuple[str, ...]
+    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    is a folder, an adapter or a Hugging Face id (org/model@revision/subfolder)."""
+    checkpoints: tuple[str, ...] = ()
+    """Ids to measure; by default all."""
+    spectral: bool = True
+    """Also measure spectral norm and stable rank of the updates. This takes most of the time."""
+    to: Path | None = None
+    """Folder for drift.parquet, one row per checkpoint and tensor, and the page drift.html."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.base.table_export import write_table
+        from tsae.report.pages.drift import write_drift
+        from tsae.report.printed.drift import drift_text
+
+        series = load_series(*self.series)
+        series = series.select(self.checkpoints) if self.checkpoints else series
+        if len(series) < 2:
+            raise TsaeError(
+                "there is nothing but the base", where=series.name, fix="Give at least one more checkpoint."
+            )
+        drift = tsae.weight_drift(series, spectral=self.spectral)
+        with as_json(self.json) as write:
+            print(drift_text(drift))
+            if self.to is not None:
+                record_early(self.to)
+                write_table(self.to / "drift.parquet", drift)
+                write_drift(drift, self.to / "drift.html")
+                say_wrote(self.to)
+            write({"drift": drift})
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Compare every checkpoint with the base, and successes with failures; print the findings."""
+
+    features: Path
+    """Folder that `tsae encode` wrote."""
+    to: Path
+    """Folder of the diff."""
+    tokenizer: Path | None = None
+    """Checkpoint whose tokenizer names the tokens; without it tokens are shown by id."""
+    annotator: str | None = None
+    """module:function of an annotator (prompt, response tokens) -> one class per token, such as
+    tsae.features.mathematics:math_classes."""
+    families: bool = False
+    """Group features by the FAMILIES of the annotator's module, and test the shifts of the groups."""
+    store: Path | None = None
+    """The store that was encoded: compares the best features with plain directions and a probe."""
+    steps: Path | None = None
+    """Features of more steps of the runs, by the same SAE, to follow features along steps; by default --features, where
+    a run has two steps there."""
+    compare: Path | None = None
+    """Folder of another diff by the same SAE: prints which effects both found."""
+    insertion: int = 0
+    """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects: does a
+    feature fire when its top tokens are inserted elsewhere? Runs the models: give --series and --sae."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, the base first. With --sae also reads noise as large as each
+    update (--noise-draws): what moves where nothing was learned. --insertion needs both."""
+    device: str = "cpu"
+    """Torch device for --series: cpu, cuda, cuda:1, …"""
+    markdown: Path | None = None
+    """File to write the clearest total shifts to, as a Markdown table."""
+    stability: Path | None = None
+    """The SAE's folder, if `tsae evaluate --seeds` ran after `tsae encode`; by default found beside the features."""
+    sae: Path | None = None
+    """The SAE's folder, for --series. With --tokenizer also shows which next tokens features promote."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+    def execute(self) -> None:
+        from tsae.causal.insertion import insert_discoveries
+        from tsae.diff.controls.baselines import baselines
+        from tsae.diff.families import find_families
+        from tsae.features.annotations import find_annotator
+        from tsae.features.logits import logit_effects
+        from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
+        from tsae.report.story.findings import findings_content
+        from tsae.report.story.noise import NOT_RUN, noise_lines
+
+        _check(self)
+        features = tsae.FeatureTable.load(self.features)
+        base = None if self.tokenizer is None else load_series(self.tokenizer).base
+        strings = None if base is None else _strings(features, base)
+        logits = None
+        if self.sae is not None and base is not None and strings is not None:
+            sae = tsae.TemporalSAE.load(self.sae)
+            features.need_sae(sae.fingerprint, sae.config.d_sae)
+            logits = logit_effects(sae, base, strings)
+        series = load_series(*self.series) if self.series else None
+        annotator = None if self.annotator is None else find_annotator(self.annotator)
+        families = find_families(self.annotator) if self.families else None
+        other = None if self.compare is None else tsae.FeatureDiff.load(self.compare)
+        diff = tsae.feature_diff(
+            features,
+            self.config,
+            annotator=annotator,
+            families=families,
+            token_strings=strings,
+            stability=self.stability,
+            logits=logits,
+            steps=self.steps,
+        )
+        if series is not None and self.sae is not None:
+            capturing = tsae.CaptureConfig(device=self.device)
+            noise = tsae.noise_null(series, self.sae, features, self.config, capturing=capturing, scratch=self.to)
+            diff = diff.with_noise(noise)
+        with as_json(self.json) as write:
+            content = findings_content(diff)
+            print_findings(diff)
+            if self.config.noise_draws:
+                lines = noise_lines(diff.info["noise"]) if series is not None else [NOT_RUN]
+                print("\n" + "\n".join(lines))
+            content["noise"] = diff.info.get("noise")
+            if self.store is not None:
+                content["baselines"] = found = baselines(features, self.store, self.config)
+                diff = replace(diff, baselines=found)
+                print(f"\n{baseline_text(found)}")
+            if self.sae is not None and series is not None and self.insertion:
+                content["insertion"] = inserted = insert_discoveries(diff, series, self.sae, features, self.insertion)
+                diff = replace(diff, insertion=inserted)
+                print(f"\n{insertion_text(inserted, strings)}")
+            say_wrote(diff.save(self.to), diff)
+            if other is not None:
+                content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
+                print(f"\nAgainst {self.compare}: {content['agreement']}")
+            if self.markdown is not None:
+                write_text(self.markdown, diff.to_markdown())
+                say_wrote(self.markdown)
+            write(content)
+
+
+@dataclass(frozen=True)
+class Reinforcement:
+    """Find the features that the base's rollouts reinforce, by band and kind of group, and compare with the runs."""
+
+    features: Path
+    """Folder that `tsae encode` wrote; its rollouts carry advantages."""
+    diff: Path | None = None
+    """Folder that `tsae diff` wrote from them: compare predicted with realised shifts."""
+    to: Path | None = None
+    """Folder for reinforcement.parquet, groups.parquet and, with --diff, predicted.parquet."""
+    policy: str | None = None
+    """Policy whose rollouts count; by default the base."""
+    series: tuple[str, ...] = ()
+    """Folder of checkpoints, or several checkpoints, for the vanilla gradient: they read their own responses again. Not
+    needed if the rollouts have a column logprob."""
+    device: str = "cpu"
+    """Torch device for --series: cpu, cuda, cuda:1, …"""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+    config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+    def execute(self) -> None:
+        from tsae.base.seal import write_whole
+        from tsae.base.table_export import write_table
+        from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
+
+        series = load_series(*self.series) if self.series else None
+        found = tsae.reinforcement(self.features, self.config, policy=self.policy, series=series, device=self.device)
+        tables = {"reinforcement": found.table, "groups": found.groups}
+        with as_json(self.json) as write:
+            print(reinforcement_text(found))
+            if self.diff is not None:
+                tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
+                print(f"\n{prediction_text(tables['predicted'])}")
+            if self.to is not None:
+                # An earlier call may have written predictions, of another diff.
+                writers: dict[str, Callable[[Path], object] | None] = {"predicted.parquet": None}
+                writers |= {f"{name}.parquet": partial(write_table, table=table) for name, table in tables.items()}
+                say_wrote(write_whole(self.to, PUSHED, found.made_from, writers))
+            write(tables)
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Label features by what they respond to, and test every label on contexts that it was not made from.
+
+    A model behind a server with chat completions names them: --server.url http://localhost:8000/v1 --server.model NAME.
+    Without a server, rules of tokens and positions do. Labels that hold too seldom are not shown. Answers are kept, so
+    that the same command resumes.
+    """
+
+    run: Positional[Path]
+    """Folder that `tsae run` or `tsae demo` wrote, or one that `tsae diff` wrote."""
+    to: Path | None = None
+    """Folder for the labels and the server's answers; by default explanations, beside the diff, where `tsae report`
+    finds it."""
+    features: Path | None = None
+    """Folder that `tsae encode` wrote; by default features, beside the diff."""
+    server: EndpointConfig = field(default_factory=EndpointConfig)
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+    config: OmitArgPrefixes[ExplainConfig] = field(default_factory=ExplainConfig)
+
+    def __post_init__(self) -> None:
+        if self.to is None:
+            object.__setattr__(self, "to", self.diff.parent / "explanations")
+
+    @property
+    def diff(self) -> Path:
+        """The folder of the diff."""
+        return self.run / "diff" if (self.run / "diff").is_dir() else self.run
+
+    def execute(self) -> None:
+        from tsae.report.printed.explanations import explanation_text
+
+        server = self.server if self.server.url else None
+        if server is None and self.server != type(self.server)():
+            raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
+        features = tsae.FeatureTable.load(self.features or self.diff.parent / "features")
+        diff = tsae.FeatureDiff.load(self.diff, features=features)
+        assert self.to is not None
+        with as_json(self.json) as write:
+            found = tsae.explain(
+                diff, self.config, server=server, to=self.to, say=lambda text: print(text, file=sys.stderr)
+            )
+            print(explanation_text(found))
+            say_wrote(self.to, found)
+            write({**found.info, "explanations": found.table})
+
+
+def _strings(features: tsae.FeatureTable, base: tsae.Checkpoint) -> list[str]:
+    """The texts of the vocabulary.
+
+    Raises:
+        TsaeError: where the tokenizer is not that of the features' tokens.
+    """
+    from tsae.activations.reading_plan import check_tokenizer
+    from tsae.checkpoints.loading import token_strings
+
+    return token_strings(check_tokenizer(base, features.rollouts))
+
+
+def _check(options: Diff) -> None:
+    """Which options need which others.
+
+    Raises:
+        TsaeError: where one is missing.
+    """
+    if options.insertion and not (options.series and options.sae):
+        raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
+    if options.sae is not None and options.tokenizer is None and not options.series:
+        what = "needs checkpoints: one whose unembedding is read, or those that read with noise"
+        raise TsaeError(what, where="--sae", fix="Give --tokenizer, or --series.")
+    if options.series and options.sae is None:
+        raise TsaeError("names checkpoints, of which nothing is read", where="--series", fix="Give --sae too.")

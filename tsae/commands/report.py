@@ -1,0 +1,349 @@
+"""`tsae report`, `tsae serve`, `tsae export` and `tsae push`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+import tsae
+from tsae.base.disk.made_by import made_by, record_early
+from tsae.base.files import new_folder, reading
+from tsae.commands.common import say_wrote
+from tsae.commands.diff import PUSHED
+from tsae.errors import TsaeError
+from tsae.report.hub.config import PushConfig
+
+ExportFormat = Literal["saelens", "delphi", "neuronpedia", "safetensors", "gguf"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a diff as one self-contained HTML file that opens with no network.
+
+    It shows the claims that `tsae claims` has saved beside the diff, too.
+    """
+
+    diff: Path
+    """Folder that `tsae diff` wrote."""
+    to: Path
+    """The .html file to write."""
+    features: Path | None = None
+    """Folder that `tsae encode` wrote, for examples."""
+    title: str | None = None
+    """Title of the page."""
+    causal: tuple[Path, ...] = ()
+    """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested."""
+    reinforcement: Path | None = None
+    """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""
+    attribution: Path | None = None
+    """Folder that `tsae attribute` wrote: the report says which samples did that. By default the folder attribution
+    beside the diff, if there is one."""
+    explanations: Path | None = None
+    """Folder that `tsae explain` wrote: the report shows its labels. By default the folder explanations beside the
+    diff, if there is one."""
+
+    def execute(self) -> None:
+        import pandas as pd
+
+        from tsae.attribution.attribution import Attribution
+        from tsae.base.seal import read_whole
+        from tsae.claims.evidence import NAMES, inputs_of
+        from tsae.claims.run_claims import claims_in
+        from tsae.diff.explaining.explanations import Explanations
+
+        features = None if self.features is None else tsae.FeatureTable.load(self.features)
+        diff = tsae.FeatureDiff.load(self.diff, features=features)
+        for folder in self.causal:
+            diff = tsae.Intervention.load(folder).mark(diff)
+        if self.reinforcement is not None:
+            folder = self.reinforcement
+            fix = "Make it again with `tsae reinforcement --diff`."
+            needed = (PUSHED, "reinforcement.parquet", "predicted.parquet")
+            known = read_whole(folder, needed, fix, "Make it with `tsae reinforcement --diff`.")
+            for name, of in inputs_of(diff).items():
+                if known.get(name) not in (None, of):
+                    raise TsaeError(f"is of other {NAMES[name]} than the diff", where=folder, fix=fix)
+            with reading(folder, fix):
+                tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
+            diff = replace(diff, **tables)
+        if self.explanations is not None:
+            diff = Explanations.load(self.explanations).mark(diff)
+        else:
+            diff = _labelled(diff, self.diff.parent / "explanations")
+        folder = self.diff.parent
+        attribution = _attribution_in(folder) if self.attribution is None else Attribution.load(self.attribution)
+        claims = claims_in(self.diff.parent, diff)
+        say_wrote(diff.to_html(self.to, title=self.title, attribution=attribution, claims=claims))
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Show the report of a run in the browser, with examples of every active feature.
+
+    For runs that are too large for one file: examples are looked up when a card is opened. The server listens on this
+    machine alone. Reload the page for a diff that has changed, as while `tsae watch` runs. Ctrl-C ends it.
+    """
+
+    run: Positional[Path]
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote, or any folder with a diff and its features."""
+    port: int = 8765
+    """Port of 127.0.0.1; 0 for a free one."""
+    title: str | None = None
+    """Title of the page."""
+
+    def execute(self) -> None:
+        from tsae.causal.intervention import folders_of_tests
+        from tsae.claims.run_claims import claims_in
+        from tsae.report.serving import HOST, ServedRun, server
+
+        folder = self.run
+        for name in ("diff/diff.json", "features/run.json"):
+            if not (folder / name).is_file():
+                fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
+                raise TsaeError(f"holds no {name}", where=folder, fix=fix)
+
+        def read() -> tuple[tsae.FeatureDiff, tsae.Attribution | None, tsae.Claims | None]:
+            diff = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
+            for test in folders_of_tests(folder):
+                if (test / "causal.json").is_file():
+                    diff = tsae.Intervention.load(test).mark(diff)
+            labelled = _labelled(diff, folder / "explanations")
+            return labelled, _attribution_in(folder), claims_in(folder, diff)
+
+        with server(ServedRun(read, lambda: files_of_page(folder), self.title), self.port) as found:
+            print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
+            with suppress(KeyboardInterrupt):
+                found.serve_forever()
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write an SAE, its features or steering vectors in the form of another tool.
+
+    saelens: the SAE as plain sae_lens loads it, with the same codes bit for bit. safetensors, gguf: features as
+    steering vectors, the latter for llama.cpp. delphi: a cache of activations. neuronpedia: features, activations and
+    labels.
+    """
+
+    sae: Path
+    """Folder that `tsae train` wrote, or a published SAE: a path, org/name on the Hugging Face Hub, or
+    saelens:RELEASE/ID. Written as saelens, every command reads it without a network."""
+    to: Path
+    """Folder to write, new or empty."""
+    format: ExportFormat = "saelens"
+    """Which form."""
+    architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
+    """saelens: jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
+    site: str | None = None
+    """Where its activations come from, if the files of a published SAE do not say: blocks.14.hook_resid_post."""
+    features: Path | None = None
+    """Folder that `tsae encode` wrote. For steering vectors it gives their scale: a feature's typical activation."""
+    choose: tuple[int, ...] = ()
+    """Features by number; for neuronpedia by default all."""
+    diff: Path | None = None
+    """neuronpedia: folder that `tsae diff` wrote. It has the texts of tokens, and the next tokens that each
+    feature promotes."""
+    explanations: Path | None = None
+    """neuronpedia: folder that `tsae explain` wrote."""
+    reader: str | None = None
+    """delphi: whose activations; by default the base's."""
+    context: int = 256
+    """delphi: tokens of a sequence."""
+    model: str = ""
+    """What the other tool calls the model: for delphi a name or path of its tokenizer, for neuronpedia its id, for gguf
+    the architecture of llama.cpp, such as qwen2."""
+    source: str = "tsae"
+    """neuronpedia: its id of the SAE, such as 14-tsae-4k."""
+    creator: str = ""
+    """neuronpedia: its id of the user who owns what is imported."""
+
+    def execute(self) -> None:
+        from tsae.features.feature_table import FeatureTable
+        from tsae.sae.model import TemporalSAE
+
+        sae = TemporalSAE.load(self.sae, site=self.site)
+        features = None if self.features is None else FeatureTable.load(self.features)
+        if features is not None:
+            features.need_sae(sae.fingerprint, sae.config.d_sae)
+        self = replace(self, choose=tuple(dict.fromkeys(self.choose)))
+        with new_folder(self.to, replace=_exported(self.to)) as folder:
+            told = _written(self, sae, features, folder)
+            record_early(self.to)
+        say_wrote(self.to, told)
+
+
+@dataclass(frozen=True)
+class Push:
+    """Push an SAE to the Hugging Face Hub, with a card; of a run also its features and its page.
+
+    Shows what would be pushed, and asks. --to-folder writes just that into a folder, and pushes nothing.
+
+    Anybody then loads it: tsae run RUN --sae org/name, or tsae.load_sae("org/name").
+    """
+
+    repo: Positional[str]
+    """Name on the Hub: org/name."""
+    source: Positional[Path]
+    """Folder of an SAE (`tsae train`), or of a whole run (`tsae run`, `tsae demo`)."""
+    config: Annotated[PushConfig, arg(name="")] = field(default_factory=PushConfig)
+    to_folder: Path | None = None
+    """Folder for exactly what would be pushed: model, dataset and space. Nothing is pushed."""
+    yes: bool = False
+    """Push without asking."""
+
+    def execute(self) -> None:
+        from tsae.report.hub.push import prepare, upload
+
+        if self.to_folder is not None:
+            for one in prepare(self.repo, self.source, self.to_folder, self.config):
+                say_wrote(one.folder, one)
+            return
+        with TemporaryDirectory(prefix="tsae-push-") as folder:
+            found = prepare(self.repo, self.source, Path(folder) / "files", self.config)
+            for one in found:
+                print(one)
+            if not self.yes and not _agreed(self):
+                print("nothing was pushed")
+                return
+            for address in upload(found, private=self.config.private):
+                print(f"pushed {address}")
+
+
+def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
+    """The diff with the labels in a folder, if there are any."""
+    from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
+
+    return tsae.Explanations.load(folder).mark(diff) if (folder / EXPLANATIONS).is_file() else diff
+
+
+def _attribution_in(folder: Path) -> tsae.Attribution | None:
+    """The attribution in the folder of a run. If it is of another log, it is left out, with a message."""
+    from tsae.claims.evidence import attribution_in
+
+    found, why = attribution_in(folder)
+    if why:
+        print(f"{folder / 'attribution'} is not shown: the page needs {why}.", file=sys.stderr)
+    return found
+
+
+def files_of_page(folder: Path) -> list[Path]:
+    """What the page of a run rests on: of each piece the file that is written last. Some may be missing."""
+    from tsae.causal.intervention import folders_of_tests
+    from tsae.claims.run_claims import FILE as CLAIMS
+    from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
+
+    names = (
+        "diff/diff.json",
+        "features/run.json",
+        f"explanations/{EXPLANATIONS}",
+        "attribution/attribution.json",
+        CLAIMS,
+    )
+    return [*(folder / name for name in names), *(test / "causal.json" for test in folders_of_tests(folder))]
+
+
+_OURS = re.compile(
+    r"cfg\.json|sae_weights\.safetensors|feature-\d+\.(safetensors|gguf)|"  # sae_lens, steering vectors
+    r"layers\.\d+/(config\.json|\d+_\d+\.safetensors)|"  # delphi, below the hook point
+    r"[^/]+/[^/]+/(features|activations|explanations)/batch-\d+\.jsonl\.gz"  # Neuronpedia, below model and source
+)
+"""What exports write, in any of their forms."""
+
+
+def _exported(to: Path) -> bool:
+    """Whether a folder is an export, which may be replaced.
+
+    Raises:
+        TsaeError: where somebody has put something else into it.
+    """
+    before = made_by(to)
+    if before is None or before.words[:1] != ("export",):
+        return False
+    inside = {path.relative_to(to).as_posix(): path for path in sorted(to.rglob("*"))}
+    own = {name for name, path in inside.items() if not path.is_symlink() and (path.is_dir() or _OURS.fullmatch(name))}
+    if strange := [name for name in inside if name not in own]:
+        what = f"is an export, and holds {strange[0]}, which no export wrote"
+        raise TsaeError(what, where=to, fix="Move that away, or give another folder.")
+    return True
+
+
+def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable | None, folder: Path) -> str:
+    """Write into the folder; what it is."""
+    from tsae.checkpoints.hooks import site_names
+    from tsae.features.exchange.delphi_cache import write_delphi
+    from tsae.features.exchange.neuronpedia import Neuronpedia, write_neuronpedia
+    from tsae.sae.steering import SteeringVector
+
+    if strange := [feature for feature in options.choose if not 0 <= feature < sae.config.d_sae]:
+        there = f"there are 0 to {sae.config.d_sae - 1}"
+        raise TsaeError(f"no feature {strange[0]}; {there}", where="--choose")
+    if options.format == "saelens":
+        sae.to_saelens(folder, architecture=options.architecture)
+        return f"{sae} as {options.architecture}"
+    if options.format in ("safetensors", "gguf"):
+        if not options.choose:
+            raise TsaeError("no features are named", where="tsae export", fix="Name them with --choose.")
+        for feature in options.choose:
+            vector = SteeringVector.of(sae, feature, _typical(features, feature))
+            file = folder / f"feature-{feature}.{options.format}"
+            if options.format == "gguf":
+                vector.to_gguf(file, options.model)
+            else:
+                vector.save(file)
+        scale = "of unit activation" if features is None else "scaled to the features' typical activation"
+        return f"{len(options.choose)} steering vectors at {sae.site}, {scale}"
+    missing = [name for name, given in (("--features", features), ("--model", options.model)) if not given]
+    if options.format == "neuronpedia" and not options.creator:
+        missing.append("--creator")
+    if missing or features is None:
+        where = f"tsae export --format {options.format}"
+        raise TsaeError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", where=where)
+    if options.format == "delphi":
+        hookpoint = site_names(sae.site).get("delphi")
+        if hookpoint is None:
+            raise TsaeError(f"delphi has no hook point for {sae.site}", where=options.sae)
+        write_delphi(
+            features, folder, hookpoint=hookpoint, model_name=options.model, reader=options.reader,
+            context=options.context,
+        )  # fmt: skip
+        return f"activations of {features.n_features:,} features at {hookpoint}"
+    diff = None if options.diff is None else tsae.FeatureDiff.load(options.diff, features=features)
+    found = None if options.explanations is None else tsae.Explanations.load(options.explanations)
+    if found is not None and found.info["sae"] != sae.fingerprint:
+        raise TsaeError("labels features of another SAE", where=options.explanations, fix="Explain this one's.")
+    names = Neuronpedia(options.model, options.source, options.creator)
+    write_neuronpedia(
+        features, sae, folder, names, {} if diff is None else diff.info.get("token_strings", {}),
+        chosen=options.choose, described=None if diff is None else diff.features,
+        labels=None if found is None else found.labels, labeller="" if found is None else found.info["labeller"],
+    )  # fmt: skip
+    return f"{len(options.choose) or features.n_features:,} features as {options.model}/{options.source}"
+
+
+def _typical(features: tsae.FeatureTable | None, feature: int) -> float:
+    """Mean activation of a feature where it is active in responses; 1 without features or where it never is."""
+    if features is None:
+        return 1.0
+    tokens, values = features.column(feature)
+    values = values[features.span_mask("response")[tokens]]
+    return float(values.mean()) if len(values) else 1.0
+
+
+def _agreed(options: Push) -> bool:
+    from huggingface_hub import constants
+
+    if not sys.stdin.isatty():
+        raise TsaeError(
+            "nobody is there to be asked, and nothing was pushed",
+            where="tsae push",
+            fix="Look at it with --to-folder, then push with --yes.",
+        )
+    seen = "for you and your organisation" if options.config.private else "for everybody to see"
+    return input(f"Push this to {constants.ENDPOINT}, {seen}? [y/N] ").strip().lower() in ("y", "yes")

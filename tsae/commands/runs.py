@@ -1,0 +1,190 @@
+"""`tsae run`, `tsae watch`, `tsae demo`, `tsae claims`, and `tsae verify` and `tsae repair` of what they wrote."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from tsae.base.disk.made_by import record_command
+from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.plugins import find_function
+from tsae.commands.common import as_json, say_wrote
+from tsae.config import DemoConfig, RunConfig, WatchConfig
+from tsae.errors import TsaeError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run the whole pipeline on a training run: from its checkpoints and rollout log to a report.
+
+    Every stage writes a folder and prints what it chose. Run the same command again to resume.
+    """
+
+    config: Annotated[RunConfig, arg(name="")]
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.claims.evidence import attribution_in
+        from tsae.report.printed.attribution import attribution_text
+        from tsae.report.printed.findings import print_findings
+        from tsae.report.story.findings import findings_content
+        from tsae.run import analyze_run
+
+        with as_json(self.json) as write:
+            diff = analyze_run(self.config)
+            print_findings(diff)
+            attribution, _ = attribution_in(self.config.to)
+            if attribution is not None:
+                print(f"\n{attribution_text(attribution, 3)}")
+            print(f"\nReport: {(self.config.to / 'report.html').resolve()}")
+            write(findings_content(diff))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Follow a training that goes on: analyse its new checkpoints and log steps, and write the page anew.
+
+    The folder --to is that of `tsae run`, and so are the options. Every update prints one line. If the command is
+    interrupted, give it again: it goes on. Samples are not attributed meanwhile.
+    """
+
+    config: Annotated[RunConfig, arg(name="")]
+    watching: Annotated[WatchConfig, arg(name="")] = field(default_factory=WatchConfig)
+
+    def execute(self) -> None:
+        from tsae.watching import watch
+
+        for _ in watch(self.config, self.watching):
+            pass
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Run the whole pipeline on the shipped arithmetic checkpoints: a table of findings and a report."""
+
+    config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
+    open: bool = False
+    """Open the report in the browser."""
+
+    def execute(self) -> None:
+        from tsae.demo import demo
+
+        report = demo(self.config)
+        if self.open and not webbrowser.open(report.resolve().as_uri()):
+            raise TsaeError("no browser was found to open it", where=report, fix="Open that file yourself.")
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Ask a run what it shows of the literature's claims about sample difficulty.
+
+    Every claim gets a verdict with its effects and intervals, or a line on what the run lacks and how to add it. The
+    result is kept as claims.json in the run's folder, where `tsae report` and `tsae serve` find it.
+    """
+
+    run: Positional[Path]
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote."""
+    only: tuple[str, ...] = ()
+    """Letters of the claims to test; by default all. Some alone are not kept in the folder."""
+    check: str | None = None
+    """module:function (prompt, response) -> whether each step of the response is right, for the claims on steps, such
+    as tsae.testbed.classes:right_steps."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.claims.run_claims import claims_of
+
+        fix = "Give module:function of a function (prompt, response) -> whether each step is right."
+        check = None if self.check is None else find_function(self.check, takes=2, where="check", fix=fix)
+        with as_json(self.json) as write:
+            found = claims_of(self.run, self.only, check=check)
+            print(found)
+            if not self.only:
+                with sole_writer(self.run):
+                    file = found.save(self.run)
+                    words = [] if self.check is None else ["--check", self.check]
+                    record_command(file, ["claims", str(self.run), *words])
+                    say_wrote(file)
+            write(found.as_dict())
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check everything that tsae wrote: is it as it was written, is it complete, does it rest on what is there now?
+
+    Prints a table, and for what is not intact the command that makes it again. Exit status 2 if anything is not intact.
+    """
+
+    paths: Positional[tuple[Path, ...]] = (Path(),)
+    """Files or folders: a store, an SAE, features, a diff, rollouts, …, or the folder of a whole `tsae run` or
+    `tsae demo`."""
+    json: Path | None = None
+    """File for the results as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.upkeep.mend import next_step, remedy
+        from tsae.upkeep.verify import verify
+
+        with as_json(self.json) as write:
+            findings = verify(self.paths)
+            print(_table(findings))
+            write({"artefacts": [{**found.as_dict(), "remedy": remedy(found)} for found in findings]})
+        _all_intact(findings, "Repair it: tsae repair" if next_step(findings) else "See docs/reliability.md")
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Make again what `tsae verify` finds damaged, missing, unfinished or outdated, in the order of dependence.
+
+    What is damaged is removed only when its replacement is complete. What is intact stays. Of a store only damaged
+    shards are captured again.
+    """
+
+    paths: Positional[tuple[Path, ...]] = (Path(),)
+    """Files or folders, as for `tsae verify`."""
+    dry_run: bool = False
+    """Print what would be done."""
+    trust: bool = False
+    """Also run recorded commands that name functions (module:function) or addresses. Commands come from files in these
+    folders: look at them first (--dry-run) if the folders are a stranger's."""
+
+    def execute(self) -> None:
+        from tsae.upkeep.mend import repair
+
+        findings = repair(self.paths, dry_run=self.dry_run, trust=self.trust)
+        print(_table(findings))
+        if not self.dry_run:
+            _all_intact(findings, "Nothing that is known makes the rest again: give the commands that made it")
+
+
+def _all_intact(findings: Sequence[Any], fix: str) -> None:
+    """Raises TsaeError where something is not intact."""
+    bad = [finding for finding in findings if not finding.ok]
+    if bad:
+        raise TsaeError(
+            f"{len(bad)} of {len(findings)} artefacts are not intact", where=bad[0].artefact.path, fix=f"{fix}."
+        )
+
+
+def _table(findings: Sequence[Any]) -> str:
+    """One line an artefact; below one that is not intact what makes it again."""
+    from tsae.base.untrusted import one_line
+    from tsae.upkeep.mend import remedy
+
+    width = max(len(one_line(finding.artefact.shown)) for finding in findings)
+    kinds = max(len(finding.artefact.kind.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        path, kind = one_line(finding.artefact.shown), finding.artefact.kind.name
+        what = f": {one_line(finding.what)}" if finding.what else ""
+        lines.append(f"{path:<{width}}  {kind:<{kinds}}  {finding.state}{what}")
+        if remedy(finding):
+            lines.append(f"{'':<{width}}  {'':<{kinds}}  -> {one_line(remedy(finding))}")
+    return "\n".join(lines)
