@@ -40,8 +40,8 @@ from tsae.diff.contrast.draw_contrast import Contrast, draw
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.controls.null_discoveries import null_counts
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.problems import read_problems
+from tsae.rollouts.rewards import find_verifier
 from tsae.stamps import claim
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 

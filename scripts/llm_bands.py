@@ -42,8 +42,8 @@ from tsae.base.files import read_object, write_json
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import last_number
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.rewards import last_number
 from tsae.rollouts.table import Rollouts
 
 STORED = Path(__file__).parent.parent / "data" / "llm"

@@ -54,9 +54,9 @@ from .rollouts.config import DifficultyConfig as DifficultyConfig
 from .rollouts.config import EndpointConfig as EndpointConfig
 from .rollouts.config import SamplingConfig as SamplingConfig
 from .rollouts.config import ServerConfig as ServerConfig
-from .rollouts.difficulty.difficulty import difficulty as difficulty
+from .rollouts.difficulty import difficulty as difficulty
 from .rollouts.problems import Problem as Problem
-from .rollouts.sampling.sample import sample as sample
+from .rollouts.sampling import sample as sample
 from .rollouts.table import Rollouts as Rollouts
 from .run import analyze_run as analyze_run
 from .sae.config import SAEConfig as SAEConfig

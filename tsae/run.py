@@ -5,7 +5,7 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 1. series: the checkpoints of the folder, and the model that training started from.
 2. rollouts: the log is imported. Problems get bands by the base's pass rates where these are known, else by those that
-   the log shows (`tsae.rollouts.difficulty.draw_problems.band_problems`). From a log beyond the token budget whole
+   the log shows (`tsae.rollouts.bands.band_problems`). From a log beyond the token budget whole
    problems are drawn, as many from every band: the unit of all statistics is the problem.
 3. The stages of `tsae.pipeline.analyse`. Samples are attributed from the whole log, where it and the settings allow it.
 """
@@ -38,16 +38,21 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.pipeline import Before, Choice, Stages, analyse
 from tsae.report.story import facts
-from tsae.rollouts.bands import band_counts
+from tsae.rollouts.bands import band_counts, band_problems
 from tsae.rollouts.config import ImportConfig, SamplingConfig
-from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
+from tsae.rollouts.fresh_rollouts import (
+    answered_anew,
+    draw_problems,
+    drawn_problems,
+    longest_response,
+    separate_rollouts,
+)
 from tsae.rollouts.growth import check_grown
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.bookkeeping.verdicts import with_outcome
-from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, name_in
+from tsae.rollouts.logs.outcome_rules import with_outcome
 from tsae.rollouts.parquet import read_outline
-from tsae.rollouts.sampling.fresh import answered_anew, drawn_problems, longest_response
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig

@@ -34,7 +34,7 @@ from tsae.errors import TsaeError, public
 from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Before
 from tsae.report.text import visible
-from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows, name_in
 from tsae.rollouts.logs.on_disk.settled import Settling
 from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, stamp

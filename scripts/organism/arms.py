@@ -23,8 +23,8 @@ from organism.groups import sample_groups
 from organism.mixed import prompt_ids
 from tsae.rl.config import CurriculumConfig
 from tsae.rl.curriculum import Curriculum
-from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.rewards import group_advantages
 from tsae.testbed.annotate import annotate
 from tsae.testbed.backward import reformulate_chains
 from tsae.testbed.chains import Split, generate_problems, parse_prompt

@@ -12,7 +12,7 @@ import numpy as np
 from organism.examining import LENGTHS
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.claims.literature import CLAIMS, STUDIED
-from tsae.rollouts.difficulty.pass_at_k import estimate
+from tsae.rollouts.difficulty import estimate
 
 SEEDS = "training seeds"
 _MOVED = 0.03

@@ -45,8 +45,8 @@ from tsae.base.files import write_json, write_text
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.rewards import group_advantages
 from tsae.rollouts.table import Rollouts
 from tsae.testbed.chains import generate_problems
 from tsae.testbed.tokenizer import BOS, EOS, MAX_RESPONSE_TOKENS, PAD, TOKEN_IDS, VOCABULARY

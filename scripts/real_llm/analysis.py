@@ -25,8 +25,8 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.stored import row_blocks
 from tsae.pipeline import Choice, analyse
-from tsae.rollouts.answers.grading import last_number
 from tsae.rollouts.behaviours import measures
+from tsae.rollouts.rewards import last_number
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 

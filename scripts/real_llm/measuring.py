@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from real_llm.problems import WordProblem, follows, written_steps
-from tsae.rollouts.answers.grading import number_in
+from tsae.rollouts.rewards import number_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,7 +25,7 @@ from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 from tsae.report.markdown import markdown_table
-from tsae.rollouts.difficulty.pass_at_k import estimate
+from tsae.rollouts.difficulty import estimate
 from tsae.rollouts.table import Rollouts
 
 BEGINS, ENDS = "<!-- llm bands: begin -->", "<!-- llm bands: end -->"

@@ -20,8 +20,8 @@ import torch
 from real_llm.problems import LEVELS, generate
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import last_number
 from tsae.rollouts.problems import Problem
+from tsae.rollouts.rewards import last_number
 from tsae.testbed.grpo import data_set, grpo_on_cpu
 
 if TYPE_CHECKING:

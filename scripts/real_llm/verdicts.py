@@ -15,7 +15,7 @@ import numpy as np
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
-from tsae.rollouts.difficulty.pass_at_k import estimate
+from tsae.rollouts.difficulty import estimate
 
 TESTED = tuple("abcdefgjlnor")
 BANDS = ("easy", "medium", "hard")

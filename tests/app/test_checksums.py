@@ -18,7 +18,7 @@ from tsae.base.seal import read_sealed, with_checksum
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.on_disk.parts import Part
 from tsae.rollouts.logs.running.journal import Journal, begin, finish
-from tsae.rollouts.sampling.batches import Batches, Response
+from tsae.rollouts.sampling import Batches, Response
 from tsae.stamps import add_found, claim, read_stamp
 
 

@@ -259,7 +259,7 @@ def test_a_folder_is_known_before_its_files_are_written(rollouts: Path, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("tsae.rollouts.difficulty.difficulty.Difficulty.to_html", killed)
+        patched.setattr("tsae.rollouts.difficulty.Difficulty.to_html", killed)
         with pytest.raises(SystemExit):
             main(command)
     assert (Path("own") / "rates.parquet").is_file()

@@ -27,8 +27,8 @@ from tsae.base.remote import mirror
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.encode import encode_part
+from tsae.rollouts.generation import Generator
 from tsae.rollouts.problems import Problem, write_problems
-from tsae.rollouts.sampling.generate import Generator
 from tsae.sae.quality.stability import Stability
 
 SITE = "blocks.1.hook_resid_post"

@@ -45,9 +45,10 @@ from tsae.features.encode import encode
 from tsae.features.pieces import Pieces
 from tsae.report.story.attribution import statement
 from tsae.report.story.findings import findings
+from tsae.rollouts.bands import band_problems
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.difficulty.draw_problems import band_problems, draw_problems, separate_rollouts
-from tsae.rollouts.logs.tokenising.tokens import Tokens
+from tsae.rollouts.fresh_rollouts import draw_problems, separate_rollouts
+from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
 from tsae.run import analyze_run, choose_sae, find_series, stamp

@@ -34,7 +34,7 @@ from tsae.rollouts.behaviours import measures
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.parquet import list_lengths
 from tsae.rollouts.problems import Problem
-from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
+from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.quality.evaluation import evaluate
 from tsae.sae.quality.splice import loss_recovered
@@ -487,7 +487,7 @@ def test_credit_goes_to_sampled_tokens(tmp_path: Path) -> None:
 
 def test_sampled_thinking_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digits stand in for markers: the testbed's alphabet has no others."""
-    from tsae.rollouts.responses import thinking
+    from tsae.rollouts import token_parts as thinking
 
     problems = [Problem(id=f"p{i}", prompt=f"{i}+1", answer="1") for i in range(4)]
     sampling = SamplingConfig(n_samples=4, max_new_tokens=24, prompt_format="plain")

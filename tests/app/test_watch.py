@@ -33,7 +33,7 @@ from tsae.errors import TsaeError
 from tsae.features import encode as encoding
 from tsae.pipeline import Before
 from tsae.rollouts import importing
-from tsae.rollouts.difficulty.draw_problems import draw_problems
+from tsae.rollouts.fresh_rollouts import draw_problems
 from tsae.rollouts.growth import check_grown
 from tsae.rollouts.logs.on_disk.settled import Settling
 from tsae.run import Grown, analyze_run, analyze_state

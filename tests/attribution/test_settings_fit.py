@@ -13,7 +13,7 @@ from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import batches_of
 from tsae.attribution.training.settings import RunSettings
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages
+from tsae.rollouts.rewards import group_advantages
 from tsae.rollouts.table import Rollouts
 
 LENGTH = 4 * (2 + 0.375) / 4

@@ -23,7 +23,7 @@ from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint, load_tokenizer, tokenizer_fingerprint
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.diff.policy_gradient.log_probabilities import response_logprobs
-from tsae.rollouts.sampling.generate import Generator
+from tsae.rollouts.generation import Generator
 from tsae.sae.quality.splice import loss_recovered
 
 SITES = [f"blocks.{layer}.hook_resid_post" for layer in range(N_LAYERS)]

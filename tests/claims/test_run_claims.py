@@ -27,7 +27,7 @@ from tsae.claims.problem_effects import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
 from tsae.commands.report import files_of_page
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entry import hash64
 
 RUN = [checkpoint("run-10", "run")]
 LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}

@@ -25,7 +25,7 @@ from tsae.config import RunConfig
 from tsae.errors import TsaeError
 from tsae.rl import RunLog, TsaeCallback
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.table import Rollouts
 from tsae.run import find_run_log
 from tsae.testbed.grpo import data_set, grpo_on_cpu

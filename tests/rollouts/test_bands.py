@@ -16,10 +16,8 @@ from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
 from tsae.diff.contrast.draw_contrast import draw
 from tsae.diff.contrast.rows import Rows
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import find_bands, found_how
+from tsae.rollouts.bands import Confounding, _step_groups, band_problems, confounding, find_bands, found_how
 from tsae.rollouts.config import BandQuantiles
-from tsae.rollouts.difficulty.draw_problems import band_problems
-from tsae.rollouts.difficulty.step_confounding import Confounding, _groups, confounding
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 
@@ -277,7 +275,7 @@ def test_groups_of_steps_by_hand() -> None:
         ([6] * 9 + [7], [*(f"{a}-{a + 1}" for a in (1, 3, 5, 7)), "9-10"]),
     ):
         step = np.repeat(np.arange(1.0, len(counts) + 1), counts)
-        group, found = _groups(step)
+        group, found = _step_groups(step)
         assert found == names
         for s, g in zip(step.tolist(), group.tolist(), strict=True):
             low, _, high = names[g].partition("-")

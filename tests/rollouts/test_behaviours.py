@@ -17,14 +17,17 @@ from support.builders import SHARED
 from tsae.base.statistics.intervals import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import behaviour_text
-from tsae.rollouts.behaviours import behaviour_table, by_thirds, format_table, with_behaviours
-from tsae.rollouts.responses.texts import (
+from tsae.rollouts.behaviours import (
     Answer,
+    behaviour_table,
+    by_thirds,
     final_answers,
+    format_table,
     loop_share,
     operations,
     repeated_ngrams,
     response_format,
+    with_behaviours,
 )
 from tsae.rollouts.table import Rollouts
 

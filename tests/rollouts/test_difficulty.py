@@ -17,14 +17,12 @@ import tsae
 from tsae.base.statistics.proportions import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
-from tsae.rollouts.advantages import KINDS, group_advantages, group_summary, group_table
+from tsae.rollouts import difficulty as dealing
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig
-from tsae.rollouts.difficulty import migration as dealing
-from tsae.rollouts.difficulty.difficulty import difficulty
-from tsae.rollouts.difficulty.draw_problems import separate_rollouts
-from tsae.rollouts.difficulty.migration import band_migration, paths
-from tsae.rollouts.difficulty.pass_at_k import estimate, pass_at_k
+from tsae.rollouts.difficulty import band_migration, difficulty, estimate, pass_at_k, paths
+from tsae.rollouts.fresh_rollouts import separate_rollouts
+from tsae.rollouts.rewards import KINDS, group_advantages, group_summary, group_table
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 

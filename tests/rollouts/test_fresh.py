@@ -11,14 +11,14 @@ import pytest
 
 from support.builders import BOS
 from tsae.rollouts.config import SamplingConfig
-from tsae.rollouts.problems import Problem, read_problems, write_problems
-from tsae.rollouts.sampling.fresh import (
+from tsae.rollouts.fresh_rollouts import (
     answered_anew,
     choose_verifier,
     drawn_problems,
     fresh_rollouts,
     with_answers,
 )
+from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.table import Rollouts
 
 CONFIG = SamplingConfig(n_samples=2, max_new_tokens=3, batch_size=4)

@@ -11,8 +11,8 @@ import pytest
 
 import tsae
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.success_reward import outcome_reward
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.rewards import outcome_reward
 
 BASE = tsae.testbed.series_path() / "base"
 

@@ -18,8 +18,7 @@ from support.builders import BOS, EOS, make_rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.frames import read_frame
-from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import Rollouts, read_frame
 
 N = 12
 

@@ -25,16 +25,14 @@ from support.logs import holds
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages
-from tsae.rollouts.answers.grading import exact, find_verifier, last_number
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.behaviours import behaviour_table
 from tsae.rollouts.config import BandCutoffs, SamplingConfig
+from tsae.rollouts.generation import Generator
 from tsae.rollouts.parquet import read_outline, write_table
-from tsae.rollouts.problems import Problem, read_problems, write_problems
-from tsae.rollouts.prompts import encode_prompt
-from tsae.rollouts.sampling.generate import Generator
-from tsae.rollouts.sampling.sample import sample
+from tsae.rollouts.problems import Problem, encode_prompt, read_problems, write_problems
+from tsae.rollouts.rewards import exact, find_verifier, group_advantages, last_number
+from tsae.rollouts.sampling import sample
 from tsae.rollouts.schema import SCHEMA
 from tsae.rollouts.table import Rollouts
 
@@ -438,8 +436,8 @@ def test_verifiers() -> None:
     assert not last_number("1" + "0" * 400, "9" * 500)
     assert not last_number("0.1", "0.10000000000000000001")
     assert find_verifier("exact") is exact
-    assert find_verifier("tsae.rollouts.answers.grading:last_number") is last_number
-    for name in ("nope", "tsae.rollouts.answers.grading:nope", "no_such_module:f"):
+    assert find_verifier("tsae.rollouts.rewards:last_number") is last_number
+    for name in ("nope", "tsae.rollouts.rewards:nope", "no_such_module:f"):
         with pytest.raises(TsaeError, match="verifier"):
             find_verifier(name)
 

@@ -33,14 +33,13 @@ from tsae.base.part import Part
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import find_verifier
+from tsae.rollouts import inference_server as endpoint
 from tsae.rollouts.config import EndpointConfig, SamplingConfig, ServerConfig
+from tsae.rollouts.generation import agreement
+from tsae.rollouts.inference_server import Endpoint
 from tsae.rollouts.problems import Problem, write_problems
-from tsae.rollouts.sampling import endpoint
-from tsae.rollouts.sampling.agreement import agreement
-from tsae.rollouts.sampling.batches import Response
-from tsae.rollouts.sampling.endpoint import Endpoint
-from tsae.rollouts.sampling.sample import sample, sample_part
+from tsae.rollouts.rewards import find_verifier
+from tsae.rollouts.sampling import Response, sample, sample_part
 
 PROBLEMS = [Problem(f"p{i}", f"{i}+{i + 1}*3?", str(i)) for i in range(6)]
 CONFIG = SamplingConfig(n_samples=4, max_new_tokens=12, batch_size=5)

@@ -15,8 +15,7 @@ import pytest
 
 from support import chat_templates
 from tsae.checkpoints.loading import Checkpoint
-from tsae.rollouts.responses.thinking import Spans, TokenTexts
-from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING, count_sampled
+from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING, Spans, TokenTexts, count_sampled
 
 A, T, O = ANSWER, THINKING, OTHER
 # What merges are learnt from: markers beside letters and line breaks, so that tokens cross their edges.

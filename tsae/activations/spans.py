@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from tsae.errors import TsaeError
-from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
 from tsae.rollouts.table import Rollouts
+from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 
 TokenSpan = Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"]
 """See `span_mask`."""
@@ -38,7 +38,7 @@ def span_mask(
         prompt_lengths: (n_trajectories,) tokens of each prompt.
         span: which tokens.
         special_ids: ids of special tokens.
-        parts: (n_tokens,) the part of each token (`tsae.rollouts.responses.token_parts`); None where all responses are
+        parts: (n_tokens,) the part of each token (`tsae.rollouts.token_parts`); None where all responses are
             plain answers.
     """
     if span == "last_prompt":

@@ -36,7 +36,7 @@ from tsae.activations.config import StatesConfig
 from tsae.activations.forward_batches import Batch, Misread, OutOfMemory, read_batches
 from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks
 from tsae.errors import TsaeError
-from tsae.rollouts.sampling.endpoint import Endpoint
+from tsae.rollouts.inference_server import Endpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

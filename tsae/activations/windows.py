@@ -32,8 +32,8 @@ from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis
 from tsae.activations.shard import Shard
 from tsae.errors import TsaeError
-from tsae.rollouts.responses.token_parts import OTHER
 from tsae.rollouts.schema import BANDS, OUTCOMES, problem_bands
+from tsae.rollouts.token_parts import OTHER
 
 Rows = list[tuple[int, np.ndarray]]
 """(number of a shard, positions in it) of tokens, shard after shard."""
@@ -253,7 +253,7 @@ def blocks(
         prompt_lengths: (n_trajectories,) tokens of each prompt, for steps; None for trajectories.
         step_ends: ids of the tokens that end a step, counted or not. A step also ends with the prompt, the trajectory,
             and where tokens begin that the policy did not sample.
-        parts: (n_tokens,) the part of each (`tsae.rollouts.responses.token_parts`); None where the policy sampled all
+        parts: (n_tokens,) the part of each (`tsae.rollouts.token_parts`); None where the policy sampled all
             responses.
     """
     begins = np.zeros(shard.n_tokens, dtype=bool)

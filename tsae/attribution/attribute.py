@@ -47,8 +47,8 @@ from tsae.checkpoints.loading import Checkpoint, text_of, token_strings, weights
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_names
 from tsae.rollouts.behaviours import with_behaviours
+from tsae.rollouts.rewards import group_names
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tsae.rollouts.advantages import group_names
 from tsae.rollouts.behaviours import behaviours_named
+from tsae.rollouts.rewards import group_names
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 

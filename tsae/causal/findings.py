@@ -24,9 +24,9 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.config import SamplingConfig
-from tsae.rollouts.sampling.fresh import choose_verifier
+from tsae.rollouts.fresh_rollouts import choose_verifier
+from tsae.rollouts.rewards import find_verifier
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 

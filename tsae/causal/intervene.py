@@ -45,7 +45,7 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
-from tsae.rollouts.sampling.sample import sample
+from tsae.rollouts.sampling import sample
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 

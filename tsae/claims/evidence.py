@@ -26,8 +26,7 @@ from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.rollouts.bands import bands_info
-from tsae.rollouts.difficulty.draw_problems import band_problems
+from tsae.rollouts.bands import band_problems, bands_info
 from tsae.rollouts.parquet import mapped, read_outline, read_pieces
 from tsae.rollouts.schema import BANDS, problem_bands, typed
 from tsae.rollouts.table import Rollouts

@@ -15,9 +15,9 @@ from tsae.claims.evidence import Evidence, Missing
 from tsae.claims.judging import CONFIDENCE, Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import between, part, those_that_can, within
-from tsae.rollouts.advantages import group_names
 from tsae.rollouts.behaviours import measures, with_behaviours
-from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entry import hash64
+from tsae.rollouts.rewards import group_names
 from tsae.rollouts.table import Rollouts
 
 _GROUP = 4

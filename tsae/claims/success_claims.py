@@ -15,7 +15,7 @@ from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import between, part, those_that_can, within
 from tsae.rollouts.config import BandCutoffs
-from tsae.rollouts.difficulty.pass_at_k import estimate
+from tsae.rollouts.difficulty import estimate
 from tsae.rollouts.schema import BANDS
 
 _SMALL = 0.1

@@ -132,7 +132,7 @@ class Causal:
     def execute(self) -> None:
         from tsae.causal.controls import mean_difference
         from tsae.report.printed.findings import behaviour_text
-        from tsae.rollouts.answers.grading import find_verifier
+        from tsae.rollouts.rewards import find_verifier
         from tsae.rollouts.problems import Problem, read_problems
 
         family = opposed_features(self)

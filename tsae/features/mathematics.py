@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tsae.rollouts.responses.texts import answer_spans
+from tsae.rollouts.behaviours import answer_spans
 
 CLASSES = ("other", "restating", "planning", "hesitation", "checking", "arithmetic", "answer statement")
 FAMILIES = {

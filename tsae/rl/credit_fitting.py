@@ -38,7 +38,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.stored import PickedColumns
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit, sae_of
-from tsae.rollouts.responses.token_parts import OTHER
+from tsae.rollouts.token_parts import OTHER
 
 _DENSE = 2**25
 """Codes of tokens that are dense at once, whatever the width of the SAE."""

@@ -27,8 +27,8 @@ from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference, sae_of
 from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
-from tsae.rollouts.advantages import group_names
 from tsae.rollouts.parquet import write_table
+from tsae.rollouts.rewards import group_names
 
 SCHEMA = pa.schema(
     [

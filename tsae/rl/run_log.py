@@ -13,7 +13,7 @@ A folder holds
     updates.jsonl                                     a line an optimiser step: the micro-batches that it used
 
 Files are whole or not there. A training that resumes after step N opens the log with `step=N`: what was written beyond
-N is taken away, so that nothing counts twice. `tsae.rollouts.logs.trainers.tsae_log` reads it.
+N is taken away, so that nothing counts twice. `tsae.rollouts.trainers.tsae_log` reads it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 
 from tsae.base.files import append_line, as_path, need_no_link, reading, write_json, write_text
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.entries.fields import writable
-from tsae.rollouts.logs.trainers.tsae_log import FORMAT
+from tsae.rollouts.logs.entry import writable
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.schema import TRAINING
+from tsae.rollouts.trainers.tsae_log import FORMAT
 
 _FILE = re.compile(r"generation-(\d{6,})-rank-(\d+)\.parquet")
 _IDS = pa.list_(pa.int32())

@@ -29,7 +29,7 @@ from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference
 from tsae.rl.curriculum import Curriculum, CurriculumSampler
 from tsae.rl.shaping import shape_advantages
-from tsae.rollouts.answers.success_reward import outcome_reward
+from tsae.rollouts.rewards import outcome_reward
 from tsae.sae.model import TemporalSAE
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo")

@@ -9,7 +9,7 @@ compute_advantage.
     import tsae.rl.verl                      # registers it, where verl is installed
     algorithm.adv_estimator=tsae_credit      # in verl's configuration
 
-Tested alone, against `tsae.rollouts.advantages`; it was never run with verl.
+Tested alone, against `tsae.rollouts.rewards`; it was never run with verl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages
+from tsae.rollouts.rewards import group_advantages
 
 NAME = "tsae_credit"
 

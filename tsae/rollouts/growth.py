@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.entries.hashes import hash64
+from tsae.rollouts.logs.entry import hash64
 from tsae.rollouts.parquet import list_lengths, read_pieces
 
 _COLUMNS = ("problem_id", "prompt_ids", "response_ids", "reward", "step")

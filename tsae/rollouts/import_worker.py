@@ -17,9 +17,9 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import read_part
-from tsae.rollouts.logs.detect import FORMATS
+from tsae.rollouts.log_detection import FORMATS
 from tsae.rollouts.logs.on_disk.parts import Part
-from tsae.rollouts.logs.tokenising.tokens import Tokens
+from tsae.rollouts.logs.tokens import Tokens
 
 _EVERY = 0.2
 """Seconds between two reports of progress."""

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from tsae.errors import TsaeError
 from tsae.rollouts.parquet import list_lengths
-from tsae.rollouts.responses.token_parts import FIELD as PARTS_FIELD
-from tsae.rollouts.responses.token_parts import check_parts
+from tsae.rollouts.token_parts import FIELD as PARTS_FIELD
+from tsae.rollouts.token_parts import check_parts
 
 BANDS = ("easy", "medium", "hard")
 OUTCOMES = ("success", "failure", "unknown")
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Every table has these columns; it keeps further columns as they are. One of them, ``parts``, says what each response
-token is (`tsae.rollouts.responses.token_parts`)."""
+token is (`tsae.rollouts.token_parts`)."""
 
 TRAINING = (
     pa.field("generation", pa.int64()),  # number of the batch of responses that were sampled together

@@ -6,8 +6,8 @@ import pytest
 
 from support.chat_templates import TEMPLATES, make_tokenizer
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.tokenising.encoding import Encoder
-from tsae.rollouts.prompts import tokenize
+from tsae.rollouts.logs.tokens import Encoder
+from tsae.rollouts.problems import tokenize
 
 TEXTS = [
     "",

@@ -13,7 +13,7 @@ import pytest
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.logs.bookkeeping import ledger as ledgers
+from tsae.rollouts.logs import dedup_index as ledgers
 from tsae.rollouts.table import Rollouts
 
 

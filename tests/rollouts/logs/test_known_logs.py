@@ -9,8 +9,8 @@ import pytest
 
 from tsae.cli import main
 from tsae.rollouts.config import ImportConfig, LogFormat
-from tsae.rollouts.logs.detect import FORMATS, find_log
-from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.log_detection import FORMATS, find_log
+from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.known import KNOWN, TELLS
 
 LOGS = Path(__file__).parents[3] / "docs" / "logs.md"

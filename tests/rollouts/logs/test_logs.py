@@ -22,11 +22,11 @@ from support.logs import column, holds, read, write
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import find_verifier
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.on_disk import log_files
+from tsae.rollouts.rewards import find_verifier
 from tsae.rollouts.table import Rollouts
 
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"

@@ -26,10 +26,10 @@ from tsae.errors import TsaeError
 from tsae.rollouts import import_worker, importing
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.bookkeeping import ledger as ledgers
-from tsae.rollouts.logs.bookkeeping.ledger import Ledger
-from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.entries.entry import Entry
+from tsae.rollouts.log_detection import find_log
+from tsae.rollouts.logs import dedup_index as ledgers
+from tsae.rollouts.logs.dedup_index import Ledger
+from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.on_disk import parts
 from tsae.rollouts.logs.on_disk.log_files import LogFile
 from tsae.rollouts.logs.running import spool as spools

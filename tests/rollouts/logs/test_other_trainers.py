@@ -26,9 +26,9 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns
-from tsae.rollouts.frames import read_frame
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.log_detection import find_log
+from tsae.rollouts.table import read_frame
 
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
 RENDERED = "<bos>#1+1?<eos><bos>;"

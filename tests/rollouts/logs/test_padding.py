@@ -14,8 +14,7 @@ from support.builders import BOS, EOS, PAD, save_model
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.frames import read_frame
-from tsae.rollouts.table import Rollouts
+from tsae.rollouts.table import Rollouts, read_frame
 
 PROMPTS = [[BOS, 4, 5], [BOS, 6, 7, 8, 9], [BOS, 4, 10], [BOS, 5]]
 RESPONSES = [[5, EOS], [6, 7, 8, EOS], [EOS], [9, 4, 5, 6]]

@@ -20,17 +20,16 @@ from support.logs import LOGS, write
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.checks import look_answers, look_logprobs
-from tsae.rollouts.logs.checks.look_advantages import FORMULAS, GDPO, Recomputed, recompute
-from tsae.rollouts.logs.checks.look_answers import Sampled, recheck
-from tsae.rollouts.logs.checks.second_look import Check, SecondLook
-from tsae.rollouts.logs.detect import find_log
-from tsae.rollouts.logs.entries.entry import Entry
-from tsae.rollouts.logs.entries.hashes import place_hash
-from tsae.rollouts.logs.tokenising.tokens import Tokens
+from tsae.rollouts.log_detection import find_log
+from tsae.rollouts.logs import check_answers, consistency_checks
+from tsae.rollouts.logs.check_advantages import FORMULAS, GDPO, Recomputed, recompute
+from tsae.rollouts.logs.check_answers import Sampled, recheck
+from tsae.rollouts.logs.consistency_checks import Check, SecondLook
+from tsae.rollouts.logs.entry import Entry, place_hash
+from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.rewards import group_advantages
 
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
@@ -193,7 +192,7 @@ def test_without_math_verify_the_last_number_counts(
     def missing(text: str) -> list[Any]:
         raise TsaeError("the verifier math needs math-verify", where="verifier")
 
-    monkeypatch.setattr(look_answers, "expressions", missing)
+    monkeypatch.setattr(check_answers, "expressions", missing)
     found = look(write(tmp_path / "log" / "log.jsonl", *sums()), series)["answers"]
     assert found.differ == 0
     assert "the last number (math-verify is not installed)" in found.note
@@ -229,7 +228,7 @@ def drawn(rng: np.random.Generator, *, noise: float, group: int, n: int = 256) -
 
 def test_how_often_clean_and_mixed_logs_are_called_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 60 logs each: clean ones, even where a verifier flips a tenth, next to never; shifted ones nearly always."""
-    monkeypatch.setattr(look_answers, "_Judge", _Words)
+    monkeypatch.setattr(check_answers, "_Judge", _Words)
     rng = np.random.default_rng(0)
     called = dict.fromkeys(["clean", "noisy", "by a row", "by a group", "shuffled"], 0)
     for _ in range(60):
@@ -246,7 +245,7 @@ def test_how_often_clean_and_mixed_logs_are_called_mixed(monkeypatch: pytest.Mon
 
 def test_a_few_copies_of_one_response_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal responses to equal answers are one piece of evidence, however often they stand there."""
-    monkeypatch.setattr(look_answers, "_Judge", _Words)
+    monkeypatch.setattr(check_answers, "_Judge", _Words)
     rows = [Sampled(text, "7", right, problem, "f:1") for problem in range(20)
             for text, right in (("7", True), ("so 7", False), ("1", True), ("2", False))]  # fmt: skip
     found = recheck(rows)
@@ -487,7 +486,7 @@ def test_the_checkpoint_gives_the_logged_log_probabilities(series: CheckpointSer
 
 def test_of_log_probabilities_little_is_kept(series: CheckpointSeries) -> None:
     """128 tokens of a response, 4 trajectories of a checkpoint, prompts of at most 4,096 tokens; no placeholders."""
-    kept = look_logprobs.LogProbs(series)
+    kept = consistency_checks.LogProbs(series)
     values = np.linspace(-2, -1, 130)
     for n_prompt, n in ((4097, 2), (4096, 128), (1, 127), (1, 130), (1, 1)):
         kept.put("base", np.zeros(n_prompt, dtype=int), np.arange(n), values[:n], f"log:{n}")
@@ -536,7 +535,7 @@ def test_where_log_probabilities_are_not_compared(
         (alone / name).write_bytes((Path(series.base.path) / name).read_bytes())
     assert "not compared (of a single checkpoint" in told(alone)
     assert "not compared (of a single checkpoint" in told(series.base)
-    monkeypatch.setattr(look_logprobs, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(consistency_checks, "_MOST_BYTES", 1000)
     assert "too many to load here" in told(series)
     monkeypatch.undo()
     log = log_of(tmp_path, [{**row, "logprobs": [-0.5] * 10} for row in logged_by(series, "base")])

@@ -23,7 +23,7 @@ from support.logs import column, holds, notes, read
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.logs.detect import find_log
+from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.on_disk import log_files
 from tsae.rollouts.logs.on_disk.log_files import NoLog
 from tsae.rollouts.table import Rollouts

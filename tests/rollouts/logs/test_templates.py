@@ -20,8 +20,8 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.tokenising.templates import ChatTemplate
-from tsae.rollouts.prompts import encode_prompt
+from tsae.rollouts.logs.templates import ChatTemplate
+from tsae.rollouts.problems import encode_prompt
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 

@@ -15,7 +15,7 @@ from tsae import Rollouts
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames
-from tsae.rollouts.responses.token_parts import ANSWER, OTHER, THINKING
+from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 
 A, T, O = ANSWER, THINKING, OTHER
 Stretches = list[tuple[str, int]]

@@ -20,11 +20,11 @@ from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.bookkeeping.summary import Summary
-from tsae.rollouts.logs.tokenising.templates import ChatTemplate
+from tsae.rollouts.logs.dedup_index import Summary
+from tsae.rollouts.logs.templates import ChatTemplate
+from tsae.rollouts.rewards import group_advantages
 
 TRL = tsae.testbed.series_path() / "logs"
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
@@ -568,7 +568,7 @@ FORMATS = dict(zip(_NAMES, _NAMES, strict=True)) | {"prime-rl-stream": "prime-rl
 
 @pytest.mark.parametrize("folder", FORMATS)
 def test_formats_are_told_by_name_and_by_columns_alone(folder: str, tmp_path: Path) -> None:
-    from tsae.rollouts.logs.detect import find_log
+    from tsae.rollouts.log_detection import find_log
 
     form, files, _ = find_log(LOGS / folder, ImportConfig())
     assert form.name == FORMATS[folder]

@@ -26,7 +26,7 @@ from tsae.attribution.training.settings import RunSettings
 from tsae.checkpoints.hooks import positions
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_names
+from tsae.rollouts.rewards import group_names
 from tsae.rollouts.table import Rollouts
 
 Logs = dict[int, torch.Tensor]

@@ -13,8 +13,8 @@ import numpy as np
 from tsae.attribution.training.order import counted, last_step
 from tsae.attribution.training.settings import RunSettings
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_advantages, group_names
-from tsae.rollouts.logs.checks.look_advantages import FORMULAS, recompute
+from tsae.rollouts.logs.check_advantages import FORMULAS, recompute
+from tsae.rollouts.rewards import group_advantages, group_names
 from tsae.rollouts.table import Rollouts
 
 _DIVIDED, _CENTRED, _BY_STEP = FORMULAS[:2], FORMULAS[2:3], FORMULAS[5:]

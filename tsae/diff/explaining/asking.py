@@ -28,7 +28,7 @@ from tsae.diff.config import ExplainConfig
 from tsae.diff.explaining.label_contexts import CLOSE, OPEN, Case, Task, Test, Window
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
-from tsae.rollouts.sampling.endpoint import Endpoint
+from tsae.rollouts.inference_server import Endpoint
 
 ANSWERS = "answers.jsonl"
 LONGEST = 120

@@ -31,7 +31,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.errors import TsaeError
-from tsae.rollouts.advantages import group_names
+from tsae.rollouts.rewards import group_names
 
 Gradient = Literal["natural", "vanilla"]
 

@@ -30,7 +30,7 @@ from tsae.diff.significance.inference import infer, weighted
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.rollouts.advantages import KINDS
+from tsae.rollouts.rewards import KINDS
 from tsae.rollouts.schema import BANDS, OUTCOMES, problem_bands
 
 

@@ -48,7 +48,7 @@ class Reinforcement(Tables):
     """One row a part and tested feature:
 
     gradient        natural; vanilla where the probabilities of the responses are known
-    by, part        all, all; band, easy …; group, single success … (`tsae.rollouts.advantages`); outcome, success …
+    by, part        all, all; band, easy …; group, single success … (`tsae.rollouts.rewards`); outcome, success …
                     where rewards are more than right or wrong
     n_problems      in which the part has rollouts with an advantage other than 0
     feature         index

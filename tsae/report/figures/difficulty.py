@@ -16,7 +16,7 @@ from tsae.report.figures.marks import area, aside, path
 from tsae.report.figures.style import BAND_STYLE, LEGEND, SERIES, SYMBOLS
 from tsae.report.story.difficulty import ends_of, moved_text, percent_change
 from tsae.report.text import count, figure_text, percent
-from tsae.rollouts.difficulty.difficulty import Difficulty
+from tsae.rollouts.difficulty import Difficulty
 from tsae.rollouts.schema import BANDS
 
 _BAR = 0.28  # half the width of a checkpoint's bar, where neighbours are 1 apart

@@ -12,8 +12,8 @@ from tsae.report.pages.document import render_page, write_page
 from tsae.report.pages.tables import DASH, Cell, Table
 from tsae.report.story.difficulty import lead, measured_text, moved_lines, percent_change
 from tsae.report.text import percent, q_value
-from tsae.rollouts.advantages import KINDS, group_summary
-from tsae.rollouts.difficulty.difficulty import Difficulty
+from tsae.rollouts.difficulty import Difficulty
+from tsae.rollouts.rewards import KINDS, group_summary
 from tsae.rollouts.schema import BANDS
 
 

@@ -6,8 +6,8 @@ import pandas as pd
 
 from tsae.base.statistics.intervals import FEWEST
 from tsae.report.story.difficulty import ends_of, lead, measured_text, moved_lines
-from tsae.rollouts.advantages import KINDS, group_summary
-from tsae.rollouts.difficulty.difficulty import Difficulty
+from tsae.rollouts.difficulty import Difficulty
+from tsae.rollouts.rewards import KINDS, group_summary
 from tsae.rollouts.schema import BANDS
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 
 from tsae.report.text import capitalised, count, number
 from tsae.rollouts.bands import found_how
-from tsae.rollouts.difficulty.difficulty import Difficulty
+from tsae.rollouts.difficulty import Difficulty
 
 
 def lead(difficulty: Difficulty) -> str:

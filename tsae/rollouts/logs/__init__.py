@@ -1,7 +1,6 @@
-"""Import of trainers' rollout logs.
+"""Import of trainers' rollout logs, in the way of a row.
 
-`detect` finds out whose log it is, and `known` lists the formats. The folders follow the way of a row:
-`on_disk` (files and parts of a log) → `trainers` (one module for each trainer's format) → `entries` (one trajectory as
-the log has it) → `tokenising` (token ids) → `bookkeeping` (outcomes, policies, repeats, the summary) and `checks` (what
-the log says twice). `running` holds workers, progress and resumption.
+`on_disk` (files and parts of a log) → `tsae.rollouts.trainers` (one adapter for each trainer, made with `adapters`) →
+`entry` (one trajectory as the log has it) → `tokens`, `templates`, `padding` (token ids) → `outcome_rules`, `policies`
+→ `dedup_index` (repeats and conflicts) → `consistency_checks` (what the log says twice). `known` lists the formats.
 """

@@ -22,7 +22,7 @@ from tsae.base.views import views
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.responses.token_parts import THINKING
+from tsae.rollouts.token_parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.counted_texts import counted_texts, spread
 from tsae.sae.quality.reconstruction import Cell, Slice, TokenSums, slices_of

@@ -27,7 +27,7 @@ from tsae.base.inert_pickle import read_dataclass
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.trainers.tsae_log import FORMAT as RUN_LOG
+from tsae.rollouts.trainers.tsae_log import FORMAT as RUN_LOG
 
 _OTHERS: tuple[Any, ...] = (verl, nemo_rl, open_instruct, prime_rl, openrlhf, ms_swift)
 """Readers of other trainers. TRL's is asked last: its words are transformers', which others use too."""

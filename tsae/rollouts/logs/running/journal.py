@@ -27,13 +27,13 @@ from tsae.base.seal import read_sealed, with_checksum
 from tsae.checkpoints.loading import tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.answers.grading import BY_NAME
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entries.hashes import hash64
-from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.adapters import Format
+from tsae.rollouts.logs.entry import hash64
 from tsae.rollouts.logs.on_disk.log_files import LogFile, grows
 from tsae.rollouts.logs.on_disk.parts import Part
-from tsae.rollouts.logs.tokenising.tokens import Tokens
+from tsae.rollouts.logs.tokens import Tokens
+from tsae.rollouts.rewards import BY_NAME
 
 _STATE = "part.json"
 

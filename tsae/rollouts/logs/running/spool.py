@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.rollouts.logs.entries.fields import writable
+from tsae.rollouts.logs.entry import writable
 from tsae.rollouts.parquet import write_table
-from tsae.rollouts.responses.token_parts import FIELD, check_parts
 from tsae.rollouts.schema import SCHEMA, TRAINING
+from tsae.rollouts.token_parts import FIELD, check_parts
 
 Rename = Callable[[pa.Table, np.ndarray], Mapping[str, list[str]]]
 """(rows, their numbers) -> columns with other names."""

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entries.log_format import Format
+from tsae.rollouts.logs.adapters import Format
 from tsae.rollouts.logs.running.journal import Job
 
 PARALLEL_FROM = 1 << 25

@@ -1,1 +1,0 @@
-"""Answers: check responses against reference answers, and tell which reward means success."""

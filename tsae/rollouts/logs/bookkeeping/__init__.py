@@ -1,1 +1,0 @@
-"""What is known about the whole log: outcomes, policies, repeats, assumptions."""

@@ -1,1 +1,0 @@
-"""Comparisons of what a log says twice."""

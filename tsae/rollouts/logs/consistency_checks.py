@@ -1,0 +1,543 @@
+"""Second look: what a log says twice is compared after the import.
+
+Five comparisons: prompts (`look_prompts`) and responses, if a log has both their token ids and a text; advantages with
+rewards (`look_advantages`); outcomes with reference answers (`look_answers`); log-probabilities with those of the
+checkpoint (`look_logprobs`). What cannot be compared is counted separately, and is no disagreement. Memory holds 48
+bytes a trajectory and 8 for each of several rewards, and samples of a fixed size.
+
+Check: the result of one comparison of what a log says twice.
+
+Do logged prompts, encoded again, give the logged token ids?
+
+Are the logged log-probabilities those of the checkpoint that sampled? A few trajectories go through the model.
+
+1. Up to 4 trajectories of the first and up to 4 of the last checkpoint of the series that sampled and whose weights lie
+   on this disk: at most 128 tokens of a response, in the precision of the file.
+2. The mean absolute difference a token is compared: in a sum the errors of a shifted row cancel. More than 0.1 nats is
+   a difference. Engines that sample in bfloat16 differ from the trainer's forward pass by 0.01 to 0.03, weights a few
+   updates apart by hardly more: this finds other weights, prompts or templates and shifted tokens, but not a policy
+   that is one update off.
+3. Log-probabilities may be those of the softmax at the sampling temperature. If temperature 1 does not fit, one
+   temperature from 0.2 to 1.5 that fits every trajectory is assumed, and named.
+4. If all tokens of a response have the same value, that is a placeholder, and is not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tsae.checkpoints.adapters import base_of
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, is_hub_id, weight_files
+from tsae.errors import TsaeError
+from tsae.rollouts.logs.check_advantages import recompute
+from tsae.rollouts.logs.check_answers import Reservoir, recheck, several_answers, too_many
+from tsae.rollouts.logs.entry import Entry, hash64, place_hash
+from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
+
+_MOST_PARTS = 16
+_NUMBERS = {"group": "Q", "asked": "Q", "answer": "Q", "step": "Q", "reward": "d", "advantage": "d"}
+
+
+class SecondLook:
+    """Sees every trajectory once, in the order of the ledger, and compares at the end.
+
+    Args:
+        tokens: of the import.
+        checkpoints: of the series, if it distinguishes policies.
+    """
+
+    def __init__(self, tokens: Tokens, checkpoints: Sequence[Checkpoint]) -> None:
+        self.prompts, self.answers, self.logprobs = Prompts(tokens), Reservoir(), LogProbs(checkpoints)
+        self.numbers: dict[str, array[Any]] = {name: array(kind) for name, kind in _NUMBERS.items()}
+        """One a trajectory: labels of group, prompt, reference answer (0 for none) and step; reward and advantage."""
+        self.parts: dict[str, array[Any]] = {}
+        """The rewards that make up a total: by name, one a trajectory; NaN where there is none."""
+        self.n_answers = self.varying = 0
+
+    def see(
+        self,
+        entry: Entry,
+        file: LogFile,
+        prompt: Prompt,
+        response: Response,
+        *,
+        problem: str,
+        policy: str,
+        reward: float | None,
+        right: bool | None,
+    ) -> None:
+        """Take the next trajectory.
+
+        Args:
+            entry: of the log.
+            file: its file.
+            prompt: its token ids.
+            response: its token ids.
+            problem: id.
+            policy: name.
+            reward: that was trained on, by the log.
+            right: by the log, whatever a verifier says; None if it does not say.
+        """
+        self.prompts.see(entry, prompt)
+        step = hash64(entry.policy or file.run, str(entry.step))
+        group = hash64(str(step), problem, entry.group or "")
+        self.varying += entry.advantage_varies
+        advantage = None if entry.advantage_varies else entry.advantage
+        numbers = {
+            "group": group,
+            "asked": hash64(str(step), prompt.ids.tobytes()),
+            "answer": hash64(entry.answer) if entry.answer else 0,
+            "step": step,
+            "reward": float("nan") if reward is None else reward,
+            "advantage": float("nan") if advantage is None else advantage,
+        }
+        for name, value in numbers.items():
+            self.numbers[name].append(value)
+        several = entry.rewards if len(entry.rewards) > 1 else {}
+        self._add_parts({name: [float("nan") if r is None else r] for name, r in several.items()}, 1)
+        if entry.answer:
+            self.n_answers += 1
+            if right is not None:
+                self.answers.put(response.text, entry.answer, right, group, entry.where)
+        # Of several turns, the tokens that were not sampled have no log-probability.
+        if entry.logprobs is not None and entry.response_ids is not None and entry.sampled is None:
+            self.logprobs.put(policy, prompt.ids, response.ids, entry.logprobs, entry.where)
+
+    def _add_parts(self, found: Mapping[str, Sequence[float]], n: int) -> None:
+        """Add rewards of the next `n` trajectories, whose numbers are there already."""
+        before = len(self.numbers["group"]) - n
+        for name in found:
+            if name not in self.parts and len(self.parts) < _MOST_PARTS:
+                self.parts[name] = array("d", [float("nan")] * before)
+        for name, values in self.parts.items():
+            values.extend(found.get(name, [float("nan")] * n))
+
+    def state(self, file: Path) -> dict[str, Any]:
+        """What was seen of a part of the log, for JSON; numbers of every trajectory go into a file."""
+        with file.open("wb") as to:
+            for values in (self._table(), *map(np.asarray, self.parts.values())):
+                np.save(to, values, allow_pickle=False)
+        return {
+            "parts": list(self.parts),
+            "n": [self.n_answers, self.varying],
+            "prompts": self.prompts.state(),
+            "answers": self.answers.state(),
+            "logprobs": self.logprobs.state(),
+        }
+
+    def _table(self) -> np.ndarray:
+        found = np.zeros(len(self.numbers["group"]), dtype=[(n, np.dtype(kind)) for n, kind in _NUMBERS.items()])
+        for name, values in self.numbers.items():
+            found[name] = values
+        return found
+
+    def add(self, file: Path, state: Mapping[str, Any]) -> None:
+        """Add what was seen of the next part of the log."""
+        with file.open("rb") as stream:
+            found = np.load(stream, allow_pickle=False)
+            parts = {name: np.load(stream, allow_pickle=False) for name in state["parts"]}
+        for name in _NUMBERS:
+            self.numbers[name].frombytes(found[name].tobytes())
+        self._add_parts(parts, len(found))
+        self.n_answers += state["n"][0]
+        self.varying += state["n"][1]
+        self.prompts.add(state["prompts"])
+        self.answers.add(state["answers"])
+        self.logprobs.add(state["logprobs"])
+
+    def checks(
+        self, same_text: np.ndarray, logged: np.ndarray, kept: np.ndarray, place: Callable[[int], str]
+    ) -> tuple[Check, ...]:
+        """All comparisons, in the order in which they are printed.
+
+        Args:
+            same_text: (n,) whether a response's ids decode to the log's text: 0 no, 1 yes, 2 no text.
+            logged: (n,) bool, whether the log has the response's ids.
+            kept: (n,) bool, whether a trajectory goes into the table.
+            place: file and line of a trajectory, by its number.
+        """
+        rows = np.flatnonzero(kept)
+        return (
+            self.prompts.check(),
+            _responses(same_text, logged, place),
+            self._advantages(rows, place),
+            self._answers(rows, place),
+            self.logprobs.check(),
+        )
+
+    def _numbers(self, rows: np.ndarray, *names: str) -> Iterator[np.ndarray]:
+        return (np.asarray(self.numbers[name])[rows] for name in names)
+
+    def _advantages(self, rows: np.ndarray, place: Callable[[int], str]) -> Check:
+        if not np.isfinite(np.asarray(self.numbers["advantage"])).any():
+            why = "they differ from token to token" if self.varying else "the log has none"
+            return Check("advantages", "groups", 0, 0, note=why)
+        parts = np.stack([np.asarray(v)[rows] for v in self.parts.values()], axis=1) if self.parts else None
+        reward, advantage, group, step = self._numbers(rows, "reward", "advantage", "group", "step")
+        found = recompute(reward, advantage, group, step, parts)
+        notes = [f"{formula} gives those of {n:,}" for formula, n in list(found.formulas.items())[:1]]
+        if found.constant:
+            notes.append(f"in {found.constant:,} all rewards are equal")
+        if found.contradict:
+            notes.append(
+                "no formula gives the advantages of the others from their rewards: rewards may have weights, or other "
+                "columns were used (--rewards), or rows are mixed up"
+            )
+        if not found.follow + found.contradict:
+            notes = ["they follow no formula that is known, or groups lack members"]
+            if not np.isfinite(np.asarray(self.numbers["reward"])).any():
+                notes = ["the log has no rewards"]
+        return Check(
+            "advantages",
+            "groups",
+            compared=found.follow + found.contradict,
+            differ=found.contradict,
+            not_compared=found.unclear,
+            example=None if found.first is None else place(int(rows[found.first])),
+            disagrees=found.contradict > 0,
+            note="; ".join(notes),
+        )
+
+    def _answers(self, rows: np.ndarray, place: Callable[[int], str]) -> Check:
+        if not self.n_answers:
+            return Check("answers", "responses", 0, 0, note="the log has no reference answers")
+        told, several, first = several_answers(*self._numbers(rows, "asked", "answer", "step"))
+        mixed = too_many(told, several)
+        found = recheck(self.answers.sample())
+        notes = [f"checked with {found.verifier}"] if found.compared else []
+        if found.contradicts:
+            notes.append(
+                f"they agree hardly better than by chance ({found.measure}, where 1 is best and 0 is chance): prompts, "
+                "answers and completions may be misaligned in the log, or the outcome is not whether the answer is "
+                "right (--outcome, --success-above)"
+            )
+        elif found.differ:
+            notes.append(
+                f"far better than by chance ({found.measure}, where 1 is best and 0 is chance), so that the run's "
+                "verifier differs on some"
+                if found.telling
+                else "too few different responses to tell a verifier that differs from rows that are mixed up"
+            )
+        if mixed:
+            notes.append(
+                f"{several:,} of {told:,} prompts have several reference answers in one step: prompts and completions "
+                "may be misaligned in the log"
+            )
+        if not found.compared and not mixed:
+            notes = [f"{found.verifier} can read no answer" if found.not_compared else "no outcome is known"]
+        # If prompts are mixed up, these are what disagrees.
+        by_sample = found.contradicts or not mixed
+        return Check(
+            "answers",
+            "responses of a sample" if by_sample else "prompts",
+            *((found.compared, found.differ) if by_sample else (told, several)),
+            not_compared=found.not_compared,
+            example=place(int(rows[first])) if mixed and first is not None and not found.first else found.first,
+            disagrees=found.contradicts or mixed,
+            note="; ".join(notes),
+        )
+
+
+def _responses(same_text: np.ndarray, logged: np.ndarray, place: Callable[[int], str]) -> Check:
+    differ = np.flatnonzero(logged & (same_text == 0))
+    n = int((logged & (same_text != 2)).sum())
+    note = "the log has no texts" if logged.any() else "the log has no token ids"
+    if n:
+        note = "their tokens decode to another text: give the checkpoint that was trained" if len(differ) else ""
+    return Check(
+        "responses",
+        "responses",
+        n,
+        len(differ),
+        not_compared=len(logged) - n if n else 0,
+        example=place(int(differ[0])) if len(differ) else None,
+        disagrees=len(differ) > 0,
+        note=note,
+    )
+
+
+def refuse_disagreement(checks: Sequence[Check], where: Path) -> None:
+    """Refuse a log that does not agree with itself (`ImportConfig.strict`).
+
+    Raises:
+        TsaeError: naming every check that disagrees.
+    """
+    wrong = [str(check) for check in checks if check.disagrees]
+    if wrong:
+        what = f"does not agree with itself: {'. '.join(wrong)}"
+        raise TsaeError(what, where=where, fix="Mend what is named, or import it without --strict.")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one comparison found."""
+
+    name: str
+    unit: str
+    """What is counted."""
+    compared: int
+    differ: int
+    not_compared: int = 0
+    example: str | None = None
+    """File and line of the first difference."""
+    disagrees: bool = False
+    """Whether that contradicts the log; verifiers may differ on single answers without doing so."""
+    note: str = ""
+    """How it was compared, what follows, or why nothing was."""
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return f"{self.name}: not compared ({self.note})"
+        verb = "disagree" if self.disagrees or not self.differ else "differ"
+        text = f"{self.name}: {self.compared:,} {self.unit} compared, {self.differ:,} {verb}"
+        text += f" (first: {self.example})" if self.example else ""
+        text += f", {self.not_compared:,} cannot be compared" if self.not_compared else ""
+        return text + (f"; {self.note}" if self.note else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """What goes into the table's info and into run.json."""
+        return {
+            "unit": self.unit,
+            "compared": self.compared,
+            "differ": self.differ,
+            "share": self.differ / self.compared if self.compared else None,
+            "not_compared": self.not_compared,
+            "disagrees": self.disagrees,
+            "example": self.example,
+            "line": str(self),
+        }
+
+
+_KEPT_PROMPTS = 256
+
+
+class Prompts:
+    """Encodes the prompts that a log has both as token ids and as text or messages."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.found: Counter[str] = Counter()
+        """Prompts: logged (with token ids), compared, differ, and unclear (the template renders no such prompt)."""
+        self.first: str | None = None
+        self.arguments: Counter[str] = Counter()
+        """Arguments of the template without which it does not give the prompts."""
+        self._known: dict[int, tuple[bool | None, str]] = {}
+
+    def see(self, entry: Entry, prompt: Prompt) -> None:
+        """Compare the next prompt."""
+        if entry.prompt_ids is None:
+            return
+        self.found["logged"] += 1
+        if entry.prompt is None:
+            return
+        said = json.dumps([entry.prompt, dict(entry.template)], sort_keys=True, default=str)
+        key = hash64(said, prompt.ids.tobytes())
+        if key not in self._known:
+            if len(self._known) == _KEPT_PROMPTS:
+                self._known.clear()
+            self._known[key] = self.tokens.encodes(entry, prompt.ids)
+        same, arguments = self._known[key]
+        if same is None:
+            self.found["unclear"] += 1
+            return
+        self.found["compared"] += 1
+        if arguments:
+            self.arguments[arguments] += 1
+        if not same:
+            self.found["differ"] += 1
+            self.first = self.first or entry.where
+
+    def state(self) -> dict[str, Any]:
+        return {"found": self.found, "first": self.first, "arguments": self.arguments}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        self.found.update(state["found"])
+        self.first = self.first or state["first"]
+        self.arguments.update(state["arguments"])
+
+    def check(self) -> Check:
+        """The result."""
+        n, unclear, differ = (self.found[name] for name in ("compared", "unclear", "differ"))
+        notes = [
+            f"{times:,} were rendered with {arguments}, as their tokens show (--template-arguments '{arguments}')"
+            for arguments, times in self.arguments.most_common(3)
+        ]
+        if differ:
+            notes.append(
+                "the chat template gives other tokens: try --template-arguments, such as "
+                "'{\"enable_thinking\": false}', --system-prompt, or the checkpoint that was trained"
+            )
+        if not n:
+            notes = ["the log has token ids alone" if self.found["logged"] else "the log has no token ids"]
+            if unclear:
+                notes = ["the chat template renders none of them"]
+        return Check("prompts", "prompts", n, differ, unclear if n else 0, self.first, differ > 0, "; ".join(notes))
+
+
+_TRAJECTORIES = 4
+_TOKENS, _PROMPT = 128, 4096
+_MOST_BYTES = 2 << 30
+"""Weights that an import loads; about a billion parameters in bfloat16."""
+_MOST_OFF = 0.1
+_TEMPERATURES = (1.0, *(round(0.1 * i, 1) for i in range(2, 16) if i != 10))
+
+
+class Told(NamedTuple):
+    """A trajectory with logged log-probabilities."""
+
+    prompt: np.ndarray
+    """(n_prompt,) token ids."""
+    response: np.ndarray
+    """(n_response,)."""
+    logprobs: np.ndarray
+    """(n_response,) nats."""
+    where: str
+
+
+class LogProbs:
+    """Keeps a few trajectories of every checkpoint, and compares them at the end."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self.checkpoints = list(checkpoints)
+        self.logged = 0
+        self._kept: dict[str, list[Told]] = {checkpoint.id: [] for checkpoint in checkpoints}
+        self._placeholders: set[float] = set()
+        """Values that all tokens of some response have."""
+
+    def put(self, policy: str, prompt: np.ndarray, response: np.ndarray, logprobs: np.ndarray, where: str) -> None:
+        """Take a trajectory that has log-probabilities."""
+        self.logged += 1
+        if len(logprobs) > 1 and np.ptp(logprobs) == 0:
+            self._placeholders.add(float(logprobs[0]))
+        elif policy in self._kept and len(prompt) <= _PROMPT and len(logprobs) == len(response):
+            self._keep(policy, Told(prompt, response[:_TOKENS], logprobs[:_TOKENS], where))
+
+    def state(self) -> dict[str, Any]:
+        """What was kept, for JSON."""
+        kept = {
+            id: [(*(part.tolist() for part in told[:3]), told.where) for told in some]
+            for id, some in self._kept.items()
+        }
+        return {"logged": self.logged, "placeholders": sorted(self._placeholders), "kept": kept}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Add what was kept of the next part of the log."""
+        self.logged += state["logged"]
+        self._placeholders.update(state["placeholders"])
+        for id, some in state["kept"].items():
+            for prompt, response, logprobs, where in some:
+                self._keep(id, Told(np.array(prompt), np.array(response), np.array(logprobs), where))
+
+    def _keep(self, policy: str, told: Told) -> None:
+        """Keep those whose places have the smallest hashes, so that parts of a log can be read one by one."""
+        kept = self._kept[policy]
+        kept.append(told)
+        if len(kept) > _TRAJECTORIES:
+            del kept[max(range(len(kept)), key=lambda place: place_hash(kept[place].where))]
+
+    def check(self) -> Check:
+        """Compare what was kept with the checkpoints' weights."""
+        if not self.logged:
+            return _not_compared("the log has none")
+        kept = {}
+        for id, some in self._kept.items():
+            # A single token is a placeholder if it has a placeholder's value.
+            kept[id] = [t for t in some if len(t.logprobs) > 1 or float(t.logprobs[0]) not in self._placeholders]
+        sampled = [checkpoint for checkpoint in self.checkpoints if kept[checkpoint.id]]
+        if not sampled:
+            told = "no trajectory is known to be sampled by a checkpoint that is here"
+            if not self.checkpoints:
+                told = "of a single checkpoint it is not known whether it sampled"
+            if self._placeholders:
+                told = "all tokens of a response have the same one, as placeholders have"
+            return _not_compared(told)
+        off: list[tuple[str, np.ndarray]] = []
+        ends = list(dict.fromkeys((sampled[0], sampled[-1])))
+        for checkpoint in ends:
+            try:
+                if why := _unreadable(checkpoint):
+                    return _not_compared(why)
+                off += _differences(checkpoint, kept[checkpoint.id])
+            except TsaeError as error:
+                return _not_compared(f"{checkpoint.id}: {error.what}")
+            except (RuntimeError, IndexError, ValueError) as error:  # of a model that cannot read these tokens
+                return _not_compared(f"{checkpoint.id}: {(str(error).splitlines() or ['?'])[0]}")
+        by_temperature = np.stack([values for _, values in off])  # (n_trajectories, n_temperatures)
+        at = int(by_temperature.max(axis=0).argmin())
+        if by_temperature[:, 0].max() <= _MOST_OFF or by_temperature[:, at].max() > _MOST_OFF:
+            at = 0
+        differ = np.flatnonzero(by_temperature[:, at] > _MOST_OFF)
+        names = " and ".join(checkpoint.id for checkpoint in ends)
+        note = f"with the weights of {names}: mean difference {by_temperature[:, at].mean():.3f} nats a token"
+        note += f" at temperature {_TEMPERATURES[at]:g}" * (at > 0)
+        if len(differ):
+            note += (
+                "; other weights sampled them, or another prompt was read, or fewer tokens were allowed (top-p, top-k)"
+            )
+        first = off[differ[0]][0] if len(differ) else None
+        return Check(
+            *("log-probabilities", "trajectories", len(off), len(differ)),
+            example=first,
+            disagrees=len(differ) > 0,
+            note=note,
+        )
+
+
+def _not_compared(why: str) -> Check:
+    return Check("log-probabilities", "trajectories", 0, 0, note=why)
+
+
+def _unreadable(checkpoint: Checkpoint) -> str | None:
+    """Why a checkpoint's weights are not loaded for this; None if they may be.
+
+    Raises:
+        TsaeError: if its files are not there.
+    """
+    size = 0
+    for part in (checkpoint, *([base_of(checkpoint)] if _adapts(checkpoint) else [])):
+        if is_hub_id(part.path):
+            return f"{part.path} is not on this disk as a folder"
+        folder = folder_of(part)
+        files = [Path(folder)] if is_gguf(folder) else weight_files(folder)
+        size += sum(file.stat().st_size for file in files)
+    if size <= _MOST_BYTES:
+        return None
+    return f"{checkpoint.id} has {size / 2**30:.1f} GiB of weights, too many to load here"
+
+
+def _adapts(checkpoint: Checkpoint) -> bool:
+    return not is_hub_id(checkpoint.path) and not is_gguf(checkpoint.path) and is_adapter(folder_of(checkpoint))
+
+
+def _differences(checkpoint: Checkpoint, kept: Sequence[Told]) -> list[tuple[str, np.ndarray]]:
+    """(place, (n_temperatures,) mean absolute difference a token) of every trajectory."""
+    import torch
+
+    model = ModelLoader().load(checkpoint)
+    found = []
+    for told in kept:
+        n = len(told.response)
+        ids = torch.from_numpy(np.concatenate([told.prompt, told.response]).astype(np.int64))[None]
+        with torch.inference_mode():
+            # The last position predicts what comes after the response.
+            try:
+                logits = model(input_ids=ids, logits_to_keep=n + 1).logits[0, -n - 1 : -1]
+            except TypeError:  # an architecture that always gives all
+                logits = model(input_ids=ids).logits[0, -n - 1 : -1]
+            logits, sampled = logits.float(), ids[0, -n:, None]  # (n_response, vocabulary), (n_response, 1)
+            off = [
+                np.abs((logits / t).log_softmax(-1).gather(-1, sampled)[:, 0].numpy() - told.logprobs).mean()
+                for t in _TEMPERATURES
+            ]
+        found.append((told.where, np.array(off)))
+    return found

@@ -1,1 +1,0 @@
-"""One trajectory as its log has it, and the checks of its values."""

@@ -1,0 +1,182 @@
+"""Verdicts: outcome and reward of every trajectory, by rules that hold for the whole log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.entry import Counts, Entry, total
+from tsae.rollouts.rewards import BY_NAME, Verifier, find_verifier, outcome_reward
+
+_NAMES, _CHECKED, _RULES = "rewards", "verifier", "success"
+
+
+class Verdicts:
+    """Decides outcome and reward of the entries of one log.
+
+    Args:
+        config: of the import.
+        counts: of the log.
+        a_file_a_step: whether the log's files are one run's steps, and so have the same columns.
+    """
+
+    def __init__(self, config: ImportConfig, counts: Counts, *, a_file_a_step: bool) -> None:
+        self.config, self.counts, self.a_file_a_step = config, counts, a_file_a_step
+        self.verify: Verifier | None = find_verifier(config.verifier) if config.verifier else None
+        self._decisive: tuple[str | None, str | None] = (None, None)
+        """The reward that decided so far, and where it did first."""
+        self._summed: tuple[frozenset[str] | None, str | None] = (None, None)
+        """Names of the rewards that make up a total, and where they did first."""
+
+    @property
+    def names(self) -> Mapping[str, int]:
+        """Trajectories by the rewards that they have."""
+        return self.counts[_NAMES]
+
+    def right(self, entry: Entry, response: str) -> bool | None:
+        """Success or failure: by the verifier if there is one, else by the log; None if neither says.
+
+        Args:
+            entry: a trajectory.
+            response: its text.
+
+        Raises:
+            TsaeError: if the verifier cannot judge it, several rewards might decide, or another reward decides than
+                before.
+        """
+        self.counts[_NAMES].update(entry.rewards.keys())
+        if self.verify is None:
+            return self._logged(entry)
+        if self.config.verifier in BY_NAME and not entry.answer:
+            what = f"has no reference answer to check with {self.config.verifier}"
+            raise TsaeError(what, where=entry.where, fix="Name the column of the answer (--column answer=NAME).")
+        try:
+            right = bool(self.verify(response, entry.answer))
+        except TsaeError as error:
+            raise TsaeError(error.what, where=entry.where, fix=error.fix) from error
+        except Exception as error:  # of the user's own function
+            what = f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})"
+            fix = "Correct the function: it gets (response, answer) as texts."
+            raise TsaeError(what, where=entry.where, fix=fix) from error
+        logged = self.logged(entry)
+        self.counts[_CHECKED].update({"compared": logged is not None, "agreed": logged is right})
+        return right
+
+    def logged(self, entry: Entry) -> bool | None:
+        """Success or failure by the log, whatever a verifier says; None if the log leaves that to the verifier."""
+        told = self.config.outcome or entry.decides or len(self.config.rewards or entry.rewards) == 1
+        return self._logged(entry) if self.verify is None or entry.correct is not None or told else None
+
+    def _logged(self, entry: Entry) -> bool | None:
+        limit, names = self.config.success_above, tuple(self.config.rewards or entry.rewards)
+        if self.config.outcome is None and entry.correct is not None:
+            self.counts[_RULES]["the log says so"] += 1
+            return entry.correct
+        if name := self.config.outcome or entry.decides:
+            value, told_by = entry.rewards.get(name), name
+        elif len(names) <= 1:
+            value, told_by = self.reward(entry), "".join(names)
+        else:
+            name = outcome_reward(names, where=entry.where)
+            value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
+        self._decides(name or told_by, entry.where)
+        if value is None:
+            return None
+        self.counts[_RULES][f"{told_by} is above {limit:g}"] += 1
+        return value > limit
+
+    def _decides(self, name: str | None, where: str | None) -> None:
+        """Check that the same reward decides in all files of a run. A file that lacks it must not use another."""
+        before, first = self._decisive
+        if name and self.a_file_a_step and self.verify is None and before not in (None, name):
+            what = f"{name} says here what is right, {before} in the rows before"
+            fix = "Name the reward that counts (--outcome), or check the answers anew (--verifier)."
+            raise TsaeError(what, where=where, fix=fix)
+        if name:
+            self._decisive = name, first or where
+
+    def reward(self, entry: Entry) -> float | None:
+        """The total that was used in training, or the sum of the rewards that the user names.
+
+        Raises:
+            TsaeError: if a sum has other parts than that of the trajectories before.
+        """
+        if not self.config.rewards:
+            if entry.summed:
+                self._add_up(entry.rewards, entry.where)
+            return entry.reward
+        missing = [name for name in self.config.rewards if name not in entry.rewards]
+        if missing:
+            what = f"has no reward {missing[0]!r}; it has {', '.join(entry.rewards) or 'none'}"
+            raise TsaeError(what, where=entry.where, fix="Name rewards that are there (--rewards).")
+        return total({name: entry.rewards[name] for name in self.config.rewards})
+
+    def _add_up(self, names: Iterable[str], where: str | None) -> None:
+        """Check that all totals are sums of the same rewards."""
+        parts, before = frozenset(names), self._summed[0]
+        if before is None:
+            self._summed = parts, where
+        elif parts != before:
+            raise TsaeError(
+                f"its rewards are {', '.join(sorted(parts))}; those of the rows before are "
+                f"{', '.join(sorted(before))}: their sums are not the same quantity",
+                where=where,
+                fix="Name the rewards that all rows have (--rewards), or import such files apart.",
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What was found in a part of the log beside the counts, for JSON."""
+        names, where = self._summed
+        return {"decisive": self._decisive, "summed": [None if names is None else sorted(names), where]}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """Add what was found in a further part.
+
+        Raises:
+            TsaeError: if another reward decides there, or totals are sums of other rewards.
+        """
+        self._decides(*state["decisive"])
+        if state["summed"][0] is not None:
+            self._add_up(*state["summed"])
+
+    def notes(self, n: int, n_unknown: int) -> Iterator[str]:
+        """Notes about `n` trajectories, `n_unknown` of them of unknown outcome."""
+        for name, with_it in self.names.items() if self.a_file_a_step else ():
+            if with_it < n:
+                yield f"{name}: {with_it:,} of {n:,} trajectories have this reward; the rewards of the others lack it"
+        if self.verify is not None:
+            checked = self.counts[_CHECKED]
+            agreement = f", and the log agrees in {checked['agreed']:,} of {checked['compared']:,}"
+            yield f"success: {self.config.verifier} finds the answer in the response" + agreement * bool(
+                checked["compared"]
+            )
+        elif self.counts[_RULES]:
+            yield f"success: {'; or '.join(sorted(self.counts[_RULES]))}"
+        if n_unknown:
+            yield (
+                f"{n_unknown:,} trajectories have no reward that says whether they are right: their outcome is unknown"
+            )
+
+
+def with_outcome(entries: Iterable[object], importing: ImportConfig, log: Path) -> tuple[ImportConfig, str]:
+    """Choose the reward that means success, and say why; the name decides where the log has several."""
+    if importing.verifier is not None:
+        return importing, f"the answer is right ({importing.verifier})"
+    first = next((entry for entry in entries if isinstance(entry, Entry)), None)
+    above = f"is above {importing.success_above:g}"
+    if importing.outcome is not None:
+        return importing, f"{importing.outcome} {above} (as asked)"
+    if first is None or first.correct is not None:
+        return importing, "the log says so"
+    names = tuple(importing.rewards or first.rewards)
+    if not names:
+        return importing, "unknown (the log holds no reward)"
+    if first.decides or len(names) <= 1:
+        told = "the log's only reward" if len(names) == 1 else "the one that the trainer's logs have for it"
+        return importing, f"{first.decides or names[0]} {above} ({told})"
+    telling = outcome_reward(names, where=log)
+    return replace(importing, outcome=telling), f"{telling} {above} (of {', '.join(names)}, by its name)"

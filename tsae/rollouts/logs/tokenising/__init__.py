@@ -1,1 +1,0 @@
-"""Token ids for the texts of a log."""

@@ -1,1 +1,0 @@
-"""Responses: what the tokens and the text of one response are."""

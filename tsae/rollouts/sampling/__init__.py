@@ -1,1 +1,0 @@
-"""Sampling: responses of a checkpoint, generated here or by a server."""

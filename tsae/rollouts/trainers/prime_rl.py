@@ -1,0 +1,300 @@
+"""prime-rl and verifiers.
+
+prime-rl: the traces of its orchestrator, and the opt-in token exports of its trainer.
+
+After the source of PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to September 2026):
+
+- ``rollouts/step_N/{train,eval}/{all,effective}/traces.jsonl`` (since pull request 2983). A line is a trace with
+  kind, group_id and policy_version, or, later, an episode with its traces, group and run. ``effective`` repeats
+  what is in ``all``: `ImportConfig.subset` picks one.
+- ``monitors/file/traces/stream.jsonl`` (since pull request 3444) holds every episode once, also those that filters
+  dropped; which of them were effective is in annotations that are not read.
+- ``token_exports/step_N/rank_R.jsonl``: per-token arrays of what the trainer trained on, schema 1. First an object a
+  token (id, loss_mask, advantage, reward), then arrays with export_step, run_id and rewards; later with step only and
+  without rewards, so that outcomes are unknown.
+
+verifiers before its traces, and prime-rl before 0.7: a line a rollout, with prompt and completion as messages.
+
+After the source of verifiers 0.1.14 (``utils/save_utils.py``) and of prime-rl 0.6 (its orchestrator). prime-rl writes
+``rollouts/step_{N}/train_rollouts.jsonl``, an evaluation of verifiers ``results.jsonl``. A line has example_id, task,
+prompt, completion, answer, info, reward, error, is_truncated, stop_condition and metrics, and each metric again as a
+column; prime-rl adds env_name, policy_version, off_policy_steps, advantage and is_filtered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, Literal
+
+import numpy as np
+
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.adapters import (
+    Format,
+    asked_or_text,
+    by_row,
+    logprobs_of,
+    masked_entry,
+    mean_advantage,
+    only_answer,
+    split_by_mask,
+)
+from tsae.rollouts.logs.entry import Entry, Fields, Row, is_score, total
+
+_TRACES = re.compile(
+    r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"
+)
+_TOKENS = re.compile(r"(^|/)(step_(?P<step>\d+)/)?rank_\d+\.jsonl$")
+_CUT_OFF = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+_EPISODE = "tsae:episode"
+"""Where `_split` puts the episode of a trace."""
+
+
+def _fits_traces(row: Row, config: ImportConfig) -> bool:
+    return "task" in row and ("traces" in row or "nodes" in row)
+
+
+def _fits_tokens(row: Row, config: ImportConfig) -> bool:
+    return {"schema_version", "export_sequence_idx"} <= row.keys() and (
+        {"token_ids", "loss_mask"} <= row.keys() or "tokens" in row
+    )
+
+
+def _work(episode: Fields) -> Fields:
+    run = episode.object("run")
+    return run.object("work") if "work" in run else run
+
+
+def _split(row: Fields) -> Iterator[Fields]:
+    """The traces of an episode; a trace that stands alone is its own episode."""
+    # A stream holds work of both kinds; elsewhere the folder has been chosen.
+    match, wanted = _TRACES.search(row.file.name), row.config.subset.split("/")[0]
+    streamed = match is None or match["subset"] is None
+    if streamed and row.row.get("kind", _work(row).row.get("type", wanted)) != wanted:
+        return
+    traces = row.row.get("traces", [row.row])
+    if not isinstance(traces, list):
+        raise row.error("traces is no list", "Correct that line.")
+    if not traces:
+        raise row.unusable("errored", "the episode failed before it had a trace")
+    for trace in traces:
+        if not isinstance(trace, dict):
+            raise row.error("traces holds what is no object", "Correct that line.")
+        yield row.inside({**trace, _EPISODE: row})
+
+
+def _trace_entry(trace: Fields) -> Entry | None:
+    agent, episode = trace.object("agent"), trace.row[_EPISODE]
+    if "trainable" in agent and not agent.truth("trainable"):
+        return None
+    if not trace.row.get("ok", not (trace.get("errors") or trace.get("error"))):
+        raise trace.unusable("errored", "the rollout ended with an error")
+    nodes, work = _path(trace), _work(episode)
+    silent = [node for node in nodes if node.get("token_ids") is None]
+    if 0 < len(silent) < len(nodes):
+        raise trace.error(
+            f"{len(silent)} of its {len(nodes)} messages have no token ids: what the policy read is not known whole",
+            "Correct or drop that line.",
+        )
+    ids = [node.ids("token_ids") for node in nodes if node.get("token_ids")]
+    mask = [node.marks("mask") for node in nodes if node.get("mask")]
+    if not ids:
+        raise trace.error(
+            "its messages have no token ids: they were sampled from an API, not from a policy in training",
+            "Give traces of training, or write the texts into a plain log.",
+        )
+    sampled = np.concatenate(mask) if mask else np.zeros(0, dtype=bool)
+    prompt, response, inside = split_by_mask(np.concatenate(ids), sampled, trace)
+    asked = takewhile(lambda node: not any(node.get("mask") or []), nodes)
+    advantage, varies = _advantage(trace, nodes)
+    rewards = _rewards(trace.object("rewards"))
+    info = trace.object("info")
+    versions = (work.object("policy").get("start"), episode.get("policy_version"), info.get("policy_version"))
+    version = next((found for found in versions if found is not None), None)
+    task = (trace if "task" in trace else episode).object("task")
+    data = task.object("data") if "data" in task else task
+    columns = trace.config.columns
+    return Entry(
+        trace.where,
+        prompt=[node.row["message"] for node in asked if isinstance(node.get("message"), dict)],
+        prompt_ids=prompt,
+        response_ids=response,
+        sampled=inside,
+        masked=frozenset({"response"}),
+        rewards=rewards,
+        reward=total(rewards),
+        unscored=total(rewards) is None,
+        answer=data.answer(columns.answer),
+        level=data.label(columns.level),
+        problem_id=_problem(task, episode),
+        step=trace.file.step if trace.file.step is not None else work.whole("step"),
+        updates=trace.inside({"policy_version": version}).whole("policy_version"),
+        advantage=advantage,
+        advantage_varies=varies,
+        group=_group(trace, episode),
+        logprobs=logprobs_of([value for node in nodes for value in node.get("logprobs") or []], response),
+        template={"tools": tools} if (tools := trace.get("tools")) else {},
+        finish_reason=_finish(trace, nodes),
+        key=trace.label("id", "the trace's id"),
+        extra=replace(data, source=None).kept(),
+    )
+
+
+def _path(trace: Fields) -> list[Fields]:
+    """The messages from the root to the only leaf."""
+    nodes = trace.need("nodes")
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+        raise trace.error("nodes is no list of messages", "Correct that line.")
+    parents = [node.get("parent") for node in nodes]
+    if any(p is not None and not (isinstance(p, int) and 0 <= p < i) for i, p in enumerate(parents)):
+        raise trace.error("a node's parent does not come before it", "Correct that line.")
+    # A graph without branches lists its messages in order.
+    if parents != [None, *range(len(nodes) - 1)]:
+        raise trace.unusable("multi-turn", "the messages branch into several conversations")
+    return [trace.inside(node) for node in nodes]
+
+
+def _rewards(logged: Fields) -> dict[str, float | None]:
+    rewards: dict[str, float | None] = {}
+    for name, value in logged.row.items():
+        if isinstance(value, Mapping):
+            found = logged.inside({name: value.get("score")}).score(name)
+            weight = logged.inside({name: value.get("weight", 1.0)}).number(name)
+            rewards[name] = None if found is None or weight is None else found * weight
+        else:
+            rewards[name] = logged.score(name)
+    return rewards
+
+
+def _problem(task: Fields, episode: Fields) -> str:
+    env, info = episode.object("env"), episode.object("info")
+    of = ((env, "name"), (env, "id"), (episode, "env_name"), (info, "env_name"))
+    name = next((found for one, column in of if (found := one.label(column, "the environment's name"))), "")
+    if (key := task.label("key", "the task's key")) is not None:
+        return f"{name}/{key}" if name else key
+    content = json.dumps([name, task.get("hash") or task.row.get("data", task.row)], sort_keys=True, default=str)
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _group(trace: Fields, episode: Fields) -> str | None:
+    told = (row.get("group_id") for row in (trace, episode, trace.object("info")))
+    return next((str(group) for group in told if isinstance(group, (str, int))), None)
+
+
+def _advantage(trace: Fields, nodes: list[Fields]) -> tuple[float | None, bool]:
+    """The trajectory's advantage, and whether its tokens have several."""
+    per_token = [a for node in nodes for a in node.get("advantages") or [] if a is not None]
+    return mean_advantage(per_token, trace) if per_token else (trace.number("advantage"), False)
+
+
+def _finish(trace: Fields, nodes: list[Fields]) -> Literal["stop", "length"] | None:
+    calls = [call for call in trace.get("calls") or [] if isinstance(call, dict) and call.get("error") is None]
+    reasons: list[Any] = [call.get("finish_reason") for call in calls] or [node.get("finish_reason") for node in nodes]
+    if trace.get("stop_condition") in _CUT_OFF or (reasons and reasons[-1] == "length"):
+        return "length"
+    return "stop" if reasons and reasons[-1] == "stop" else None
+
+
+def _tokens_entry(row: Fields) -> Entry:
+    if row.get("schema_version") != 1:
+        raise row.error(f"schema {row.get('schema_version')!r} is unknown, expected 1", "Give an export of schema 1.")
+    if isinstance(tokens := row.get("tokens"), list):
+        named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
+        named["inference_logprobs"] = "inference_logprob"
+        row = row.inside({**row.row, **{many: [t.get(one) for t in tokens] for many, one in named.items()}})
+    mask = row.marks("loss_mask", "the mask")
+    pairs = zip(row.get("rewards") or [], mask, strict=False)
+    values = {value for value, kept in pairs if kept and value is not None and value == value}
+    if len(values) > 1:
+        raise row.error("its sampled tokens have several rewards", "Correct that line.")
+    reward = row.inside({"rewards": next(iter(values), None)}).score("rewards")
+    number = row.need("export_sequence_idx")
+    # A run's own step is export_step if several runs share a trainer.
+    step = row.whole("step" if row.get("export_step") is None else "export_step", needed=True)
+    return masked_entry(
+        row,
+        mask,
+        {"reward": reward} if "rewards" in row else {},
+        step=step,
+        key="/".join(str(part) for part in (row.get("run_id"), step, row.get("rank"), number)),
+        logprobs=row.get("inference_logprobs"),
+    )
+
+
+TRACES = Format("prime-rl", "prime-rl traces", by_row(_trace_entry, _split), _fits_traces, _TRACES, synchronous=False)
+TOKENS = Format(
+    "prime-rl-tokens", "prime-rl token exports", by_row(_tokens_entry), _fits_tokens, _TOKENS, synchronous=False
+)
+
+
+_NO_METRICS = {
+    *("id", "example_id", "reward", "advantage", "policy_version", "off_policy_steps"),
+    *("generation_ms", "scoring_ms", "total_ms"),
+}
+
+
+def _fits_verifiers(row: Row, config: ImportConfig) -> bool:
+    # Since 0.2 there is no task.
+    return {"prompt", "completion", "reward"} <= row.keys() and ("example_id" in row or {"task", "id"} <= row.keys())
+
+
+def _rollout(row: Fields) -> Entry | None:
+    if row.get("error") is not None:
+        raise row.unusable("errored", "the rollout ended with an error")
+    if row.get("is_filtered") and row.config.subset.endswith("effective"):
+        return None
+    if row.get("tool_defs") or row.object("info").get("oai_tools"):
+        raise row.unusable(
+            "multi-turn",
+            "its prompt had tools, which the template writes out elsewhere",
+            "Train with prime-rl 0.7 or later, whose traces have token ids and masks",
+        )
+    metrics, reward = _metrics(row), row.score("reward")
+    rewards = {"reward" if metrics else row.config.outcome or "reward": reward}
+    cut = row.truth("is_truncated")
+    return Entry(
+        row.where,
+        prompt=asked_or_text(row, "prompt"),
+        prompt_is="verbatim",
+        response=only_answer(row.get("completion"), row),
+        rewards=rewards | row.inside(metrics).scores(),
+        reward=reward,
+        answer=row.answer("answer"),
+        problem_id=_example(row),
+        step=row.file.step,
+        updates=row.whole("policy_version"),
+        advantage=row.number("advantage"),
+        finish_reason=None if cut is None else "length" if cut else "stop",
+        assumed="were sampled while weights were updated: named after the version that is logged"
+        if row.get("off_policy_steps")
+        else None,
+    )
+
+
+def _example(row: Fields) -> str | None:
+    example = row.label("example_id" if "example_id" in row else "id", "the example's id")
+    return None if example is None else f"{row.label('env_name') or row.label('task') or ''}/{example}"
+
+
+def _metrics(row: Fields) -> Row:
+    """By name; before 0.1.10 they were columns only."""
+    found = row.get("metrics")
+    if isinstance(found, dict):
+        return found
+    others = {name: value for name, value in row.row.items() if name not in _NO_METRICS}
+    return {n: v for n, v in others.items() if is_score(n, v) and not isinstance(v, bool)}
+
+
+VERIFIERS = Format(
+    "verifiers",
+    "verifiers rollouts",
+    by_row(_rollout),
+    _fits_verifiers,
+    re.compile(r"(^|/)(step_(?P<step>\d+)/(train_)?rollouts|results)\.jsonl$"),
+    synchronous=False,
+)

@@ -1,0 +1,183 @@
+"""TRL: what ``GRPOTrainer`` writes with ``log_completions=True``, one table a logged step.
+
+After the sources of TRL 0.15 to 1.16. ``output_dir/completions/completions_{step:05d}.parquet`` holds, in this
+order: step, prompt, completion, one float column a reward function, the columns that reward functions passed to
+``log_extra``, and advantage. A file holds the last generation batch of its step only.
+
+Before 0.28 there is no such file. The same table goes only to trackio or to Weights & Biases
+(``wandb/*run-*/files/media/table/completions_*.table.json``; as an artifact, ``completions.table.json``), and its step
+is a text. 0.17 and 0.18 have no advantages. 0.15 and 0.16 have one column reward, and log before the optimiser step,
+once for every batch of generations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tsae.errors import TsaeError
+from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.logs.adapters import Format, each_row, is_conversation, only_answer
+from tsae.rollouts.logs.check_advantages import check_sum
+from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, hash64, is_score, total
+from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, LogFile, first_row, kind_of
+
+_COMPLETION_IDS = "completion_ids"
+_SAME = ("prompt", "completion", "advantage")
+"""Columns by which a batch is known that is logged again at a later step."""
+
+
+def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    first: Row = first_row(file.path) or {}
+    run = None
+    if trackio := "run_name" in first:
+        first, run = _first_of_trackio(file, config)
+    rewards = config.rewards or _reward_columns(file, first, config.columns)
+    once = trackio or kind_of(file.path) in OTHER_TABLES
+    # A table of 0.15 or 0.16.
+    early = once and [*first] == ["step", "prompt", "completion", "reward"]
+    seen, before, first_step = Counter[str](), list[Any](), None
+    # By step and prompt: a table of a service may hold several steps.
+    groups: dict[int | None, dict[str, list[tuple[float | None, ...]]]] = defaultdict(lambda: defaultdict(list))
+
+    def split(row: Fields) -> Iterable[Fields]:
+        nonlocal seen, before, first_step
+        if not trackio or row.row["run_name"] != run:
+            return [] if trackio else [row]
+        rows, seen = [replace(row, row=found) for found in _table(row.row)], Counter()
+        again, before = before, [[found.row.get(name) for name in _SAME] for found in rows]
+        if before and again == before:
+            # Logged again at a later step that trained on the same generation batch: equal rows count once.
+            rows = [replace(found, row={**found.row, "step": first_step}) for found in rows]
+        elif rows:
+            first_step = rows[0].row["step"]
+        return rows
+
+    def entry(row: Fields) -> Entry:
+        missing = [name for name in rewards if name not in row]
+        if missing:
+            fix = "Name reward columns that are there (--rewards)."
+            raise row.error(f"has no reward column {missing[0]}; its columns are {', '.join(row.row)}", fix)
+        scores = {name: row.score(name) for name in rewards}
+        found = _entry(row, scores, early=early)
+        if once:
+            # Until 0.24, prompts are logged with their special tokens, and the tokenizer adds none.
+            found.prompt_is = "perhaps rendered" if "advantage" in row else "rendered"
+            # What several tables have counts once. Only early tables have other rows of a step.
+            same = f"{found.step}/" + early * f"{hash64(str(found.prompt), str(found.response), str(scores))}"
+            found.key = f"{same}/{seen[same]}"
+            seen[same] += 1
+        if found.reward is not None and found.advantage is not None:
+            prompt = json.dumps(found.prompt, sort_keys=True, default=str)
+            groups[found.step][prompt].append((found.advantage, found.reward, *scores.values()))
+        return found
+
+    yield from each_row(file, config, entry, split)
+    for step in groups.values() if len(rewards) > 1 and not config.rewards else ():
+        check_sum(step, rewards, file.path)
+
+
+def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entry:
+    names, prompt = row.config.columns, row.need("prompt")
+    step, ids = row.whole("step", needed=True), row.optional_ids(names.response_ids)
+    reward = total(scores)
+    return Entry(
+        row.where,
+        prompt=prompt if is_conversation(prompt) else row.text("prompt"),
+        prompt_is="perhaps stripped",
+        prompt_ids=row.optional_ids(names.prompt_ids),
+        response=only_answer(row.need("completion"), row),
+        response_ids=row.optional_ids(_COMPLETION_IDS) if ids is None else ids,
+        rewards=scores,
+        reward=reward,
+        unscored=reward is None,
+        answer=row.answer(names.answer),
+        level=row.label(names.level),
+        problem_id=None if names.by_prompt else row.label(names.problem_id),
+        step=step,
+        # It is logged after the optimiser step that it was generated for.
+        updates=None if step is None else step - (not early),
+        advantage=row.number("advantage"),
+        cut_without_end=True,
+        summed=not row.config.rewards,
+        assumed=None if len(scores) < 2 else f"have the sum of {', '.join(scores)} as their reward",
+    )
+
+
+def _first_of_trackio(file: LogFile, config: ImportConfig) -> tuple[Row, str | None]:
+    """(first row of a table, run that counts)."""
+    firsts: dict[Any, Row] = {}
+    for _, row in file.rows():
+        if found := _table(row):
+            firsts.setdefault(row["run_name"], found[0])
+    if len(firsts) > 1 and config.run not in firsts:
+        shown = ", ".join(map(str, firsts))
+        raise TsaeError(f"holds several runs: {shown}", where=file.path, fix="Say which with --run.")
+    run = config.run if config.run in firsts else next(iter(firsts), None)
+    return firsts.get(run, {}), run
+
+
+def _table(row: Row) -> list[Row]:
+    """The rows of the table of completions that trackio logged, if it did."""
+    table = row.get("completions")
+    rows = table.get("_value") if isinstance(table, Mapping) and table.get("_type") == "trackio.table" else ()
+    # NaN is a text there.
+    return [
+        {name: math.nan if value == "NaN" and name not in _SAME[:2] else value for name, value in found.items()}
+        for found in rows or ()
+        if isinstance(found, Mapping)
+    ]
+
+
+def _reward_columns(file: LogFile, first: Row, known: ColumnNames) -> tuple[str, ...]:
+    """The columns of numbers after completion, up to the first that holds something else or has a known name."""
+    others = {"advantage", known.answer, known.level, known.problem_id, known.prompt_ids, known.response_ids}
+    columns = _number_columns(file, first)
+    names = list(columns)
+    if "completion" not in names:
+        return ()
+    after = names[names.index("completion") + 1 :]
+    found = tuple(takewhile(lambda name: name not in others and columns[name], after))
+    if not found:
+        what = f"no float column, as a reward is, follows completion; the columns are {', '.join(names)}"
+        raise TsaeError(what, where=file.path, fix="Name the reward columns (--rewards).")
+    return found
+
+
+def _number_columns(file: LogFile, first: Row) -> dict[str, bool]:
+    """Whether the columns of a file, in their order, hold floats or nothing; the first row decides, but for Parquet."""
+    if file.path.suffix == ".parquet":
+        schema = pq.read_schema(file.path)
+        if "prompt" in schema.names:
+            texts = {name for name, value in first.items() if isinstance(value, str) and is_score(name, value)}
+            return {f.name: pa.types.is_floating(f.type) or pa.types.is_null(f.type) or f.name in texts for f in schema}
+    return {n: v is None or (is_score(n, v) and not isinstance(v, bool)) for n, v in first.items()}
+
+
+def _fits(row: Row, config: ImportConfig) -> bool:
+    # Of trackio, the first row may have no table.
+    if {"run_name", "completions"} <= row.keys():
+        return True
+    return {"step", "prompt", "completion"} <= row.keys() and ("advantage" in row or isinstance(row["step"], str))
+
+
+FORMAT = Format(
+    "trl",
+    "TRL completions",
+    _parse,
+    _fits,
+    re.compile(
+        r"(^|/)(completions_(?P<step>\d{5,})\.parquet|(completions_\d+_\w+|(\d+-\d+\.)?completions)\.table\.json)$"
+    ),
+    a_file_a_step=True,
+    cut=False,
+)
