@@ -132,8 +132,8 @@ class Causal:
     def execute(self) -> None:
         from tsae.causal.controls import mean_difference
         from tsae.report.printed.findings import behaviour_text
-        from tsae.rollouts.rewards import find_verifier
         from tsae.rollouts.problems import Problem, read_problems
+        from tsae.rollouts.rewards import find_verifier
 
         family = opposed_features(self)
         verify = find_verifier(self.verifier)

@@ -62,10 +62,9 @@ class Sample:
 
     def execute(self) -> None:
         from tsae.checkpoints.loading import ModelLoader
-        from tsae.rollouts.rewards import find_verifier
         from tsae.rollouts.problems import read_problems
-        from tsae.rollouts.sampling import remove_batches
-        from tsae.rollouts.sampling import sample_part
+        from tsae.rollouts.rewards import find_verifier
+        from tsae.rollouts.sampling import remove_batches, sample_part
 
         series = load_series(*self.series)
         chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())

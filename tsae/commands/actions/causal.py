@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from tsae.commands.options.causal import Causal, Influence
+
 import tsae
 from tsae.base.plugins import find_function
 from tsae.causal.controls import mean_difference
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
-from tsae.commands.options.causal import Causal, Influence
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import behaviour_text
 from tsae.report.printed.reinforcement import influence_text

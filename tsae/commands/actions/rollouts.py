@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
+
 import tsae
 from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
@@ -9,7 +11,6 @@ from tsae.base.plugins import find_function
 from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
 from tsae.checkpoints.loading import ModelLoader
 from tsae.commands.common import as_json, load_series, say_wrote
-from tsae.commands.options.rollouts import Bands, Behaviours, Difficulty, Import, Sample
 from tsae.errors import TsaeError
 from tsae.report.printed.findings import behaviour_text, format_text
 from tsae.rollouts.bands import band_counts, found_how
