@@ -39,8 +39,8 @@ from bench_quality import testbed_store
 from statements.pairs import PlantedPair, paired_store, planted_pair
 
 import tsae
-from tsae.sae.crosscoder.changes import FEWEST_PROBLEMS, ONE_SIDED
-from tsae.sae.quality.counted_texts import counted_texts
+from tsae.sae.crosscoder import FEWEST_PROBLEMS, ONE_SIDED
+from tsae.sae.quality.evaluation import counted_texts
 
 FOUND = 0.8
 Said = dict[str, np.ndarray]

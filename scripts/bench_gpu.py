@@ -2,7 +2,7 @@
 
 - train: one T-SAE step (`scripts/bench_train.py`) against one dense encode and one fused Adam step.
 - profile: where the time of that step goes, by torch's profiler.
-- variants: the step with single decisions of `tsae.sae.fitting.sparse_codes` taken otherwise.
+- variants: the step with single decisions of `tsae.sae.training.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
 
@@ -37,11 +37,11 @@ from tsae.activations.reading_plan import cut
 from tsae.activations.shard import open_shard
 from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions
 from tsae.features.encode import tokens_at_once
-from tsae.features.shard_codes import encode_shard
+from tsae.features.encoded_shards import encode_shard
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
-from tsae.sae.fitting import sparse_codes
 from tsae.sae.model import TemporalSAE
+from tsae.sae.training import sparse_codes
 
 Part = Literal["train", "profile", "variants", "capture", "encode"]
 Row = dict[str, Any]
@@ -165,7 +165,7 @@ def profile(bench: Bench) -> None:
 
 
 def _decode_backward_in_one(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """As `tsae.sae.fitting.sparse_codes` had it: all groups' rows in one product with all groups' gradients."""
+    """As `tsae.sae.training.sparse_codes` had it: all groups' rows in one product with all groups' gradients."""
     values, rows, place, latent, order = ctx.saved_tensors
     gradient = torch.cat(gradients)
     by_value = torch.empty_like(values)

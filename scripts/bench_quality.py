@@ -38,9 +38,9 @@ from slow_variance import SlowVariance
 import tsae
 from tsae.config import DemoConfig
 from tsae.demo import demo_rollouts
-from tsae.sae.fitting.threshold import calibrate
-from tsae.sae.quality.counted_texts import counted_texts
-from tsae.sae.quality.separation import separation
+from tsae.sae.quality.evaluation import counted_texts
+from tsae.sae.quality.probing import separation
+from tsae.sae.training.trainer import calibrate
 
 MEASURES = [
     "fve",

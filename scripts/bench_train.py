@@ -33,8 +33,8 @@ import torch.nn.functional as F
 import tyro
 
 from tsae.sae.config import Precision, SAEConfig
-from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
+from tsae.sae.training.loss import temporal_loss
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Bench:
 
 
 def dense_loss(sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """The loss of tsae.sae.fitting.loss written densely; x: (n, d_model), pairs: (N, 2) rows of x."""
+    """The loss of tsae.sae.training.loss written densely; x: (n, d_model), pairs: (N, 2) rows of x."""
     config = sae.config
     pre = torch.relu((x - sae.b_dec) @ sae.W_enc + sae.b_enc)
     values, indices = pre.flatten().topk(config.k * len(x), sorted=False)

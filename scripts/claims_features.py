@@ -20,7 +20,7 @@ mean over a family's tokens − the mean over all, in the base: a probe without 
 
 "crosscoder": one of the base and each final checkpoint, on the responses that both read. Its codes, which both share,
 give the families. As they do not tell the two readers apart, a reader m has an amount of its own wherever feature i
-fires, by the projection of latent scaling (`tsae.sae.crosscoder.changes`):
+fires, by the projection of latent scaling (`tsae.sae.crosscoder`):
 
     a_m = ⟨d, f W_m + error_m⟩ / ‖d‖²     W_m its decoder row for m, d the longer of both rows, f the code
 
@@ -55,9 +55,9 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.families import NO_FAMILY, assign_families
-from tsae.features.annotations import annotate_tokens
+from tsae.features.contexts import annotate_tokens
 from tsae.features.feature_table import FeatureTable
-from tsae.sae.fitting.threshold import calibrate
+from tsae.sae.training.trainer import calibrate
 from tsae.testbed.chains import LEVELS, generate_problems
 from tsae.testbed.classes import FAMILIES, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS, VOCABULARY

@@ -28,10 +28,9 @@ from tsae.diff.config import DiffConfig, need_settings
 from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.features.annotations import Annotator
+from tsae.features.contexts import Annotator, logit_effects
 from tsae.features.encode import encoded
 from tsae.features.feature_table import FeatureTable
-from tsae.features.logits import logit_effects
 from tsae.report.story.attribution import statement
 from tsae.report.story.claims import expected
 from tsae.report.story.noise import noise_lines

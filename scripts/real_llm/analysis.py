@@ -23,7 +23,7 @@ from tsae.claims.literature import CLAIMS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import row_blocks
+from tsae.features.sparse_matrices import row_blocks
 from tsae.pipeline import Choice, analyse
 from tsae.rollouts.behaviours import measures
 from tsae.rollouts.rewards import last_number

@@ -12,8 +12,8 @@ from support.stores import NEWLINE, SITE, Text, Token, numbered_store, numbers
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.sae.config import SAEConfig
-from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
+from tsae.sae.training.loss import temporal_loss
 
 Key = tuple[str, tuple[int, ...]]
 

@@ -24,9 +24,9 @@ from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.fitting.run_folder import RunFolder
-from tsae.sae.fitting.train import train
-from tsae.sae.fitting.trainer import Trainer
+from tsae.sae.training.run_folder import RunFolder
+from tsae.sae.training.train import train
+from tsae.sae.training.trainer import Trainer
 
 
 def read(batches: Iterator[TokenBatch]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -22,8 +22,8 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.table import Rollouts
-from tsae.sae.fitting import sparse_codes
-from tsae.sae.fitting.loss import temporal_loss
+from tsae.sae.training import sparse_codes
+from tsae.sae.training.loss import temporal_loss
 
 pytestmark = pytest.mark.gpu
 SITE = "blocks.1.hook_resid_post"

@@ -42,7 +42,7 @@ from tsae.config import RunConfig
 from tsae.diff.controls.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
-from tsae.features.pieces import Pieces
+from tsae.features.encoded_shards import Pieces
 from tsae.report.story.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.bands import band_problems

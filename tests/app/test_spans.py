@@ -26,7 +26,7 @@ from tsae.cli import main
 from tsae.diff.policy_gradient.derivatives import padded
 from tsae.diff.policy_gradient.log_probabilities import response_logprobs
 from tsae.diff.policy_gradient.measure_reinforcement import reinforcement
-from tsae.features.top_contexts import context
+from tsae.features.contexts import context
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit_fitting import ResponseTokens, fit_credit
 from tsae.rl.exporting import write_credit

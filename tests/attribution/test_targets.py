@@ -17,7 +17,7 @@ from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-from tsae.sae.exchange.foreign import ForeignConfig
+from tsae.sae.exchange.saelens_files import ForeignConfig
 from tsae.sae.model import ForeignSAE
 
 SPECIAL = [17, 18, 19]

@@ -34,7 +34,7 @@ from tsae.diff.significance.permutations import sign_flips
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 from tsae.rollouts.table import Rollouts
 
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)

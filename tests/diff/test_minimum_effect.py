@@ -23,7 +23,7 @@ from tsae.diff.significance.inference import (
     q_values,
 )
 from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, sign_flips
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)
 

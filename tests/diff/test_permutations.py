@@ -16,8 +16,7 @@ from tsae.diff.contrast.rows import Rows
 from tsae.diff.descriptions import _length_correlation
 from tsae.diff.significance.inference import infer, interaction, most_draws, paired_inference, q_values, sequential_p
 from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, weight_permutations
-from tsae.features.stored import PickedColumns
-from tsae.features.sums import grouped_sums
+from tsae.features.sparse_matrices import PickedColumns, grouped_sums
 
 DRAWS = DiffConfig(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
@@ -189,8 +188,8 @@ def test_grouped_sums_are_those_of_a_product(monkeypatch: pytest.MonkeyPatch) ->
     expected = np.zeros((61, 7))
     np.add.at(expected, group, weight[:, None] * dense[rows])
     for at_once, groups in ((1_000_000, 64), (1, 64), (20, 3)):
-        monkeypatch.setattr("tsae.features.sums._VALUES", at_once)
-        monkeypatch.setattr("tsae.features.sums._GROUPS", groups)
+        monkeypatch.setattr("tsae.features.sparse_matrices._VALUES", at_once)
+        monkeypatch.setattr("tsae.features.sparse_matrices._GROUPS", groups)
         values = sp.csr_array(dense)
         np.testing.assert_allclose(grouped_sums(values, rows, group, weight, 61), expected, atol=1e-12)
     assert not grouped_sums(sp.csr_array(dense), rows[:0], group[:0], weight[:0], 3).any()

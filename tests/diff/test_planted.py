@@ -17,7 +17,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import group_difference, within_problem_auroc
 from tsae.diff.significance.inference import infer, interaction, outcomes, paired_inference, q_values
 from tsae.diff.significance.power import detectable_delta, power, power_text
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)

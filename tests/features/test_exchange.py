@@ -22,8 +22,7 @@ from tsae.base.files import new_folder
 from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, site_names
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.features.exchange.delphi_cache import write_delphi
-from tsae.features.exchange.neuronpedia import Neuronpedia, write_neuronpedia
+from tsae.features.exchange import Neuronpedia, write_delphi, write_neuronpedia
 from tsae.sae.exchange.saelens_files import write_folder
 from tsae.sae.model import load_sae
 from tsae.sae.saebench import saebench_sae

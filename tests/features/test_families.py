@@ -19,7 +19,7 @@ from tsae.diff.contrast.rows import Rows
 from tsae.diff.families import Families, assign_families, family_shifts, find_families
 from tsae.diff.measure_diff import feature_diff
 from tsae.errors import TsaeError
-from tsae.features.annotations import annotate_tokens
+from tsae.features.contexts import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes
 from tsae.report.printed.findings import family_text
 from tsae.rollouts.table import Rollouts

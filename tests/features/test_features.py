@@ -17,12 +17,11 @@ from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from support.damage import resealed
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
-from tsae.features.annotations import TokenClasses, annotate_tokens, find_annotator, responds_to, top_tokens
+from tsae.features.contexts import TokenClasses, annotate_tokens, find_annotator, responds_to, top_contexts, top_tokens
 from tsae.features.encode import encode
+from tsae.features.encoded_shards import Codes, Reconstruction
 from tsae.features.feature_table import FeatureTable
-from tsae.features.shard_codes import Codes, Reconstruction
-from tsae.features.sums import _VALUES, _rows_at_once
-from tsae.features.top_contexts import top_contexts
+from tsae.features.sparse_matrices import _VALUES, _rows_at_once
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 

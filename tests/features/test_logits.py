@@ -11,7 +11,7 @@ import torch
 import tsae
 from tsae.checkpoints.hooks import decoder_blocks, rewritten
 from tsae.errors import TsaeError
-from tsae.features.logits import logit_effects
+from tsae.features.contexts import logit_effects
 
 
 def test_effects_are_the_slope_of_the_logits(any_model: Path) -> None:

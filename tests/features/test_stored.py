@@ -16,19 +16,23 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-import tsae.features.stored as stored
+import tsae.features.sparse_matrices as stored
 from support.damage import resealed
 from support.planted import planted
 from tsae.causal.controls import FeatureScales
 from tsae.diff.config import DiffConfig
 from tsae.diff.measure_diff import feature_diff
 from tsae.errors import TsaeError
-from tsae.features.annotations import annotate_tokens, responds_to, top_tokens
-from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import PickedColumns, StoredRows, column_blocks, row_blocks
-from tsae.features.sums import grouped_sums, sums_by_code
-from tsae.features.table_files import write_codes
-from tsae.features.top_contexts import top_contexts
+from tsae.features.contexts import annotate_tokens, responds_to, top_contexts, top_tokens
+from tsae.features.feature_table import FeatureTable, write_codes
+from tsae.features.sparse_matrices import (
+    PickedColumns,
+    StoredRows,
+    column_blocks,
+    grouped_sums,
+    row_blocks,
+    sums_by_code,
+)
 from tsae.report.pages.examples import contexts, histograms
 
 
@@ -124,7 +128,7 @@ def test_sums_by_code_against_a_loop(n_codes: int, tmp_path: Path) -> None:
 
 def test_a_pass_takes_no_more_memory_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "_READ", 20_000)
-    monkeypatch.setattr("tsae.features.sums._VALUES", 20_000)
+    monkeypatch.setattr("tsae.features.sparse_matrices._VALUES", 20_000)
     matrix = random_matrix((60_000, 40), 0.5, 0)
     found, whole = on_disk(tmp_path / "one", matrix, 50_000), 8 * matrix.nnz
     group, ones = np.repeat(np.arange(600), 100), np.ones(60_000)

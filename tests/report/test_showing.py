@@ -20,7 +20,7 @@ import tsae
 from support.builders import make_rollouts
 from support.diffs import INVISIBLE, MARKUP, make, source
 from tsae.errors import TsaeError
-from tsae.features.top_contexts import top_contexts
+from tsae.features.contexts import top_contexts
 from tsae.report.figures import notebook
 from tsae.report.notebook import cards
 from tsae.report.story import facts

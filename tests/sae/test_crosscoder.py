@@ -16,12 +16,10 @@ from tsae.activations.store import Pair
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.crosscoder.changes import CrosscoderChanges, crosscoder_changes
-from tsae.sae.crosscoder.crosscoder import Crosscoder
-from tsae.sae.crosscoder.published_crosscoder import read_published
-from tsae.sae.fitting.train import train
+from tsae.sae.crosscoder import Crosscoder, CrosscoderChanges, crosscoder_changes, read_published
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.training.train import train
 from tsae.upkeep.verify import verify
 
 CONFIG = SAEConfig(d_sae=96, k=5, temporal_weight=0.0, groups=(1.0,))

@@ -15,9 +15,9 @@ from support.children import free_port, start
 from tsae.base.distributed import ALONE, Processes, join
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.fitting import sparse_codes
-from tsae.sae.fitting.loss import temporal_loss
 from tsae.sae.model import TemporalSAE
+from tsae.sae.training import sparse_codes
+from tsae.sae.training.loss import temporal_loss
 
 pytestmark = pytest.mark.slow  # starts several processes
 

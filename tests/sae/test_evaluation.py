@@ -26,8 +26,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.sae.quality.evaluation import evaluate
-from tsae.sae.quality.smoothness import smoothness
+from tsae.sae.quality.evaluation import evaluate, smoothness
 from tsae.sae.quality.splice import loss_recovered
 
 SITE = "blocks.1.hook_resid_post"

@@ -21,15 +21,13 @@ from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.exchange.foreign import ForeignConfig
-from tsae.sae.fitting.finetuning import starting_config
-from tsae.sae.fitting.train import train
-from tsae.sae.fitting.trainer import Trainer
-from tsae.sae.fitting.training_plan import Plan
-from tsae.sae.fitting.warm_start import warm_start
+from tsae.sae.exchange.saelens_files import ForeignConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
 from tsae.sae.quality.stability import stability
+from tsae.sae.training.finetuning import starting_config, warm_start
+from tsae.sae.training.train import Plan, train
+from tsae.sae.training.trainer import Trainer
 
 SITE = "x.site"
 STILL = replace(SHORT, learning_rate=1e-12)

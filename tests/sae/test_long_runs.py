@@ -45,11 +45,11 @@ from tsae.base.seal import with_checksum
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.sae.config import TrainingConfig
-from tsae.sae.fitting import run_folder
-from tsae.sae.fitting.run_folder import RunFolder
-from tsae.sae.fitting.train import train
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.training import run_folder
+from tsae.sae.training.run_folder import RunFolder
+from tsae.sae.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_batches_are_skipped_without_being_read(store: ActivationStore, monkeypa
 
 
 def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tsae.sae.fitting.train._train", None)  # would be called to train
+    monkeypatch.setattr("tsae.sae.training.train._train", None)  # would be called to train
     stamp = (whole / "sae.safetensors").stat().st_mtime_ns
     again = train(store, CONFIG, to=whole, training=replace(SHORT, save_every_steps=50), progress=False)
     assert (whole / "sae.safetensors").stat().st_mtime_ns == stamp

@@ -18,9 +18,8 @@ from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.fitting.run_folder import RunFolder
-from tsae.sae.fitting.train import train
-from tsae.sae.fitting.train_many import run_name, train_many
+from tsae.sae.training.run_folder import RunFolder
+from tsae.sae.training.train import run_name, train, train_many
 
 SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]
 SEEDS = [0, 1, 2]

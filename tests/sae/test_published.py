@@ -32,7 +32,7 @@ from support.saes import SITE, lens_config, randomized
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.quality.promise import check_promise, promised, warn_where_short
+from tsae.sae.quality.published_fve_check import check_promise, promised, warn_where_short
 
 PUBLISHED = Path(__file__).parent / "published"
 D, S = 8, 12

@@ -24,13 +24,11 @@ from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.fitting.initial_bias import geometric_median
-from tsae.sae.fitting.loss import temporal_loss
-from tsae.sae.fitting.threshold import calibrate
-from tsae.sae.fitting.train import train
-from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.evaluation import evaluate
+from tsae.sae.training.loss import temporal_loss
+from tsae.sae.training.train import train
+from tsae.sae.training.trainer import Trainer, calibrate, geometric_median
 
 SITE = "blocks.1.hook_resid_post"
 

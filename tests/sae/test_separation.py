@@ -19,9 +19,17 @@ from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.sae.quality.probe_tasks import Places, _classes
-from tsae.sae.quality.probes import PENALTIES, Task, fit_logistic, folds, probe
-from tsae.sae.quality.separation import Separation, separation
+from tsae.sae.quality.probing import (
+    PENALTIES,
+    Places,
+    Separation,
+    Task,
+    _classes,
+    fit_logistic,
+    folds,
+    probe,
+    separation,
+)
 
 N_PROBLEMS, N_SAMPLES, LENGTH = 36, 6, 13
 BAND, OUTCOME, TOKEN, NOISE = slice(0, 3), slice(3, 5), slice(5, 15), slice(15, 20)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tsae.sae.config import Precision
-from tsae.sae.fitting import sparse_codes
+from tsae.sae.training import sparse_codes
 
 N, D, D_SAE, K = 90, 6, 40, 4
 WEIGHTS = ("W_enc", "b_enc", "b_dec", "W_dec")

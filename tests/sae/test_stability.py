@@ -20,9 +20,9 @@ from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.fitting.train_many import run_name
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.stability import Stability, matched_cosines, stability
+from tsae.sae.training.train import run_name
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=200)
 

@@ -10,10 +10,10 @@ from support.builders import synthetic_store
 from tsae.activations.batches import Windows
 from tsae.base.distributed import ALONE
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.fitting import sparse_codes
-from tsae.sae.fitting.loss import temporal_loss
-from tsae.sae.fitting.trainer import Trainer
 from tsae.sae.model import TemporalSAE
+from tsae.sae.training import sparse_codes
+from tsae.sae.training.loss import temporal_loss
+from tsae.sae.training.trainer import Trainer
 
 D, D_SAE, K, N = 32, 200, 5, 120
 

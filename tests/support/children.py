@@ -20,7 +20,7 @@ _processes.set_forkserver_preload(
         "tsae.activations.capture",
         "tsae.activations.batches",
         "tsae.checkpoints.hooks",
-        "tsae.sae.fitting.train",
+        "tsae.sae.training.train",
     ]
 )
 

@@ -21,8 +21,8 @@ from support.children import free_port, start
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.fitting.run_folder import RunFolder
-from tsae.sae.fitting.train import train
+from tsae.sae.training.run_folder import RunFolder
+from tsae.sae.training.train import train
 
 D = 16
 

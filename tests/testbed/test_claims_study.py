@@ -21,7 +21,7 @@ from tsae.claims.literature import STUDIED
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig
-from tsae.sae.crosscoder.crosscoder import Crosscoder
+from tsae.sae.crosscoder import Crosscoder
 from tsae.testbed import series
 from tsae.testbed.chains import generate_problems
 from tsae.testbed.tokenizer import TOKEN_IDS

@@ -3,7 +3,7 @@
 - Capture: every process captures whole shards. The first enters them in the manifest, in order.
 - Training: n processes take the same batches and the same steps as one process, up to the order of sums and to which
   of equal codes BatchTopK keeps. Every process reads every n-th window of the batch and computes its tokens' part of
-  the loss. What the loss compares across the batch is sent (`tsae.sae.fitting.loss`), gradients are added up, and all
+  the loss. What the loss compares across the batch is sent (`tsae.sae.training.loss`), gradients are added up, and all
   processes take the same optimizer step, so that weights stay equal without being sent.
 """
 

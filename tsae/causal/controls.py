@@ -11,8 +11,7 @@ import torch
 from tsae.activations.store import ActivationStore
 from tsae.causal.config import Where
 from tsae.errors import TsaeError
-from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import masked_blocks
+from tsae.features.feature_table import FeatureTable, masked_blocks
 from tsae.sae.model import TemporalSAE
 
 _NEAREST = 10

@@ -104,8 +104,7 @@ class Diff:
         from tsae.causal.insertion import insert_discoveries
         from tsae.diff.controls.baselines import baselines
         from tsae.diff.families import find_families
-        from tsae.features.annotations import find_annotator
-        from tsae.features.logits import logit_effects
+        from tsae.features.contexts import find_annotator, logit_effects
         from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
         from tsae.report.story.findings import findings_content
         from tsae.report.story.noise import NOT_RUN, noise_lines

@@ -277,8 +277,7 @@ def _exported(to: Path) -> bool:
 def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable | None, folder: Path) -> str:
     """Write into the folder; what it is."""
     from tsae.checkpoints.hooks import site_names
-    from tsae.features.exchange.delphi_cache import write_delphi
-    from tsae.features.exchange.neuronpedia import Neuronpedia, write_neuronpedia
+    from tsae.features.exchange import Neuronpedia, write_delphi, write_neuronpedia
     from tsae.sae.steering import SteeringVector
 
     if strange := [feature for feature in options.choose if not 0 <= feature < sae.config.d_sae]:

@@ -71,7 +71,7 @@ class Train:
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
     def execute(self) -> None:
-        from tsae.sae.fitting.train_many import run_name
+        from tsae.sae.training.train import run_name
 
         store = _source(self, "tsae train", self.training.site).subset(self.subset)
         training, saes = _training(self, store), {}
@@ -134,7 +134,7 @@ class Evaluate:
 
     def execute(self) -> None:
         from tsae.checkpoints.loading import token_strings
-        from tsae.features.annotations import find_annotator
+        from tsae.features.contexts import find_annotator
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
         series = load_series(*self.series) if self.series else None
@@ -242,8 +242,7 @@ class Crosscoder:
     training: OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
 
     def execute(self) -> None:
-        from tsae.sae.crosscoder.changes import crosscoder_changes
-        from tsae.sae.crosscoder.published_crosscoder import read_published
+        from tsae.sae.crosscoder import crosscoder_changes, read_published
 
         store = tsae.ActivationStore(self.store).subset(replace(self.subset, readers=()))
         pair = tsae.Pair(store, self.reader)
@@ -274,7 +273,7 @@ def start_as_default(args: Sequence[str]) -> Train | None:
     found, _ = parser.parse_known_args(args)
     if found.start is None or found.store is None:
         return None
-    from tsae.sae.fitting.finetuning import starting_config
+    from tsae.sae.training.finetuning import starting_config
 
     config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
     return Train(store=tyro.MISSING, to=tyro.MISSING, sae=config)

@@ -14,10 +14,9 @@ from scipy.stats import rankdata
 from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
-from tsae.features.annotations import TokenClasses, responds_to, top_tokens
-from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import column_blocks
-from tsae.features.sums import active_counts, masked_blocks
+from tsae.features.contexts import TokenClasses, responds_to, top_tokens
+from tsae.features.feature_table import FeatureTable, active_counts, masked_blocks
+from tsae.features.sparse_matrices import column_blocks
 
 
 def describe(

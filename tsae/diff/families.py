@@ -31,9 +31,9 @@ from tsae.diff.contrast.problem_means import group_difference
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import paired_inference, q_values
 from tsae.errors import TsaeError
-from tsae.features.annotations import TokenClasses
+from tsae.features.contexts import TokenClasses
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import row_blocks
+from tsae.features.sparse_matrices import row_blocks
 
 Families = Mapping[str, Sequence[str]]
 NO_FAMILY = "none"

@@ -10,8 +10,8 @@ import pandas as pd
 
 from tsae.base.views import views
 from tsae.errors import TsaeError
+from tsae.features.contexts import Context, top_contexts
 from tsae.features.feature_table import FeatureTable
-from tsae.features.top_contexts import Context, top_contexts
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Feature:
         return self.effects.copy()
 
     def contexts(self, n: int = 4, *, reader: str | None = None) -> list[Context]:
-        """See `tsae.features.top_contexts.top_contexts`.
+        """See `tsae.features.contexts.top_contexts`.
 
         Raises:
             TsaeError: where the diff was loaded without its features.

@@ -77,7 +77,7 @@ class FeatureDiff(Tables):
     """One row a feature: group (high, low), firing_rate, responds_to, lift, share, top_tokens, top_token_share,
     length_correlation (Spearman, over the base's trajectories: a confound). Where known also thinking_share (of the
     activation in responses), stability (mean decoder cosine with the matched latents of other seeds' SAEs), promotes
-    and suppresses (`tsae.features.logits.logit_effects`)."""
+    and suppresses (`tsae.features.contexts.logit_effects`)."""
     behaviours: pd.DataFrame
     """See `tsae.rollouts.behaviours.behaviour_table`; of a log with few problems a step by thirds of the run."""
     confounds: pd.DataFrame = field(default_factory=pd.DataFrame)

@@ -26,7 +26,7 @@ from tsae.diff.families import Families, assign_families, family_shifts
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.threads import in_threads, one_blas_thread
 from tsae.errors import TsaeError
-from tsae.features.annotations import Annotator, annotate_tokens
+from tsae.features.contexts import Annotator, annotate_tokens
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.bands import bands_info
 from tsae.rollouts.behaviours import behaviour_table, by_thirds
@@ -56,7 +56,7 @@ def feature_diff(
         stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
             found beside the SAE.
         families: the annotator's token classes that make up families, such as `tsae.features.mathematics.FAMILIES`.
-        logits: from `tsae.features.logits.logit_effects`, to describe the features.
+        logits: from `tsae.features.contexts.logit_effects`, to describe the features.
         steps: the same SAE's codes of more steps of the runs, or their folder, for `FeatureDiff.dynamics` only; by
             default the steps in `features`.
         progress: show a bar.

@@ -1,7 +1,7 @@
 """Encoding: the SAE's codes of every token, and its reconstruction of every reader.
 
 Activations come from a store, or straight from the models that read (`LiveSource`), and are then never stored. A shard
-is encoded at a time, and kept on disk (`tsae.features.pieces`), so that an interrupted encoding
+is encoded at a time, and kept on disk (`tsae.features.encoded_shards`), so that an interrupted encoding
 goes on, and parts of it may run anywhere. When all pieces are there, they are joined. What comes out does not depend on
 parts.
 """
@@ -33,11 +33,10 @@ from tsae.base.progress import progress_bar
 from tsae.base.provenance import write_run
 from tsae.base.remote.mirror import local, published, refreshed
 from tsae.errors import TsaeError
+from tsae.features.encoded_shards import KeptPieces, Piece, Pieces, Reconstruction, encode_shard
 from tsae.features.feature_table import FeatureTable
-from tsae.features.pieces import KeptPieces, Piece, Pieces
-from tsae.features.shard_codes import Reconstruction, encode_shard
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.quality.promise import check_promise, warn_where_short
+from tsae.sae.quality.published_fve_check import check_promise, warn_where_short
 from tsae.sae.quality.stability import Stability
 
 # Dense codes at once. A CPU gives larger arrays back to the system after every step; a GPU needs more to be busy.
@@ -72,7 +71,7 @@ def encode(
         kept: folder in which the codes of every shard are kept for the next encoding by this SAE, of a store that has
             some of the shards; those of other shards are removed from it. Only with `to`, and not with a `LiveSource`.
         check: warn, with the numbers, where a published SAE explains less than its makers say
-            (`tsae.sae.quality.promise`).
+            (`tsae.sae.quality.published_fve_check`).
         progress: show a bar.
 
     Raises:

@@ -35,7 +35,7 @@ from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 from tsae.rl.config import CreditConfig
 from tsae.rl.credit import Credit, sae_of
 from tsae.rollouts.token_parts import OTHER

@@ -29,16 +29,23 @@ from tsae.base.usual_state import usual_state
 from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
-from tsae.sae.exchange.checks import as_weights, check_shapes, check_site, not_fitting, number, shown, whole
 from tsae.sae.exchange.finding import find_foreign
-from tsae.sae.exchange.foreign import ForeignConfig, FoundSAE
 from tsae.sae.exchange.saelens_files import (
     FORMAT,
     NATIVE,
+    ForeignConfig,
+    FoundSAE,
     LensArchitecture,
+    as_weights,
+    check_shapes,
+    check_site,
     lens_config,
     lens_weights,
+    not_fitting,
+    number,
     plain_config,
+    shown,
+    whole,
     write_folder,
 )
 
@@ -197,7 +204,7 @@ class TemporalSAE(torch.nn.Module):
         """Read a folder that `save` wrote, or an SAE that others published, here or on the Hugging Face Hub.
 
         Args:
-            where: a path, or a name as `tsae.sae.exchange.finding` lists them. `tsae.sae.exchange.foreign` and
+            where: a path, or a name as `tsae.sae.exchange.finding` lists them. `tsae.sae.exchange.saelens_files` and
                 `tsae.sae.exchange.published` say what can be read.
             site: TransformerLens name, for published SAEs whose files do not say where their activations come from.
             device: a torch device.
@@ -221,7 +228,7 @@ class TemporalSAE(torch.nn.Module):
 class ForeignSAE(TemporalSAE):
     """A published SAE, which `encode`, `evaluate` and all later stages take like a T-SAE.
 
-    It is saved as sae_lens saves it. `tsae.sae.fitting.finetuning` starts from it and gives a `TemporalSAE`.
+    It is saved as sae_lens saves it. `tsae.sae.training.finetuning` starts from it and gives a `TemporalSAE`.
     """
 
     config: ForeignConfig

@@ -20,7 +20,7 @@ import torch
 
 from tsae.checkpoints.hooks import Site
 from tsae.errors import TsaeError
-from tsae.sae.exchange.foreign import ForeignConfig
+from tsae.sae.exchange.saelens_files import ForeignConfig
 from tsae.sae.model import TemporalSAE
 
 

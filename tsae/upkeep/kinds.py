@@ -32,7 +32,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.document import check_page, is_page
 from tsae.rl.credit import Credit
 from tsae.rollouts.table import Rollouts
-from tsae.sae.crosscoder.crosscoder import OF_PAIR, Crosscoder
+from tsae.sae.crosscoder import OF_PAIR, Crosscoder
 from tsae.sae.exchange.saelens_files import CONFIG_FILE
 from tsae.sae.exchange.saelens_files import FORMAT as SAE_FORMAT
 from tsae.sae.model import TemporalSAE

@@ -38,7 +38,7 @@ from tsae.diff.contrast.problem_means import side_means, some_columns, within_pr
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import Inference, Tested, infer, interaction, outcomes, paired
 from tsae.diff.significance.power import detectable_delta
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.features.stored import Columns, Rows
-from tsae.features.sums import grouped_sums
+from tsae.features.sparse_matrices import Columns, Rows, grouped_sums
 
 _AUROC_BYTES = 2_000_000  # of dense values at once, to stay in a core's cache
 

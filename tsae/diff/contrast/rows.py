@@ -15,8 +15,8 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.contrast.problem_means import side_means
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import Columns, columns_of, row_blocks
-from tsae.features.stored import Rows as Matrix
+from tsae.features.sparse_matrices import Columns, columns_of, row_blocks
+from tsae.features.sparse_matrices import Rows as Matrix
 
 _ROWS = 512  # whose squares are summed at once
 

@@ -33,9 +33,9 @@ from tsae.diff.contrast.draw_contrast import Contrast
 from tsae.diff.contrast.problem_means import difference_weights, group_difference, some_columns
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import in_threads
-from tsae.features.annotations import id_codes
+from tsae.features.contexts import id_codes
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import grouped_sums, no_code, sums_by_code, weighted_sums
+from tsae.features.sparse_matrices import grouped_sums, no_code, sums_by_code, weighted_sums
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"

@@ -20,7 +20,7 @@ from tsae.diff.contrast.problem_means import difference_weights
 from tsae.diff.contrast.rows import Rows
 from tsae.diff.significance.inference import moved_p, q_values
 from tsae.diff.threads import in_threads
-from tsae.features.sums import no_code, sums_by_code, weighted_sums
+from tsae.features.sparse_matrices import no_code, sums_by_code, weighted_sums
 
 REPEATS = 5
 _BYTES = 64_000_000  # of weights of rows, for the differences that one pass computes

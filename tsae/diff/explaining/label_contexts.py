@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 
 from tsae.diff.config import ExplainConfig
+from tsae.features.contexts import Peaks, peaks_of
 from tsae.features.feature_table import FeatureTable
-from tsae.features.top_contexts import Peaks, peaks_of
 
 Test = Literal["detection", "fuzzing"]
 OPEN, CLOSE = "⟦", "⟧"

@@ -47,7 +47,7 @@ from tsae.diff.significance.permutations import (
     together,
     weight_permutations,
 )
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 
 _FIRST = 250  # draws before features are settled for the first time
 _ENOUGH = 100  # draws as extreme that settle a feature

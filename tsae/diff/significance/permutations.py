@@ -19,7 +19,7 @@ from itertools import combinations
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.features.stored import PickedColumns
+from tsae.features.sparse_matrices import PickedColumns
 
 _BLOCK = 250  # draws at once
 _DENSE_BYTES = 24_000_000  # of sparse values made dense at once, and of draws

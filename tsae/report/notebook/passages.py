@@ -12,9 +12,9 @@ from tsae.activations.reading_plan import check_tokenizer
 from tsae.checkpoints.loading import Checkpoint, token_strings
 from tsae.diff.feature import Feature
 from tsae.errors import TsaeError
+from tsae.features.contexts import context
 from tsae.features.feature_table import FeatureTable
-from tsae.features.stored import row_blocks
-from tsae.features.top_contexts import context
+from tsae.features.sparse_matrices import row_blocks
 from tsae.report.notebook.cards import card, heading_html, show, text_html, tokens_html
 from tsae.report.notebook.diff_card import by_band
 from tsae.report.text import count, number, visible

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.features.feature_table import FeatureTable
-from tsae.features.sums import masked_blocks
-from tsae.features.top_contexts import Peaks, peaks_of
+from tsae.features.contexts import Peaks, peaks_of
+from tsae.features.feature_table import FeatureTable, masked_blocks
 from tsae.report.text import shortened, visible
 
 BEFORE, AFTER = 256, 128

@@ -21,8 +21,8 @@ from typing import Any
 
 from tsae.base.files import as_path, reading
 from tsae.errors import TsaeError
-from tsae.sae.exchange.foreign import FoundSAE, from_lens, is_saelens, load_folder
 from tsae.sae.exchange.published import read_published
+from tsae.sae.exchange.saelens_files import FoundSAE, from_lens, is_saelens, load_folder
 
 SAELENS = "saelens:"
 _ON_HUB = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([^@]+?))?/?(?:@([^@/][^@]*))?")

@@ -1,4 +1,4 @@
-"""Files of published SAEs as other libraries write them, in the form of sae_lens (`tsae.sae.exchange.foreign`).
+"""Files of published SAEs as other libraries write them, in the form of sae_lens (`tsae.sae.exchange.saelens_files`).
 
 | what lies there | of | site | checked against |
 |---|---|---|---|
@@ -29,9 +29,21 @@ from tsae.base.disk.npz import read_npz
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object, reading
 from tsae.errors import TsaeError
-from tsae.sae.exchange.checks import as_weights, check_shapes, flag, not_fitting, number, shown, whole
-from tsae.sae.exchange.foreign import FoundSAE, fold_norms, from_lens, load_weights, transcoder
-from tsae.sae.exchange.saelens_files import plain_config
+from tsae.sae.exchange.saelens_files import (
+    FoundSAE,
+    as_weights,
+    check_shapes,
+    flag,
+    fold_norms,
+    from_lens,
+    load_weights,
+    not_fitting,
+    number,
+    plain_config,
+    shown,
+    transcoder,
+    whole,
+)
 
 _AGAIN = "Fetch it again."
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)[._](\d+)$")

@@ -1,19 +1,44 @@
 """Measure how good a T-SAE is, on problems that its training left out.
 
-- FVE, cosine, L0, silent, alive, of everything and of its parts: see `tsae.sae.quality.reconstruction`.
-- smoothness: see `tsae.sae.quality.smoothness`; the paper's, fragile, and a robust one beside it.
-- loss recovered and KL, where the checkpoints are given: see `tsae.sae.quality.splice`.
+Reconstruction, as sums over tokens; the sums of parts add up to those of the whole:
+
+- FVE: 1 − Σ‖x − x̂‖² / Σ‖x − x̄‖²; from all codes, and from the high-level codes alone. In a slice (a reader, a band,
+  prompts or responses) x̄ is the slice's own mean: differences between slices do not count as explained.
+- cosine: mean over tokens of cos(x, x̂), of whole activations as in the paper: a large mean brings it near 1, whatever
+  else is reconstructed.
+- L0: mean number of active latents per token, at the inference threshold.
+- silent: share of tokens on which no high-level latent is active. Such tokens look smooth, as nothing can change.
+- alive: share of latents that are active on at least one token.
+
+Smoothness: how much features change from token to token, relative to how far the residual stream moves. For feature f
+and the steps t − 1 → t of a trajectory, with Δf and Δx the changes over a step:
+
+- *largest* (the T-SAE paper's, arXiv 2511.05541): max_t |Δf_t| / ‖Δx_t‖₂.
+- *mean*: the mean over all steps of the same ratio.
+- *robust*: Σ_{t ∈ T} |Δf_t| / Σ_{t ∈ T} ‖Δx_t‖₂, over T, the steps at which f is active on either side.
+
+Each is a Lipschitz-like ratio in the same units, lower is smoother, and is averaged over the features active in a
+trajectory, then over trajectories. One step of a trajectory sets the largest ratio: a pair of nearly equal tokens (‖Δx‖
+near 0) decides it. The expected maximum also grows with the number of steps, so that longer responses look rougher. The
+mean suffers less from both, but counts steps at which a feature is silent on both sides as perfectly smooth: of two
+equally abrupt features the sparser one looks smoother. The ratio of sums is the mean ratio over the steps that concern
+the feature, each weighted by its ‖Δx‖. Neither length nor silence changes it. It never exceeds the largest ratio, and
+equals it where all steps are alike.
+
+Loss recovered and KL, where the checkpoints are given: see `tsae.sae.quality.splice`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from einops import reduce
 
 from tsae.activations.batches import Windows, warn_of_outliers
 from tsae.activations.spans import TokenSpan
@@ -22,15 +47,14 @@ from tsae.base.views import views
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.token_parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.quality.counted_texts import counted_texts, spread
-from tsae.sae.quality.reconstruction import Cell, Slice, TokenSums, slices_of
-from tsae.sae.quality.smoothness import smoothness
 from tsae.sae.quality.splice import LossRecovered, loss_recovered
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 _OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
 
@@ -304,3 +328,194 @@ def _row(name: str, cells: Iterable[str]) -> str:
 
 def _number(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.4f}"
+
+
+Cell = tuple[str, str | None, str]
+"""(reader, band, span): the finest slice. The span is prompt, thinking or answer; or, where no response has thinking,
+prompt or response."""
+
+_SPANS = {
+    "prompt": ("prompt",),
+    "response": ("response", "thinking", "answer"),
+    "thinking": ("thinking",),
+    "answer": ("answer",),
+}
+"""Spans, and of which cells each is made up."""
+
+
+_ROUNDING = 1e-12
+"""Share of Σ‖x‖² below which a variance is rounding: x has 24 bits at most."""
+
+_MEANS = ("cosine", "cosine_high", "l0", "l0_high", "silent_high")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Reconstruction of some of the tokens."""
+
+    by: str
+    """What the tokens were divided by: all, reader, band or span."""
+    value: str
+    n_tokens: int
+    fve: float
+    fve_high: float
+    cosine: float
+    cosine_high: float
+    l0: float
+    l0_high: float
+    silent_high: float
+    """Share of tokens on which no high-level latent is active."""
+    alive: float
+    """Share of latents active on at least one of these tokens."""
+
+
+class TokenSums:
+    """Running sums over tokens, from which slices are made."""
+
+    def __init__(self, sae: TemporalSAE) -> None:
+        self.sae, self.n = sae, 0
+        self.sums: dict[str, float] = defaultdict(float)  # cosine, …: the means of a `Slice`; error; square: Σ‖x‖²
+        self.x = torch.zeros(sae.d_model, dtype=torch.float64)
+        self.fired = torch.zeros(sae.config.d_sae, dtype=torch.bool)
+
+    @classmethod
+    def union(cls, parts: Iterable[TokenSums]) -> TokenSums:
+        """The sums over the tokens of all parts; there is at least one."""
+        parts = list(parts)
+        whole = cls(parts[0].sae)
+        for part in parts:
+            whole.n, whole.x, whole.fired = whole.n + part.n, whole.x + part.x, whole.fired | part.fired
+            for name, value in part.sums.items():
+                whole.sums[name] += value
+        return whole
+
+    def add(self, x: torch.Tensor, codes: torch.Tensor) -> None:
+        """Tokens x (n, d_model) with their codes (n, d_sae)."""
+        sae, d_high = self.sae, self.sae.config.d_high
+        high = codes[:, :d_high]
+        x_high = high @ sae.W_dec[:d_high] + sae.offset(x)
+        for suffix, x_hat, active in (("", sae.decode(codes, x), codes > 0), ("_high", x_high, high > 0)):
+            self.sums["error" + suffix] += (x - x_hat).pow(2).sum().item()
+            self.sums["cosine" + suffix] += torch.cosine_similarity(x, x_hat, dim=1).sum().item()
+            self.sums["l0" + suffix] += int(active.sum())
+        self.sums["silent_high"] += int((~reduce(high > 0, "token latent -> token", "any")).sum())
+        self.sums["square"] += x.double().pow(2).sum().item()
+        self.n += len(x)
+        self.x += reduce(x.double(), "token d_model -> d_model", "sum").cpu()
+        self.fired |= reduce(codes > 0, "token latent -> latent", "any").cpu()
+
+    def slice(self, by: str, value: str) -> Slice:
+        """The reconstruction of these tokens."""
+        fve, fve_high = (
+            explained(self.sums[name], self.sums["square"], self.x, self.n) for name in ("error", "error_high")
+        )
+        means = {name: self.sums[name] / self.n for name in _MEANS}
+        alive = self.fired.float().mean().item()
+        return Slice(by, value, n_tokens=self.n, fve=fve, fve_high=fve_high, **means, alive=alive)
+
+
+def explained(error: float, square: float, total: torch.Tensor, n: int) -> float:
+    """FVE from sums over n tokens; NaN where the tokens are all alike, but for rounding: there is nothing to explain.
+
+    Args:
+        error: Σ‖x − x̂‖².
+        square: Σ‖x‖².
+        total: (d_model,) float64 Σx.
+        n: tokens, one at least.
+    """
+    variance = square - total.pow(2).sum().item() / n
+    return 1 - error / variance if variance > _ROUNDING * square else float("nan")
+
+
+def slices_of(cells: Mapping[Cell, TokenSums], readers: Sequence[str]) -> Iterator[Slice]:
+    """Everything, then by reader, by band and by span, where there are tokens of these."""
+    yield TokenSums.union(cells.values()).slice("all", "all")
+    for axis, (by, values) in enumerate((("reader", readers), ("band", BANDS), ("span", _SPANS))):
+        for value in values:
+            wanted = _SPANS.get(value, (value,)) if by == "span" else (value,)
+            parts = [sums for key, sums in cells.items() if key[axis] in wanted]
+            if parts:
+                yield TokenSums.union(parts).slice(by, value)
+
+
+class Smoothness(NamedTuple):
+    """(d_sae,) one entry for each feature; NaN where it is not active, or active at no counted step."""
+
+    largest: torch.Tensor
+    mean: torch.Tensor
+    robust: torch.Tensor
+
+
+def smoothness(x: torch.Tensor, codes: torch.Tensor, inside: torch.Tensor, adjacent: torch.Tensor) -> Smoothness:
+    """Smoothness of every feature in one trajectory.
+
+    Args:
+        x: (T, d_model) tokens.
+        codes: (T, d_sae).
+        inside: (T,) bool, tokens that count.
+        adjacent: (T - 1,) bool, steps between two tokens that count and follow one another.
+    """
+    size = (x[1:] - x[:-1]).norm(dim=1)[adjacent].clamp_min(1e-12)  # (n_steps,)
+    change = (codes[1:] - codes[:-1]).abs()[adjacent]  # (n_steps, d_sae)
+    active = codes > 0
+    concerned = (active[1:] | active[:-1])[adjacent].to(change.dtype)
+    ratio = change / size[:, None]
+    silent = ~active[inside].any(0)
+    # 0 / 0, a feature active only on tokens without a counted neighbour, is NaN as it should be.
+    robust = reduce(change, "step feature -> feature", "sum") / (size @ concerned)
+    nan = float("nan")
+    return Smoothness(
+        largest=reduce(ratio, "step feature -> feature", "max").masked_fill(silent, nan),
+        mean=reduce(ratio, "step feature -> feature", "mean").masked_fill(silent, nan),
+        robust=robust.masked_fill(silent, nan),
+    )
+
+
+T = TypeVar("T")
+
+
+class Text(NamedTuple):
+    """The counted tokens of one trajectory as one reader read it."""
+
+    shard: int
+    """Index into the windows' shards."""
+    place: int
+    """Index of the trajectory in the shard."""
+    row: int
+    """Row id in the rollouts."""
+    tokens: np.ndarray
+    """Positions in the shard, ascending."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether two counted tokens follow one another."""
+        return bool((np.diff(self.tokens) == 1).any())
+
+
+def counted_texts(windows: Windows) -> list[Text]:
+    """Every trajectory that has counted tokens, in the order of the store."""
+    texts: list[Text] = []
+    shard_of, start, length = windows.segments.T
+    place = np.empty_like(start)
+    for number, shard in enumerate(windows.shards):
+        mine = shard_of == number
+        place[mine] = np.searchsorted(shard.offsets, start[mine], side="right") - 1
+    edges = np.flatnonzero(np.diff(shard_of, prepend=-1) | np.diff(place, prepend=-1))
+    for low, high in zip(edges, [*edges[1:], len(start)], strict=True):
+        tokens = np.concatenate([np.arange(start[i], start[i] + length[i]) for i in range(low, high)])
+        shard = windows.shards[shard_of[low]]
+        texts.append(Text(int(shard_of[low]), int(place[low]), int(shard.trajectory[place[low]]), tokens))
+    return texts
+
+
+def spread(items: list[T], most: int) -> list[T]:
+    """At most this many, evenly spread over the list.
+
+    Raises:
+        TsaeError: where none are asked for.
+    """
+    if most < 1:
+        raise TsaeError(f"{most} trajectories are none", where="evaluate", fix="Ask for at least one.")
+    if len(items) <= most:
+        return items
+    return [items[i] for i in np.linspace(0, len(items) - 1, most).astype(int)]

@@ -15,7 +15,7 @@ import torch
 
 from tsae.activations.store import Source
 from tsae.sae.model import ForeignSAE, TemporalSAE
-from tsae.sae.quality.reconstruction import TokenSums
+from tsae.sae.quality.evaluation import TokenSums
 
 _TOKENS = 4096
 _DENSE = 1 << 24

@@ -1,8 +1,8 @@
 """Selection and decoding of active codes, with sparse gradients.
 
 Of n · d_sae pre-activations BatchTopK keeps k · n (0.4 % at k 32 of 8,192). Only encoding needs the dense product.
-Decoding, both weight gradients and the temporal terms (`tsae.sae.fitting.temporal_term`) cost in proportion to the
-codes that are kept. The values equal those of the dense formulas of `tsae.sae.fitting.loss`; tests compare them.
+Decoding, both weight gradients and the temporal terms cost in proportion to the codes that are kept. The values equal
+those of the dense formulas of `tsae.sae.training.loss`; tests compare them.
 
 Where a process holds a share of a batch (`tsae.base.distributed`), the codes are selected among those of all processes.
 """

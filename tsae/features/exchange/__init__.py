@@ -1,1 +1,0 @@
-"""Features for other tools: the caches and exports that they read."""

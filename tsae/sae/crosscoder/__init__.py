@@ -1,1 +1,0 @@
-"""Crosscoders: one dictionary for the base and another checkpoint, read side by side."""
