@@ -34,8 +34,8 @@ import tyro
 from organism.mixed import MixedConfig, add_gradient, answered, held_out, micro_batches, prompt_ids
 
 import tsae
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.online.recorder import Recorder
+from tsae.attribution.guard import Recorder
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.targets import NextToken
 from tsae.rl.callback import TsaeCallback
 from tsae.rl.run_log import RunLog

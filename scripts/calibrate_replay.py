@@ -55,21 +55,20 @@ from scipy.stats import linregress, spearmanr
 
 import tsae
 import tsae.testbed
+from tsae.attribution.attribution import share_of_rows
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.readers.find import find_settings
 from tsae.attribution.replay.certificates import logged_facts
-from tsae.attribution.replay.passes import Run
+from tsae.attribution.replay.forward_passes import Run
 from tsae.attribution.replay.path import Control, Controls, Replayed, replay, train_on
+from tsae.attribution.replay.shares import shares
 from tsae.attribution.replay.start import checkpoints_of, start_of
 from tsae.attribution.replay.states import States
-from tsae.attribution.replay.sweep import shares
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.sample_kinds import band_of
-from tsae.attribution.tables import share_of_rows
-from tsae.attribution.targets import LogLikelihood, Targets
+from tsae.attribution.targets import LogLikelihood, Targets, find_targets
 from tsae.attribution.training.log_fit import check_settings
 from tsae.attribution.training.order import plan_updates, read_history
-from tsae.attribution.training.read.find import find_settings
-from tsae.attribution.wanted import find_targets
 from tsae.checkpoints.weight_files import folder_of
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.table import Rollouts

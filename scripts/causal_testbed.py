@@ -22,8 +22,7 @@ from tqdm.auto import tqdm
 
 import tsae
 from tsae.base.statistics.intervals import mean_interval
-from tsae.causal.beyond import beyond_random
-from tsae.causal.controls import FeatureScales, matched_features, mean_difference
+from tsae.causal.controls import FeatureScales, beyond_random, matched_features, mean_difference
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.hooks import rewritten
 from tsae.testbed.annotate import describe_response

@@ -45,10 +45,10 @@ from retrain_mixed import load_weights
 from scipy.stats import spearmanr
 
 import tsae
-from tsae.attribution.replay.kinds import simulate
+from tsae.attribution.attribution import share_of_rows
 from tsae.attribution.replay.path import Replayed, steps_back, train_on
-from tsae.attribution.replay.sweep import products, shares
-from tsae.attribution.tables import share_of_rows
+from tsae.attribution.replay.shares import products, shares
+from tsae.attribution.replay.simulation import simulate
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
 from tsae.attribution.training.loss import Again
 from tsae.base.files import write_json

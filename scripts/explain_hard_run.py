@@ -48,11 +48,10 @@ from organism.hard import HardConfig, held_out_hard
 from organism.mixed import Sample, logged_probabilities, prompt_ids, replayed, retrain, train
 
 import tsae
-from tsae.attribution.replay.kinds import simulate
-from tsae.attribution.replay.passes import Known, Rows
+from tsae.attribution.replay.forward_passes import Known, Rows
 from tsae.attribution.replay.path import Replayed
-from tsae.attribution.replay.sweep import Shares, shares
-from tsae.attribution.replay.tokens import token_shares
+from tsae.attribution.replay.shares import Shares, shares, token_shares
+from tsae.attribution.replay.simulation import simulate
 from tsae.attribution.targets import NextToken
 from tsae.attribution.training.loss import Again
 from tsae.base.files import write_json

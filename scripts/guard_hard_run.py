@@ -50,9 +50,8 @@ from organism.hard import HardConfig, held_out_hard
 from organism.mixed import Sample, add_gradient, answered, direct_share, micro_batches, prompt_ids
 
 import tsae
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.online.guard import Guard
-from tsae.attribution.online.recorder import Recorder
+from tsae.attribution.guard import Guard, Recorder
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.targets import NextToken
 from tsae.base.files import write_json
 from tsae.rollouts.problems import Problem

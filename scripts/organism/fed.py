@@ -17,8 +17,8 @@ import torch
 from trl import GRPOTrainer
 
 import tsae
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.replay.path import Replayed
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.training.order import Update
 from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import PAD, TOKEN_IDS

@@ -34,13 +34,13 @@ from safetensors.torch import save_file
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from organism.groups import sample_groups
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.readers.find import read_settings
 from tsae.attribution.replay.certificates import logged_facts
-from tsae.attribution.replay.passes import Run
+from tsae.attribution.replay.forward_passes import Run
 from tsae.attribution.replay.path import Replayed, replay
 from tsae.attribution.replay.states import State, States
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.read.find import read_settings
 from tsae.base.files import write_json, write_text
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint

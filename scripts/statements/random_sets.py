@@ -9,15 +9,15 @@ import numpy as np
 from numpy.random import Generator
 
 from statements import Line
-from tsae.causal.beyond import beyond_random, overlap
 from tsae.causal.config import InterventionConfig
+from tsae.causal.controls import beyond_random, overlap
 from tsae.diff.config import DiffConfig
 
 N_SETS, N_PROBLEMS = InterventionConfig().n_random, 60
 REPEATS = 50
 """Edits of a draw, each with random sets of its own."""
 PROMISED = 0.06
-"""With the default's random sets; see `tsae.causal.beyond`."""
+"""With the default's random sets; see `tsae.causal.controls`."""
 
 KINDS = {"none": 0.0, "normal": 0.2, "heavy": 0.1 * math.sqrt(3), "one in ten": 0.15}
 """Kind -> standard deviation of the effects of sets."""

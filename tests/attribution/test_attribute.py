@@ -22,12 +22,11 @@ from support.grpo_loop import GrpoLoop, make_log
 from tsae.attribution.attribute import _check_begin
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.replay.passes import OLD
+from tsae.attribution.readers.find import read_settings
+from tsae.attribution.replay.forward_passes import OLD
 from tsae.attribution.training.loss import PolicyLoss, RewardKL
-from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import Plan, Update
-from tsae.attribution.training.read.find import read_settings
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.base.files import is_partial
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log

@@ -11,8 +11,8 @@ import torch
 
 from support.builders import save_model
 from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
-from tsae.attribution.replay.kinds import fits, simulate
 from tsae.attribution.replay.path import train_on
+from tsae.attribution.replay.simulation import fits, simulate
 from tsae.attribution.training.loss import PolicyLoss
 
 

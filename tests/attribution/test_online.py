@@ -16,12 +16,10 @@ import torch
 
 from support.builders import make_rollouts
 from support.gradients import sample_gradients
-from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
-from tsae.attribution.online.batch_gradients import BatchGradients
-from tsae.attribution.online.guard import Guard, worst
-from tsae.attribution.online.recorder import Recorder
+from tsae.attribution.guard import Guard, Recorder, worst
+from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights, log_probabilities
 from tsae.attribution.targets import NextToken
-from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.training.settings import Optimiser
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

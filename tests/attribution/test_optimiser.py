@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.replay.states import State
-from tsae.attribution.replay.stepping import Stepper
-from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.replay.states import State, Stepper
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.training.settings import Optimiser
 from tsae.errors import TsaeError
 
 N_STEPS = 25

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import Plan, plan_updates, read_history
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig

@@ -11,11 +11,10 @@ import pytest
 import torch
 import yaml
 
+from tsae.attribution.readers import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
 from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
-from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

@@ -15,7 +15,7 @@ import tsae
 from support.builders import save_model
 from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
 from tsae.attribution.replay.certificates import logged_facts, verdict
-from tsae.attribution.replay.passes import Run
+from tsae.attribution.replay.forward_passes import Run
 from tsae.attribution.replay.path import replay, steps_back, train_on
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import State, States

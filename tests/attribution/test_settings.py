@@ -14,10 +14,9 @@ import yaml
 from safetensors.torch import save_file
 from trl import GRPOConfig, SFTConfig
 
+from tsae.attribution.readers.find import find_settings, read_settings
 from tsae.attribution.training.loss import Correction, PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.find import find_settings, read_settings
-from tsae.attribution.training.settings import Batching
+from tsae.attribution.training.settings import Batching, Optimiser
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError

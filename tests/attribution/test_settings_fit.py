@@ -9,9 +9,8 @@ import pytest
 
 from tsae.attribution.training.log_fit import check_settings
 from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
 from tsae.attribution.training.order import batches_of
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.training.settings import Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.rewards import group_advantages
 from tsae.rollouts.table import Rollouts

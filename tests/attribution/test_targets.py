@@ -11,7 +11,7 @@ import torch
 
 import tsae
 from support.builders import make_rollouts, save_model
-from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
+from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tsae
-from tsae.attribution.training.read.find import read_settings
+from tsae.attribution.readers.find import read_settings
 from tsae.base.untrusted import check_zip, parse_json, parse_yaml, weighs_within
 from tsae.checkpoints.loading import Checkpoint, load_tokenizer
 from tsae.checkpoints.tokenizers import text_limits

@@ -18,11 +18,9 @@ from statements.random_sets import KINDS, exchangeable, said, sharing, spread
 import tsae
 from support.builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
 from tsae.base.statistics.intervals import mean_interval
-from tsae.causal.beyond import beyond_random, overlap
 from tsae.causal.config import InterventionConfig
-from tsae.causal.controls import FeatureScales, matched_features, mean_difference
-from tsae.causal.donor import Donor
-from tsae.causal.edits import FeatureEdit
+from tsae.causal.controls import FeatureScales, beyond_random, matched_features, mean_difference, overlap
+from tsae.causal.edits import Donor, FeatureEdit
 from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten

@@ -16,7 +16,7 @@ import tsae
 from support.builders import ARCHITECTURES, BATCHED, BOS, D_MODEL, MIXTURES, N_LAYERS, VOCABULARY, save_model
 from support.gradients import sample_gradients
 from tsae.activations.forward_batches import pad
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans
 from tsae.causal.insertion import last_activations
 from tsae.checkpoints.hooks import HuggingFaceReader

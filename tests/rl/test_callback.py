@@ -17,10 +17,10 @@ import torch
 from organism.pretraining import ModelConfig, llama_config
 
 import tsae
-from tsae.attribution.online.guard import Guard
+from tsae.attribution.guard import Guard
+from tsae.attribution.readers.find import read_settings
 from tsae.attribution.targets import NextToken
 from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.read.find import read_settings
 from tsae.config import RunConfig
 from tsae.errors import TsaeError
 from tsae.rl import RunLog, TsaeCallback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights, log_probabilities
+from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 
 
 def sample_gradients(

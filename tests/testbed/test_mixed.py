@@ -18,7 +18,7 @@ from organism.mixed import BANDS, MixedConfig, direct_share, held_out, put, retr
 from retrain_mixed import load_weights, realised, retrain_all, subsets
 
 from tsae import CheckpointSeries, Rollouts
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.targets import NextToken
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log

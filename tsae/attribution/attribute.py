@@ -4,10 +4,10 @@
    optimiser used (`tsae.attribution.training.order`).
 2. The run is replayed: its own updates are taken again (`tsae.attribution.replay.path`). Logged gradient norms and
    checkpoints say how well; above a distance no effect is computed.
-3. Targets: what the caller names, or outcomes, behaviours and the features that moved most (`tsae.attribution.wanted`).
-4. Shares come from one sweep backwards through the replay (`tsae.attribution.replay.sweep`).
+3. Targets: what the caller names, or outcomes, behaviours and features that moved (`tsae.attribution.targets`).
+4. Shares come from one sweep backwards through the replay (`tsae.attribution.replay.shares`).
 5. Effects: each band of problems is left out, and kept alone, in a real replay; other kinds of samples in a simulated
-   one (`tsae.attribution.replay.kinds`).
+   one (`tsae.attribution.replay.simulation`).
 
 Memory holds the model, some vectors of its weights for each target, and one batch of activations.
 """
@@ -23,25 +23,22 @@ import pandas as pd
 import torch
 
 from tsae.activations.reading_plan import check_context, check_tokenizer
-from tsae.attribution.attribution import Attribution
+from tsae.attribution.attribution import Attribution, fact_table, group_table, sample_table, target_table
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
+from tsae.attribution.readers.find import find_settings
 from tsae.attribution.replay.certificates import check_first_step, check_nearer, logged_facts, verdict, with_end_tokens
-from tsae.attribution.replay.kinds import fits, simulate
-from tsae.attribution.replay.passes import OLD, REF, Known, Rows, Run, chunks, forward, logged
+from tsae.attribution.replay.forward_passes import OLD, REF, Known, Rows, Run, chunks, forward, logged
 from tsae.attribution.replay.path import Replayed, replay, train_on
+from tsae.attribution.replay.shares import Shares, shares, token_shares
+from tsae.attribution.replay.simulation import fits, simulate
 from tsae.attribution.replay.start import Start, checkpoints_of, start_of
 from tsae.attribution.replay.states import States
-from tsae.attribution.replay.sweep import Shares, shares
-from tsae.attribution.replay.tokens import token_shares
+from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.sample_kinds import band_of, has_bands, sample_kinds
-from tsae.attribution.tables import fact_table, group_table, sample_table, target_table
-from tsae.attribution.targets import Targets
+from tsae.attribution.targets import Targets, find_targets
 from tsae.attribution.training.log_fit import check_settings
 from tsae.attribution.training.order import Plan, batches_of, counted, plan_updates, read_history
-from tsae.attribution.training.read.find import find_settings
 from tsae.attribution.training.settings import RunSettings
-from tsae.attribution.wanted import find_targets
 from tsae.base.files import as_path
 from tsae.checkpoints.loading import Checkpoint, text_of, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries

@@ -32,11 +32,9 @@ import torch
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import versions
-from tsae.causal.beyond import overlap
 from tsae.causal.config import InterventionConfig
-from tsae.causal.controls import FeatureScales, matched_features
-from tsae.causal.donor import Donor
-from tsae.causal.edits import FeatureEdit, Rewriting
+from tsae.causal.controls import FeatureScales, matched_features, overlap
+from tsae.causal.edits import Donor, FeatureEdit, Rewriting
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.bridge import TransformerLensReader
 from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten

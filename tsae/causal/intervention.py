@@ -20,7 +20,7 @@ from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.base.table_export import Tables, write_table
 from tsae.base.views import views
-from tsae.causal.beyond import beyond_random
+from tsae.causal.controls import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviour_table, measures
@@ -50,7 +50,7 @@ def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0)
     Args:
         rollouts: of all conditions.
         confidence: of the intervals.
-        shared: see `tsae.causal.beyond.overlap`.
+        shared: see `tsae.causal.controls.overlap`.
     """
     policies = rollouts.table["policy"].to_pylist()
     pooled = rollouts.with_column("policy", [_SET.sub("", name) for name in policies])
@@ -144,7 +144,7 @@ class Intervention(Tables):
                                  random and same_norm the mean over the sets that were drawn, taken as they are
     beyond_random, beyond_low, _high   single edits − the mean over the random sets, with an interval that leaves out 0
                                  where a further random set would not be expected to do that: sets and problems are
-                                 both a sample (`tsae.causal.beyond`)
+                                 both a sample (`tsae.causal.controls`)
     share, share_low, share_high   of a transplant: the change divided by that from the checkpoint to the donor (1 moves
                                  all of it), with a bootstrap interval over problems; NaN where the donor itself does
                                  not clearly differ

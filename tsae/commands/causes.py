@@ -55,7 +55,7 @@ class Attribute:
 
     def execute(self) -> None:
         from tsae.attribution.problems import other_problems
-        from tsae.attribution.training.read.find import find_settings
+        from tsae.attribution.readers.find import find_settings
         from tsae.report.printed.attribution import attribution_text
 
         if self.top < 1:

@@ -1,8 +1,8 @@
 """The forward replay: the run's own updates, taken again from its first weights, with what certifies them.
 
 Where a checkpoint lies, its distance is measured: ‖replayed − saved‖ / ‖saved − weights that the stretch began with‖.
-A checkpoint with the optimiser's state restarts the replay there, if it is not exact anyway; without it the replay goes
-on as it is.
+A checkpoint with the optimiser's state restarts the replay there, if it is not exact anyway; without it the replay
+continues as it is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tsae.attribution.replay.lost_tokens import restored
-from tsae.attribution.replay.passes import (
+from tsae.attribution.replay.certificates import restored
+from tsae.attribution.replay.forward_passes import (
     Known,
     Logs,
     Rows,
@@ -27,8 +27,7 @@ from tsae.attribution.replay.passes import (
     used,
     with_reward_kl,
 )
-from tsae.attribution.replay.states import State, States, Stepped
-from tsae.attribution.replay.stepping import Stepper
+from tsae.attribution.replay.states import State, States, Stepped, Stepper
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
 
@@ -70,7 +69,7 @@ class Replayed:
     starts: dict[int, int] = field(default_factory=dict)
     """Steps at which states are kept, with the number of steps of which their running means know."""
     lost: int = 0
-    """Special tokens that were put back (`tsae.attribution.replay.lost_tokens`)."""
+    """Special tokens that were put back (`tsae.attribution.replay.certificates`)."""
     restarts: list[int] = field(default_factory=list)
     """Steps whose checkpoint restarted the replay."""
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
 from tsae.attribution.replay.path import Control, Controls
-from tsae.attribution.replay.states import State
-from tsae.attribution.replay.stepping import decayed
-from tsae.attribution.training.optimiser import Optimiser
+from tsae.attribution.replay.states import State, decayed
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.training.settings import Optimiser
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object
 from tsae.checkpoints.loading import Checkpoint, ModelLoader

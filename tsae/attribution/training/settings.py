@@ -1,14 +1,28 @@
-"""The settings of a run, in words that do not depend on the trainer. `tsae.attribution.training.read` reads them."""
+"""The settings of a run, in words that do not depend on the trainer (`tsae.attribution.readers` reads them), and the
+run's optimiser: its rates, and the parts of its steps (`tsae.attribution.replay.states` takes them).
+
+A step moves the weights by
+
+    u_t = −lr_t Σ_{s ≤ t} k_{t−s,t} ∘ c_s g_s  −  lr_t λ θ_{t−1}        g_s: the gradient of the loss at step s
+
+c_s is the factor of gradient clipping. Adam has k_{d,t} = (1 − β₁) β₁^d / ((1 − β₁^t) (√v̂_t + ε)), with the run's own v̂
+(Kingma & Ba 2015); SGD has k_{d,t} = μ^d. The last term is decoupled weight decay (AdamW; Loshchilov & Hutter 2019).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import cos, pi, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
 from tsae.attribution.training.loss import PolicyLoss, RewardKL
-from tsae.attribution.training.optimiser import Optimiser
+from tsae.base.ranges import need_numbers
+from tsae.errors import TsaeError
 
 
 @dataclass(frozen=True)
@@ -92,3 +106,157 @@ class RunSettings:
         ]
         by = f" (by {Path(self.source).name}; {self.trainer} {self.version or ''}".rstrip() + ")" if self.source else ""
         return ", ".join(parts) + by
+
+
+Schedule = Literal[
+    "constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
+    "warmup_stable_decay",
+]  # fmt: skip
+"""Names of transformers."""
+
+_SHAPES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
+    ),
+}  # fmt: skip
+"""Schedules, and the words of transformers that shape them."""
+_ENDLESS = ("constant", "inverse_sqrt")
+_CURVES = ("linear", "cosine", "1-sqrt")
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """What turned gradients into steps."""
+
+    name: Literal["adam", "adamw", "sgd"] = "adamw"
+    """adam takes weight decay into the gradient, as torch's does; adamw shrinks the weights beside it."""
+    learning_rate: float = 1e-6
+    schedule: Schedule = "linear"
+    """How the rate falls until the last step; constant keeps it."""
+    warmup: int = 0
+    """Steps over which the rate rises from 0."""
+    n_steps: int | None = None
+    """Steps of the whole training, for the schedule."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    """Of SGD."""
+    max_grad_norm: float | None = 1.0
+    """Norm to which a batch's gradient is clipped; None does not clip."""
+    points: tuple[tuple[float, float], ...] = ()
+    """In place of schedule and warm-up: (steps done, factor of the rate), in order, with straight lines between."""
+    every: int = 1
+    """Optimiser steps that share a rate, of which the schedule counts one (verl and NeMo-RL: all of a generation)."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """What shapes the schedule, in the words of transformers' `lr_scheduler_kwargs`."""
+    decay_all: bool = True
+    """Whether weight decay acts on all weights; otherwise not on biases and on the weights of norms, as transformers'
+    Trainer has it."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adam", "adamw", "sgd"):
+            raise TsaeError(f"optimiser {self.name!r} is none of adam, adamw, sgd", where="Optimiser")
+        need_numbers(self)
+        checks = {
+            f"schedule={self.schedule!r} is none of {', '.join(_SHAPES)}": self.schedule in _SHAPES,
+            f"shape={dict(self.shape)} has words that a {self.schedule} schedule does not take": (
+                set(self.shape) <= set(_SHAPES.get(self.schedule, self.shape))
+            ),
+            f"shape={dict(self.shape)} must hold numbers, and of curves {', '.join(_CURVES)}": all(
+                value in _CURVES if name.endswith("_type") else isinstance(value, (int, float))
+                for name, value in self.shape.items()
+            ),
+            f"learning_rate={self.learning_rate} must be above 0": self.learning_rate > 0,
+            f"betas={self.betas} and momentum={self.momentum} must be at least 0, and less than 1": (
+                all(0 <= beta < 1 for beta in (*self.betas, self.momentum))
+            ),
+            f"eps={self.eps} and weight_decay={self.weight_decay} must be at least 0": (
+                min(self.eps, self.weight_decay) >= 0
+            ),
+            f"warmup={self.warmup} must be a number of steps": self.warmup >= 0,
+            f"n_steps={self.n_steps} must be at least 1": self.n_steps is None or self.n_steps >= 1,
+            f"max_grad_norm={self.max_grad_norm} must be above 0, or None": (
+                self.max_grad_norm is None or self.max_grad_norm > 0
+            ),
+        }
+        for what, holds in checks.items():
+            if not holds:
+                raise TsaeError(what, where="Optimiser")
+        if self.schedule == "warmup_stable_decay" and "num_decay_steps" not in self.shape:
+            raise TsaeError("a warmup_stable_decay schedule needs num_decay_steps", where="Optimiser.shape")
+        if self.schedule not in _ENDLESS and self.n_steps is None:
+            raise TsaeError(
+                f"a {self.schedule} schedule needs the number of steps of the whole training",
+                where="Optimiser.n_steps",
+                fix="Give n_steps, or schedule=constant.",
+            )
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step; the first is 1. As transformers schedules it."""
+        return self.learning_rate * self._part((step - 1) // self.every)
+
+    def _part(self, done: int) -> float:
+        """Part of the learning rate after so many steps of the schedule."""
+        if self.points:
+            return float(
+                np.interp(float(done), [float(at) for at, _ in self.points], [part for _, part in self.points])
+            )
+        warmup, shape = self.warmup, self.shape
+        if self.schedule == "warmup_stable_decay":
+            return self._in_three_stages(done)
+        if done < warmup:
+            return done / warmup
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "inverse_sqrt":
+            scale = shape.get("timescale") or warmup or 10_000
+            return sqrt(scale / (done - warmup + scale))
+        assert self.n_steps is not None
+        left = (self.n_steps - done) / max(1, self.n_steps - warmup)
+        if self.schedule == "linear":
+            return max(0.0, left)
+        if self.schedule == "polynomial":
+            end = shape.get("lr_end", 1e-7) / self.learning_rate
+            return end + (1 - end) * max(0.0, left) ** shape.get("power", 1.0)
+        if self.schedule == "cosine_with_restarts":
+            return 0.0 if left <= 0 else (1 + cos(pi * (shape.get("num_cycles", 1) * (1 - left) % 1))) / 2
+        lowest = shape.get("min_lr_rate", shape.get("min_lr", 0.0) / self.learning_rate)
+        return max(0.0, lowest + (1 - lowest) * _fall("cosine", 1 - left, shape.get("num_cycles", 0.5)))
+
+    def _in_three_stages(self, done: int) -> float:
+        assert self.n_steps is not None
+        shape, falls = self.shape, self.shape["num_decay_steps"]
+        stays = shape.get("num_stable_steps", self.n_steps - self.warmup - falls)
+        lowest, cycles = shape.get("min_lr_ratio", 0.0), shape.get("num_cycles", 0.5)
+        if done < self.warmup:
+            to_go = 1 - done / self.warmup
+            kind = shape.get("warmup_type", "linear")
+            rise = 1 - sqrt(to_go) if kind == "1-sqrt" else _fall(kind, to_go)
+            return lowest + (1 - lowest) * rise
+        after = done - self.warmup - stays
+        if after < 0:
+            return 1.0
+        if after >= falls:
+            return lowest
+        return max(0.0, lowest + (1 - lowest) * _fall(shape.get("decay_type", "cosine"), after / falls, cycles))
+
+    def clip(self, norm: torch.Tensor) -> torch.Tensor:
+        """Factor of gradients whose norm this is, as `torch.nn.utils.clip_grad_norm_` has it."""
+        if self.max_grad_norm is None:
+            return torch.ones_like(norm)
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _fall(curve: str, progress: float, cycles: float = 0.5) -> float:
+    """From 1 to 0 while progress goes from 0 to 1."""
+    if curve == "cosine":
+        return (1 + cos(2 * pi * cycles * progress)) / 2
+    return 1 - (sqrt(progress) if curve == "1-sqrt" else progress)

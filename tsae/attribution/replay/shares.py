@@ -1,7 +1,7 @@
 """Shares: what happened to a target, split over the samples that made it happen.
 
 Along the path the target changes by Σ_t ∇F · u_t, with u_t the optimiser's steps, and each step is a sum over the
-gradients of this batch and of those before it (`tsae.attribution.training.optimiser`). In one sweep backwards,
+gradients of this batch and of those before it (`tsae.attribution.training.settings`). In one sweep backwards,
 
     a_t = β₁ a_{t+1} + D_t ∘ ½(∇F(θ_{t−1}) + ∇F(θ_t))        D_t = lr_t (1 − β₁) / ((1 − β₁ᵗ)(√v̂_t + ε))
     share(i, t) = −c_t ⟨a_t, g_ti⟩
@@ -10,20 +10,38 @@ c_t is the factor of clipping, g_ti the sample's part of the gradient of the los
 by chunk; their products with all targets are taken, and they are let go. Shares of all samples, and what weight decay
 did, sum up to the change. What is left is `remainder`: the line between two points at which targets are differentiated,
 and restarts at checkpoints.
+
+A GRPO loss has a summand for every token, so a sample's share is a sum over tokens: −c_t · ∂loss/∂log π_t · D_{a_t} log
+π_t, with ∂loss/∂log π_t holding ratio, clipping and KL (of a ratio of whole responses every token's part of it). One
+forward differentiation along a_t gives all tokens of a sample.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tsae.attribution.online.batch_gradients import BatchGradients
-from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, chunks, forward, summands, used
+from tsae.attribution.replay.forward_passes import (
+    Chunk,
+    Known,
+    Rows,
+    Run,
+    chunks,
+    forward,
+    inputs_of,
+    log_softmax,
+    summands,
+    used,
+)
 from tsae.attribution.replay.path import Replayed, steps_back
+from tsae.attribution.sample_gradients import BatchGradients
 from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
@@ -220,3 +238,44 @@ def backward(
                     parts.next_term()
                     kl.sum().backward()
             yield chunk, parts
+
+
+def token_shares(
+    run: Run, step: Rows, known: Known, rows: np.ndarray, direction: torch.Tensor
+) -> dict[int, np.ndarray]:
+    """(T,) share of every token of some responses; 0 for tokens that the policy did not sample.
+
+    Args:
+        run: has the rows; its model has the weights before the step.
+        step: that used them.
+        known: their log-probabilities.
+        rows: of the rollouts.
+        direction: (P,) of the target in this step, −c_t a_t.
+    """
+    trained, generation = run.trained, run.plan.generations[step.update.generation]
+    weights = {name: parameter.detach() for name, parameter in trained.parameters.items()}
+    parts = direction.to(trained.device).split(trained.sizes)
+    along = {n: part.view_as(w).to(w.dtype) for (n, w), part in zip(weights.items(), parts, strict=True)}
+    found = {}
+    for chunk in chunks(run, rows, generation):
+        # Of torch's attentions, this one can be differentiated forward.
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+            # Forward differentiation in torch uses scripts that torch itself deprecates.
+            warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
+            log, slope = torch.func.jvp(partial(_log, run, chunk), (weights,), (along,))[:2]
+        leaf = log.detach().requires_grad_()
+        with torch.enable_grad():
+            policy, kl = summands(run, step, known, chunk, leaf)
+            pull = torch.autograd.grad((policy + kl).sum(), leaf)[0]
+        of_tokens = (pull * slope).double().cpu()
+        for row, one, counted in zip(chunk.rows.tolist(), of_tokens, chunk.counted.cpu(), strict=True):
+            sampled = run.rollouts.sampled(row)
+            values = np.zeros(len(sampled))
+            values[sampled] = one[counted].numpy()
+            found[row] = values
+    return found
+
+
+def _log(run: Run, chunk: Chunk, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = torch.func.functional_call(run.trained.model, weights, kwargs=inputs_of(run, chunk)).logits
+    return log_softmax(run, chunk, logits).gather(-1, chunk.scored_ids[..., None])[..., 0]

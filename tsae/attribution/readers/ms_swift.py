@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tsae.attribution.training.read import trl
-from tsae.attribution.training.read.words import Words
+from tsae.attribution.readers import trl
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.settings import RunSettings
 
 _OURS = {

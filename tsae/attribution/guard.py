@@ -1,44 +1,129 @@
-"""Attribution while training: what every sample moves, recorded as the loop runs.
+"""Attribution while training: a recorder of what every sample moves, and a guard that keeps a target within a bound.
 
     recorder = Recorder(TrainedWeights(model), optimiser, targets)
+    guard = Guard(recorder, "direct (hard)", harmful="rises", bound=0.55)
     for step in …:
         for micro_batch in …:
             with recorder.samples(facts):       # one mapping a sample
                 loss(model, micro_batch).backward()
-        optimiser.step()                        # the recorder is told by the optimiser
+        listed = guard()                        # before gradients are clipped
+        optimiser.step()                        # calls the recorder
 
-Two numbers are recorded for every sample and target, with the sign of what the sample did to the target:
+**The recorder** keeps two numbers for every sample and target, with the sign of what the sample did to the target:
 
     now     −lr c k₀ ∘ ∇F · g_i        its part in the step that trained on it
     share   now · (1 + …)              and in the steps after, to which momentum carries it
 
-∇F is the target's gradient, k₀ the optimiser's own factor with its √v̂ of this step, c what gradient clipping did. These
-are the summands of `tsae.attribution.replay.sweep.shares`. What is known online, and what is not:
+∇F is the target's gradient, k₀ the optimiser's own factor with its √v̂ of this step, c what gradient clipping did.
+These are the summands of `tsae.attribution.replay.shares.shares`. Without momentum and with `refresh=1` both numbers
+are exactly those. With `refresh=m` the target's gradient is up to m steps old. With momentum, a sample acts for about 1
+/ (1 − β₁) steps more; the target's gradient, √v̂, the learning rate and clipping of those steps are not known yet, and
+`share` takes them as they are now. Shares of the first steps suffer most, because there √v̂ grows fast; attribution
+after the run has them right.
 
-1. Without momentum and with `refresh=1` both numbers are exactly those of `shares`: the gradient of the target is the
-   mean of those before and after the step.
-2. With `refresh=m` the target's gradient is up to m steps old.
-3. With momentum, a sample goes on to act for about 1 / (1 − β₁) steps. The target's gradient, √v̂, the learning rate and
-   clipping of those steps are not known yet. `share` takes them as they are now. Shares of the first steps suffer most,
-   because there √v̂ grows fast; attribution after the run has them right.
+**The guard** judges a step before it is taken. If where the target is heading and what the step's samples add stay
+within the bound, nothing is listed. Else the samples with the largest harmful effects are listed, as few as bring it
+back to the bound, and their gradients are multiplied by `weight`. Single samples' effects are large and opposed, and
+nearly cancel. So their sum is judged, and no sample is touched for its own effect while the sum is harmless. The
+prediction is linear in the gradients of one step: it does not know that the policy will sample other responses
+afterwards. The target's value is measured again at every refresh, so errors do not add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from math import isfinite
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights
-from tsae.attribution.online.batch_gradients import BatchGradients
+from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights
 from tsae.attribution.targets import Targets
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.loading import rotated_alone
 from tsae.errors import TsaeError
+
+
+class Guard:
+    """Watches one target of a recorder.
+
+    Args:
+        recorder: of the run.
+        target: name of the target.
+        harmful: the direction that does harm.
+        bound: value that the target shall not pass, in its units.
+        weight: of listed samples, from 0 (left out) to 1 (listed only).
+
+    Raises:
+        TsaeError: for an unknown target, or a weight out of range.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        target: str,
+        *,
+        harmful: Literal["rises", "falls"],
+        bound: float,
+        weight: float = 0.0,
+    ) -> None:
+        names = recorder.targets.names
+        if target not in names:
+            raise TsaeError(f"no target {target!r}", where="Guard", fix=f"The recorder has {', '.join(names)}.")
+        if harmful not in ("rises", "falls") or not isfinite(bound):
+            raise TsaeError(
+                f"harmful={harmful!r} must be rises or falls, and bound={bound} a finite number", where="Guard"
+            )
+        if not 0 <= weight <= 1:
+            raise TsaeError(f"weight={weight} is not between 0 and 1", where="Guard")
+        self.recorder, self.column, self.bound, self.weight = recorder, names.index(target), bound, weight
+        self.sign = 1.0 if harmful == "rises" else -1.0
+        self._listed: list[pd.DataFrame] = []
+
+    def __call__(self) -> pd.DataFrame:
+        """Judge the step that is going on; call it after its last backward pass and before gradients are clipped.
+
+        Returns:
+            the samples that it lists, worst first: step, place (in the order of the step's micro-batches), effect (in
+            units of the target), and their facts.
+        """
+        effect = self.recorder.predicted()[:, self.column]
+        excess = self.sign * (self.recorder.heading[self.column] + effect.sum() - self.bound)
+        listed = worst(self.sign * effect, excess)
+        if len(listed) and self.weight < 1:
+            weights = np.ones(len(effect))
+            weights[listed] = self.weight
+            self.recorder.down_weight(weights)
+        facts = self.recorder.facts
+        frame = pd.DataFrame(
+            [
+                {"step": self.recorder.step + 1, "place": int(i), "effect": effect[i]}
+                | {key: v for key, v in facts[i].items() if not isinstance(v, list | np.ndarray)}
+                for i in listed
+            ]
+        )
+        self._listed.append(frame)
+        return frame
+
+    @property
+    def listed(self) -> pd.DataFrame:
+        """All samples that were listed so far."""
+        some = [frame for frame in self._listed if len(frame)]
+        return pd.concat(some, ignore_index=True) if some else pd.DataFrame(columns=["step", "place", "effect"])
+
+
+def worst(harm: np.ndarray, excess: float) -> np.ndarray:
+    """Indices of the fewest samples whose harm, (n,), adds up to the excess, worst first; all harmful ones if that is
+    not enough."""
+    if excess <= 0:
+        return np.zeros(0, dtype=int)
+    order = np.argsort(-harm, kind="stable")
+    order = order[harm[order] > 0]
+    enough = int(np.searchsorted(np.cumsum(harm[order]), excess)) + 1
+    return order[:enough]
 
 
 class Recorder:

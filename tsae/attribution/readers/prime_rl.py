@@ -11,10 +11,9 @@ from math import cos, pi
 from pathlib import Path
 from typing import Any
 
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
 _LOSS = "type dppo_mask_low dppo_mask_high ipo_mask_low ipo_mask_high ipo_threshold adv_tau kl_tau teacher_tau"

@@ -4,13 +4,19 @@ Of several files the first of this order counts: those of a run log (`tsae.rl`),
 training_args.bin, what W&B keeps of the run, a recipe in YAML. They lie in the run's folder or in its checkpoints.
 Beside them lie the version (README.md, requirements.txt of W&B), the number of steps and the logged learning rates
 (trainer_state.json), and the base.
+
+An offline run of W&B leaves its config in W&B's own file (run-….wandb) alone. It has W&B's head of 7 bytes, and then
+records as LevelDB's log writes them: blocks of 32 KB, in which each piece of a record has a checksum (4 bytes), a
+length (2) and its place (1: whole, 2: first, 3: middle, 4: last). Records are protobuf messages. Of their fields two
+count here: 5 is a change of the config, and 17 the run, whose field 4 is a change. A change has items to set (1) and to
+remove (2), and an item a key (1), or a path of keys (2), and JSON (16).
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +25,8 @@ from typing import Any
 import yaml
 from safetensors import safe_open
 
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl, wandb_run
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.readers import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl
+from tsae.attribution.training.settings import Optimiser, RunSettings
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.inert_pickle import read_dataclass
 from tsae.base.untrusted import parse_json, parse_yaml
@@ -149,7 +154,7 @@ def _load(file: Path) -> dict[str, Any]:
             )
         return found
     if file.suffix == ".wandb":
-        return wandb_run.read_config(file)
+        return read_config(file)
     with reading(file, _CORRECT):
         if file.stat().st_size > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST:,} bytes")
@@ -235,3 +240,81 @@ def _check_rates(optimiser: Optimiser, state: Mapping[str, Any], file: Path) -> 
             if not any(abs(logged - rate) <= 1e-3 * max(abs(rate), 1e-12) for rate in near):
                 what = f"the learning rate of step {step} was {logged:g} by {_STATE}, {near[0]:g} by the settings"
                 raise TsaeError(what, where=file, fix="Give the settings of this run.")
+
+
+_MOST = 16 << 20
+"""Bytes that are read. The config comes first."""
+_BLOCK = 1 << 15
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The run's config, by name.
+
+    Raises:
+        TsaeError: where the file is damaged.
+    """
+    found: dict[str, Any] = {}
+    with reading(file, "Give the run's training_args.bin, or its config as W&B shows it, as YAML."):
+        with file.open("rb") as stream:
+            content = stream.read(_MOST)
+        if content[:4] != b":W&B":
+            raise ValueError("it is not a file of W&B")
+        for record in _records(content):
+            for number, value in _fields(record):
+                for part, change in _fields(value) if number == 17 else [(4, value)] if number == 5 else []:
+                    if part == 4:
+                        _apply(found, change)
+    return found
+
+
+def _apply(config: dict[str, Any], change: bytes) -> None:
+    for number, item in _fields(change):
+        fields = list(_fields(item))
+        keys = [value.decode() for part, value in fields if part in (1, 2)]
+        if number == 1 and len(keys) == 1:
+            config[keys[0]] = parse_json(next(value for part, value in fields if part == 16))
+        elif number == 2 and len(keys) == 1:
+            config.pop(keys[0], None)
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    place, pieces = 7, b""
+    while place + 7 <= len(content):
+        if _BLOCK - place % _BLOCK < 7:  # what is left of a block is filled with zeros
+            place += _BLOCK - place % _BLOCK
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        piece = content[place + 7 : place + 7 + length]
+        if not kind or len(piece) < length:  # nothing more, or torn by a kill
+            return
+        pieces = piece if kind in (1, 2) else pieces + piece
+        if kind in (1, 4):
+            yield pieces
+        place += 7 + length
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Number and content of the fields of a message that have a length; others are passed over."""
+    place = 0
+
+    def number() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = message[place]
+            value, place, shift = value | (byte & 127) << shift, place + 1, shift + 7
+            if byte < 128 or shift > 63:
+                return value
+
+    while place < len(message):
+        key = number()
+        if key & 7 == 2:
+            length = number()
+            yield key >> 3, message[place : place + length]
+            place += length
+        elif key & 7 == 0:
+            number()
+        elif key & 7 in (1, 5):
+            place += 8 if key & 7 == 1 else 4
+        else:
+            raise ValueError("a record of it is damaged")

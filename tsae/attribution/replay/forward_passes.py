@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.attribution.gradients.sample_gradients import TrainedWeights, keep_logits
 from tsae.attribution.replay.states import State
+from tsae.attribution.sample_gradients import TrainedWeights, keep_logits
 from tsae.attribution.training.log_fit import advantages_of
 from tsae.attribution.training.loss import BatchTokens
 from tsae.attribution.training.order import Plan, Update

@@ -17,10 +17,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.loss import Correction, PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
 _OLDEST, _NEWEST = (0, 14), (1, 16)

@@ -12,10 +12,9 @@ from math import cos, pi
 from pathlib import Path
 from typing import Any
 
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.loss import Correction, PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
 _LOSS = (

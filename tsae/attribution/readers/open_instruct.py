@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.loss import Correction, PolicyLoss
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 
 _KL: Mapping[str, Any] = {"0": ("k1", False), "1": ("k2", False), "2": ("k3", False), "3": ("k1", True)}
 """kl_estimator: ours, and whether the ratio multiplies it."""

@@ -11,10 +11,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.loss import PolicyLoss, RewardKL
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 
 _ADVANTAGES = {"group_norm": "grpo", "dr_grpo": "dr_grpo", "rloo": "rloo"}
 _LOSSES = {"ppo": ("step", "token"), "gspo": ("grpo", "sequence")}

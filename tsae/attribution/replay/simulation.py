@@ -15,9 +15,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tsae.attribution.replay.passes import Chunk, Known, Rows, Run, every_log, rows_of, summands
+from tsae.attribution.replay.forward_passes import Chunk, Known, Rows, Run, every_log, rows_of, summands
 from tsae.attribution.replay.path import Replayed, known_of
-from tsae.attribution.replay.sweep import backward
+from tsae.attribution.replay.shares import backward
 from tsae.attribution.training.loss import Again
 from tsae.base.progress import progress_bar
 

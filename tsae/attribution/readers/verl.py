@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tsae.attribution.readers.words import Words
 from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
-from tsae.attribution.training.optimiser import Optimiser
-from tsae.attribution.training.read.words import Words
-from tsae.attribution.training.settings import Batching, RunSettings
+from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
 _ACTOR, _ALGO, _CORRECTION = "actor_rollout_ref.actor.", "algorithm.", "algorithm.rollout_correction."

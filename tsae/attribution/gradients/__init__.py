@@ -1,1 +1,0 @@
-"""Gradients of single samples along the path of checkpoints, and on disk."""
