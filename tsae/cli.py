@@ -20,7 +20,6 @@ from tyro.conf import Positional, subcommand
 from tsae.base.disk.made_by import record_command, under_way
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
-from tsae.base.ranges import need_numbers
 from tsae.base.remote.mirror import in_words, is_url, local, published, shown, url_of
 from tsae.base.torchrun import first_process
 from tsae.base.usual_state import usual_state
@@ -116,7 +115,6 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
         tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", options.shell, "-"])
         return
     options = _localised(getattr(options, "command", options))  # of a group, such as `tsae store`
-    need_numbers(options)
     check_outputs(options)
     spread = getattr(options, "spread", None)
     if spread is not None and spread.asked and not run_parts(words, spread, options.to, _device(options)):

@@ -132,7 +132,7 @@ def test_a_folder_with_a_commands_own_results_may_hold_others_too(tmp_path: Path
     check_outputs(Diff(features=tmp_path / "features", to=tmp_path))
     check_outputs(Reinforcement(features=tmp_path / "features", to=tmp_path))
     with pytest.raises(TsaeError, match=r"holds the results of another command \(diff\.json\)"):
-        check_outputs(Drift(series=(tmp_path / "series",), to=tmp_path))
+        check_outputs(Drift(series=("series",), to=tmp_path))
 
 
 IMPORT = "rollouts import log --to"

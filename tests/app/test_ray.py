@@ -23,7 +23,7 @@ def test_what_a_part_takes() -> None:
     wanted = {"num_cpus": 8.0, "num_gpus": 0.5, "memory": 64e9, "accelerator_type": "H100"}
     assert resources(given, "cuda") == wanted | {"resources": {"tpu-slot": 2.0}}
     for wrong in ("num_gpus", "num_gpus=one", "=3", "num_cpus=-1", "memory=inf", "memory=nan"):
-        with pytest.raises(TsaeError, match="is no amount of a resource"):
+        with pytest.raises(TsaeError, match="is not an amount of a resource"):
             resources((wrong,), "cpu")
 
 

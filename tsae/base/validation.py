@@ -44,7 +44,7 @@ def config(cls: type[T]) -> type[T]:
     Raises:
         TsaeError: when the config is made with a value that its field cannot hold; it names the field and the value.
     """
-    settings = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, extra="forbid")
+    settings = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False, extra="forbid", defer_build=True)
     made: Any = dataclass(frozen=True, config=settings)(cls)
     init = made.__init__
 
@@ -54,6 +54,8 @@ def config(cls: type[T]) -> type[T]:
             init(self, *args, **values)
         except ValidationError as error:
             raise TsaeError(_sentence(error), where=cls.__name__) from None
+        finally:
+            made.__init__ = checked  # at first use, when pydantic builds the schema, it sets an __init__ of its own
 
     made.__init__ = checked
     return made

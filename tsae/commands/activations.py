@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +15,13 @@ from tsae.base.files import reading
 from tsae.base.part import Part
 from tsae.base.remote.mirror import shown
 from tsae.base.torchrun import first_process
+from tsae.base.validation import config
 from tsae.commands.common import as_json, given, load_series, say_wrote
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 
 
-@dataclass(frozen=True)
+@config
 class Capture:
     """Record residual-stream activations while checkpoints read trajectories. Resumes an unfinished capture.
 
@@ -68,7 +69,7 @@ class Capture:
             say_wrote(store.path, store)
 
 
-@dataclass(frozen=True)
+@config
 class Show:
     """Show what an activation store holds."""
 
@@ -94,7 +95,7 @@ class Show:
             write(manifest)
 
 
-@dataclass(frozen=True)
+@config
 class Check:
     """Compare every shard of an activation store with its checksum. Exit status 2 if any is damaged."""
 
@@ -146,7 +147,7 @@ class Check:
             write(content)
 
 
-@dataclass(frozen=True)
+@config
 class Statistics:
     """Tabulate entropy, choice points, log-probabilities and KL from the base, one row per reader and trajectory.
 
@@ -175,7 +176,7 @@ class Statistics:
         say_wrote(self.to, f"{len(table):,} rows")
 
 
-@dataclass(frozen=True)
+@config
 class StoreCommand:
     """Show what an activation store holds, find and repair damaged shards, or tabulate what readers predicted."""
 

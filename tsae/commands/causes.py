@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
@@ -10,13 +10,14 @@ from tyro.conf import OmitArgPrefixes, Positional
 import tsae
 from tsae.attribution.config import AttributionConfig
 from tsae.base.plugins import find_function
+from tsae.base.validation import Count, config
 from tsae.causal.config import InterventionConfig
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
 from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError
 
 
-@dataclass(frozen=True)
+@config
 class Attribute:
     """Find which training samples moved features and behaviours: shares that add up, and what would be without them.
 
@@ -47,7 +48,7 @@ class Attribute:
     problems: Path | None = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
     sample): accuracy and behaviours are attributed there. By default on the log's own problems."""
-    top: int = 10
+    top: Count = 10
     """Samples to print; in the JSON, so many for each target and against it."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
@@ -58,8 +59,6 @@ class Attribute:
         from tsae.attribution.readers.find import find_settings
         from tsae.report.printed.attribution import attribution_text
 
-        if self.top < 1:
-            raise TsaeError(f"is {self.top}, expected at least 1", where="--top")
         series = load_series(*(self.series or (self.run,)))
         first_token = None if self.first_token is None else _token_id(series.base, self.first_token)
         log = tsae.Rollouts.read(self.rollouts or self.run, series)
@@ -83,7 +82,7 @@ class Attribute:
             write({**{name: getattr(found, name) for name in names}, "samples": samples, "info": found.info})
 
 
-@dataclass(frozen=True)
+@config
 class Causal:
     """Ablate, steer or transplant features while a checkpoint generates, beside matched random ones and other controls.
 
@@ -110,7 +109,7 @@ class Causal:
     """With --diff: id of the checkpoint that raised the features."""
     lowered: str | None = None
     """With --diff: id of the checkpoint that lowered them."""
-    top: int | None = None
+    top: Count | None = None
     """With --diff: only this many of them, the clearest first."""
     store: Path | None = None
     """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised; in a transplant
@@ -171,7 +170,7 @@ class Causal:
             write({**found.info, "record": found.record(), "outcomes": found.outcomes})
 
 
-@dataclass(frozen=True)
+@config
 class Influence:
     """Find training samples that push a feature: exact first order of one policy-gradient step, for small models."""
 

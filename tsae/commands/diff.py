@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 import tsae
 from tsae.base.disk.made_by import record_early
 from tsae.base.files import write_text
+from tsae.base.validation import Size, config
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.diff.config import DiffConfig, ExplainConfig
 from tsae.errors import TsaeError
@@ -22,7 +23,7 @@ PUSHED = "reinforcement.json"
 """In the folder of `tsae reinforcement --to`, says of which rollouts the tables are."""
 
 
-@dataclass(frozen=True)
+@config
 class Drift:
     """Measure where training wrote: how far every weight is from the base's, by layer and module."""
 
@@ -60,7 +61,7 @@ class Drift:
             write({"drift": drift})
 
 
-@dataclass(frozen=True)
+@config
 class Diff:
     """Compare every checkpoint with the base, and successes with failures; print the findings."""
 
@@ -82,7 +83,7 @@ class Diff:
     a run has two steps there."""
     compare: Path | None = None
     """Folder of another diff by the same SAE: prints which effects both found."""
-    insertion: int = 0
+    insertion: Size = 0
     """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects: does a
     feature fire when its top tokens are inserted elsewhere? Runs the models: give --series and --sae."""
     series: tuple[str, ...] = ()
@@ -161,7 +162,7 @@ class Diff:
             write(content)
 
 
-@dataclass(frozen=True)
+@config
 class Reinforcement:
     """Find the features that the base's rollouts reinforce, by band and kind of group, and compare with the runs."""
 
@@ -203,7 +204,7 @@ class Reinforcement:
             write(tables)
 
 
-@dataclass(frozen=True)
+@config
 class Explain:
     """Label features by what they respond to, and test every label on contexts that it was not made from.
 

@@ -70,7 +70,7 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 def _hide_default(kind: type, name: str, hint: Any) -> None:
     inner = [part for part in typing.get_args(hint) if part is not type(None)]
-    optional = isinstance(hint, types.UnionType) and len(inner) == 1
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union) and len(inner) == 1
     shown = arg(help_behavior_hint="", metavar=_metavar(inner[0]) if optional else None)
     owner = next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {}))
     owner.__annotations__[name] = Annotated[hint, shown]
@@ -79,6 +79,8 @@ def _hide_default(kind: type, name: str, hint: Any) -> None:
 def _metavar(kind: Any) -> str | None:
     """PATH for Path, [INT [INT ...]] for tuple[int, ...]; None for what tyro is to name."""
     parts = typing.get_args(kind)
+    if typing.get_origin(kind) is Annotated:
+        return _metavar(parts[0])
     if typing.get_origin(kind) is tuple and parts[0] in _WORDS:
         words = [_WORDS[part] for part in parts if part in _WORDS]
         return f"[{words[0]} [{words[0]} ...]]" if parts[-1] is Ellipsis else " ".join(words)

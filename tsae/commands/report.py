@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -15,6 +15,7 @@ from tyro.conf import Positional, arg
 import tsae
 from tsae.base.disk.made_by import made_by, record_early
 from tsae.base.files import new_folder, reading
+from tsae.base.validation import config
 from tsae.commands.common import say_wrote
 from tsae.commands.diff import PUSHED
 from tsae.errors import TsaeError
@@ -23,7 +24,7 @@ from tsae.report.hub.config import PushConfig
 ExportFormat = Literal["saelens", "delphi", "neuronpedia", "safetensors", "gguf"]
 
 
-@dataclass(frozen=True)
+@config
 class Report:
     """Write a diff as one self-contained HTML file that opens with no network.
 
@@ -83,7 +84,7 @@ class Report:
         say_wrote(diff.to_html(self.to, title=self.title, attribution=attribution, claims=claims))
 
 
-@dataclass(frozen=True)
+@config
 class Serve:
     """Show the report of a run in the browser, with examples of every active feature.
 
@@ -123,7 +124,7 @@ class Serve:
                 found.serve_forever()
 
 
-@dataclass(frozen=True)
+@config
 class Export:
     """Write an SAE, its features or steering vectors in the form of another tool.
 
@@ -179,7 +180,7 @@ class Export:
         say_wrote(self.to, told)
 
 
-@dataclass(frozen=True)
+@config
 class Push:
     """Push an SAE to the Hugging Face Hub, with a card; of a run also its features and its page.
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 import tsae
+from tsae.base.validation import Count, Size, config
 from tsae.commands.common import load_series, say_wrote
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, ShapingConfig
 
 
-@dataclass(frozen=True)
+@config
 class Reformulate:
     """Turn problems with known answers into easier ones: the answer is given, one quantity is hidden and asked for.
 
@@ -37,7 +38,7 @@ class Reformulate:
     """Leave out operands that the answer does not settle, or accept all their answers."""
     evaluation: bool = False
     """Keep the testbed's evaluation chains; never train on these."""
-    show: int = 0
+    show: Size = 0
     """Print this many reformulations, evenly spread, and as many of the numbers left out."""
 
     def execute(self) -> None:
@@ -65,7 +66,7 @@ class Reformulate:
         say_wrote(self.to, f"{len(made):,} reformulations of {parents:,} of {len(problems):,} problems")
 
 
-@dataclass(frozen=True)
+@config
 class Fit:
     """Learn from a reference's rollouts which features, in which tokens, go with success, to score tokens."""
 
@@ -82,7 +83,7 @@ class Fit:
         say_wrote(credit.save(self.to), credit)
 
 
-@dataclass(frozen=True)
+@config
 class Weights:
     """Write scores, weights and advantages of every response token as Parquet for any trainer, one row per trajectory.
 
@@ -104,7 +105,7 @@ class Weights:
     again."""
     device: str = "cpu"
     """Torch device for --series."""
-    batch_tokens: int = 16384
+    batch_tokens: Count = 16384
     """Tokens in a forward pass of --series, with padding."""
     config: OmitArgPrefixes[ShapingConfig] = field(default_factory=ShapingConfig)
 
@@ -132,7 +133,7 @@ class Weights:
         say_wrote(write_credit(credit, features, self.to, self.config, logprob=logprob))
 
 
-@dataclass(frozen=True)
+@config
 class CreditCommand:
     """Learn credit for single tokens from features, and write it for trainers."""
 

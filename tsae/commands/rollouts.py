@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +14,14 @@ from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
 from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
+from tsae.base.validation import config
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig, ServerConfig
 
 
-@dataclass(frozen=True)
+@config
 class Formats:
     """List the trainers whose logs are read, in which versions, what to switch on there, and what each log lacks."""
 
@@ -30,7 +31,7 @@ class Formats:
         print(formats_text(shutil.get_terminal_size().columns))
 
 
-@dataclass(frozen=True)
+@config
 class Sample:
     """Sample rollouts of problems from checkpoints, check their answers, and set advantages. Resumes an unfinished
     sampling.
@@ -111,7 +112,7 @@ class Sample:
             )
 
 
-@dataclass(frozen=True)
+@config
 class Import:
     """Read a trainer's rollout log, tokenise it if it has text only, and print what was read and assumed.
 
@@ -141,7 +142,7 @@ class Import:
         say_wrote(self.to)
 
 
-@dataclass(frozen=True)
+@config
 class Bands:
     """Sort problems into easy, medium and hard by a policy's pass rate."""
 
@@ -171,7 +172,7 @@ class Bands:
         print(found_how(banded.info["bands"]))
 
 
-@dataclass(frozen=True)
+@config
 class Difficulty:
     """Measure how difficulty moved: pass rates and bands of every checkpoint, pass@k, and what groups can teach."""
 
@@ -207,7 +208,7 @@ class Difficulty:
             write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
 
 
-@dataclass(frozen=True)
+@config
 class Behaviours:
     """Measure what responses do: loops, repeated answers, skipped computation, formats; by band, with paired
     changes."""
@@ -244,7 +245,7 @@ class Behaviours:
             write({"behaviours": behaviours, "formats": formats})
 
 
-@dataclass(frozen=True)
+@config
 class RolloutsCommand:
     """Sample rollouts, import logs, list the known formats, and measure difficulty and behaviour."""
 

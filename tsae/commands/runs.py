@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +13,13 @@ from tyro.conf import Positional, arg
 from tsae.base.disk.made_by import record_command
 from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.plugins import find_function
+from tsae.base.validation import config
 from tsae.commands.common import as_json, say_wrote
 from tsae.config import DemoConfig, RunConfig, WatchConfig
 from tsae.errors import TsaeError
 
 
-@dataclass(frozen=True)
+@config
 class Run:
     """Run the whole pipeline on a training run: from its checkpoints and rollout log to a report.
 
@@ -46,7 +47,7 @@ class Run:
             write(findings_content(diff))
 
 
-@dataclass(frozen=True)
+@config
 class Watch:
     """Follow a training that goes on: analyse its new checkpoints and log steps, and write the page anew.
 
@@ -64,7 +65,7 @@ class Watch:
             pass
 
 
-@dataclass(frozen=True)
+@config
 class Demo:
     """Run the whole pipeline on the shipped arithmetic checkpoints: a table of findings and a report."""
 
@@ -80,7 +81,7 @@ class Demo:
             raise TsaeError("no browser was found to open it", where=report, fix="Open that file yourself.")
 
 
-@dataclass(frozen=True)
+@config
 class Claims:
     """Ask a run what it shows of the literature's claims about sample difficulty.
 
@@ -115,7 +116,7 @@ class Claims:
             write(found.as_dict())
 
 
-@dataclass(frozen=True)
+@config
 class Verify:
     """Check everything that tsae wrote: is it as it was written, is it complete, does it rest on what is there now?
 
@@ -139,7 +140,7 @@ class Verify:
         _all_intact(findings, "Repair it: tsae repair" if next_step(findings) else "See docs/reliability.md")
 
 
-@dataclass(frozen=True)
+@config
 class Repair:
     """Make again what `tsae verify` finds damaged, missing, unfinished or outdated, in the order of dependence.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from pydantic import Field
 from tyro.conf import OmitArgPrefixes, arg
 
 import tsae
@@ -17,13 +18,14 @@ from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.part import Part
 from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
+from tsae.base.validation import config
 from tsae.commands.common import as_json, load_series, say_wrote
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 
-@dataclass(frozen=True)
+@config
 class Live:
     """Activations straight from the checkpoints instead of a store: no disk, but a forward pass whenever they are
     needed."""
@@ -37,7 +39,7 @@ class Live:
     config: Annotated[LiveConfig, arg(name="")] = field(default_factory=LiveConfig)
 
 
-@dataclass(frozen=True)
+@config
 class Train:
     """Train temporal SAEs on an activation store. Resumes an unfinished training.
 
@@ -100,7 +102,7 @@ class Train:
             print(f"{labels}: {cell['tokens']:,} tokens, each read {cell['weight']:.2f} times an epoch")
 
 
-@dataclass(frozen=True)
+@config
 class Evaluate:
     """Measure a temporal SAE: reconstruction by reader, band and span, L0, alive, smoothness.
 
@@ -115,7 +117,7 @@ class Evaluate:
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
     """Tokens that count. Special tokens never do, nor response tokens that the policy did not sample."""
-    max_norm: float | None = None
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
     """Leave out tokens whose norm about the centre exceeds this multiple of the median; by default beyond the limit
     that training stored, or 10 times the median where it stored none."""
     all_problems: bool = False
@@ -173,7 +175,7 @@ class Evaluate:
                 print(f"{self.sae} is no folder, so that stability.json is not kept")
 
 
-@dataclass(frozen=True)
+@config
 class Encode:
     """Turn activations into sparse feature codes. Resumes an unfinished encoding.
 
@@ -214,7 +216,7 @@ class Encode:
         say_wrote(self.to, tsae.encode(self.sae, store, to=self.to, device=self.device))
 
 
-@dataclass(frozen=True)
+@config
 class Crosscoder:
     """Train a crosscoder of the base and another checkpoint, and say which latents are new, lost or shared.
 

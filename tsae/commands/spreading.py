@@ -1,11 +1,13 @@
 """Parts of a command: processes here, a SLURM job array, or tasks on Ray. Each is the command itself with --part i/n.
 
 Nothing is sent between parts, and nothing is kept here: what is finished lies in the command's own output folder. So a
-part that died is started again and goes on, and so does the whole command.
+part that died is started again and resumes, and so does the whole command. On Ray a part runs in the worker's own
+process, so that it ends with its node, and Ray starts it again on another.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import shlex
@@ -16,37 +18,40 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from unicodedata import category
 
+from pydantic import Field
+
 from tsae.base.progress import progress_bar
+from tsae.base.validation import config
 from tsae.errors import TsaeError
 
 TIED = "TSAE_TIED"
 """Set for a part on this machine: it ends when its input does, because then the process that started it is gone."""
 TSAE = (sys.executable, "-m", "tsae")
-_MOST = 10_000
-"""More parts, processes or tries than any cluster runs at once."""
+_KNOWN = ("num_cpus", "num_gpus", "memory", "accelerator_type")
+"""Resources that Ray knows."""
 
 
-@dataclass(frozen=True)
+@config
 class Spread:
     """The work in parts, each a process of its own, on this machine or on a cluster."""
 
-    parts: int = 1
+    parts: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Divide the work into so many parts. The result does not depend on how many there are. If one fails, it is started
     again, and goes on from what it has finished."""
     executor: Literal["local", "slurm", "ray"] = "local"
     """Where parts run: local: processes on this machine; slurm: a job array; ray: tasks of a Ray cluster (needs
     tsae[ray]), the one at $RAY_ADDRESS, or one that runs on this machine, or a new one here. All nodes must see the
     same files under the same paths."""
-    workers: int = 0
+    workers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Local parts at a time; 0: one for each GPU with --device cuda, else one."""
-    retries: int = 2
+    retries: Annotated[int, Field(ge=0, le=10_000)] = 2
     """How often a part is started again. SLURM starts it again when its node died or its time is nearly over."""
     slurm: tuple[str, ...] = ()
     """Options of the job array, such as --slurm partition=gpu gres=gpu:1 time=4:00:00."""
@@ -55,11 +60,6 @@ class Spread:
     of your own. By default one CPU, and one GPU with --device cuda."""
     print_slurm: bool = False
     """Print the job array's script, and stop."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("parts", 1), ("workers", 0), ("retries", 0)):
-            if not least <= getattr(self, name) <= _MOST:
-                raise TsaeError(f"is {getattr(self, name)}, expected {least} to {_MOST:,}", where=f"--{name}")
 
     @property
     def asked(self) -> bool:
@@ -84,9 +84,8 @@ def run_parts(words: Sequence[str], spread: Spread, to: Path, device: str) -> bo
             words name one part.
     """
     if any(word.partition("=")[0] == "--part" for word in words):
-        raise TsaeError(
-            "is one part, and all are to be run", where="--part", fix="Give --part, or --parts and its options."
-        )
+        fix = "Give --part, or --parts and its options."
+        raise TsaeError("is one part, and all are to be run", where="--part", fix=fix)
     words = without_spread(words)
     command = [*TSAE, *words]
     if spread.print_slurm:
@@ -128,7 +127,7 @@ def end_with_parent() -> None:
 
 
 def logs(to: Path) -> Path:
-    """The folder of what each part said, beside the output folder."""
+    """The folder of the parts' logs, beside the output folder."""
     return to.with_name(f"{to.name}.parts")
 
 
@@ -190,73 +189,65 @@ def slurm_script(command: Sequence[str], spread: Spread, to: Path) -> str:
 
 
 def _submit(script: str) -> str:
+    where = "--executor slurm"
     try:
         done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise TsaeError(
-            "there is no sbatch here", where="--executor slurm", fix="Use --print-slurm, and submit the script there."
-        ) from error
+        fix = "Use --print-slurm, and submit the script there."
+        raise TsaeError("there is no sbatch here", where=where, fix=fix) from error
     if done.returncode:
-        raise TsaeError(
-            f"sbatch takes no job ({done.stderr.strip() or done.returncode})",
-            where="--executor slurm",
-            fix="Give what your cluster needs, such as --slurm partition=gpu.",
-        )
+        what = f"sbatch takes no job ({done.stderr.strip() or done.returncode})"
+        raise TsaeError(what, where=where, fix="Give what your cluster needs, such as --slurm partition=gpu.")
     return done.stdout.strip()
 
 
 def _run_here(
     command: Sequence[str], spread: Spread, to: Path, device: str, done: Callable[[], None]
 ) -> dict[int, str]:
-    """Of each part that failed, the last line of what it said."""
+    """The last line that each failed part printed, by its number."""
     gpus = _gpus() if device == "cuda" else []
     workers = min(spread.workers or len(gpus) or 1, spread.parts)
-    free: SimpleQueue[int] = SimpleQueue()
+    # Processes that each take all cores slow each other down.
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)), **os.environ, TIED: "1"}
+    free: SimpleQueue[dict[str, str]] = SimpleQueue()
     for worker in range(workers):
-        free.put(worker)
+        free.put({"CUDA_VISIBLE_DEVICES": gpus[worker % len(gpus)]} if gpus else {})
     running: set[subprocess.Popen[bytes]] = set()
     stopped, starting = Event(), Lock()
 
-    def run_one(number: int) -> str | None:
-        """The last line of what a part said, if it failed."""
-        log = logs(to) / f"{number}-of-{spread.parts}.log"
-        worker = free.get()
+    def run_once(number: int, log: Path, gpu: dict[str, str]) -> int:
+        with log.open("ab") as output:
+            with starting:
+                if stopped.is_set():  # A part that died because the user stopped is not started again.
+                    return 2
+                process = subprocess.Popen(
+                    [*command, "--part", f"{number}/{spread.parts}"],
+                    stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment | gpu,
+                )  # fmt: skip
+                running.add(process)
+            with process:  # keeps its input open until it has ended
+                process.wait()
+            running.discard(process)
+            return process.returncode
+
+    def run_one(number: int) -> str:
+        log, gpu, status = logs(to) / f"{number}-of-{spread.parts}.log", free.get(), 0
         try:
-            environment = {**os.environ, TIED: "1"}
-            # Processes that each take all cores slow each other down.
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-            if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
             for _ in range(spread.retries + 1):
-                with log.open("ab") as said:
-                    with starting:
-                        if stopped.is_set():  # A part that died because the user stopped is not started again.
-                            return "stopped"
-                        process = subprocess.Popen(
-                            [*command, "--part", f"{number}/{spread.parts}"],
-                            stdin=subprocess.PIPE,
-                            stdout=said,
-                            stderr=said,
-                            env=environment,
-                        )
-                        running.add(process)
-                    with process:  # keeps its input open until it has ended
-                        status = process.wait()
-                    running.discard(process)
+                status = run_once(number, log, gpu)
                 if status in (0, 2):  # What a user has to put right does not go away by itself.
                     break
-            return None if status == 0 else last_line(log) or f"exit status {status}"
         finally:
-            free.put(worker)
+            free.put(gpu)
+        return (last_line(log) or f"exit status {status}") if status else ""
 
     failed: dict[int, str] = {}
     with ThreadPoolExecutor(workers) as pool:
         tasks = {pool.submit(run_one, number): number for number in range(1, spread.parts + 1)}
         try:
             for task in as_completed(tasks):
-                said = task.result()
-                if said is not None:
-                    failed[tasks[task]] = said
+                if why := task.result():
+                    failed[tasks[task]] = why
                 done()
         except BaseException:
             with starting:
@@ -276,9 +267,6 @@ def _gpus() -> list[str]:
     return [known[i] if i < len(known) and known[i] else str(i) for i in range(torch.cuda.device_count())]
 
 
-_KNOWN = ("num_cpus", "num_gpus", "memory", "accelerator_type")
-
-
 def run_on_ray(
     words: Sequence[str], spread: Spread, logs: Path, device: str, done: Callable[[], None]
 ) -> dict[int, str]:
@@ -287,29 +275,24 @@ def run_on_ray(
     Args:
         words: the command's name and options, without those of `Spread`.
         spread: how.
-        logs: folder for what each part says.
+        logs: folder for the parts' logs.
         device: torch device of the command.
         done: called whenever a part ends.
 
     Returns:
-        of each part that failed, the last line of what it said.
+        the last line that each failed part printed, by its number.
 
     Raises:
         TsaeError: where Ray is not installed, cannot be reached, or has no node that a part fits on.
     """
-    ray = _ray()
     needs = resources(spread.ray, device)
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray)
+    ray = _connected()
     try:
         _check_fits(ray, needs)
-        options = {"max_retries": spread.retries, "retry_exceptions": [_Died], "max_calls": 1, **needs}
-        task = ray.remote(**options)(_run_part)
-        here = str(Path.cwd())
+        task = ray.remote(max_retries=spread.retries, retry_exceptions=[_Died], max_calls=1, **needs)(_run_part)
         waiting = {
             task.options(name=f"tsae-{words[0]}-{number}").remote(
-                list(words), f"{number}/{spread.parts}", str(logs / f"{number}-of-{spread.parts}.log"), here
+                list(words), f"{number}/{spread.parts}", str(logs / f"{number}-of-{spread.parts}.log"), str(Path.cwd())
             ): number
             for number in range(1, spread.parts + 1)
         }
@@ -319,11 +302,11 @@ def run_on_ray(
                 (ended,), _ = ray.wait(list(waiting), num_returns=1)
                 number = waiting.pop(ended)
                 try:
-                    said = ray.get(ended)
+                    why = ray.get(ended)
                 except ray.exceptions.RayError as error:
-                    said = _reason(error)
-                if said:
-                    failed[number] = said
+                    why = _first_line(getattr(error, "cause", None) or error)
+                if why:
+                    failed[number] = why
                 done()
         except BaseException:
             for each in waiting:
@@ -331,8 +314,7 @@ def run_on_ray(
             raise
         return failed
     finally:
-        if ours:
-            ray.shutdown()
+        ray.shutdown()
 
 
 def resources(given: Sequence[str], device: str) -> dict[str, Any]:
@@ -351,12 +333,11 @@ def resources(given: Sequence[str], device: str) -> dict[str, Any]:
             continue
         try:
             number = float(value)
-            if not (name and 0 <= number < float("inf")):
-                raise ValueError
         except ValueError:
-            raise TsaeError(
-                f"{word!r} is no amount of a resource", where="--ray", fix="Give NAME=NUMBER, such as num_gpus=1."
-            ) from None
+            number = -1.0
+        if not (name and 0 <= number < float("inf")):
+            fix = "Give NAME=NUMBER, such as num_gpus=1."
+            raise TsaeError(f"{word!r} is not an amount of a resource", where="--ray", fix=fix)
         (found if name in _KNOWN else own)[name] = number
     return found | ({"resources": own} if own else {})
 
@@ -366,14 +347,13 @@ class _Died(Exception):
 
 
 def _run_part(words: list[str], part: str, log: str, folder: str) -> str:
-    """The task: gives what a user has to put right, or nothing."""
+    """The task: returns what a user has to put right, or nothing."""
     os.chdir(folder)
     sys.argv = ["tsae", *words, "--part", part]
     status: Any = 0
-    with open(log, "a", encoding="utf-8") as said, redirect_stdout(said), redirect_stderr(said):
-        print(
-            f"part {part} on {socket.gethostname()}, Ray node {_ray().get_runtime_context().get_node_id()}", flush=True
-        )
+    with open(log, "a", encoding="utf-8") as output, redirect_stdout(output), redirect_stderr(output):
+        node = importlib.import_module("ray").get_runtime_context().get_node_id()
+        print(f"part {part} on {socket.gethostname()}, Ray node {node}", flush=True)
         try:
             runpy.run_module("tsae", run_name="__main__")
         except SystemExit as ended:
@@ -387,21 +367,23 @@ def _run_part(words: list[str], part: str, log: str, folder: str) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of what a part said, without the name of the program."""
+    """The last line that a part printed, without the name of the program."""
     lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").strip().splitlines()
     return lines[-1].removeprefix("tsae: ") if lines else ""
 
 
-def _ray() -> Any:
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _connected() -> Any:
+    """The module `ray`, connected to a cluster."""
+    where = "--executor ray"
     try:
         import ray
     except ImportError as error:
-        raise TsaeError("Ray is not installed", where="--executor ray", fix="pip install 'tsae[ray]'") from error
-    return ray
-
-
-def _connect(ray: Any) -> None:
-    # Ray reports its use to its makers unless told not to.
+        raise TsaeError("Ray is not installed", where=where, fix="pip install 'tsae[ray]'") from error
+    # Ray reports its use to its makers by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS", "")
     try:
@@ -411,12 +393,9 @@ def _connect(ray: Any) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # Ray has no class of its own for a cluster that does not answer
-        found = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TsaeError(
-            f"the cluster at {address or 'this machine'} cannot be used ({found})",
-            where="--executor ray",
-            fix="Set RAY_ADDRESS to a running cluster, or unset it.",
-        ) from error
+        what = f"the cluster at {address or 'this machine'} cannot be used ({_first_line(error)})"
+        raise TsaeError(what, where=where, fix="Set RAY_ADDRESS to a running cluster, or unset it.") from error
+    return ray
 
 
 def _check_fits(ray: Any, needs: Mapping[str, Any]) -> None:
@@ -425,17 +404,11 @@ def _check_fits(ray: Any, needs: Mapping[str, Any]) -> None:
     if "memory" in needs:
         wanted["memory"] = needs["memory"]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes):
-        asked = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items() if amount)
-        most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in wanted}
-        there = ", ".join(f"{name} {amount:g}" for name, amount in most.items())
-        raise TsaeError(
-            f"no node has what a part needs ({asked}); the most that a node has is {there}",
-            where="--executor ray",
-            fix="Ask for less with --ray, such as --ray num_gpus=0, or add a node.",
-        )
-
-
-def _reason(error: Any) -> str:
-    cause = getattr(error, "cause", None) or error
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    if any(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes):
+        return
+    asked = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items() if amount)
+    there = ", ".join(f"{name} {max((node.get(name, 0) for node in nodes), default=0):g}" for name in wanted)
+    what = f"no node has what a part needs ({asked}); the most that a node has is {there}"
+    raise TsaeError(
+        what, where="--executor ray", fix="Ask for less with --ray, such as --ray num_gpus=0, or add a node."
+    )
