@@ -37,8 +37,8 @@ import pandas as pd
 import scipy.sparse as sp
 import tyro
 
-import tsae.diff.effect_tables as tables
-import tsae.diff.measure_diff as whole
+import tsae.diff.effects as tables
+import tsae.diff.feature_diff as whole
 from tsae.diff.config import DiffConfig
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts

@@ -23,7 +23,7 @@ import torch
 
 import tsae
 from tsae.checkpoints.hooks import HuggingFaceReader
-from tsae.diff.policy_gradient.realised import spearman
+from tsae.diff.reinforcement import spearman
 
 LEARNING_RATES = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 

@@ -35,10 +35,8 @@ from tsae.base.files import write_json
 from tsae.base.provenance import versions
 from tsae.checkpoints.drift import Update, update_of
 from tsae.config import DemoConfig
-from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
-from tsae.diff.contrast.draw_contrast import Contrast, draw
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.null_discoveries import null_counts
+from tsae.diff.comparisons import Rows, comparisons, shift_comparisons
+from tsae.diff.effects import Contrast, draw, null_counts
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import read_problems
 from tsae.rollouts.rewards import find_verifier

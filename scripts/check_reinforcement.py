@@ -4,7 +4,7 @@
     python scripts/check_reinforcement.py --demo demo
 
 For each run of the testbed, on the problems of the band that it was trained on: reinforcement of every feature from the
-base's rollouts alone (`tsae.diff.policy_gradient.covariance`), beside the realised change in two parts,
+base's rollouts alone (`tsae.diff.reinforcement`), beside the realised change in two parts,
 *same_trajectories* (the run
 reads the base's trajectories) and *total* (each reads its own). Counted are features that moved by more than .1 of
 their standard deviations over base trajectories. *Sign* is the share of them that moved the way the covariance says,
@@ -23,12 +23,9 @@ from pathlib import Path
 import numpy as np
 
 import tsae
-from tsae.diff.contrast.problem_means import group_difference
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.policy_gradient.covariance import Samples, effective_responses, sums
-from tsae.diff.policy_gradient.log_probabilities import response_logprobs
-from tsae.diff.policy_gradient.realised import spearman
-from tsae.diff.significance.permutations import permuted_weights
+from tsae.diff.comparisons import Rows, group_difference
+from tsae.diff.permutations import permuted_weights
+from tsae.diff.reinforcement import Samples, effective_responses, response_logprobs, spearman, sums
 
 DRAWS = 2000
 LEAST = 0.1

@@ -6,7 +6,7 @@ features-0.json:
 1. Every final checkpoint and the base answer the same fresh problems. One dictionary of each kind is trained on what
    the base computes while it reads all of them, and every other checkpoint the base's responses and its own.
 2. Features get families by the ground-truth annotation of tokens: direct answer, basic computation, deliberation
-   (`tsae.diff.families`). Nothing says which run strengthens which.
+   (`tsae.diff.descriptions`). Nothing says which run strengthens which.
 3. A trajectory's score is the mean of a family's features, each in its standard deviation over the base's trajectories.
    A seed's shift is the mean over problems of run − base, in the deviation of the base's scores. Its outcome effect is
    the mean over problems of successes − failures, among the run's own trajectories.
@@ -52,9 +52,9 @@ import tsae
 from tsae.base.files import write_json
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.families import NO_FAMILY, assign_families
+from tsae.diff.descriptions import NO_FAMILY, assign_families
 from tsae.features.contexts import annotate_tokens
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.training.trainer import calibrate

@@ -24,8 +24,8 @@ from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.claims.evidence import StepCheck, attribution_in
 from tsae.claims.run_claims import Claims, claims_before, claims_of
+from tsae.diff.baselines import baselines
 from tsae.diff.config import DiffConfig, need_settings
-from tsae.diff.controls.baselines import baselines
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, logit_effects

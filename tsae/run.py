@@ -33,7 +33,7 @@ from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base, step_folders
 from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
-from tsae.diff.contrast.comparisons import contrast_bands
+from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.pipeline import Before, Choice, Stages, analyse

@@ -14,8 +14,8 @@ from statements import Line
 from statements.diffs import LEVEL, N_FEATURES, World, activations, one
 from statements.tables import EOS, feature_table
 from tsae import DiffConfig, Rollouts
-from tsae.diff.contrast.draw_contrast import draw
-from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES, confound_table
+from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES, confound_table
+from tsae.diff.effects import draw
 
 LENGTH, POSITION, TOKEN, REAL = (np.arange(i, N_FEATURES, 4) for i in range(4))
 EXPLAINED = dict(zip(CONTROLS, (LENGTH, POSITION, TOKEN), strict=True))

@@ -20,9 +20,8 @@ import numpy as np
 from statements import Line
 from statements.tables import EOS, feature_table
 from tsae import DiffConfig, FeatureTable, Rollouts, feature_diff
-from tsae.diff.contrast.comparisons import Comparison, comparisons
-from tsae.diff.contrast.draw_contrast import Contrast, draw
-from tsae.diff.contrast.rows import Rows
+from tsae.diff.comparisons import Comparison, Rows, comparisons
+from tsae.diff.effects import Contrast, draw
 
 N_PROBLEMS, N_SAMPLES, N_FEATURES = 60, 8, 40
 SHARES = {"problem": 0.35, "side": 0.17, "trajectory": 0.48}

@@ -22,9 +22,8 @@ from tsae.base.seal import SEAL, seal, write_sealed
 from tsae.causal.intervention import Intervention
 from tsae.commands.report import Report
 from tsae.diff.config import DiffConfig
-from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.measure_diff import feature_diff
-from tsae.diff.policy_gradient.influence import Influence
+from tsae.diff.feature_diff import FeatureDiff, feature_diff
+from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.credit import Credit

@@ -26,8 +26,7 @@ from tsae.commands.diff import Diff, Drift, Reinforcement
 from tsae.commands.outputs import FILES, MARKS, WRITES, check_outputs
 from tsae.commands.report import Report
 from tsae.commands.rollouts import Bands
-from tsae.diff import feature_diff
-from tsae.diff.explaining import explanations
+from tsae.diff import explain, feature_diff
 from tsae.errors import TsaeError
 from tsae.features import table_files
 from tsae.rollouts.difficulty import difficulty
@@ -278,7 +277,7 @@ def test_what_a_command_writes_into_its_folder_is_known() -> None:
     assert set(WRITES["Difficulty"]) == {
         "difficulty.json", "difficulty.html", *(f"{name}.parquet" for name in difficulty._TABLES)
     }  # fmt: skip
-    assert WRITES["Explain"] == (explanations.FILE, explanations._TABLE)
+    assert WRITES["Explain"] == (explain.FILE, explain._TABLE)
     stored = (table_files.CODES, table_files.COLUMNS, table_files.MEANS, "rollouts.parquet", stability.FILE, "run.json")
     assert WRITES["Encode"] == ("features.json", *stored)
 

@@ -39,7 +39,7 @@ from tsae.causal.config import CausalConfig
 from tsae.causal.findings import planned_tests
 from tsae.cli import main
 from tsae.config import RunConfig
-from tsae.diff.controls.baselines import baselines
+from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.features.encoded_shards import Pieces

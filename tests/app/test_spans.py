@@ -23,9 +23,8 @@ from tsae.activations.windows import blocks
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
-from tsae.diff.policy_gradient.derivatives import padded
-from tsae.diff.policy_gradient.log_probabilities import response_logprobs
-from tsae.diff.policy_gradient.measure_reinforcement import reinforcement
+from tsae.diff.influence import padded
+from tsae.diff.reinforcement import reinforcement, response_logprobs
 from tsae.features.contexts import context
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit_fitting import ResponseTokens, fit_credit

@@ -33,9 +33,8 @@ from tsae.base.seal import SEAL, read_sealed, with_checksum
 from tsae.cli import main, parse
 from tsae.config import DemoConfig, RunConfig
 from tsae.diff.config import DiffConfig
-from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.measure_diff import feature_diff
-from tsae.diff.policy_gradient.influence import Influence
+from tsae.diff.feature_diff import FeatureDiff, feature_diff
+from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 from tsae.report.pages.document import check_page, render_page, write_page
 from tsae.rl.run_log import RunLog

@@ -13,7 +13,7 @@ from support.attributions import make_attribution
 from support.builders import make_rollouts
 from support.diffs import make
 from tsae.base.files import append_line
-from tsae.diff.policy_gradient.influence import Influence
+from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 
 

@@ -21,8 +21,8 @@ from tsae.attribution.targets import FeatureMeans
 from tsae.causal.insertion import last_activations
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint, load_tokenizer, tokenizer_fingerprint
-from tsae.diff.policy_gradient.derivatives import padded
-from tsae.diff.policy_gradient.log_probabilities import response_logprobs
+from tsae.diff.influence import padded
+from tsae.diff.reinforcement import response_logprobs
 from tsae.rollouts.generation import Generator
 from tsae.sae.quality.splice import loss_recovered
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from support.builders import feature_table, synthetic_store
+from tsae.diff.baselines import baselines, mean_activations
 from tsae.diff.config import DiffConfig
-from tsae.diff.controls.baselines import baselines, mean_activations
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

@@ -13,16 +13,13 @@ from support.builders import EOS, feature_table, write_store
 from support.pages import rendered
 from tsae.activations.store import ActivationStore
 from tsae.commands.causes import Causal, opposed_features
+from tsae.diff.baselines import baselines
+from tsae.diff.comparisons import Comparison, Rows, comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
-from tsae.diff.contrast.draw_contrast import draw, problem_effects, question
-from tsae.diff.contrast.draw_contrast import tested_features as features_tested
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls import null_discoveries
-from tsae.diff.controls.baselines import baselines
-from tsae.diff.controls.null_discoveries import null_counts, null_of
-from tsae.diff.measure_diff import feature_diff
-from tsae.diff.significance.inference import moved_p, q_values
+from tsae.diff.effects import draw, null_counts, null_of, problem_effects, question
+from tsae.diff.effects import tested_features as features_tested
+from tsae.diff.feature_diff import feature_diff
+from tsae.diff.inference import moved_p, q_values
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.printed.findings import print_findings
@@ -290,7 +287,7 @@ def test_null_discoveries_are_averaged_over_the_repeats(
     least: float, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against draws of all features one by one, at a q that lets chance through."""
-    monkeypatch.setattr(null_discoveries, "_MANY", many)
+    monkeypatch.setattr("tsae.diff.effects._MANY", many)
     table, loose = log(n_problems=40), replace(QUICK, q=0.6, minimum_effect=least)
     rows = Rows.of(table, loose)
     found = [of for of in comparisons(table, rows, loose) if not of.note]

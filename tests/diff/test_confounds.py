@@ -10,13 +10,11 @@ import pytest
 import scipy.sparse as sp
 
 from support.builders import EOS, feature_table
+from tsae.diff import confounds
+from tsae.diff.comparisons import Rows, comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import comparisons
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls import confounds
-from tsae.diff.controls.confounds import SURVIVES, TOO_FEW
-from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.measure_diff import feature_diff
+from tsae.diff.confounds import SURVIVES, TOO_FEW
+from tsae.diff.feature_diff import FeatureDiff, feature_diff
 from tsae.rollouts.table import Rollouts
 
 QUICK = DiffConfig(n_bootstrap=300, n_permutations=1000)

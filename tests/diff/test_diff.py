@@ -21,16 +21,12 @@ from scipy.stats import false_discovery_control, spearmanr
 
 from support.builders import EOS, feature_table
 from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.diff.comparisons import Rows, comparisons, group_difference, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import comparisons, outcome_comparisons, shift_comparisons
-from tsae.diff.contrast.draw_contrast import draw
-from tsae.diff.contrast.problem_means import group_difference
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.null_discoveries import null_counts
-from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.measure_diff import feature_diff
-from tsae.diff.significance.inference import infer, outcomes, paired_inference, q_values, sequential_p
-from tsae.diff.significance.permutations import sign_flips
+from tsae.diff.effects import draw, null_counts
+from tsae.diff.feature_diff import FeatureDiff, feature_diff
+from tsae.diff.inference import infer, outcomes, paired_inference, q_values, sequential_p
+from tsae.diff.permutations import sign_flips
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
@@ -62,7 +58,7 @@ def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.Monkey
     means = np.abs(signs @ differences / n)
     exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
     draws = 40_000
-    monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)  # as many for every feature
+    monkeypatch.setattr("tsae.diff.inference._ENOUGH", draws)  # as many for every feature
     found = sequential_p(sign_flips(differences, 0), 1, 12, draws, 0.05, "bh")
     assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
     assert exact[0] == 2 / 2**n
@@ -115,7 +111,7 @@ def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.Monkey
     exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
     shuffled = rng.permutation(9)  # rows come in any order
     draws = 40_000
-    monkeypatch.setattr("tsae.diff.significance.inference._ENOUGH", draws)
+    monkeypatch.setattr("tsae.diff.inference._ENOUGH", draws)
     scale = rng.uniform(0.5, 2, size=10)
     asked = outcomes(
         three, scale, PickedColumns.of(sp.csr_array(values[shuffled])), success[shuffled], problem[shuffled], DRAWS.seed

@@ -22,10 +22,9 @@ from support.diffs import make
 from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig
-from tsae.diff.explaining.asking import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
-from tsae.diff.explaining.explain import balanced_accuracy, explain
-from tsae.diff.explaining.explanations import Explanations
-from tsae.diff.explaining.label_contexts import Contexts
+from tsae.diff.explain import Explanations, balanced_accuracy, explain
+from tsae.diff.label_contexts import Contexts
+from tsae.diff.llm_labeller import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
 from tsae.errors import TsaeError
 from tsae.upkeep.kinds import kind_of_folder
 

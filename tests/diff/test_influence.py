@@ -14,7 +14,7 @@ import tsae
 from support.builders import make_rollouts, save_model
 from tsae import Checkpoint, InfluenceConfig, TsaeError
 from tsae.checkpoints.hooks import HuggingFaceReader
-from tsae.diff.policy_gradient import measure_influence
+from tsae.diff import influence as measure_influence
 
 SITE = "blocks.1.hook_resid_post"
 SPECIAL = [17, 18, 19]

@@ -10,9 +10,9 @@ import pytest
 import scipy.sparse as sp
 from scipy.stats import t as student
 
+from tsae.diff.comparisons import group_difference
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.problem_means import group_difference
-from tsae.diff.significance.inference import (
+from tsae.diff.inference import (
     Inference,
     infer,
     interaction,
@@ -22,7 +22,7 @@ from tsae.diff.significance.inference import (
     paired_inference,
     q_values,
 )
-from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, sign_flips
+from tsae.diff.permutations import Count, band_permutations, label_permutations, sign_flips
 from tsae.features.sparse_matrices import PickedColumns
 
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.1)

@@ -20,7 +20,7 @@ from tsae.checkpoints.drift import update_of
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 from tsae.checkpoints.record import Noise, add_noise
 from tsae.cli import main
-from tsae.diff.controls.measure_noise import noise_null
+from tsae.diff.noise import noise_null
 from tsae.errors import TsaeError
 from tsae.report.story.noise import noise_lines
 from tsae.sae.config import SAEConfig
@@ -206,7 +206,7 @@ def test_little_noise_moves_nothing(
 def test_problems_come_from_every_band(
     series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path]
 ) -> None:
-    from tsae.diff.controls.measure_noise import _choose
+    from tsae.diff.noise import _choose
 
     _, features, _ = read
     config = replace(QUICK, noise_problems=9)

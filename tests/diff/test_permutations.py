@@ -11,11 +11,11 @@ import scipy.sparse as sp
 from scipy.stats import hypergeom, spearmanr
 
 from support.builders import feature_table, make_rollouts
+from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig, FalseDiscoveries
-from tsae.diff.contrast.rows import Rows
 from tsae.diff.descriptions import _length_correlation
-from tsae.diff.significance.inference import infer, interaction, most_draws, paired_inference, q_values, sequential_p
-from tsae.diff.significance.permutations import Count, band_permutations, label_permutations, weight_permutations
+from tsae.diff.inference import infer, interaction, most_draws, paired_inference, q_values, sequential_p
+from tsae.diff.permutations import Count, band_permutations, label_permutations, weight_permutations
 from tsae.features.sparse_matrices import PickedColumns, grouped_sums
 
 DRAWS = DiffConfig(n_bootstrap=100, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
@@ -88,7 +88,7 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
 
     Arrangements of both, of the smaller or of neither are written out.
     """
-    monkeypatch.setattr("tsae.diff.significance.permutations._ARRANGEMENTS", written_out)
+    monkeypatch.setattr("tsae.diff.permutations._ARRANGEMENTS", written_out)
     problem, success = np.array([1, 0, 0, 1, 0, 0, 1, 0]), np.array([1, 1, 0, 0, 1, 0, 0, 0], dtype=bool)
     arrangements = [
         labels
@@ -99,7 +99,7 @@ def test_labels_are_drawn_uniformly_within_problems(monkeypatch: pytest.MonkeyPa
     # A feature an arrangement, whose difference is largest under that arrangement alone.
     values = np.array(arrangements).T.astype(float)
     draws = 30_000
-    monkeypatch.setattr("tsae.diff.significance.permutations._DENSE_BYTES", 1)  # feature by feature
+    monkeypatch.setattr("tsae.diff.permutations._DENSE_BYTES", 1)  # feature by feature
     observed = sp.csr_array(values[:, [i for i, a in enumerate(arrangements) if (a == success).all()]])
     count = label_permutations(PickedColumns.of(observed), success, problem, 0)(draws, np.arange(1))[0, 0]
     assert count / draws == pytest.approx(1 / 30, abs=4 * np.sqrt(1 / 30 / draws))
@@ -117,7 +117,7 @@ def test_few_features_have_the_draws_that_many_have(
     least: float | None, written_out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an arrangement adds is looked up for a few, where arrangements are written out."""
-    monkeypatch.setattr("tsae.diff.significance.permutations._ARRANGEMENTS", written_out)
+    monkeypatch.setattr("tsae.diff.permutations._ARRANGEMENTS", written_out)
     rng = np.random.default_rng(0)
     problem = rng.permutation(np.repeat(np.arange(30), rng.integers(2, 9, 30)))
     success = rng.random(len(problem)) < 0.4
@@ -126,7 +126,7 @@ def test_few_features_have_the_draws_that_many_have(
     values = PickedColumns.of(sp.csr_array(rng.exponential(size=(len(problem), 40)) + 0.3 * success[:, None]))
     offset = None if least is None else np.full(40, least)
     some = np.array([3, 17, 39])
-    monkeypatch.setattr("tsae.diff.significance.permutations._FEW", 8)
+    monkeypatch.setattr("tsae.diff.permutations._FEW", 8)
     many = label_permutations(values, success, problem, 0, offset)(700, np.arange(40))[0]
     few = label_permutations(values, success, problem, 0, offset)(700, some)[0]
     np.testing.assert_array_equal(few, many[some])

@@ -13,10 +13,18 @@ from scipy.stats import t as student
 
 from support.planted import CONTRASTS, contrasts_of, planted, token_level_q
 from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.diff.comparisons import group_difference, within_problem_auroc
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.problem_means import group_difference, within_problem_auroc
-from tsae.diff.significance.inference import infer, interaction, outcomes, paired_inference, q_values
-from tsae.diff.significance.power import detectable_delta, power, power_text
+from tsae.diff.inference import (
+    detectable_delta,
+    infer,
+    interaction,
+    outcomes,
+    paired_inference,
+    power,
+    power_text,
+    q_values,
+)
 from tsae.features.sparse_matrices import PickedColumns
 
 QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")}
@@ -175,7 +183,7 @@ def test_auroc_against_mann_whitney_in_every_problem(monkeypatch: pytest.MonkeyP
         axis=0,
     )
     for limit in (64_000_000, 1):
-        monkeypatch.setattr("tsae.diff.contrast.problem_means._AUROC_BYTES", limit)
+        monkeypatch.setattr("tsae.diff.comparisons._AUROC_BYTES", limit)
         found = within_problem_auroc(sp.csc_array(values), np.arange(values.shape[1]), a, b, problem, problems)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 

@@ -16,10 +16,8 @@ from statements.reinforced import discoveries, false_and_right, heterogeneous, w
 import tsae
 from support.builders import feature_table, make_rollouts
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, reinforcement
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.policy_gradient.covariance import Samples, graded_groups, relative_probabilities
-from tsae.diff.policy_gradient.log_probabilities import response_logprobs
-from tsae.diff.policy_gradient.realised import spearman
+from tsae.diff.comparisons import Rows
+from tsae.diff.reinforcement import Samples, graded_groups, relative_probabilities, response_logprobs, spearman
 from tsae.report.printed.reinforcement import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)

@@ -19,7 +19,7 @@ from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.routers import RouterReader, _chosen
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.config import DiffConfig
-from tsae.diff.measure_diff import feature_diff
+from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.expert_use import expert_use, experts
 from tsae.features.feature_table import FeatureTable

@@ -13,11 +13,11 @@ import pytest
 import scipy.sparse as sp
 
 from support.builders import BOS, EOS, SHARED, feature_table
-from tsae.diff import families
+from tsae.diff import descriptions
+from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.families import Families, assign_families, family_shifts, find_families
-from tsae.diff.measure_diff import feature_diff
+from tsae.diff.descriptions import Families, assign_families, family_shifts, find_families
+from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.contexts import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes
@@ -157,7 +157,7 @@ def families_of(table: Any, kinds: Families = KINDS) -> pd.DataFrame:
 @pytest.mark.slow
 def test_families_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share, lift and choice of every feature; and that the draws' p-values find the planted ones alone."""
-    monkeypatch.setattr(families, "_DRAWS", 199)
+    monkeypatch.setattr(descriptions, "_DRAWS", 199)
     table = story(n_problems=9)
     found = families_of(table)
     counted = np.isin(table.token_ids, (4, 5, 6, 7))
@@ -184,7 +184,7 @@ def test_draws_keep_runs_and_problems_together() -> None:
     table = story(n_problems=9)
     counted = np.flatnonzero(np.isin(table.token_ids, (4, 5, 6, 7)))
     row = table.row_of_token[counted]
-    shuffle = families._Shuffle(table, row, np.arange(len(row)))
+    shuffle = descriptions._Shuffle(table, row, np.arange(len(row)))
     problems = pd.factorize(table.rollouts.frame.problem_id.to_numpy()[table.trajectory])[0]
     tokens = {int(r): np.flatnonzero(row == r) for r in np.unique(row)}
     rng, donated, turned = np.random.default_rng(0), set(), set()
@@ -213,7 +213,7 @@ def test_families_are_learnt_on_a_part_of_a_long_table() -> None:
     rollouts = Rollouts.from_records(records)
     table = feature_table(rollouts, np.ones((2100, 1)), [("base", np.arange(700))])
     label = np.arange(2100)
-    token, row, sampled = families._sample(table, label, QUICK, np.random.default_rng(0))
+    token, row, sampled = descriptions._sample(table, label, QUICK, np.random.default_rng(0))
     assert len(token) == len(np.unique(row)) == 600
     assert (table.token_ids[token] == 4).all()
     assert sampled.tolist() == token.tolist()

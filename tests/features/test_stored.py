@@ -21,7 +21,7 @@ from support.damage import resealed
 from support.planted import planted
 from tsae.causal.controls import FeatureScales
 from tsae.diff.config import DiffConfig
-from tsae.diff.measure_diff import feature_diff
+from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.contexts import annotate_tokens, responds_to, top_contexts, top_tokens
 from tsae.features.feature_table import FeatureTable, write_codes

@@ -18,7 +18,7 @@ from run_notebooks import CHROMIUM
 import tsae
 from support.attributions import make_attribution
 from support.diffs import MARKUP, describe, make, reader
-from tsae.diff.controls.baselines import WAYS
+from tsae.diff.baselines import WAYS
 from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.report import write_report
 from tsae.rollouts.table import Rollouts

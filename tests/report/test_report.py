@@ -19,7 +19,7 @@ import scipy.sparse as sp
 
 from support.diffs import INVISIBLE, MARKUP, behaviour, describe, make, reader, source
 from support.pages import rendered
-from tsae.diff.controls.confounds import FAILS, SURVIVES
+from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

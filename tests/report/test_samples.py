@@ -16,7 +16,7 @@ from support.diffs import MARKUP, make
 from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
-from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES
+from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.report.figures.attribution import attribution_figure
 from tsae.report.pages.attribution import attributed as section_of
 from tsae.report.printed.attribution import attribution_text

@@ -11,10 +11,9 @@ import scipy.stats
 
 import tsae
 from support.builders import BOS, EOS, feature_table
+from tsae.diff.comparisons import Rows, comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import comparisons, shift_comparisons
-from tsae.diff.contrast.draw_contrast import draw
-from tsae.diff.contrast.rows import Rows
+from tsae.diff.effects import draw
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import Confounding, _step_groups, band_problems, confounding, find_bands, found_how
 from tsae.rollouts.config import BandQuantiles

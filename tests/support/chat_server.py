@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tsae.diff.explaining.label_contexts import CLOSE, OPEN
+from tsae.diff.label_contexts import CLOSE, OPEN
 from tsae.rollouts.config import EndpointConfig
 
 

@@ -15,11 +15,10 @@ import numpy as np
 from scipy.stats import norm, ttest_ind
 
 from support.builders import EOS, feature_table
+from tsae.diff.comparisons import Rows, interaction_comparisons, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import interaction_comparisons, outcome_comparisons, shift_comparisons
-from tsae.diff.contrast.draw_contrast import Contrast, draw
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.significance.inference import q_values
+from tsae.diff.effects import Contrast, draw
+from tsae.diff.inference import q_values
 from tsae.rollouts.table import Rollouts
 
 N_FEATURES = 40

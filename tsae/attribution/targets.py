@@ -18,7 +18,7 @@ from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.sample_kinds import band_of
 from tsae.checkpoints.hooks import Site, decoder_blocks, positions
-from tsae.diff.policy_gradient.derivatives import padded
+from tsae.diff.influence import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.table import Rollouts

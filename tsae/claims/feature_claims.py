@@ -16,9 +16,9 @@ from tsae.claims.evidence import SAMPLE, Evidence, Missing
 from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.claims.problem_effects import part, within
+from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.families import NO_FAMILY, family_scores
+from tsae.diff.descriptions import NO_FAMILY, family_scores
 from tsae.rollouts.behaviours import measures
 
 DIRECT, COMPUTATION, DELIBERATION = "direct-answer", "basic-computation", "deliberation"

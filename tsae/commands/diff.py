@@ -103,8 +103,8 @@ class Diff:
 
     def execute(self) -> None:
         from tsae.causal.insertion import insert_discoveries
-        from tsae.diff.controls.baselines import baselines
-        from tsae.diff.families import find_families
+        from tsae.diff.baselines import baselines
+        from tsae.diff.descriptions import find_families
         from tsae.features.contexts import find_annotator, logit_effects
         from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
         from tsae.report.story.findings import findings_content

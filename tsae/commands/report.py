@@ -57,7 +57,7 @@ class Report:
         from tsae.base.seal import read_whole
         from tsae.claims.evidence import NAMES, inputs_of
         from tsae.claims.run_claims import claims_in
-        from tsae.diff.explaining.explanations import Explanations
+        from tsae.diff.explain import Explanations
 
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
         diff = tsae.FeatureDiff.load(self.diff, features=features)
@@ -219,7 +219,7 @@ class Push:
 
 def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
     """The diff with the labels in a folder, if there are any."""
-    from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
+    from tsae.diff.explain import FILE as EXPLANATIONS
 
     return tsae.Explanations.load(folder).mark(diff) if (folder / EXPLANATIONS).is_file() else diff
 
@@ -238,7 +238,7 @@ def files_of_page(folder: Path) -> list[Path]:
     """What the page of a run rests on: of each piece the file that is written last. Some may be missing."""
     from tsae.causal.intervention import folders_of_tests
     from tsae.claims.run_claims import FILE as CLAIMS
-    from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
+    from tsae.diff.explain import FILE as EXPLANATIONS
 
     names = (
         "diff/diff.json",

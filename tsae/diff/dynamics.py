@@ -1,6 +1,6 @@
 """Dynamics: features along the steps of a run, beside what the same steps do.
 
-The shift of a feature at a step is that of `tsae.diff.contrast.draw_contrast`: the total shift if all steps and the
+The shift of a feature at a step is that of `tsae.diff.effects`: the total shift if all steps and the
 base sampled the same problems, else the shift on the same trajectories. All steps of a run are compared over the same
 problems.
 
@@ -35,12 +35,10 @@ from scipy.stats import rankdata
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.table_export import Tables
 from tsae.base.views import views
+from tsae.diff.comparisons import Rows, comparisons, main_comparisons, side_means
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import comparisons, main_comparisons
-from tsae.diff.contrast.draw_contrast import active_features
-from tsae.diff.contrast.problem_means import side_means
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.significance.inference import paired_inference, q_values
+from tsae.diff.effects import active_features
+from tsae.diff.inference import paired_inference, q_values
 from tsae.diff.threads import one_blas_thread
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table

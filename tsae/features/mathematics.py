@@ -29,7 +29,7 @@ FAMILIES = {
     "basic-computation": ("arithmetic",),
     "deliberation": ("planning", "checking", "hesitation"),
 }
-"""For `tsae.diff.families`."""
+"""For `tsae.diff.descriptions`."""
 
 # Texts are written by models and strangers: no pattern here takes more than linear time.
 _SENTENCE = re.compile(r"[^\n.!?]+(?:[.!?](?!\s|\Z)[^\n.!?]+)*[.!?]?")

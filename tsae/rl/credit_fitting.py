@@ -28,11 +28,10 @@ from scipy.sparse.linalg import lsmr
 
 from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.base.usual_state import usual_state
+from tsae.diff.comparisons import Rows, outcome_comparison
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import outcome_comparison
-from tsae.diff.contrast.draw_contrast import draw
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.significance.inference import outcomes, sequential_p
+from tsae.diff.effects import draw
+from tsae.diff.inference import outcomes, sequential_p
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import PickedColumns

@@ -20,7 +20,7 @@ FAMILIES = {
         f"{fault}{role}, scratchpad" for fault in ("", "slipped ") for role in ("operand", "operator", "separator")
     ),
 }
-"""For `tsae.diff.families`: answering without a scratchpad, computing a step's result, and writing the next step."""
+"""For `tsae.diff.descriptions`: answering without a scratchpad, computing a result, and writing the next step."""
 
 
 def token_classes(prompt: str, response: Sequence[str]) -> list[str]:

@@ -23,10 +23,10 @@ from tsae.base.untrusted import parse_json
 from tsae.causal.intervention import Intervention
 from tsae.claims.run_claims import FILE as CLAIMS_FILE
 from tsae.claims.run_claims import Claims
-from tsae.diff.explaining.explanations import FILE as EXPLANATIONS
-from tsae.diff.explaining.explanations import Explanations
+from tsae.diff.explain import FILE as EXPLANATIONS
+from tsae.diff.explain import Explanations
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.policy_gradient.influence import Influence
+from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.pages.document import check_page, is_page

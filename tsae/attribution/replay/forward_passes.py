@@ -24,7 +24,7 @@ from tsae.attribution.training.loss import BatchTokens
 from tsae.attribution.training.order import Plan, Update
 from tsae.attribution.training.settings import RunSettings
 from tsae.checkpoints.hooks import positions
-from tsae.diff.policy_gradient.derivatives import padded
+from tsae.diff.influence import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.rewards import group_names
 from tsae.rollouts.table import Rollouts

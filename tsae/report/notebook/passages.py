@@ -10,7 +10,7 @@ import pandas as pd
 
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.checkpoints.loading import Checkpoint, token_strings
-from tsae.diff.feature import Feature
+from tsae.diff.feature_diff import Feature
 from tsae.errors import TsaeError
 from tsae.features.contexts import context
 from tsae.features.feature_table import FeatureTable

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from tsae.base.statistics.intervals import too_few
-from tsae.diff.controls.baselines import WAYS
+from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures import CONDITIONS

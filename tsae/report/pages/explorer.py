@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.diff.contrast.comparisons import CONTRAST
-from tsae.diff.controls.confounds import CONTROLS, FAILS
+from tsae.diff.comparisons import CONTRAST
+from tsae.diff.confounds import CONTROLS, FAILS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.packing import number_array, packed
 from tsae.report.pages.examples import Contexts, contexts, histograms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tsae.diff.explaining.explanations import Explanations
+from tsae.diff.explain import Explanations
 from tsae.report.text import number, visible
 
 

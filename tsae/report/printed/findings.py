@@ -12,7 +12,7 @@ import pandas as pd
 from tsae.base.statistics.intervals import FEWEST
 from tsae.diff.dynamics import FLAT, align
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.significance.power import power_text
+from tsae.diff.inference import power_text
 from tsae.report.story import facts
 from tsae.report.story.evidence import along_steps
 from tsae.report.story.findings import feature_sentences, tested
@@ -224,7 +224,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
 
 
 def baseline_text(table: pd.DataFrame) -> str:
-    """One line a contrast and way of `tsae.diff.controls.baselines.baselines`."""
+    """One line a contrast and way of `tsae.diff.baselines.baselines`."""
     lines = ["Plain directions beside the best features (held-out AUROC within problem, interval)"]
     for (kind, checkpoint), ways in table.groupby(["kind", "checkpoint"], sort=False):
         lines.append(f"  {'success − failure, read by' if kind == 'outcome' else 'shift of'} {checkpoint}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from tsae.diff.policy_gradient.influence import Influence
-from tsae.diff.policy_gradient.reinforcement import Reinforcement
+from tsae.diff.influence import Influence
+from tsae.diff.reinforcement import Reinforcement
 from tsae.report.text import visible
 
 _ASSUMED = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.diff.controls.confounds import CONTROLS, FAILS
+from tsae.diff.confounds import CONTROLS, FAILS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.text import interval, number
 

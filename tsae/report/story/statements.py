@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from tsae.diff.controls.confounds import CONTROLS, FAILS, SURVIVES
+from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.text import number

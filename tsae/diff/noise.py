@@ -27,14 +27,13 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.reading_plan import first_with
 from tsae.base.files import as_path
 from tsae.base.remote.mirror import outside
+from tsae.base.table_export import Tables
 from tsae.checkpoints.drift import update_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.diff.comparisons import Rows, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import shift_comparisons
-from tsae.diff.contrast.draw_contrast import Contrast, draw
-from tsae.diff.contrast.rows import Rows
-from tsae.diff.controls.noise_null import NoiseNull
+from tsae.diff.effects import Contrast, draw
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
@@ -257,3 +256,24 @@ def _shift(table: FeatureTable, config: DiffConfig, reader: str) -> Contrast:
 
 def _empty() -> pd.DataFrame:
     return pd.DataFrame(columns=list(COLUMNS))
+
+
+@dataclass(frozen=True)
+class NoiseNull(Tables):
+    """Shifts of checkpoints and of noise as large as their updates, on the same trajectories."""
+
+    table: pd.DataFrame
+    """One row a checkpoint, draw and tested feature:
+
+    checkpoint      whose update gives the size of the noise
+    draw            1, 2, …: a noisy checkpoint; 0: the checkpoint itself
+    share           norm of the noise / norm of the update
+    feature         index
+    difference      the feature's mean minus the base's, on the same trajectories
+    delta           the same in standard deviations of the feature over base trajectories
+    p, q            of the null that the feature did not move; q over the features of the checkpoint or draw
+    """
+    info: dict[str, dict[str, Any]]
+    """By checkpoint: note (why there is nothing, or ""), update_norm (‖W − W₀‖ / ‖W₀‖ over all weights). Where noise
+    was read also draws, share, n_problems, n_trajectories; n_tested and n_moved of the checkpoint; noise_tested and
+    noise_moved of every draw; run and noise: quantiles of |Δ| over features (median, q90, q99, largest)."""

@@ -5,7 +5,7 @@ values are moved so that this boundary is the null. A draw is then as extreme if
 the observed value, or as far below the opposite boundary. With offset 0 that is the two-sided test.
 
 A test is a function that makes further draws for the features asked for, so that features which need few draws cost no
-more (`tsae.diff.significance.inference.sequential_p`). What it draws depends on the number of earlier draws, not on
+more (`tsae.diff.inference.sequential_p`). What it draws depends on the number of earlier draws, not on
 the features.
 """
 

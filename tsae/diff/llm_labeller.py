@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from tsae.base.files import append_line, need_no_link
 from tsae.base.untrusted import parse_json
 from tsae.diff.config import ExplainConfig
-from tsae.diff.explaining.label_contexts import CLOSE, OPEN, Case, Task, Test, Window
+from tsae.diff.label_contexts import CLOSE, OPEN, Case, Task, Test, Window
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
 from tsae.rollouts.inference_server import Endpoint

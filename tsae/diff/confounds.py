@@ -27,11 +27,9 @@ import scipy.sparse as sp
 from einops import rearrange, reduce
 
 from tsae.base.statistics.bootstrap import group_interval
+from tsae.diff.comparisons import CONTRAST, Comparison, Rows, difference_weights, group_difference, some_columns
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import CONTRAST, Comparison
-from tsae.diff.contrast.draw_contrast import Contrast
-from tsae.diff.contrast.problem_means import difference_weights, group_difference, some_columns
-from tsae.diff.contrast.rows import Rows
+from tsae.diff.effects import Contrast
 from tsae.diff.threads import in_threads
 from tsae.features.contexts import id_codes
 from tsae.features.feature_table import FeatureTable

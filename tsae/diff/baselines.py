@@ -25,10 +25,8 @@ import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
 from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.diff.comparisons import Comparison, Rows, comparisons, main_comparisons, problem_aurocs, side_means
 from tsae.diff.config import DiffConfig
-from tsae.diff.contrast.comparisons import Comparison, comparisons, main_comparisons
-from tsae.diff.contrast.problem_means import problem_aurocs, side_means
-from tsae.diff.contrast.rows import Rows
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

@@ -1,1 +1,0 @@
-"""What is compared with what, and the Δ of every feature."""

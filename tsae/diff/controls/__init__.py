@@ -1,1 +1,0 @@
-"""What else could explain a contrast: confounds, nulls and baselines."""

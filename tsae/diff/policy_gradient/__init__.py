@@ -1,1 +1,0 @@
-"""What rollouts push: predicted shifts of features, and the influence of training samples."""

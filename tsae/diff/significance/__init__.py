@@ -1,1 +1,0 @@
-"""How sure a contrast is: intervals, permutation tests, q-values and power."""
