@@ -20,8 +20,8 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
 from tsae.pipeline import Choice, analyse
-from tsae.report.printed.attribution import attribution_text
-from tsae.report.printed.findings import print_findings
+from tsae.report.attribution import attribution_text
+from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 from tsae.stamps import claim

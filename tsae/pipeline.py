@@ -31,9 +31,9 @@ from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, logit_effects
 from tsae.features.encode import encoded
 from tsae.features.feature_table import FeatureTable
-from tsae.report.story.attribution import statement
-from tsae.report.story.claims import expected
-from tsae.report.story.noise import noise_lines
+from tsae.report.attribution import statement
+from tsae.report.claims import expected
+from tsae.report.story.statements import noise_lines
 from tsae.report.text import visible
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig

@@ -24,7 +24,7 @@ from tsae.base.statistics.intervals import change_interval, mean_interval
 from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
-from tsae.report.markdown import markdown_table
+from tsae.report.text import markdown_table
 from tsae.rollouts.difficulty import estimate
 from tsae.rollouts.table import Rollouts
 

@@ -43,7 +43,7 @@ from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.features.encoded_shards import Pieces
-from tsae.report.story.attribution import statement
+from tsae.report.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.bands import band_problems
 from tsae.rollouts.config import ImportConfig

@@ -368,7 +368,7 @@ def test_every_command_takes_the_span(
 
 
 def _told(diff: Any) -> str:
-    from tsae.report.printed.findings import gates_text
+    from tsae.report.terminal import gates_text
 
     return gates_text(diff, None)
 

@@ -36,7 +36,7 @@ from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import FeatureDiff, feature_diff
 from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
-from tsae.report.pages.document import check_page, render_page, write_page
+from tsae.report.document import check_page, render_page, write_page
 from tsae.rl.run_log import RunLog
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.parquet import write_table

@@ -25,8 +25,8 @@ from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten
 from tsae.errors import TsaeError
-from tsae.report.pages.checks import necessary_and_sufficient
 from tsae.report.story import facts
+from tsae.report.tables import necessary_and_sufficient
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
 from tsae.sae.config import SAEConfig

@@ -21,7 +21,7 @@ from tsae.checkpoints.drift import drift_by, place, update_of, weight_drift
 from tsae.checkpoints.lora import LoraUpdate, _alpha
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.report.printed.drift import drift_text
+from tsae.report.drift import drift_text
 
 
 def measure(*sources: Path, **options: Any) -> Any:
@@ -285,9 +285,7 @@ def test_the_shipped_runs_drift_further_with_every_step() -> None:
 
 
 def test_the_page_and_the_text_show_the_last_step_of_every_run(tmp_path: Path) -> None:
-    from tsae.report.figures.drift import drift_figure
-    from tsae.report.pages.drift import write_drift
-    from tsae.report.story.drift import last_of_runs
+    from tsae.report.drift import drift_figure, last_of_runs, write_drift
 
     series = tsae.testbed.series().select(["easy-025", "easy-150", "hard-150"])
     table = weight_drift(series, progress=False)

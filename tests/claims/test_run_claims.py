@@ -23,7 +23,7 @@ from support.runs import BANDS, answer, answers, checkpoint, write_run
 from tsae.base.seal import seal
 from tsae.causal.intervention import folders_of_tests
 from tsae.claims.evidence import Evidence, Missing, attribution_in
-from tsae.claims.problem_effects import between
+from tsae.claims.judging import between
 from tsae.claims.run_claims import TESTS, Claims, claims_of
 from tsae.commands.report import files_of_page
 from tsae.errors import TsaeError

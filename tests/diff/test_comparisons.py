@@ -22,7 +22,7 @@ from tsae.diff.feature_diff import feature_diff
 from tsae.diff.inference import moved_p, q_values
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.report.printed.findings import print_findings
+from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts
 
 QUICK = DiffConfig(n_bootstrap=200, n_permutations=1000)

@@ -22,7 +22,7 @@ from tsae.checkpoints.record import Noise, add_noise
 from tsae.cli import main
 from tsae.diff.noise import noise_null
 from tsae.errors import TsaeError
-from tsae.report.story.noise import noise_lines
+from tsae.report.story.statements import noise_lines
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 

@@ -18,7 +18,7 @@ from support.builders import feature_table, make_rollouts
 from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError, feature_diff, reinforcement
 from tsae.diff.comparisons import Rows
 from tsae.diff.reinforcement import Samples, graded_groups, relative_probabilities, response_logprobs, spearman
-from tsae.report.printed.reinforcement import reinforcement_text
+from tsae.report.terminal import reinforcement_text
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=400)
 

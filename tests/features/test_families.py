@@ -21,7 +21,7 @@ from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.contexts import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes
-from tsae.report.printed.findings import family_text
+from tsae.report.terminal import family_text
 from tsae.rollouts.table import Rollouts
 from tsae.testbed import classes as testbed
 

@@ -33,7 +33,7 @@ from tsae.features.sparse_matrices import (
     row_blocks,
     sums_by_code,
 )
-from tsae.report.pages.examples import contexts, histograms
+from tsae.report.examples import contexts, histograms
 
 
 def random_matrix(shape: tuple[int, int], density: float, seed: int) -> sp.csr_array:

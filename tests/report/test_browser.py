@@ -20,7 +20,7 @@ from support.attributions import make_attribution
 from support.diffs import MARKUP, describe, make, reader
 from tsae.diff.baselines import WAYS
 from tsae.features.feature_table import FeatureTable
-from tsae.report.pages.report import write_report
+from tsae.report.page import write_report
 from tsae.rollouts.table import Rollouts
 
 pytestmark = [

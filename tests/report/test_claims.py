@@ -13,7 +13,7 @@ from tsae.claims.judging import Judgement, Part, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.errors import TsaeError
-from tsae.report.story.claims import counted, told_claims
+from tsae.report.claims import counted, told_claims
 
 
 def claims(**info: Any) -> Claims:

@@ -15,7 +15,7 @@ from run_notebooks import CHROMIUM
 import tsae
 from support.attributions import make_attribution
 from support.diffs import make
-from tsae.report.pages.report import write_report
+from tsae.report.page import write_report
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,18 +23,17 @@ from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.report import figures
-from tsae.report.figures.layout import panels
+from tsae.report.document import number_array
+from tsae.report.examples import AFTER, BEFORE, contexts, histograms
+from tsae.report.explorer import contrasts_shown, explorer
+from tsae.report.figures.features import decomposition_figure
+from tsae.report.figures.layout import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
 from tsae.report.figures.overview import overview, overview_caption
-from tsae.report.figures.style import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS
-from tsae.report.packing import number_array
-from tsae.report.pages.examples import AFTER, BEFORE, contexts, histograms
-from tsae.report.pages.explorer import contrasts_shown, explorer
-from tsae.report.pages.report import linked, write_report
-from tsae.report.printed.findings import gates_text, opposed_text, outcome_text, print_findings
+from tsae.report.page import linked, write_report
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.gates import statistics_text
+from tsae.report.terminal import gates_text, opposed_text, outcome_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 
@@ -151,7 +150,7 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
 
 
 def test_tokens_that_are_left_out_are_said() -> None:
-    from tsae.report.printed.findings import gates_text
+    from tsae.report.terminal import gates_text
 
     made = make()
     assert "norm limit" not in gates_text(made, None)
@@ -256,7 +255,7 @@ def test_the_picture_says_what_the_tables_say() -> None:
 
 
 def test_parts_add_up_in_the_decomposition() -> None:
-    figure = figures.decomposition_figure(make())
+    figure = decomposition_figure(make())
     assert figure is not None
     policy, representation, total = figure.data[:3]
     parts = dict(zip(policy.y, policy.x, strict=True))

@@ -17,13 +17,11 @@ from support.pages import rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
-from tsae.report.figures.attribution import attribution_figure
-from tsae.report.pages.attribution import attributed as section_of
-from tsae.report.printed.attribution import attribution_text
-from tsae.report.story import facts
-from tsae.report.story.attribution import (
+from tsae.report.attribution import (
     TRAINED_ON,
     amount,
+    attribution_figure,
+    attribution_text,
     belief,
     lead,
     meaning,
@@ -35,6 +33,8 @@ from tsae.report.story.attribution import (
     to_read,
     told_targets,
 )
+from tsae.report.attribution import attributed as section_of
+from tsae.report.story import facts
 from tsae.report.text import html_text
 
 

@@ -24,7 +24,7 @@ from tsae.base.files import write_text
 from tsae.commands.report import Serve, files_of_page
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.report.pages.examples import contexts
+from tsae.report.examples import contexts
 from tsae.report.serving import ServedRun, server
 
 

@@ -21,10 +21,10 @@ from support.builders import make_rollouts
 from support.diffs import INVISIBLE, MARKUP, make, source
 from tsae.errors import TsaeError
 from tsae.features.contexts import top_contexts
-from tsae.report.figures import notebook
-from tsae.report.notebook import cards
+from tsae.report import notebook as cards
+from tsae.report.document import environment
+from tsae.report.figures import plots as notebook
 from tsae.report.story import facts
-from tsae.report.templates import environment
 from tsae.report.text import html_text, number
 
 
@@ -181,7 +181,7 @@ def test_rollout_text_stays_text(
     hostile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("tsae.report.notebook.passages.show", lambda html, text: shown.extend([html, text]))
+    monkeypatch.setattr("tsae.report.notebook.show", lambda html, text: shown.extend([html, text]))
     # Arrow holds no lone surrogates; they can still come from a tokenizer.
     text = hostile.encode("utf-8", "ignore").decode()
     rollouts = make_rollouts(("base",))

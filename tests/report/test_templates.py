@@ -8,14 +8,14 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from tsae.report import templates
-from tsae.report.pages.tables import Cell, Table
+import tsae
+from tsae.report.document import environment, macro
 from tsae.report.story.statements import Caveat
-from tsae.report.templates import environment, macro
+from tsae.report.tables import Cell, Table
 
 HOSTILE = "<b>\"'&\u202e\x1b\ud800"
 SHOWN = "&lt;b&gt;&quot;&#x27;&amp;‹U+202E›‹U+001B›‹U+D800›"
-FOLDER = Path(templates.__file__).parent
+FOLDER = Path(tsae.__file__).parent / "report" / "templates"
 
 
 def names() -> list[str]:

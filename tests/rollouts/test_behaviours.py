@@ -16,7 +16,7 @@ import tsae
 from support.builders import SHARED
 from tsae.base.statistics.intervals import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
-from tsae.report.printed.findings import behaviour_text
+from tsae.report.terminal import behaviour_text
 from tsae.rollouts.behaviours import (
     Answer,
     behaviour_table,

@@ -16,7 +16,7 @@ from scipy.stats import beta, binom
 import tsae
 from tsae.base.statistics.proportions import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
-from tsae.report.figures.difficulty import migration_figure, pass_at_k_figure
+from tsae.report.difficulty import migration_figure, pass_at_k_figure
 from tsae.rollouts import difficulty as dealing
 from tsae.rollouts.bands import pass_rates
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, DifficultyConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.pages.report import render
+from tsae.report.page import render
 
 
 def rendered(diff: FeatureDiff, *of: Any, **also: Any) -> str:

@@ -1,22 +1,160 @@
-"""Claims on states, steps and samples: sparser when hard (o), coherent (p), errors breed errors (q), pruning (v)."""
+"""Claims on features (e to g), states, steps and samples (o, p, q, v), and those that compare trainings (h, i, …).
+
+A family's shift is a correlation. So a claim on families is tested only where the run also has an ablation of features
+of the family in that checkpoint: the part on what the features do is the mean over matched random sets − the ablation,
+within problems (`tsae.causal`). Shifts are in standard deviations of the family's score over base trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 
+from tsae.causal.intervention import Intervention
 from tsae.claims.evidence import SAMPLE, Evidence, Missing
-from tsae.claims.judging import Judgement, Part
+from tsae.claims.judging import Judgement, Part, between, part, those_that_can, untestable, within
 from tsae.claims.literature import CLAIMS
-from tsae.claims.problem_effects import between, part, those_that_can, within
+from tsae.diff.comparisons import Rows
+from tsae.diff.config import DiffConfig
+from tsae.diff.descriptions import NO_FAMILY, family_scores
 from tsae.errors import TsaeError
+from tsae.rollouts.behaviours import measures
 from tsae.rollouts.schema import BANDS, problem_bands
 
+DIRECT, COMPUTATION, DELIBERATION = "direct-answer", "basic-computation", "deliberation"
+"""Families of `tsae.features.mathematics` and of the testbed."""
+_ABLATIONS = ("ablate", "mean")
 _BOTH = f"`{SAMPLE}`"
+
+
+def easy_direct(run: Evidence) -> Judgement:
+    """e: of runs that were trained on easy problems."""
+    parts: list[Part] = []
+    for c in run.trained_mostly_on("easy"):
+        test = _ablation(run, c, (DIRECT, COMPUTATION))
+        scores = _scores(run, c)
+        parts += [
+            _shift(scores, c, DIRECT, f"{c} strengthened features of direct answers."),
+            _shift(scores, c, COMPUTATION, f"{c} strengthened features of basic computation."),
+            _shift(scores, c, DELIBERATION, f"{c} weakened features of deliberation.", sign=-1),
+            _effect(test, "direct_answer", f"Without such features {c} answers directly less often."),
+        ]
+    return Judgement(CLAIMS["e"], tuple(parts))
+
+
+def hard_rare(run: Evidence) -> Judgement:
+    """f: of runs that were trained on hard problems."""
+    parts: list[Part] = []
+    for c in run.trained_mostly_on("hard"):
+        test = _ablation(run, c, (DELIBERATION,))
+        scores = _scores(run, c)
+        hard = scores[(scores.reader == c) & (scores.policy == c) & (scores.band == "hard")]
+        success, failure = (
+            hard[hard.outcome == outcome].groupby("problem_id")[DELIBERATION].mean()
+            for outcome in ("success", "failure")
+        )
+        parts += [
+            _shift(scores, c, DELIBERATION, f"{c} activates features of deliberation more than the base."),
+            within(f"On hard problems {c} has them more in successes than in failures.", success, failure, _BOTH),
+            _effect(test, "accuracy", f"Without such features {c} succeeds less often."),
+        ]
+    return Judgement(CLAIMS["f"], tuple(parts))
+
+
+def medium_both(run: Evidence) -> Judgement:
+    """g: of runs that were trained on medium problems."""
+    parts: list[Part] = []
+    for c in run.trained_mostly_on("medium"):
+        test = _ablation(run, c, (COMPUTATION, DELIBERATION))
+        scores = _scores(run, c)
+        parts += [
+            _shift(scores, c, COMPUTATION, f"{c} strengthened features of computation."),
+            _shift(scores, c, DELIBERATION, f"{c} strengthened features of multi-step reasoning."),
+            _effect(test, "accuracy", f"Without such features {c} succeeds less often."),
+        ]
+    return Judgement(CLAIMS["g"], tuple(parts))
+
+
+def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Intervention:
+    """The test that ablated features of these families in a checkpoint.
+
+    Raises:
+        Missing: where features have no families, or no such test is there.
+    """
+    described = run.diff.features
+    if "family" not in described:
+        raise Missing(
+            "families of features",
+            "`tsae diff --annotator tsae.features.mathematics:math_classes --families --to ANALYSIS/diff`",
+        )
+    for test in run.tests:
+        info = test.info
+        if info["checkpoint"] != checkpoint or info["config"]["mode"] not in _ABLATIONS:
+            continue
+        if (info.get("sae") or {}).get("weights") != (run.diff.info.get("sae") or {}).get("weights"):
+            continue  # Its numbers are those of another SAE's features.
+        if info.get("features_encoded_with") not in (None, run.of_answers["rollouts"]):
+            continue  # Its features were chosen, and their random controls matched, in other rollouts.
+        if described.family.reindex(info["features"]).isin(families).mean() > 0.5:
+            return test
+    ids = described.index[described.family.isin(families)][:8]
+    chosen = f" --choose {' '.join(map(str, ids))}" if len(ids) else ""
+    raise Missing(
+        f"a causal test that ablates features of {' or '.join(families)} in {checkpoint}, since a correlation is no "
+        "verdict",
+        f"`tsae causal --checkpoint {checkpoint}{chosen} --to ANALYSIS/causal/NAME`",
+    )
+
+
+def _scores(run: Evidence, checkpoint: str) -> pd.DataFrame:
+    """One row a row of the features: problem_id, reader, policy, band, outcome, and the score of every family in
+    standard deviations over base trajectories."""
+    features, family = run.features, run.diff.features.family
+    config = run.diff.info["config"]
+    rows = Rows.of(features, DiffConfig(span=config["span"], min_problems=config["min_problems"]))
+    base, names = features.readers[0], sorted(set(family) - {NO_FAMILY})
+    if lacking := [name for name in (DIRECT, COMPUTATION, DELIBERATION) if name not in names]:
+        raise Missing(f"features of {' and '.join(lacking)} (this SAE has none)", "another annotator or a wider SAE")
+    table = pd.DataFrame(family_scores(rows, checkpoint, family).toarray(), columns=names)
+    unit = table.iloc[rows.by_reader[base, rows.own(base)]].std(ddof=1)
+    frame = features.rollouts.frame.iloc[features.trajectory].reset_index(drop=True)
+    reader = pd.Series("", index=frame.index)
+    for name in features.readers:
+        reader.iloc[features.rows(reader=name)] = name
+    facts = frame[["problem_id", "policy", "band", "outcome"]].assign(reader=reader)
+    return pd.concat([facts, table / unit.where(unit > 0)], axis=1).iloc[rows.n_tokens > 0]
+
+
+def _shift(scores: pd.DataFrame, checkpoint: str, family: str, statement: str, *, sign: int = 1) -> Part:
+    """The family's total shift: the checkpoint on its own responses − the base on its own."""
+    base = str(scores.reader.iloc[0])
+    after, before = (
+        scores[(scores.reader == who) & (scores.policy == who)].groupby("problem_id")[family].mean()
+        for who in (checkpoint, base)
+    )
+    return within(statement, sign * after, sign * before, _BOTH)
+
+
+def _effect(test: Intervention, behaviour: str, statement: str) -> Part:
+    """How far an ablation lowers a behaviour below what ablating matched random features leaves."""
+    found = measures(test.rollouts)
+    if behaviour not in found:
+        raise Missing(f"the behaviour {behaviour.replace('_', ' ')} in the causal test", "`tsae causal --describe`")
+    frame = test.rollouts.frame
+    means = found[behaviour].groupby([frame.problem_id, frame.policy]).mean().unstack()
+    random = means[[name for name in means if str(name).startswith("random_")]].mean(axis=1)
+    more = "`tsae causal` on more problems (--problems)"
+    edited = means.reindex(columns=["features"])["features"]
+    return part(statement, (random - edited).dropna().to_numpy(dtype=float), more)
+
+
+FEATURES: dict[str, Callable[[Evidence], Judgement]] = {"e": easy_direct, "f": hard_rare, "g": medium_both}
+
+
+_SAMPLED = f"`{SAMPLE}`"
 _CHECK = "`tsae claims … --check module:function` with your own (prompt, response) -> whether each step is right"
 _RISES = 0.05
 """Rise in the share of valid solutions that counts as one."""
@@ -56,9 +194,9 @@ def coherent_not_valid(run: Evidence) -> Judgement:
             continue
         parts += [
             within(f"Of {c}’s steps a larger share follows from what precedes them than of the base’s.",
-                   _mean(after, "right"), _mean(before, "right"), _BOTH),
+                   _mean(after, "right"), _mean(before, "right"), _SAMPLED),
             within(f"{c}’s share of valid solutions is not over {100 * _RISES:.0f} points larger than the base’s.",
-                   _mean(before, "valid"), _mean(after, "valid"), _BOTH, margin=-_RISES),
+                   _mean(before, "valid"), _mean(after, "valid"), _SAMPLED, margin=-_RISES),
         ]  # fmt: skip
     if not parts:
         raise reasons[0]
@@ -139,7 +277,7 @@ def _steps(run: Evidence, policy: str) -> pd.DataFrame:
     frame = run.answers.frame
     mine = frame[(frame.policy == policy) & (frame.outcome != "unknown")]
     if mine.empty or mine.response.isna().any():
-        raise Missing(f"responses of {policy} with texts", _BOTH)
+        raise Missing(f"responses of {policy} with texts", _SAMPLED)
     steps = [
         _checked(run.check(prompt or "", response)) for prompt, response in zip(mine.prompt, mine.response, strict=True)
     ]
@@ -172,3 +310,71 @@ INSIDE: dict[str, Callable[[Evidence], Judgement]] = {
     "q": errors_breed_errors,
     "v": pruning_easy,
 }
+
+
+_TWO = "; then sample both (`tsae rollouts sample`) and compare"
+
+_LACKS = {
+    "h": (
+        "a second training of the same base, on backward reformulations of its hard problems",
+        f"`tsae reformulate PROBLEMS --to backward.jsonl`, and the same trainer on that file{_TWO}",
+    ),
+    "i": (
+        "a second training, whose credit for single tokens comes from features",
+        f"`tsae credit fit`, and FeatureGRPOTrainer of tsae.rl.trl in place of GRPOTrainer{_TWO}",
+    ),
+    "l": (
+        "two more trainings: on the 20 % of tokens with the highest entropy, and on the others",
+        f"GRPOConfig(top_entropy_quantile=0.2) of TRL for the first, and a loss mask for the other{_TWO}",
+    ),
+    "m": (
+        "trainings with random rewards, from a base with a better format latent and from one without",
+        f"a reward function that draws 0 or 1 at random in place of the verifier{_TWO}",
+    ),
+    "r": (
+        "copies of the last checkpoint whose lower, or upper, half of the blocks has the base's weights, and what they "
+        "answer",
+        "two folders with these tensors exchanged, and `tsae rollouts sample` on both (`tsae drift` says only how far "
+        "each layer moved)",
+    ),
+    "s": (
+        "entropies of planning and of execution tokens along the steps of a run, which a log does not keep",
+        "`tsae capture --plan own --token-statistics` of several checkpoints, and an annotator that tells these tokens "
+        "apart",
+    ),
+    "t": (
+        "a second task, on which the base and the last checkpoint are trained further, with a KL anchor and without",
+        f"the same trainer on other problems, with GRPOConfig(beta=0.04) of TRL for the anchor{_TWO}",
+    ),
+    "u": (
+        "a second training, whose reward is the similarity of each step to an expert's, on problems that no response "
+        "solves",
+        f"a reward function that compares steps with worked solutions{_TWO}",
+    ),
+    "w": (
+        "a stronger teacher’s refinements of this model’s responses, and two trainings: on those within its reach, and "
+        "on those beyond it",
+        f"refinements sorted by their likelihood under the base, and the same trainer on either half{_TWO}",
+    ),
+    "x": (
+        "to know which problems the base saw in pretraining, and fresh problems of the same kind",
+        "problems made after the base’s training data ended, and `tsae rollouts sample` of base and checkpoint on both",
+    ),
+    "y": (
+        "a second training, on problems without the cue that goes along with the answer, and a test set where it "
+        "misleads",
+        f"the same trainer on problems with the cue removed or balanced{_TWO} on that test set",
+    ),
+    "z": (
+        "responses of the base whose next-token probabilities a smaller pair, tuned and untuned, shifts, and questions "
+        "of knowledge",
+        "such responses imported as a policy of their own (`tsae rollouts import`), beside those of the checkpoint",
+    ),
+}
+
+
+def _lacking(key: str, run: Evidence) -> Judgement:
+    return untestable(CLAIMS[key], *_LACKS[key])
+
+
+FURTHER: dict[str, Callable[[Evidence], Judgement]] = {key: partial(_lacking, key) for key in _LACKS}

@@ -22,14 +22,10 @@ from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
 from tsae.base.views import views
 from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
-from tsae.claims.feature_claims import FEATURES
-from tsae.claims.further_trainings import FURTHER
-from tsae.claims.inside_claims import CHECKED, INSIDE
+from tsae.claims.inside_claims import CHECKED, FEATURES, FURTHER, INSIDE
 from tsae.claims.judging import Judgement, untestable
 from tsae.claims.literature import CLAIMS
-from tsae.claims.log_claims import LOGGED
-from tsae.claims.replayed_bands import BY_REPLAY
-from tsae.claims.success_claims import SUCCESS
+from tsae.claims.response_claims import BY_REPLAY, LOGGED, SUCCESS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 

@@ -165,7 +165,7 @@ class Statistics:
     def execute(self) -> None:
         import pyarrow as pa
 
-        from tsae.report.printed.findings import statistics_text
+        from tsae.report.terminal import statistics_text
         from tsae.rollouts.parquet import write_table
 
         store = tsae.ActivationStore(self.store).subset(self.subset)

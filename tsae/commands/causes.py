@@ -57,7 +57,7 @@ class Attribute:
     def execute(self) -> None:
         from tsae.attribution.problems import other_problems
         from tsae.attribution.readers.find import find_settings
-        from tsae.report.printed.attribution import attribution_text
+        from tsae.report.attribution import attribution_text
 
         series = load_series(*(self.series or (self.run,)))
         first_token = None if self.first_token is None else _token_id(series.base, self.first_token)
@@ -130,7 +130,7 @@ class Causal:
 
     def execute(self) -> None:
         from tsae.causal.controls import mean_difference
-        from tsae.report.printed.findings import behaviour_text
+        from tsae.report.terminal import behaviour_text
         from tsae.rollouts.problems import Problem, read_problems
         from tsae.rollouts.rewards import find_verifier
 
@@ -193,7 +193,7 @@ class Influence:
     config: OmitArgPrefixes[InfluenceConfig] = field(default_factory=InfluenceConfig)
 
     def execute(self) -> None:
-        from tsae.report.printed.reinforcement import influence_text
+        from tsae.report.terminal import influence_text
 
         series = load_series(*self.series)
         checkpoint = series.base if self.checkpoint is None else series[self.checkpoint]

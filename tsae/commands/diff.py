@@ -41,8 +41,7 @@ class Drift:
 
     def execute(self) -> None:
         from tsae.base.table_export import write_table
-        from tsae.report.pages.drift import write_drift
-        from tsae.report.printed.drift import drift_text
+        from tsae.report.drift import drift_text, write_drift
 
         series = load_series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series
@@ -106,9 +105,9 @@ class Diff:
         from tsae.diff.baselines import baselines
         from tsae.diff.descriptions import find_families
         from tsae.features.contexts import find_annotator, logit_effects
-        from tsae.report.printed.findings import baseline_text, insertion_text, print_findings
         from tsae.report.story.findings import findings_content
-        from tsae.report.story.noise import NOT_RUN, noise_lines
+        from tsae.report.story.statements import NOT_RUN, noise_lines
+        from tsae.report.terminal import baseline_text, insertion_text, print_findings
 
         _check(self)
         features = tsae.FeatureTable.load(self.features)
@@ -186,7 +185,7 @@ class Reinforcement:
     def execute(self) -> None:
         from tsae.base.seal import write_whole
         from tsae.base.table_export import write_table
-        from tsae.report.printed.reinforcement import prediction_text, reinforcement_text
+        from tsae.report.terminal import prediction_text, reinforcement_text
 
         series = load_series(*self.series) if self.series else None
         found = tsae.reinforcement(self.features, self.config, policy=self.policy, series=series, device=self.device)
@@ -235,7 +234,7 @@ class Explain:
         return self.run / "diff" if (self.run / "diff").is_dir() else self.run
 
     def execute(self) -> None:
-        from tsae.report.printed.explanations import explanation_text
+        from tsae.report.terminal import explanation_text
 
         server = self.server if self.server.url else None
         if server is None and self.server != type(self.server)():

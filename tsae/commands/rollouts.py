@@ -225,7 +225,7 @@ class Behaviours:
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
     def execute(self) -> None:
-        from tsae.report.printed.findings import behaviour_text, format_text
+        from tsae.report.terminal import behaviour_text, format_text
         from tsae.rollouts.behaviours import behaviour_table, by_thirds, format_table, with_behaviours
 
         rollouts = tsae.Rollouts.read(self.rollouts)

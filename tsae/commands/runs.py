@@ -32,9 +32,9 @@ class Run:
 
     def execute(self) -> None:
         from tsae.claims.evidence import attribution_in
-        from tsae.report.printed.attribution import attribution_text
-        from tsae.report.printed.findings import print_findings
+        from tsae.report.attribution import attribution_text
         from tsae.report.story.findings import findings_content
+        from tsae.report.terminal import print_findings
         from tsae.run import analyze_run
 
         with as_json(self.json) as write:

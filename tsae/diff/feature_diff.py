@@ -477,7 +477,7 @@ class FeatureDiff(Tables):
     def to_html(
         self, path: str | Path, *, title: str | None = None, attribution: Any = None, claims: Any = None
     ) -> Path:
-        """Write the self-contained report; see `tsae.report.pages.report.write_report`.
+        """Write the self-contained report; see `tsae.report.page.write_report`.
 
         An attribution (`tsae.attribute`) of the run adds which samples did that, and its claims (`tsae.claims_of`) what
         the literature would expect.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from tsae.report.figures.notebook import Plots as plots
-from tsae.report.markdown import markdown_table
-from tsae.report.notebook.cards import card
-from tsae.report.notebook.claims_card import claims_card
-from tsae.report.notebook.diff_card import diff_card
-from tsae.report.notebook.passages import feature_card, feature_line, show_feature, show_problem, show_trajectory
-from tsae.report.pages.difficulty import write_difficulty
-from tsae.report.pages.report import write_report
-from tsae.report.printed.claims import claims_text
-from tsae.report.printed.difficulty import difficulty_text
+from tsae.report.claims import claims_card, claims_text
+from tsae.report.difficulty import difficulty_text, write_difficulty
+from tsae.report.figures.plots import Plots as plots
+from tsae.report.notebook import (
+    card,
+    diff_card,
+    feature_card,
+    feature_line,
+    show_feature,
+    show_problem,
+    show_trajectory,
+)
+from tsae.report.page import write_report
+from tsae.report.text import markdown_table
 
 __all__ = [
     "card",

@@ -26,8 +26,8 @@ from tsae.attribution.attribution import Attribution
 from tsae.claims.run_claims import Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.report.pages.examples import ExamplesOnDemand
-from tsae.report.pages.report import render
+from tsae.report.examples import ExamplesOnDemand
+from tsae.report.page import render
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")

@@ -2,19 +2,22 @@
 
 Rollout text is written by models and by strangers. It reaches the page by four ways only: `html_text` for markup,
 `figure_text` for Plotly (which reads a subset of HTML in labels), `script_json` for data inside a script element, and
-base64 for the examples (`tsae.report.packing`), which the browser puts into text nodes. Tables in Markdown have a way
-of their own (`tsae.report.markdown`).
-"""
+base64 for the examples (`packed`), which the browser puts into text nodes. Tables in Markdown have a way of their own
+(`markdown_cell`)."""
 
 from __future__ import annotations
 
 import html
 import json
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tsae.base.untrusted import visible as visible
+
+if TYPE_CHECKING:  # the command line imports this module
+    import pandas as pd
 
 
 def html_text(text: object) -> str:
@@ -102,3 +105,18 @@ def _finite(value: Any) -> Any:
         # Five digits are more than a screen shows and keep the file small.
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value
+
+
+def markdown_table(table: pd.DataFrame) -> str:
+    """A GitHub-flavoured table; numbers have three significant digits."""
+    lines = [list(table.columns), ["---"] * table.shape[1]]
+    lines += [[markdown_cell(value) for value in row] for row in table.itertuples(index=False)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def markdown_cell(value: object) -> str:
+    """A value as text that Markdown and HTML leave as it is."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = html.escape(visible(str(value)).replace("\n", "⏎").replace("\t", "⇥"), quote=False)
+    return re.sub(r"([\\`*_\[\]|~!#])", r"\\\1", text)

@@ -29,7 +29,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.report.pages.document import check_page, is_page
+from tsae.report.document import check_page, is_page
 from tsae.rl.credit import Credit
 from tsae.rollouts.table import Rollouts
 from tsae.sae.crosscoder import OF_PAIR, Crosscoder

@@ -1,8 +1,11 @@
-"""The common layout of figures: panels beside and above each other, named rows, margins.
+"""The common layout of figures: panels, named rows, margins, marks, colours.
 
 Sizes are in pixels, for a figure about 1,000 wide. `layout.meta` says how the panels may be arranged anew; the page's
 script (fit.js) does that for the width of the screen and the text that must have room.
-"""
+
+All colours keep a contrast of at least 3:1 on the light and on the dark page, and stay apart under the common kinds of
+colour blindness; marks also differ in shape or position, so that no reading depends on colour alone. Text and grid
+colours are not set here: the page's script sets them for light or dark."""
 
 from __future__ import annotations
 
@@ -12,8 +15,96 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from tsae.report.figures.style import FONT, NEUTRAL
 from tsae.report.text import figure_text
+
+RAISED, LOWERED, NEUTRAL = "#d4622a", "#2f7fc1", "#858b95"
+SERIES = ("#858b95", "#1b9381", "#a55cc0", "#b8860b", "#d4622a", "#2f7fc1", "#c2527b", "#6b8e23")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
+BAND_STYLE = {
+    "easy": ("#168f57", "circle"),
+    "medium": ("#a55cc0", "diamond"),
+    "hard": ("#b8860b", "square"),
+    "all": ("#858b95", "circle-open"),
+}
+LEGEND = {"orientation": "h", "y": 1, "yref": "container", "yanchor": "top", "x": 0}
+"""Above the figure, from its left."""
+# Light tiles on either page, so that dark numbers on them are always readable.
+DIVERGING = [[0.0, "#67a6db"], [0.5, "#eceef1"], [1.0, "#ec8f64"]]
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
+
+
+def run_style(order: int) -> tuple[str, str]:
+    """Colour and symbol of the n-th run or feature. Grey, the first colour, stands for the base."""
+    return SERIES[1 + order % (len(SERIES) - 1)], SYMBOLS[order % len(SYMBOLS)]
+
+
+HOVER = {"hovertemplate": "%{text}<extra></extra>"}
+"""Hovering shows a trace's text and nothing else."""
+
+Point = tuple[float, ...]
+"""(value, low, high)"""
+
+
+class Mark(NamedTuple):
+    """A point with its interval in a row of a figure."""
+
+    row: int
+    point: Point
+    hover: str
+
+
+def whiskers(points: Sequence[Point], colour: str, thickness: float = 1.4) -> dict[str, Any]:
+    """Error bars of points."""
+    return {
+        "array": [high - value for value, _, high in points],
+        "arrayminus": [value - low for value, low, _ in points],
+        "color": colour,
+        "thickness": thickness,
+        "width": 0,
+    }
+
+
+def dots(marks: Sequence[Mark], style: tuple[str, str], *, size: int = 8, up: float = 0, **trace: Any) -> go.Scatter:
+    """Marks in their rows, moved by `up` rows, with horizontal intervals. A style is a colour and a symbol."""
+    colour, symbol = style
+    points = [mark.point for mark in marks]
+    return go.Scatter(
+        x=[value for value, _, _ in points],
+        y=[mark.row + up for mark in marks],
+        mode="markers",
+        marker={"color": colour, "symbol": symbol, "size": size},
+        error_x=whiskers(points, colour),
+        text=[mark.hover for mark in marks],
+        **HOVER | trace,
+    )
+
+
+def aside(order: int, n: int, step: float) -> float:
+    """How far the series number `order` of n stands off the middle of its row."""
+    return (order - (n - 1) / 2) * step
+
+
+def path(x: list[Any], points: Sequence[Point], style: tuple[str, str], text: list[str], **trace: Any) -> go.Scatter:
+    """Points with vertical intervals, joined by a line."""
+    colour, symbol = style
+    width, size, thickness = trace.pop("widths")
+    return go.Scatter(
+        x=x,
+        y=[value for value, _, _ in points],
+        mode="lines+markers",
+        line={"color": colour, "width": width},
+        marker={"color": colour, "symbol": symbol, "size": size},
+        error_y=whiskers(points, colour, thickness),
+        text=text,
+        **HOVER | trace,
+    )
+
+
+def area(x: list[Any], y: list[Any], colour: str, hover: str) -> go.Scatter:
+    """A filled outline that tells its text."""
+    filled = {"mode": "lines", "fill": "toself", "fillcolor": colour, "line": {"width": 0}, "hoveron": "fills"}
+    return go.Scatter(x=x, y=y, **filled, hoverinfo="text", text=hover, showlegend=False)
+
 
 DELTA = "Δ (standard deviations over base trajectories)"
 

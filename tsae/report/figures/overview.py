@@ -15,9 +15,18 @@ import plotly.graph_objects as go
 
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.features import drawn_runs
-from tsae.report.figures.layout import finish, label_rows, panels, vertical_zero, x_title
-from tsae.report.figures.marks import HOVER, whiskers
-from tsae.report.figures.style import LOWERED, NEUTRAL, RAISED
+from tsae.report.figures.layout import (
+    HOVER,
+    LOWERED,
+    NEUTRAL,
+    RAISED,
+    finish,
+    label_rows,
+    panels,
+    vertical_zero,
+    whiskers,
+    x_title,
+)
 from tsae.report.story import facts
 from tsae.report.text import figure_text, number, percent
 

@@ -14,10 +14,18 @@ from tsae.base.statistics.intervals import too_few
 from tsae.diff.dynamics import FLAT
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.story.evidence import along_steps, predictions, tests
 from tsae.report.story.gates import bands_warning, belief, flag_reason
-from tsae.report.story.noise import noise_sentence
-from tsae.report.story.statements import Effect, Statement, contrasts, effects, main_contrast
+from tsae.report.story.statements import (
+    Effect,
+    Statement,
+    along_steps,
+    contrasts,
+    effects,
+    main_contrast,
+    noise_sentence,
+    predictions,
+    tests,
+)
 from tsae.report.text import capitalised, count, interval, listed, number, percent
 
 _VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}

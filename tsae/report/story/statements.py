@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -9,9 +10,10 @@ from typing import Any, Self
 import pandas as pd
 
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
+from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.text import number
+from tsae.report.text import count, listed, number, visible
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _AFTER_CONTROL = {"length": "at like length", "position": "at like position", "token": "given the token"}
@@ -189,3 +191,93 @@ def survivors(found: pd.DataFrame) -> str:
         part = "" if compared[control] == len(found) else f" of {compared[control]} comparable"
         cells.append(f"{(verdict == SURVIVES).sum()}{part} {_AFTER_CONTROL[control]}")
     return f"Of these {len(found)} the controls leave {', '.join(cells)}."
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What happened along the steps of one run."""
+
+    run: str
+    steps: tuple[int, ...]
+    last: pd.DataFrame
+    """Rows of `FeatureDiff.dynamics` at the last step."""
+    kinds: dict[str, int]
+    """Features of every kind."""
+
+
+def along_steps(diff: FeatureDiff) -> list[Steps]:
+    """Of every run that was followed."""
+    if diff.dynamics is None or diff.dynamics.empty:
+        return []
+    found = []
+    for run, rows in diff.dynamics.groupby("run", sort=False):
+        last = rows[rows.step == rows.step.max()]
+        kinds = last.kind.value_counts().reindex(KINDS, fill_value=0)
+        found.append(Steps(str(run), tuple(sorted(rows.step.unique())), last, kinds.to_dict()))
+    return found
+
+
+def step_features(diff: FeatureDiff, n: int = 6) -> list[int]:
+    """Features to draw along steps: the largest shifts in standard deviations, of every run in turn."""
+    if diff.dynamics is None or diff.dynamics.empty:
+        return []
+    queues = []
+    for _, rows in diff.dynamics[diff.dynamics.kind != FLAT].groupby("run", sort=False):
+        size = rows.groupby("feature").delta.agg(lambda d: d.abs().max()).sort_values(ascending=False, kind="stable")
+        queues.append([int(feature) for feature in size.index[:n]])
+    return facts.in_turn(queues, n)
+
+
+def predictions(diff: FeatureDiff) -> pd.DataFrame:
+    """Predicted beside realised shifts, of the last step of every run."""
+    table = diff.predicted
+    if table is None or table.empty:
+        return pd.DataFrame(columns=["checkpoint", "part", "gradient", "predicted_on", "realised_on", "note"])
+    return table[table.checkpoint.isin(facts.final_checkpoints(diff))]
+
+
+def tests(diff: FeatureDiff) -> list[dict[str, Any]]:
+    """Records of the interventions that tested features causally."""
+    return diff.info.get("causally_tested") or []
+
+
+NOT_RUN = "null for changed weights: not run, since it reads the models (give --series and --sae)"
+
+
+def noise_lines(info: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line a checkpoint, from ``FeatureDiff.info["noise"]``."""
+    return [f"{visible(id)}: {_line(record)}" for id, record in info.items()]
+
+
+def noise_sentence(diff: FeatureDiff, checkpoint: str) -> str:
+    """What noise of the size of a checkpoint's update moves; empty where that was not measured."""
+    record = (diff.info.get("noise") or {}).get(checkpoint)
+    if record is None:
+        return ""
+    if record["note"]:
+        return f"No null for changed weights: {record['note']}."
+    worst = max(zip(record["noise_moved"], record["noise_tested"], strict=True), key=lambda pair: pair[0] / pair[1])
+    return (
+        f"Noise of its update's size moves at most {worst[0]} of {worst[1]}, where it moves {record['n_moved']} of "
+        f"{record['n_tested']} (same text, {count(record['n_problems'], 'problem')})."
+    )
+
+
+def noise_text(diff: FeatureDiff) -> tuple[str, ...]:
+    """A paragraph a checkpoint; where the null was not run, one that says why."""
+    if diff.info["config"].get("noise_draws") == 0:
+        return ("The null for changed weights was left out (noise_draws=0).",)
+    info = diff.info.get("noise")
+    return tuple(f"{line}." for line in noise_lines(info)) if info else (f"{NOT_RUN[0].upper()}{NOT_RUN[1:]}.",)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    if record["note"]:
+        return visible(record["note"])
+    noise = listed([f"{m} of {n}" for m, n in zip(record["noise_moved"], record["noise_tested"], strict=True)])
+    size = "of the norm of its update" if record["share"] == 1 else f"of {record['share']:.3g} of its update's norm"
+    return (
+        f"on the same trajectories of {count(record['n_problems'], 'problem')} it moved {record['n_moved']} of "
+        f"{record['n_tested']} features; noise {size} ({record['update_norm']:.2g} of the weights') moved {noise}; "
+        f"median |Δ| {number(record['run']['median'])} against {number(record['noise']['median'])}"
+    )

@@ -11,14 +11,16 @@ import pandas as pd
 
 from tsae.base.statistics.intervals import FEWEST
 from tsae.diff.dynamics import FLAT, align
+from tsae.diff.explain import Explanations
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.inference import power_text
+from tsae.diff.influence import Influence
+from tsae.diff.reinforcement import Reinforcement
 from tsae.report.story import facts
-from tsae.report.story.evidence import along_steps
 from tsae.report.story.findings import feature_sentences, tested
 from tsae.report.story.gates import bands_by_step, bands_warning, gates
-from tsae.report.story.statements import Contrast, Effect, contrasts, main_contrast
-from tsae.report.text import visible
+from tsae.report.story.statements import Contrast, Effect, along_steps, contrasts, main_contrast
+from tsae.report.text import number, visible
 from tsae.sae.quality.evaluation import Evaluation
 
 
@@ -300,3 +302,78 @@ def _mark(row: Mapping[str, Any] | pd.Series) -> str:
     if 0 < row["n_paired"] < FEWEST:
         return "?"
     return "↑" if row["change_low"] > 0 else "↓" if row["change_high"] < 0 else " "
+
+
+_ASSUMED = {
+    "natural": "natural gradient, Cov(A, f): a policy free in every response, every step of like size in probability",
+    "vanilla": "vanilla gradient, Cov(πA, f): a policy free in every response, probable responses move faster",
+}
+
+
+def reinforcement_text(found: Reinforcement, n: int = 5) -> str:
+    """Per gradient one line a part, and its features with the largest Δ."""
+    q = found.config.q
+    lines = ["Reinforced features (covariance of advantage and mean activation within groups; shares of the whole)"]
+    for gradient in found.per_group:
+        lines.append(f"  {_ASSUMED[gradient]}")
+        mine = found.table[found.table.gradient == gradient]
+        for (by, part), rows in mine.groupby(["by", "part"], sort=False):
+            count = f"{(rows.q <= q).sum()} of {len(rows)} features at q <= {q}"
+            name = f"{by} {part}" if by != "all" else "all"
+            lines.append(f"    {name:<26}{count} ({rows.n_problems.iloc[0]} problems)")
+            for row in found.top(n, str(part), gradient=gradient).itertuples():
+                delta = f"Δ {row.delta:+.3f} [{row.delta_low:+.3f}, {row.delta_high:+.3f}]"
+                lines.append(f"      {row.feature:<8}{delta:<30}{row.reinforcement:+.4f}  q {row.q:.4f}")
+    return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
+
+
+def prediction_text(compared: pd.DataFrame) -> str:
+    """One line a row of `Reinforcement.compare`; * marks predictions on what the run was trained on."""
+    lines = ["Predicted against realised shifts (Spearman over features, interval, p; ceiling by split halves)"]
+    head = f"  {'checkpoint':<16}{'part':<9}{'gradient':<10}{'predicted on':<14}{'realised on':<13}"
+    lines.append(f"{head}{'rho':<24}{'p':<8}ceiling")
+    for row in compared.to_dict("records"):
+        place = f"  {row['checkpoint']:<16}{row['part']:<9}{row['gradient']:<10}"
+        place += f"{row['predicted_on'] + ' *' * row['matched']:<14}{row['realised_on']:<13}"
+        if row["note"]:
+            lines.append(place + row["note"])
+            continue
+        rho = f"{row['rho']:+.2f} [{row['low']:+.2f}, {row['high']:+.2f}]"
+        lines.append(f"{place}{rho:<24}{row['p']:<8.3f}{row['ceiling']:.2f}")
+    lines.append("  Not causally tested.")
+    return "\n".join(lines)
+
+
+def influence_text(found: Influence, n: int = 3) -> str:
+    """Per feature the sums by band and outcome, and the samples that push most."""
+    lines = [f"{found}: change of the feature's mean per unit of learning rate"]
+    for feature, mean in found.info["means"].items():
+        sums = found.by("band", "outcome")
+        sums = sums[sums.feature == int(feature)]
+        lines.append(f"  feature {feature}, mean {mean:.4g}: total {sums.total.sum():+.4g}")
+        for row in sums.itertuples():
+            band = row.band if isinstance(row.band, str) else "no band"
+            lines.append(
+                f"    {f'{band}, {row.outcome}':<20}{row.total:+.4g} (reading {row.representation:+.4g}, policy "
+                f"{row.policy_part:+.4g}; {row.n_samples} samples)"
+            )
+        for row in found.top(int(feature), n).itertuples():
+            lines.append(
+                f"    row {row.trajectory}, {visible(row.problem_id)}: {row.total:+.4g} "
+                f"({row.outcome}, advantage {row.advantage:+.2f}, {row.response_length} tokens)"
+            )
+    return "\n".join(lines)
+
+
+def explanation_text(found: Explanations) -> str:
+    """One line a feature: its label, or why it has none, and the scores."""
+    lines = []
+    for row in found.table.itertuples():
+        said = f"“{visible(str(row.label))}”" if row.shown else f"unlabelled: {visible(str(row.note))}"
+        parts = (row.detection, row.fuzzing, row.control)
+        tested = "detection {}, fuzzing {}; another feature's label {}".format(*map(number, parts))
+        lines.append(f"{row.feature:>6}  {said}" + (f" ({tested})" if row.score == row.score else ""))
+    by = f"Labels by {visible(str(found.info['labeller']))}"
+    return "\n".join(
+        [f"{by}, tested on other problems' contexts (balanced accuracy: 0.5 says nothing, 1 is right always):", *lines]
+    )

@@ -1,14 +1,14 @@
 """Renders a template as one HTML file that loads nothing.
 
 The content security policy forbids every request and every script but ours and Plotly's, by hash. Templates escape all
-text on its way in; if some of it ever were not escaped, it still could not run.
-"""
+text on its way in; if some of it ever were not escaped, it still could not run."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,15 +16,76 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import numpy as np
 import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from tsae.base.files import as_path, replacing
 from tsae.errors import TsaeError
-from tsae.report.packing import packed_plotly
-from tsae.report.templates import environment
-from tsae.report.text import script_json
+from tsae.report.text import count, html_text, script_json
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Templates of this folder. What is missing is an error, and None writes nothing."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("tsae.report", "templates"),
+        autoescape=True,
+        finalize=_harmless,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["flowing"] = _flowing
+    made.globals["count"] = count
+    return made
+
+
+def macro(template: str, name: str, *arguments: object) -> str:
+    """HTML that one macro of a template writes."""
+    return str(getattr(environment().get_template(template).module, name)(*arguments))
+
+
+def _harmless(value: object) -> object:
+    """Text as `html_text` writes it: escaped, and with what reorders or hides text shown by code point."""
+    if value is None:
+        return ""
+    return value if hasattr(value, "__html__") else Markup(html_text(value))
+
+
+def _flowing(text: Markup) -> Markup:
+    """Finished HTML with its line breaks as spaces."""
+    return Markup(" ".join(text.split()))
+
+
+def packed(content: Any) -> str:
+    """Base64 of deflated JSON, or of text as it is; `inflate` of report/templates/data.js undoes it.
+
+    It holds no character that HTML knows.
+    """
+    text = content if isinstance(content, str) else json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode("utf-8"), 6)).decode("ascii")
+
+
+@cache
+def packed_plotly() -> str:
+    """Plotly's script, from the installed package: packed it has two fifths of its size."""
+    return packed(get_plotlyjs())
+
+
+def number_array(values: np.ndarray, digits: int = 3) -> str:
+    """JSON of an array with so many significant digits; what is not finite becomes null."""
+    values = np.asarray(values, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        places = np.clip(digits - 1 - np.floor(np.log10(np.abs(values))), -22, 22)
+        # Whole numbers and powers of ten up to 22 are exact: their quotient is the float nearest to the decimal.
+        up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
+        rounded = np.where(values == 0, 0.0, np.rint(values * up / down) / up * down)
+    rounded[~np.isfinite(values)] = np.nan
+    return json.dumps(rounded.tolist(), separators=(",", ":")).replace("NaN", "null")
+
 
 _MARK = b"\n<!-- sha256 %s -->\n"
 _HEAD = 4096
@@ -143,7 +204,7 @@ def _plain(figure: go.Figure) -> dict[str, object]:
 @cache
 def _resource(name: str) -> str:
     """A script or style sheet without indentation and lines of comment, which make a tenth of it."""
-    lines = map(str.strip, files("tsae.report.templates").joinpath(name).read_text(encoding="utf-8").splitlines())
+    lines = map(str.strip, files("tsae.report").joinpath("templates", name).read_text(encoding="utf-8").splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 

@@ -1,8 +1,14 @@
-"""What was written and what fired on it: passages of rollouts, token by token, in a notebook or a terminal."""
+"""Results in a notebook: escaped HTML that needs no style sheet and no network (templates/cards.html).
+
+It needs no script either: where scripts do not run, as in a notebook that is not trusted, tables cannot be sorted. In a
+terminal the same results are text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -10,16 +16,199 @@ import pandas as pd
 
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.checkpoints.loading import Checkpoint, token_strings
-from tsae.diff.feature_diff import Feature
+from tsae.diff.feature_diff import Feature, FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.contexts import context
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import row_blocks
-from tsae.report.notebook.cards import card, heading_html, show, text_html, tokens_html
-from tsae.report.notebook.diff_card import by_band
+from tsae.report.document import macro
+from tsae.report.story.facts import bands_of
 from tsae.report.text import count, number, visible
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
+
+
+@dataclass(frozen=True)
+class Spark:
+    """Numbers that a cell shows as a small line, with another at 0; NaN for what is not known."""
+
+    names: Sequence[str]
+    values: Sequence[float]
+    width, height = 72, 18
+
+    @property
+    def known(self) -> list[tuple[int, float]]:
+        return [(i, float(value)) for i, value in enumerate(self.values) if np.isfinite(value)]
+
+    @property
+    def said(self) -> str:
+        """The numbers in words."""
+        return ", ".join(f"{self.names[i]} {number(value, sign=True)}" for i, value in self.known) or "–"
+
+    @property
+    def zero(self) -> float:
+        """Height of 0, from above."""
+        return self._y(0.0)
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Places of the known numbers."""
+        step = (self.width - 6) / max(1, len(self.values) - 1)
+        return [(round(3 + step * i, 1), self._y(value)) for i, value in self.known]
+
+    def _y(self, value: float) -> float:
+        values = [0.0, *(known for _, known in self.known)]
+        low, high = min(values), max(values)
+        return round(3 + (self.height - 6) * (high - value) / ((high - low) or 1.0), 1)
+
+
+def card(
+    title: str, facts: Mapping[str, object], *tables: tuple[str, pd.DataFrame], note: str = "", sortable: int = 0
+) -> str:
+    """A result at a glance.
+
+    Args:
+        title: the class.
+        facts: what it holds, by name; None is left out.
+        tables: (caption, table): the first rows, numbers to three significant digits; an index is left out.
+        note: what to know before believing it.
+        sortable: rows of the first table, if it scrolls and a click on a head sorts it; 0 for one like the others.
+    """
+    known = [(name, _plain(value)) for name, value in facts.items() if value is not None]
+    sorted_one = bool(sortable and tables and len(tables[0][1]))
+    kept = [(caption, table) for caption, table in tables if len(table)]
+    limits = [sortable if sorted_one else 12, *[12] * len(kept)]
+    shown = [_cells(table, caption, limit) for (caption, table), limit in zip(kept, limits, strict=False)]
+    return macro("cards.html", "card", title, known, shown, note, sorted_one)
+
+
+def tokens_html(
+    tokens: Sequence[str], values: Sequence[float] | np.ndarray, *, strongest: float, n_prompt: int = 0
+) -> str:
+    """Tokens with their activations as colour: the deeper, the nearer to the strongest; ▸ starts the response.
+
+    Args:
+        tokens: their texts.
+        values: an activation each; the exact number is the token's title.
+        strongest: the activation of the deepest colour.
+        n_prompt: tokens of the prompt, which come first.
+    """
+    shown = [
+        (
+            token.replace("\n", "⏎\n"),
+            f"{0.12 + 0.48 * min(1.0, float(value) / (strongest or 1.0)):.2f}",
+            number(float(value)) if value > 0 else "",
+        )
+        for token, value in zip(tokens, values, strict=True)
+    ]
+    return macro("cards.html", "tokens", shown, n_prompt)
+
+
+def text_html(text: str) -> str:
+    """Text as it is."""
+    return macro("cards.html", "text", text)
+
+
+def heading_html(text: str) -> str:
+    """A line above a passage."""
+    return macro("cards.html", "heading", text)
+
+
+def show(html: str, text: str) -> None:
+    """Display HTML in a notebook, and print text anywhere else."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and hasattr(shell, "kernel"):
+        from IPython.display import HTML, display
+
+        display(HTML(html))
+    else:
+        print(text)
+
+
+def _cells(table: pd.DataFrame, caption: str, limit: int = 12) -> tuple[str, list[tuple[str, str]], list[list[Any]]]:
+    """Caption, heads with how their columns are aligned, and rows of cells: what is shown, and by what it is sorted."""
+    aligned = ["right" if pd.api.types.is_numeric_dtype(kind) else "left" for kind in table.dtypes]
+    heads = [(str(name).replace("_", " "), align) for name, align in zip(table.columns, aligned, strict=True)]
+    rows = [[(_plain(value), _key(value)) for value in row] for row in table.head(limit).itertuples(index=False)]
+    more = f"the first {limit} of {len(table):,} rows" if len(table) > limit else ""
+    return " – ".join(part for part in (caption, more) if part), heads, rows
+
+
+def _key(value: Any) -> str:
+    """What a cell is sorted by: a number as it is, the last one of several, or the text."""
+    if isinstance(value, Spark):
+        value = value.known[-1][1] if value.known else None
+    if value is None or value is pd.NA or (isinstance(value, Real) and pd.isna(value)):
+        return ""
+    return repr(float(value)) if isinstance(value, Real) else str(value)
+
+
+def _plain(value: Any) -> str | Spark:
+    """A value as people read it."""
+    if isinstance(value, Spark):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return "yes" if value else "no"
+    if isinstance(value, Integral):
+        return f"{int(value):,}"
+    if isinstance(value, Real):
+        return "–" if pd.isna(value) else number(float(value))
+    if value is None or value is pd.NA:
+        return "–"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
+_ROWS = 100
+_KEPT = ["checkpoint", "feature", "group", "responds_to"]
+_NUMBERS = ["delta", "delta_low", "delta_high", "q", "survives_length", "survives_position", "survives_token"]
+
+
+def diff_card(diff: FeatureDiff) -> str:
+    """See `tsae.base.views.Views.diff_card`."""
+    drawn = diff.contrasts[(diff.contrasts.band == "all") & (diff.contrasts.outcome == "all")]
+    drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
+    top = diff.top(_ROWS)
+    lines = {"by_band": list(_by_band(diff, top)), "by_step": list(_by_step(diff, top))}
+    of_each = pd.DataFrame({name: line for name, line in lines.items() if line}, index=top.index, dtype=object)
+    shown = pd.concat([top[_KEPT], of_each, top[_NUMBERS]], axis=1)
+    return card(
+        "FeatureDiff",
+        {"features": len(diff.features), "base": diff.base, "compared": diff.checkpoints, "q ≤": f"{diff.q:g}"},
+        ("largest shifts (delta: standard deviations over base trajectories)", shown),
+        ("contrasts over all problems", drawn),
+        ("reconstruction per reader", pd.DataFrame(diff.info["readers"])[["id", "fve", "flagged"]]),
+        note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
+        sortable=_ROWS,
+    )
+
+
+def by_band(effects: pd.DataFrame, chosen: pd.DataFrame, bands: list[str]) -> Iterator[Spark]:
+    """Δ of chosen effects over all problems, in the order of the bands, for rows of `FeatureDiff.table`."""
+    keys = ["kind", "checkpoint", "part", "feature", "band"]
+    known: dict[Any, float] = effects[effects.outcome == "all"].set_index(keys).delta.to_dict()
+    for row in chosen.itertuples():
+        of = (row.kind, row.checkpoint, row.part, row.feature)
+        yield Spark(bands, [known.get((*of, band), np.nan) for band in bands])
+
+
+def _by_band(diff: FeatureDiff, top: pd.DataFrame) -> Iterator[Spark]:
+    bands = bands_of(diff)
+    if len(bands) > 1:
+        yield from by_band(diff.shifts[diff.shifts.feature.isin(top.feature)], top, bands)
+
+
+def _by_step(diff: FeatureDiff, top: pd.DataFrame) -> Iterator[Spark]:
+    if diff.dynamics is None or diff.dynamics.empty:
+        return
+    along = diff.dynamics[diff.dynamics.feature.isin(top.feature)].sort_values("step")
+    known = {key: (rows.step.tolist(), rows.delta.tolist()) for key, rows in along.groupby(["run", "feature"])}
+    for row in top.itertuples():
+        steps, deltas = known.get((row.run, row.feature), ([], []))
+        yield Spark([f"step {step}" for step in steps], deltas)
+
 
 _BEFORE, _AFTER = 48, 24
 """Tokens shown before and after the strongest one of an example."""

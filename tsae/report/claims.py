@@ -1,18 +1,22 @@
-"""What the literature would expect, in words: a verdict on every claim, its effects, and what is missing for a test."""
+"""What the literature would expect: a verdict on every claim, its effects, and what is missing for a test."""
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from tsae.claims.judging import REPLAYED, Verdict
 from tsae.claims.literature import CLAIMS
-from tsae.claims.run_claims import Claims
+from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
+from tsae.report.notebook import card
 from tsae.report.story.statements import Statement
-from tsae.report.text import count, interval, listed, number
+from tsae.report.text import count, interval, listed, number, visible
 
 HEADING = "What the literature would expect"
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not reproduced", "undecided", "cannot be tested")
@@ -106,3 +110,49 @@ def _part(of: dict[str, Any]) -> ToldPart:
         effect += f" {interval(of['low'], of['high'], sign=True, like=of['mean'])}"
         rows = f"{of['n']:,} {rows}"
     return ToldPart(of["statement"], effect, least, rows, _SAID[of["holds"]])
+
+
+_WIDTH = 118
+
+
+def claims_text(claims: Claims) -> str:
+    """A line a claim with its verdict, below it a line a part; then what cannot be tested, and why."""
+    told = told_claims(claims)
+    tested, others = [one for one in told if one.parts], [one for one in told if not one.parts]
+    lines = [HEADING, *textwrap.wrap(f"{counted(claims)} {ONE_RUN}", _WIDTH), ""]
+    wide = max((len(part.statement) for one in tested for part in one.parts), default=0)
+    wide = min(max(wide, 40), 72)
+    for one in tested:
+        lines.append(f"{one.key}  {one.title}: {one.verdict}")
+        for part in one.parts:
+            statement = textwrap.wrap(visible(part.statement), wide)
+            least = f" (must be {part.least})" if part.least else ""
+            lines += [f"     {line}" for line in statement[:-1]]
+            lines.append(f"     {statement[-1]:<{wide}}  {part.effect:<24}  {part.rows:>13}  {part.said}{least}")
+        lines += textwrap.wrap(visible(one.caveat), _WIDTH, initial_indent="     ", subsequent_indent="     ")
+    if others:
+        lines += ["", "Cannot be tested on this run:"] if tested else ["Cannot be tested on this run:"]
+    for one in others:
+        told_of = f"{one.key}  {one.title}: {visible(one.missing)}"
+        lines += textwrap.wrap(told_of, _WIDTH, subsequent_indent="     ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def claims_card(claims: Claims) -> str:
+    """Tables of the effects behind the verdicts, of what was not tested of these, and of what the others lack."""
+    told = told_claims(claims)
+    tested = [
+        {"claim": f"{one.key}  {one.title}", "verdict": one.verdict, "statement": part.statement, "effect": part.effect,
+         "rows": part.rows, "says": part.said}
+        for one in told
+        for part in one.parts
+    ]  # fmt: skip
+    others = [
+        {"claim": f"{one.key}  {one.title}", "cannot be tested on this run": one.missing} for one in told if one.missing
+    ]
+    minded = [
+        {"claim": f"{one.key}  {one.title}", "what to mind": one.caveat} for one in told if one.parts and one.caveat
+    ]
+    tables = [("effects, with 95 % intervals", pd.DataFrame(tested)), ("what to mind", pd.DataFrame(minded))]
+    tables.append(("cannot be tested", pd.DataFrame(others)))
+    return card(HEADING, {"found": counted(claims)}, *(t for t in tables if len(t[1])), note=ONE_RUN)

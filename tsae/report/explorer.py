@@ -1,8 +1,7 @@
 """The explorer: a table of all features to filter and sort, and a card for the one that is looked at.
 
 Here its data is collected. The template explorer-section.html is its empty frame, which explorer.js and card.js fill.
-Data reaches the page as JSON and is shown as text.
-"""
+Data reaches the page as JSON and is shown as text."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ import pandas as pd
 from tsae.diff.comparisons import CONTRAST
 from tsae.diff.confounds import CONTROLS, FAILS
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.packing import number_array, packed
-from tsae.report.pages.examples import Contexts, contexts, histograms
+from tsae.report.document import number_array, packed
+from tsae.report.examples import Contexts, contexts, histograms
 from tsae.report.story import facts
 from tsae.report.story.statements import caveats
 from tsae.report.text import script_json, shortened, visible

@@ -7,8 +7,7 @@ A card shows, of the rows (reader, trajectory) of the feature table,
 2. *quantiles*: rows ordered by their strongest token: the strongest, then from the top tenth, the upper and the lower
    half of those where the feature is active at all; at most one a problem.
 
-Of every row a window around the strongest token is kept. Codes are read a feature, or a part of the rows, at a time.
-"""
+Of every row a window around the strongest token is kept. Codes are read a feature, or a part of the rows, at a time."""
 
 from __future__ import annotations
 

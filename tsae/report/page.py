@@ -13,34 +13,31 @@ from markupsafe import Markup
 from tsae.attribution.attribution import Attribution
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.figures import (
-    band_figure,
+from tsae.report import tables
+from tsae.report.attribution import attributed, attribution_figure, statement
+from tsae.report.claims import HEADING, expected, told_claims
+from tsae.report.document import macro, render_page, target, write_page, written_with
+from tsae.report.explorer import explorer
+from tsae.report.figures.checks import (
     behaviour_figure,
     causal_figure,
-    decomposition_figure,
     family_figure,
     noise_figure,
+    prediction_figure,
+    steps_figure,
+)
+from tsae.report.figures.features import (
+    band_figure,
+    decomposition_figure,
     opposed_figure,
     outcome_figure,
-    prediction_figure,
     spread_figure,
     thinned_text,
 )
-from tsae.report.figures.attribution import attribution_figure
 from tsae.report.figures.overview import overview, overview_caption
-from tsae.report.figures.steps import steps_figure
-from tsae.report.pages import checks, sections
-from tsae.report.pages.attribution import attributed
-from tsae.report.pages.document import render_page, target, write_page, written_with
-from tsae.report.pages.explorer import explorer
 from tsae.report.story import facts, gates
-from tsae.report.story.attribution import statement
-from tsae.report.story.claims import HEADING, expected, told_claims
-from tsae.report.story.evidence import step_features, tests
 from tsae.report.story.findings import findings, lead
-from tsae.report.story.noise import noise_text
-from tsae.report.story.statements import contrasts
-from tsae.report.templates import macro
+from tsae.report.story.statements import contrasts, noise_text, step_features, tests
 from tsae.report.text import capitalised, shortened
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -93,7 +90,7 @@ def render(
     # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
     beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
     pairs = facts.opposed_pairs(diff)
-    to_draw = sections.opposed_features(diff)
+    to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)
     drawn = _figures(diff, to_draw, attribution)
     return render_page(
@@ -119,7 +116,7 @@ def render(
         gates=gates,
         found=gates.gates(diff),
         causal_records=tests(diff),
-        tests=[(test, capitalised(facts.test_name(test)), checks.changes(test)) for test in tests(diff)],
+        tests=[(test, capitalised(facts.test_name(test)), tables.changes(test)) for test in tests(diff)],
         attributed=None if attribution is None else attributed(attribution, diff),
         behaviour_order=facts.behaviour_order,
         contrasts=lambda kind: contrasts(diff, kind=kind),
@@ -127,8 +124,7 @@ def render(
         has_classes=facts.has_classes(diff),
         has_stability=facts.has_stability(diff),
         explored=explored,
-        tables=sections,
-        checks=checks,
+        tables=tables,
         found_again=FOUND_AGAIN,
     )
 

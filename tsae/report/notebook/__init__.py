@@ -1,1 +1,0 @@
-"""Views in a notebook: cards of results, and passages with their tokens."""

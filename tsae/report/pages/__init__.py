@@ -1,1 +1,0 @@
-"""The pages: HTML files that open with no network, rendered from templates."""

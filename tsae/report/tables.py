@@ -1,0 +1,495 @@
+"""The tables of the report's sections: captions, heads and cells as plain data, which macros.html writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+
+from tsae.base.statistics.intervals import too_few
+from tsae.diff.baselines import WAYS
+from tsae.diff.dynamics import FLAT, KINDS
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.report.figures.checks import CONDITIONS
+from tsae.report.story import facts
+from tsae.report.story.gates import bands_by_step, gates
+from tsae.report.story.statements import Caveat, Contrast, Effect, along_steps, caveats, contrasts, effects, predictions
+from tsae.report.text import count, interval, number, percent, q_value
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell says beyond plain text. Nothing of it is HTML."""
+
+    text: str = ""
+    small: str = ""
+    """In small letters behind it."""
+    below: str = ""
+    """In small letters on a line of its own."""
+    tone: str = ""
+    """up, down, still or warn; isolated: text of a file, whose direction of writing stays its own."""
+    quiet: bool = False
+    """Whether the small letters are grey."""
+    feature: int | None = None
+    """Links to this feature's card."""
+    opens: tuple[str, ...] = ()
+    """Passages that a click on the text opens."""
+    codes: tuple[str, ...] = ()
+    flags: tuple[Caveat, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column heads its row; columns from `numeric_from` align right."""
+
+    caption: str
+    head: Sequence[str | Cell]
+    rows: Sequence[Sequence[str | Cell]]
+    numeric_from: int = 1
+
+
+def effect_cells(effect: Effect) -> list[str | Cell]:
+    """Its feature, and what that responds to."""
+    return _described(effect.feature, effect)
+
+
+def described_cells(diff: FeatureDiff, feature: int) -> list[str | Cell]:
+    """A feature of a diff, and what it responds to."""
+    row = diff.features.loc[feature]
+    return _described(feature, SimpleNamespace(**{"share": None, "stability": None, **row}))
+
+
+def _described(feature: int, of: Any) -> list[str | Cell]:
+    share = "" if of.share is None else f"{100 * of.share:.0f} %, "
+    stable = "" if of.stability is None else f", stability {number(of.stability)}"
+    return [Cell(feature=int(feature)), Cell(of.responds_to, f"{share}{of.group}-level{stable}", tone="isolated")]
+
+
+def delta_cell(effect: Effect | None) -> Cell:
+    """Δ with direction, interval and q."""
+    if effect is None:
+        return Cell(small="not tested", quiet=True)
+    return sized(effect.delta, effect.low, effect.high, effect.q, effect.found)
+
+
+def sized(delta: float, low: float, high: float, q: float, found: bool) -> Cell:
+    """Δ with an arrow where it is found, its interval and q."""
+    tone = ("up" if delta > 0 else "down") if found else "still"
+    arrow = {"up": "▲", "down": "▼", "still": "·"}[tone]
+    small = f"{interval(low, high, sign=True, like=delta)} q {q_value(q)}"
+    return Cell(f"{arrow} {number(delta, sign=True)}", small, tone=tone)
+
+
+def ranged(value: float, low: float, high: float, *, sign: bool = True, like: bool = True) -> Cell:
+    """A number with its interval."""
+    small = interval(low, high, sign=sign, like=value if like else None)
+    return Cell(number(value, sign=sign), small)
+
+
+def count_cell(contrast: Contrast | None) -> str | Cell:
+    """How many features moved, of how many, and how many differ at all."""
+    if contrast is None:
+        return DASH
+    if contrast.refused:
+        return "refused"
+    null = "" if math.isnan(contrast.n_null) else f", null {number(contrast.n_null)}"
+    return Cell(f"{contrast.n_found:,}", f"of {contrast.n_tested:,}{null}", f"{contrast.n_differs:,} differ")
+
+
+MAX_OPPOSED, MAX_PAIRS = 12, 6
+_MAX_STRONGEST = 5
+
+
+def readers(diff: FeatureDiff) -> Table:
+    """Reconstruction per reader."""
+    rows: list[list[str | Cell]] = [
+        [
+            r["id"],
+            r.get("run") or DASH,
+            DASH if r.get("step") is None else str(r["step"]),
+            r.get("trained_on") or DASH,
+            DASH if r.get("n_tokens") is None else f"{r['n_tokens']:,}",
+            f"{percent(r.get('outlier_share', 0.0))} %",
+            "none" if r["fve"] is None else f"{r['fve']:.3f}",
+            DASH if r.get("l0") is None else f"{r['l0']:.1f}",
+            Cell(f"flagged ({r['why']})", tone="warn") if r["why"] else "passed",
+        ]
+        for r in gates(diff).readers
+    ]
+    head = ["reader", "run", "step", "trained on", "tokens", "left out"]
+    head += ["variance explained", "active per token", "gate"]
+    return Table("Reconstruction per reader", head, rows, 4)
+
+
+def problems_by_step(diff: FeatureDiff) -> Table | None:
+    """Problems of every band by the step at which they were asked, where the two cannot be told apart."""
+    steps, counts = bands_by_step(diff)
+    rows = [[band, *(f"{n:,}" for n in row)] for band, row in counts.items()]
+    head = ["band", *(f"step {step}" for step in steps)]
+    return Table("Problems by band and training step", head, rows) if steps else None
+
+
+def behaviours(diff: FeatureDiff) -> Table | None:
+    """The behaviours' numbers, a row a checkpoint and band."""
+    names, table = facts.behaviours_of(diff), diff.behaviours
+    if not names:
+        return None
+    rows: list[list[str | Cell]] = []
+    for policy in table.policy.unique():
+        for band in ["all", *[b for b in facts.BANDS if (table.band == b).any()]]:
+            cells = {name: facts.behaviour(diff, policy, band, name) for name in names}
+            if known := [cell for cell in cells.values() if cell is not None]:
+                sizes = [f"{known[0].n_problems:,}", f"{known[0].n_trajectories:,}"]
+                rows.append([policy, band, *sizes, *(_behaviour(diff, *item) for item in cells.items())])
+    head = ["policy", "band", "problems", "responses", *map(facts.behaviour_name, names)]
+    return Table("Behaviours: mean over problems, with intervals", head, rows, 2)
+
+
+def _behaviour(diff: FeatureDiff, name: str, row: pd.Series | None) -> str | Cell:
+    if row is None:
+        return DASH
+    if facts.is_share(diff, name):
+        return Cell(f"{percent(row['mean'])} %", f"[{percent(row.low)}, {percent(row.high)}]")
+    return ranged(row["mean"], row.low, row.high, sign=False)
+
+
+def shift_counts(diff: FeatureDiff) -> Table | None:
+    """How many features moved, by part, band and outcome, for every checkpoint."""
+    shifts = contrasts(diff, kind="shift")
+    columns = list(dict.fromkeys((c.band, c.outcome) for c in shifts))
+    # "all" alone reads as everything; a single key is enough elsewhere.
+    names = [
+        band if outcome == "all" else outcome if band == "all" else f"{band}, {outcome}" for band, outcome in columns
+    ]
+    of = {(c.checkpoint, c.part, c.band, c.outcome): c for c in shifts}
+    rows = [
+        [
+            checkpoint,
+            facts.PART_NAMES.get(part, part),
+            *(count_cell(of.get((checkpoint, part, *key))) for key in columns),
+        ]
+        for checkpoint, part in dict.fromkeys((c.checkpoint, c.part) for c in shifts)
+    ]
+    caption = f"Features moved ({facts.least_text(diff)}), of features tested; below, how many differ at all"
+    return Table(caption, ["checkpoint", "shift", *names], rows, 2) if shifts else None
+
+
+def refused(found: list[Contrast]) -> Table | None:
+    """Contrasts that were not drawn, and why."""
+    rows = [
+        [c.checkpoint, facts.PART_NAMES.get(c.part, "success − failure"), c.band, c.outcome, c.refused]
+        for c in found
+        if c.refused
+    ]
+    head = ["checkpoint", "contrast", "band", "outcome", "why"]
+    return Table(f"{count(len(rows), 'contrast')} refused, with the reason", head, rows, 9) if rows else None
+
+
+def opposed(diff: FeatureDiff) -> list[Table]:
+    """Tables of the pairs of runs with most opposed features."""
+    runs = facts.final_checkpoints(diff)
+    shifts = {run: facts.main_shift(diff, run) for run in runs}
+    tables = []
+    for up, down, found in facts.opposed_pairs(diff)[:MAX_PAIRS]:
+        shown = found.head(MAX_OPPOSED)
+        moved = {
+            run: {e.feature: e for e in effects(table.loc[table.index.intersection(shown.index)], diff)}
+            for run, table in shifts.items()
+        }
+        rows = [
+            [*described_cells(diff, f), *(delta_cell(moved[run].get(f)) for run in runs), Cell(flags=caveats(row))]
+            for f, row in shown.iterrows()
+        ]
+        more = f", the {len(shown)} clearest" if len(shown) < len(found) else ""
+        caption = f"Raised by {up}, lowered by {down}: {count(len(found), 'feature')}{more}"
+        tables.append(Table(caption, ["feature", "responds to", *runs, "confounds"], rows, 2))
+    return tables
+
+
+def opposed_features(diff: FeatureDiff) -> list[int]:
+    """The clearest features of the first two runs in opposition, either way round, to draw."""
+    pairs = facts.opposed_pairs(diff)
+    first = [found for up, down, found in pairs if {up, down} == set(pairs[0][:2])]
+    return [int(str(feature)) for found in first for feature in found.head(MAX_OPPOSED // 2).index]
+
+
+def families(diff: FeatureDiff) -> Table | None:
+    """Shift of every family by run and band."""
+    table = diff.families
+    if table.empty:
+        return None
+    sizes = {r.family: r.n_features for r in facts.records(table)}
+    rows: list[list[str | Cell]] = []
+    for (checkpoint, band), mine in table.groupby(["checkpoint", "band"], sort=False):
+        cells = {
+            r.family: Cell(small=r.note, quiet=True)
+            if r.note
+            else sized(r.delta, r.delta_low, r.delta_high, r.q, r.q <= diff.q)
+            for r in facts.records(mine)
+        }
+        rows.append([str(checkpoint), str(band), *(cells.get(family, DASH) for family in sizes)])
+    head: list[str | Cell] = ["run", "band", *(Cell(family, f"({n} features)") for family, n in sizes.items())]
+    caption = "Δ of families: of the mean of their features, each in its standard deviation over base trajectories"
+    return Table(caption, head, rows, 2)
+
+
+def outcome_counts(diff: FeatureDiff) -> Table | None:
+    """Success − failure: how many features differ, for every reader and band."""
+    rows = [
+        [
+            c.checkpoint,
+            c.band,
+            f"{c.n_problems:,}",
+            f"{c.n_left_out:,}",
+            DASH if c.refused else f"{c.n_tested:,}",
+            "refused" if c.refused else f"{c.n_found:,}",
+            DASH if math.isnan(c.n_null) else number(c.n_null),
+            DASH if c.refused else f"{c.n_differs:,}",
+        ]
+        for c in contrasts(diff, kind="outcome")
+    ]
+    head = [
+        "reader",
+        "band",
+        "problems with both outcomes",
+        "left out",
+        "features tested",
+        "differ so",
+        "null",
+        "at all",
+    ]
+    caption = f"Success − failure within problem: features that differ by {facts.least_text(diff)}"
+    return Table(caption, head, rows, 2) if rows else None
+
+
+def outcomes(diff: FeatureDiff) -> list[Table]:
+    """Success − failure: the clearest features of every reader."""
+    tables = []
+    found = {(c.checkpoint, c.band): c for c in contrasts(diff, kind="outcome")}
+    for checkpoint in dict.fromkeys(checkpoint for checkpoint, _ in found):
+        drawn = [found[checkpoint, b] for b in ["all", *facts.bands_of(diff)] if (checkpoint, b) in found]
+        rows = [
+            [c.band, *effect_cells(e), number(e.after), number(e.before), delta_cell(e), Cell(flags=e.caveats)]
+            for c in drawn
+            for e in c.strongest(_MAX_STRONGEST)
+        ]
+        head = ["band", "feature", "responds to", "successes", "failures", "Δ", "confounds"]
+        if rows:
+            tables.append(Table(f"{checkpoint}: clearest features by band", head, rows, 3))
+    return tables
+
+
+def interactions(diff: FeatureDiff) -> list[Table]:
+    """Whether success − failure is another in one band than in another: how many features, and the clearest."""
+    found = contrasts(diff, kind="interaction", checkpoint=diff.base)
+    if not found:
+        return []
+    bands = {c: c.band.replace("-", " − ") for c in found}
+    counts = [
+        [bands[c], f"{c.n_problems:,}", *([DASH, "refused"] if c.refused else [f"{c.n_tested:,}", f"{c.n_found:,}"])]
+        for c in found
+    ]
+    clearest = [
+        [bands[c], *effect_cells(e), number(e.after, sign=True), number(e.before, sign=True), delta_cell(e)]
+        for c in found
+        for e in c.strongest(_MAX_STRONGEST)
+    ]
+    caption = f"Bands whose outcome effects differ by {facts.least_text(diff)}"
+    tables = [Table(caption, ["bands", "problems", "features tested", "differ"], counts)]
+    head = ["bands", "feature", "responds to", "effect in the first", "in the second", "Δ"]
+    return [*tables, Table("Clearest features", head, clearest, 3)] if clearest else tables
+
+
+_MAX_TOP, _MAX_MEASURED = 5, 4
+
+
+def insertion(diff: FeatureDiff) -> Table | None:
+    """Whether a feature's top tokens fire it where they are put into other contexts."""
+    table = diff.insertion
+    if table is None or table.empty:
+        return None
+    strings = diff.info.get("token_strings", {})
+    rows = [
+        [
+            r.reader,
+            Cell(feature=int(r.feature)),
+            Cell(codes=tuple(strings.get(str(i), f"#{i}") for i in r.top_ids)),
+            DASH if pd.isna(r.kept) else ranged(r.kept, r.kept_low, r.kept_high, sign=False),
+            DASH if pd.isna(r.kept) else number(r.control / r.typical),
+            r.verdict,
+        ]
+        for r in facts.records(table)
+    ]
+    return Table(
+        "Top tokens inserted elsewhere", ["reader", "feature", "tokens", "kept", "control", "verdict"], rows, 3
+    )
+
+
+def baselines(diff: FeatureDiff) -> Table | None:
+    """AUROC of plain directions beside that of features."""
+    table = diff.baselines
+    if table is None or table.empty:
+        return None
+    rows = []
+    for (kind, checkpoint), mine in table.groupby(["kind", "checkpoint"], sort=False):
+        cells = {
+            r.way: Cell(f"{r.auroc:.2f}", f"[{r.low:.2f}, {r.high:.2f}]") for r in facts.records(mine) if not r.note
+        }
+        what = f"success − failure, read by {checkpoint}" if kind == "outcome" else f"shift of {checkpoint}"
+        rows.append([what, *(cells.get(way, DASH) for way in WAYS)])
+    return Table("Held-out AUROC within problem, with interval", ["contrast", *WAYS], rows)
+
+
+def predicted(diff: FeatureDiff) -> Table | None:
+    """What the base's rollouts reinforce, and how far that came true."""
+    rows: list[list[str | Cell]] = []
+    for r in facts.records(predictions(diff)):
+        cells: list[str | Cell] = [Cell(small=r.note, quiet=True), DASH, DASH, DASH]
+        if not r.note:
+            rho = ranged(r.rho, r.low, r.high, like=False)
+            cells = [rho, q_value(r.p), number(r.ceiling), number(r.rho_halves, sign=True)]
+        rows.append([r.checkpoint, r.part, r.gradient, r.predicted_on + " *" * r.matched, r.realised_on, *cells])
+    head = ["run", "part", "gradient", "predicted on", "realised on", "rank correlation", "p", "ceiling"]
+    caption = "Predicted against realised shifts; * what the run was trained on"
+    return (
+        Table(caption, [*head, "separate halves"], rows, 5)
+        if diff.predicted is not None and len(diff.predicted)
+        else None
+    )
+
+
+def reinforced(diff: FeatureDiff) -> dict[str, Table | None]:
+    """Of every gradient the features that the base's rollouts reinforce; None where there is no clear one."""
+    table, tables = diff.reinforcement, {}
+    if table is None:
+        return {}
+    head = ["feature", "responds to", "covariance with advantage, in the feature's standard deviations", "q"]
+    for gradient, mine in table[table["by"] == "all"].groupby("gradient", sort=False):
+        found = mine[mine.q <= diff.q]
+        rows = [
+            [*described_cells(diff, r.feature), ranged(r.delta, r.delta_low, r.delta_high), q_value(r.q)]
+            for r in facts.records(facts.strongest(found, diff.q, 2 * _MAX_TOP))
+        ]
+        n = count(len(found), "feature")
+        caption = f"Features that the {gradient} gradient on the base's rollouts reinforces: {n}, the largest"
+        tables[str(gradient)] = Table(caption, head, rows, 2) if rows else None
+    return tables
+
+
+def pass_at_k(diff: FeatureDiff) -> Table | None:
+    """pass@k of every reader, by band; None where rollouts were not sampled afresh."""
+    known = diff.info.get("pass_at_k")
+    if not known:
+        return None
+    table = pd.DataFrame(known)
+    ks = sorted(table.k.unique())
+    rows: list[list[str | Cell]] = []
+    for (band, policy), mine in table.groupby(["band", "policy"], sort=False):
+        cells = {r.k: ranged(r.pass_at_k, r.low, r.high, sign=False) for r in facts.records(mine)}
+        rows.append([str(band), str(policy), f"{mine.n_problems.max():,}", *(cells.get(k, DASH) for k in ks)])
+    return Table("pass@k", ["problems", "policy", "number", *(f"k = {k}" for k in ks)], rows, 2)
+
+
+def steps(diff: FeatureDiff) -> list[Table]:
+    """How many features of each kind every run has, and when the clearest set in."""
+    counts: list[list[str | Cell]] = []
+    clearest: list[list[str | Cell]] = []
+    for run in along_steps(diff):
+        saved = ", ".join(f"{step:g}" for step in run.steps)
+        counts.append([run.run, saved, *(f"{n:,}" for n in run.kinds.values())])
+        strong = run.last[run.last.kind != FLAT]
+        strong = strong.loc[strong.delta.abs().sort_values(ascending=False, kind="stable").index].head(_MAX_TOP)
+        clearest += [
+            [
+                run.run,
+                *described_cells(diff, r.feature),
+                r.kind,
+                Cell(f"{r.onset:g}", f"[{r.onset_low:g}, {r.onset_high:g}]"),
+                ranged(r.shift, r.low, r.high),
+            ]
+            for r in facts.records(strong)
+        ]
+    tables = [Table("Features by kind", ["run", "steps", *KINDS], counts, 2)] if counts else []
+    head = ["run", "feature", "responds to", "kind", "onset", "shift at the last step"]
+    return [*tables, Table("Clearest features", head, clearest, 4)] if clearest else tables
+
+
+def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
+    """Of every run's features: what ablating them in the run undoes, and what transplanting them moves.
+
+    A row a donor, set of features and behaviour; None where nothing was transplanted.
+    """
+    rows: list[list[str | Cell]] = []
+    for test in tests:
+        if "donor" not in test:
+            continue
+        ablated = [
+            other
+            for other in tests
+            if other["mode"] == "ablate"
+            and (other["checkpoint"], other["features"]) == (test["donor"], test["features"])
+        ]
+        into = {(row["condition"], row["behaviour"]): row for row in test["changes"]}
+        undone = {(row["condition"], row["behaviour"]): row for other in ablated for row in other["changes"]}
+        # A behaviour that few responses allow to be measured may be unknown of some conditions.
+        both = [name for condition, name in into if condition == "donor" and ("whole", name) in into]
+        names = facts.behaviour_order(both)
+        differs = [name for name in names[2:] if not pd.isna(into["donor", name].get("share"))]
+        for name in [*names[:2], *differs][:_MAX_MEASURED]:
+            rows.append(
+                [
+                    f"{count(len(test['features']), 'feature')} of {test['donor']}",
+                    test["checkpoint"],
+                    facts.behaviour_name(name),
+                    _change(into["donor", name]),
+                    _beside("change", undone, name),
+                    _beside("share", into, name),
+                    _share(into["whole", name]),
+                ]
+            )
+    head = ["features", "into", "behaviour", "the donor itself", "necessary: ablated in the donor"]
+    head += ["sufficient: share that they move", "share that the whole stream moves"]
+    return Table("What the features are needed for, and what they bring about alone", head, rows, 3) if rows else None
+
+
+def _beside(what: str, rows: dict[tuple[str, str], dict[str, Any]], name: str) -> Cell:
+    """The change or the share of the features, and under it that of matched random ones."""
+    if ("features", name) not in rows:
+        return Cell(DASH)
+    cell = _change if what == "change" else _share
+    random = cell(rows["random", name])
+    mine = cell(rows["features", name])
+    return Cell(mine.text, mine.small, f"random {random.text} {random.small}")
+
+
+def _share(row: dict[str, Any]) -> Cell:
+    if row.get("share") is None or pd.isna(row["share"]):
+        return Cell(DASH)
+    return Cell(f"{percent(row['share'])} %", f"[{percent(row['share_low'])}, {percent(row['share_high'])}]")
+
+
+def changes(test: dict[str, Any]) -> Table | None:
+    """What an intervention changed, beside its controls."""
+    if not test.get("changes"):
+        return None
+    names = facts.behaviour_order(row["behaviour"] for row in test["changes"])
+    cells = {(row["condition"], row["behaviour"]): _change(row) for row in test["changes"]}
+    rows = [
+        [word, *(cells.get((condition, name), DASH) for name in names)]
+        for condition, word in CONDITIONS.items()
+        if any((condition, name) in cells for name in names)
+    ]
+    head = ["edited", *map(facts.behaviour_name, names)]
+    return Table("Change against no edit, paired over problems", head, rows)
+
+
+def _change(row: dict[str, Any]) -> Cell:
+    change, low, high = (row[name] for name in ("change", "change_low", "change_high"))
+    ends = too_few(int(row["n_paired"])) if pd.isna(low) else interval(low, high, sign=True, like=change)
+    return Cell(number(change, sign=True), ends)
