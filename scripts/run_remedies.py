@@ -60,7 +60,7 @@ SHAPINGS = {
 """Of the arms with credit from features; "shuffled" and "surprisal" have that of "guided"."""
 
 SLIP_SCORE = -4.6
-"""Mean score of a wrong result (scripts/check_credit.py), which "surprisal" gives a token that has probability 0."""
+"""Mean score of a wrong result (docs/remedies.md), which "surprisal" gives a token that has probability 0."""
 
 ARMS = (
     "plain",

@@ -1,4 +1,4 @@
-"""How each claim is measured on the runs of `scripts/claims_study.py`: from records to parts, one value a seed."""
+"""How each claim is measured on the runs of the study: from records to parts, one value a seed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from organism.examining import LENGTHS
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.claims.literature import CLAIMS, STUDIED
 from tsae.rollouts.difficulty import estimate
 
 SEEDS = "training seeds"
+LENGTHS = tuple(range(1, 15))
+"""Operations of the chains whose sparsity was measured."""
 _MOVED = 0.03
 """Accuracy that counts as equal: half of what 400 responses can tell apart."""
 _BANDS = ("easy", "medium", "hard")
@@ -76,7 +77,7 @@ def judge(records: Records) -> dict[str, Judgement]:
 
 
 def _missing(key: str) -> Judgement:
-    return untestable(CLAIMS[key], f"runs of {', '.join(NEEDED[key])}", "Run scripts/claims_study.py.")
+    return untestable(CLAIMS[key], f"runs of {', '.join(NEEDED[key])}", "Give the records of the study.")
 
 
 def inverted_u(records: Records) -> Judgement:

@@ -19,51 +19,30 @@ from tsae.demo import demo
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 SOLUTIONS = os.environ.get("TSAE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl")
-CAUSAL = "--demo demo --problems 4 --samples 1 --n-random 2"
 RUN = "--config.per-band 1 --config.steps 2 --config.groups 3 --config.samples 4"
 
 TINY = {
     "bench_attribution_online.py": "--steps 1",
     "bench_capture.py": f"--solutions {SOLUTIONS} --tokens 512 --batch-tokens 512 --rounds 1 --window-rounds 1 "
     "--window-tokens 5000 --memory-tokens 2000 4000",
-    "bench_credit.py": "--reference remedies/reference --steps 1",
-    "bench_crosscoder.py": "--to crosscoder --steps 4 --seeds 1",
-    "bench_finetune.py": "--to finetune --base-tokens 8000 --tokens 8000 --rates 1 --seeds 1",
     "bench_import.py": "--trajectories 16 --workers 1",
     "bench_quality.py": "--to quality --store demo/activations --d-sae 32 --k 4 --steps 4 --batch-tokens 256 --seeds 1",
     "bench_report.py": "--features 48 --problems 12 --tokens 12 --k 4 --rounds 1",
     "bench_scale.py": "--problems 12 --samples 2 --tokens 20 --times 2 --d-model 8 --d-sae 64 --k 4",
     "bench_train.py": "--d-model 16 --d-sae 64 --k 4 --pairs 64 --steps 1",
-    "bench_verification.py": "--to verification --problems 4 --samples 2 --tokens 20000",
-    "bench_warm_start.py": "--to warm --published-tokens 8000 --tokens 8000 --seeds 1",
-    "calibrate_replay.py": "ordinary/lora --only one",
-    "causal_testbed.py": f"{CAUSAL} --to causal",
     "check_attribution.py": "--run mixed/run --retrained mixed/to --sae demo/sae --data mixed/data --n-features 2",
     "check_changes.py": "--draws 20",
     "check_claims.py": "",
-    "check_credit.py": "--reference remedies/reference --problems 40",
-    "check_influence.py": "--demo demo --features 4 --problems 4",
     "check_null.py": "--weights --to null --problems 12 --seeds 1 --samples 2",
-    "check_reinforcement.py": "--demo demo",
     "check_statements.py": "--draws 2",
-    "claims_features.py": "--out claims --seeds 1 --problems 4 --tokens 8000 --random 2",
-    "claims_study.py": "--out claims --arms easy medium hard --seeds 1 --steps 1",
-    "explain_hard_run.py": "--to hard --seeds 1 --per-kind 8 --config.per-band 4 --config.steps 2 --config.groups 12",
-    "explain_smollm2.sh": "demo explained",
-    "guard_hard_run.py": f"--to guard --seeds 0 --every 1 --problems 2 --responses 2 {RUN}",
     "ordinary_runs.py": "lora ordinary/lora --steps 1 --per-level 4 --ids --labels --save-every-step",
     "retrain_mixed.py": f"--run mixed/run --to mixed/to --halves 1 --most 0 --samplings replayed 1 {RUN}",
     "run_remedies.py": "--out remedies --quick --seeds 1 --arms plain",
     "simulate_scale.py": "simulate --parts 8 --workers 2 --draws 2",
     "torture.py": "--cases 4",
-    "transplant_testbed.py": f"{CAUSAL} --features 2 --only direct-answer-of-hard-150-into-base --to transplant",
 }
 AFTER = {
-    "bench_credit.py": "run_remedies.py",
-    "calibrate_replay.py": "ordinary_runs.py",
     "check_attribution.py": "retrain_mixed.py",
-    "check_credit.py": "run_remedies.py",
-    "claims_features.py": "claims_study.py",
 }
 """A script, and the one whose folder it reads."""
 ELSEWHERE = {
@@ -72,8 +51,6 @@ ELSEWHERE = {
     "build_testbed.py": "testbed/test_build.py",
     "gpu_suite.py": "app/test_gpu_suite.py",
     "gpu_suite.sh": "app/test_gpu_suite.py",
-    "hard_end.py": "testbed/test_hard_end.py",
-    "llm_bands.py": "app/test_llm_bands.py",
     "run_notebooks.py": "app/test_notebooks.py",
     "smollm2_gsm8k.sh": "app/test_demo.py",
     "slow_variance.py": "sae/test_evaluation.py",
