@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
-from support.hub import Hub, hub_here
+from support.servers import Hub, hub_here
 
 pytest.register_assert_rewrite("support.logs")
 

@@ -22,7 +22,7 @@ import torch
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed, save_series
 from support.checkpoints import reweigh, rewrite
 from support.children import free_port, killed_until_done, past, start
-from support.memory import ERRORS, short_of_memory
+from support.stand_in import ERRORS, short_of_memory
 from support.stores import edit
 from tsae.activations import capture as recording
 from tsae.activations import reading_plan as opening

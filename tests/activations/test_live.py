@@ -21,8 +21,8 @@ import tsae
 from support.builders import make_rollouts
 from support.checkpoints import rewrite
 from support.children import start
-from support.memory import ERRORS, short_of_memory
-from support.trainings import checkpoint, interrupted, same_files
+from support.stand_in import ERRORS, short_of_memory
+from support.stores import checkpoint, interrupted, same_files
 from tsae.activations.live import LiveSource, LiveWindows, equal_blocks
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import unpacked

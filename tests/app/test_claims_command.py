@@ -12,7 +12,7 @@ import pytest
 import tsae
 from support.cli import run
 from support.damage import flip
-from support.runs import BANDS, answers, checkpoint, write_run
+from support.results import BANDS, answers, checkpoint, write_run
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.claims.run_claims import claims_before
 from tsae.upkeep.kinds import CLAIMS, kind_of_file

@@ -11,11 +11,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from support.attributions import make_attribution
 from support.builders import make_rollouts
-from support.credit import small_credit
 from support.damage import resealed
-from support.planted import planted
+from support.planted import planted, small_credit
+from support.results import make_attribution
 from tsae.attribution.attribution import Attribution
 from tsae.base.files import read_object, reading
 from tsae.base.seal import SEAL, seal, write_sealed

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import tsae
-from support.demos import TINY
+from support.cli import TINY
 from tsae.demo import demo
 
 ROOT = Path(__file__).parents[2]

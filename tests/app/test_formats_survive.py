@@ -24,8 +24,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from support.builders import save_model, synthetic_store
-from support.diffs import reader
 from support.logs import LOGS, TEMPLATE
+from support.results import reader
 from tsae.activations.shard import write_shard
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError

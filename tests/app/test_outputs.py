@@ -17,7 +17,6 @@ import pytest
 
 import tsae.commands
 from support.builders import make_rollouts
-from tsae.attribution import attribution
 from tsae.base.disk.made_by import command_file, record_command
 from tsae.base.files import write_json
 from tsae.cli import main, parse
@@ -26,12 +25,8 @@ from tsae.commands.diff import Diff, Drift, Reinforcement
 from tsae.commands.outputs import FILES, MARKS, WRITES, check_outputs
 from tsae.commands.report import Report
 from tsae.commands.rollouts import Bands
-from tsae.diff import explain, feature_diff
 from tsae.errors import TsaeError
-from tsae.features import table_files
-from tsae.rollouts.difficulty import difficulty
 from tsae.rollouts.parquet import write_table
-from tsae.sae.quality import stability
 
 
 @pytest.fixture
@@ -266,20 +261,6 @@ def test_a_folder_is_known_before_its_files_are_written(rollouts: Path, monkeypa
     main(command)
     command_file(Path("own")).unlink()  # moved, or written by Python code: the results themselves tell
     main(command)
-
-
-def test_what_a_command_writes_into_its_folder_is_known() -> None:
-    assert WRITES["Diff"] == (
-        "diff.json",
-        *(f"{name}.parquet" for name in (*feature_diff._TABLES, *feature_diff._OPTIONAL)),
-    )
-    assert WRITES["Attribute"] == ("attribution.json", *(f"{name}.parquet" for name in attribution._TABLES))
-    assert set(WRITES["Difficulty"]) == {
-        "difficulty.json", "difficulty.html", *(f"{name}.parquet" for name in difficulty._TABLES)
-    }  # fmt: skip
-    assert WRITES["Explain"] == (explain.FILE, explain._TABLE)
-    stored = (table_files.CODES, table_files.COLUMNS, table_files.MEANS, "rollouts.parquet", stability.FILE, "run.json")
-    assert WRITES["Encode"] == ("features.json", *stored)
 
 
 @pytest.mark.parametrize("name", ["rates.parquet", "groups.parquet"])

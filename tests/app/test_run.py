@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 import tsae
 from support.builders import make_rollouts
 from support.checkpoints import cached
-from support.pages import rendered
+from support.results import rendered
 from tsae.activations.shards.manifest import record_file
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution

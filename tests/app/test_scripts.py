@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.demos import TINY as TINY_DEMO
+from support.cli import TINY as TINY_DEMO
 from tsae.demo import demo
 
 ROOT = Path(__file__).parents[2]

@@ -457,7 +457,7 @@ def test_influence_is_of_sampled_tokens(thinking: Rollouts) -> None:
 
 
 def test_credit_goes_to_sampled_tokens(tmp_path: Path) -> None:
-    from support.credit import world
+    from support.planted import world
 
     plain = world()
     parts = [[0, 0, 2, 0, 1, 0, 0] if row % 2 else None for row in range(len(plain.rollouts))]

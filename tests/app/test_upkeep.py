@@ -17,12 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.attributions import make_attribution
 from support.builders import synthetic_store
 from support.cli import run
-from support.credit import small_credit
 from support.damage import flip
-from support.planted import planted
+from support.planted import planted, small_credit
+from support.results import make_attribution
 from tsae.activations.config import CaptureConfig
 from tsae.activations.shards.manifest import write_manifest
 from tsae.attribution.config import AttributionConfig

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
-from support.gradients import sample_gradients
+from support.grpo_loop import sample_gradients
 from tsae.attribution.guard import Guard, Recorder, worst
 from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights, log_probabilities
 from tsae.attribution.targets import NextToken

@@ -15,7 +15,7 @@ import pytest
 
 import tsae
 from support.damage import resealed
-from support.diffs import source
+from support.results import source
 from tsae.base.disk.hdf5 import places
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

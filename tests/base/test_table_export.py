@@ -9,9 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from support.attributions import make_attribution
 from support.builders import make_rollouts
-from support.diffs import make
+from support.results import make, make_attribution
 from tsae.base.files import append_line
 from tsae.diff.influence import Influence
 from tsae.errors import TsaeError

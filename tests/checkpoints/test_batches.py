@@ -14,7 +14,7 @@ import torch
 
 import tsae
 from support.builders import ARCHITECTURES, BATCHED, BOS, D_MODEL, MIXTURES, N_LAYERS, VOCABULARY, save_model
-from support.gradients import sample_gradients
+from support.grpo_loop import sample_gradients
 from tsae.activations.forward_batches import pad
 from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans

@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 
 from support.builders import EOS, feature_table
-from support.diffs import describe, make, reader
-from support.runs import checkpoint
+from support.results import checkpoint, describe, make, reader
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.claims.run_claims import claims_of
 from tsae.features.feature_table import FeatureTable

@@ -15,11 +15,10 @@ import pytest
 from scipy import stats
 
 import tsae
-from support.attributions import TARGETS, make_attribution
 from support.builders import synthetic_store
 from support.cli import run as cli
 from support.damage import flip, resealed
-from support.runs import BANDS, answer, answers, checkpoint, write_run
+from support.results import BANDS, TARGETS, answer, answers, checkpoint, make_attribution, write_run
 from tsae.base.seal import seal
 from tsae.causal.intervention import folders_of_tests
 from tsae.claims.evidence import Evidence, Missing, attribution_in

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.builders import EOS, feature_table, write_store
-from support.pages import rendered
+from support.results import rendered
 from tsae.activations.store import ActivationStore
 from tsae.commands.causes import Causal, opposed_features
 from tsae.diff.baselines import baselines

@@ -17,8 +17,8 @@ import pandas as pd
 import pytest
 
 from support.builders import feature_table, make_rollouts
-from support.chat_server import ChatServer, oracle, serving
-from support.diffs import make
+from support.results import make
+from support.servers import ChatServer, oracle, serving
 from tsae import FeatureDiff
 from tsae.cli import main
 from tsae.diff.config import ExplainConfig

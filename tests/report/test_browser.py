@@ -16,8 +16,7 @@ import scipy.sparse as sp
 from run_notebooks import CHROMIUM
 
 import tsae
-from support.attributions import make_attribution
-from support.diffs import MARKUP, describe, make, reader
+from support.results import MARKUP, describe, make, make_attribution, reader
 from tsae.diff.baselines import WAYS
 from tsae.features.feature_table import FeatureTable
 from tsae.report.page import write_report
@@ -385,7 +384,7 @@ def test_axe_finds_no_serious_violation(browser: Any, tested: Path, scheme: str)
 @pytest.mark.slow
 def test_the_demo_opens_with_the_network_blocked(browser: Any, tmp_path: Path) -> None:
     """A small real run of the whole pipeline, then everything that the page promises."""
-    from support.demos import TINY
+    from support.cli import TINY
     from tsae.demo import demo
 
     path = demo(replace(TINY, to=tmp_path / "demo"), progress=False)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.diffs import MARKUP, make
-from support.pages import rendered
+from support.results import MARKUP, make, rendered
 from tsae.claims.judging import Judgement, Part, untestable
 from tsae.claims.literature import CLAIMS
 from tsae.claims.run_claims import ONE_RUN, Claims

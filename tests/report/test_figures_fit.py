@@ -13,8 +13,7 @@ import pytest
 from run_notebooks import CHROMIUM
 
 import tsae
-from support.attributions import make_attribution
-from support.diffs import make
+from support.results import make, make_attribution
 from tsae.report.page import write_report
 
 pytestmark = [

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 import tsae
 from support.cli import SITE, run
 from support.damage import resealed
-from support.hub import TOKEN, Hub
+from support.servers import TOKEN, Hub
 from tsae.base.files import partial_name, write_json
 from tsae.base.seal import sealed_names, with_checksum
 from tsae.errors import TsaeError

@@ -17,8 +17,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from support.diffs import INVISIBLE, MARKUP, behaviour, describe, make, reader, source
-from support.pages import rendered
+from support.results import INVISIBLE, MARKUP, behaviour, describe, make, reader, rendered, source
 from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError

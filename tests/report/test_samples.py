@@ -11,9 +11,7 @@ import pandas as pd
 import pytest
 
 import tsae
-from support.attributions import BANDS, GATE, REALISED, TARGETS, make_attribution
-from support.diffs import MARKUP, make
-from support.pages import rendered
+from support.results import BANDS, GATE, MARKUP, REALISED, TARGETS, make, make_attribution, rendered
 from tsae.attribution.attribution import Attribution
 from tsae.cli import main
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 from run_notebooks import CHROMIUM
 
-from support.diffs import MARKUP, make, source
-from support.pages import rendered
+from support.results import MARKUP, make, rendered, source
 from tsae.base.files import write_text
 from tsae.commands.report import Serve, files_of_page
 from tsae.diff.feature_diff import FeatureDiff

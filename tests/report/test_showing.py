@@ -18,7 +18,7 @@ from run_notebooks import CHROMIUM, WIDTH, lighten
 
 import tsae
 from support.builders import make_rollouts
-from support.diffs import INVISIBLE, MARKUP, make, source
+from support.results import INVISIBLE, MARKUP, make, source
 from tsae.errors import TsaeError
 from tsae.features.contexts import top_contexts
 from tsae.report import notebook as cards
@@ -320,7 +320,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from support.diffs import make\n"
+        "from support.results import make\n"
         "from tqdm.auto import tqdm\n"
         "diff = make()\n"
         "for _ in tqdm(range(3), desc='work'): pass\n"

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from statements.credit import planted_credit, says
 
-from support.credit import IDLE, N_FEATURES, small_credit, world
 from support.damage import resealed
+from support.planted import IDLE, N_FEATURES, small_credit, world
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl import credit_fitting

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from support import chat_templates
+from support.checkpoints import make_tokenizer
 from tsae.checkpoints.loading import Checkpoint
 from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING, Spans, TokenTexts, count_sampled
 
@@ -263,7 +263,7 @@ def test_random_responses_against_their_bytes(kind: str) -> None:
 def test_markers_that_are_special_tokens_are_lost_in_text() -> None:
     assert Spans(tokenizer("tokens")).lost(tokenizer("tokens").get_vocab()) == "<|channel|>analysis"
     assert Spans(tokenizer("bytes")).lost(tokenizer("bytes").get_vocab()) is None
-    qwen3 = chat_templates.make_tokenizer("qwen3")
+    qwen3 = make_tokenizer("qwen3")
     assert Spans(qwen3).lost(qwen3.get_vocab()) is None  # <think> is an added token, but no special one
 
 

@@ -14,8 +14,17 @@ import pytest
 import torch
 
 from support.builders import synthetic_store
-from support.saes import lens_config, randomized
-from support.trainings import CONFIG, SHORT, D, checkpoint, interrupted, make_store, same_files
+from support.stores import (
+    CONFIG,
+    SHORT,
+    WIDTH,
+    checkpoint,
+    interrupted,
+    lens_config,
+    make_store,
+    randomized,
+    same_files,
+)
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
@@ -47,7 +56,7 @@ def second(first: ActivationStore, tmp_path_factory: pytest.TempPathFactory) -> 
     """The same directions, seven times as large, in another order and with new noise."""
     rng = np.random.default_rng(5)
     (shard,) = first.shards()
-    texts = shard.read(SITE, slice(None)).reshape(60, 25, D)[rng.permutation(60)]
+    texts = shard.read(SITE, slice(None)).reshape(60, 25, WIDTH)[rng.permutation(60)]
     return synthetic_store(
         tmp_path_factory.mktemp("second") / "acts", list(7 * texts + 0.1 * rng.normal(size=texts.shape))
     )
@@ -79,7 +88,7 @@ def unscaled(trainer: Trainer) -> TemporalSAE:
 def test_before_the_first_step_a_tsae_is_what_it_was(second: ActivationStore, base: Path) -> None:
     start, x = TemporalSAE.load(base), tokens(second)
     trainer = trainer_of(second, start)
-    assert trainer.scale != pytest.approx(float(np.sqrt(D)) / start.training_info["norms"]["mean"], rel=0.5)
+    assert trainer.scale != pytest.approx(float(np.sqrt(WIDTH)) / start.training_info["norms"]["mean"], rel=0.5)
     assert torch.equal(trainer.sae.W_dec, start.W_dec)
     assert torch.equal(trainer.sae.W_enc, start.W_enc)
     assert not trainer.idle_tokens.any()
@@ -117,7 +126,7 @@ def test_the_threshold_is_the_new_stores(second: ActivationStore, base: Path) ->
 def lens_of(architecture: str, more: dict[str, Any]) -> Any:
     from sae_lens import SAE, TrainingSAE
 
-    config = lens_config(architecture, **more) | {"d_in": D, "d_sae": 128}
+    config = lens_config(architecture, **more) | {"d_in": WIDTH, "d_sae": 128}
     config["metadata"]["hook_name"] = SITE
     kind = SAE if architecture in ("jumprelu", "standard") else TrainingSAE
     lens = randomized(kind.from_dict(config))
@@ -231,7 +240,7 @@ def test_what_does_not_fit_is_refused_by_name(
         config=SAEConfig(d_sae=128, k=3, groups=(0.5, 0.5)),
     )
     refused("a ForeignConfig says what an SAE is", config=ForeignConfig(d_sae=128))
-    narrow = TemporalSAE(D // 2, SAEConfig(d_sae=8, k=1), site=SITE)
+    narrow = TemporalSAE(WIDTH // 2, SAEConfig(d_sae=8, k=1), site=SITE)
     with pytest.raises(TsaeError, match=r"x\.site has d_model 16, the SAE expects 8"):
         train(first, start=narrow, training=SHORT, progress=False)
     with pytest.raises(TsaeError, match=r"holds no config\.json"):

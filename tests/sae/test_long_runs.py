@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 
 from support.builders import synthetic_store
 from support.children import killed_until_done, past, start
-from support.trainings import (
+from support.stores import (
     CONFIG,
     SHORT,
     TRAINING,
-    D,
+    WIDTH,
     checkpoint,
     interrupted,
     make_store,
@@ -346,14 +346,14 @@ def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float)
     with pytest.raises(TsaeError, match=message):
         train(store, CONFIG, training=TRAINING, progress=False)
     # Nor do they become codes, which would be 0 and look like any.
-    sae = TemporalSAE(D, CONFIG, site="x.site")
+    sae = TemporalSAE(WIDTH, CONFIG, site="x.site")
     for use in (lambda: encode(sae, store, progress=False), lambda: evaluate(sae, store, held_out=None)):
         with pytest.raises(TsaeError, match=r"00000\.h5: x\.site is not finite in trajectory 17( .*)?, token 4\."):
             use()
 
 
 def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
-    store = synthetic_store(tmp_path / "acts", [np.ones((2, D)) for _ in range(30)])
+    store = synthetic_store(tmp_path / "acts", [np.ones((2, WIDTH)) for _ in range(30)])
     with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens"):
         train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, span="response"), progress=False)
 
@@ -400,7 +400,7 @@ def test_two_processes_killed_go_on_with_the_same_bits(store: ActivationStore, t
 def outliers_between(folder: Path) -> ActivationStore:
     """A store in which of every three tokens the middle one is an outlier."""
     rng = np.random.default_rng(0)
-    return synthetic_store(folder, [rng.normal(size=(3, D)) * [[1], [1000], [1]] for _ in range(200)])
+    return synthetic_store(folder, [rng.normal(size=(3, WIDTH)) * [[1], [1000], [1]] for _ in range(200)])
 
 
 def test_a_store_whose_pairs_are_all_outliers_is_refused(tmp_path: Path) -> None:

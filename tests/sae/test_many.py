@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.children import free_port, killed_until_done, past, start
-from support.trainings import CONFIG, SHORT, TRAINING, Interrupted, checkpoint, make_store, run, run_ranks, same_files
+from support.stores import CONFIG, SHORT, TRAINING, Interrupted, checkpoint, make_store, run, run_ranks, same_files
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError

@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 
 import tsae
 from support.checkpoints import edit
-from support.hub import Hub
-from support.saes import SITE, lens_config, randomized
+from support.servers import Hub
+from support.stores import LENS_SITE, lens_config, randomized
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -447,7 +447,7 @@ def test_a_damaged_npz_is_refused(compressed: bool, tmp_path: Path) -> None:
     ],
 )
 def test_of_a_promise_only_numbers_are_kept(told: Any, kept: dict[str, float], tmp_path: Path) -> None:
-    folder = tsae.load_sae(gemma_scope(tmp_path / "sae"), site=SITE).save(tmp_path / "kept")
+    folder = tsae.load_sae(gemma_scope(tmp_path / "sae"), site=LENS_SITE).save(tmp_path / "kept")
     config = json.loads((folder / "cfg.json").read_text())
     edit(folder / "cfg.json", metadata={**config["metadata"], "promised": told, "prepend_bos": False})
     found = tsae.load_sae(folder)
@@ -460,9 +460,9 @@ def test_what_the_files_do_not_say_is_asked_for(tmp_path: Path) -> None:
     refused(qwen_scope(tmp_path / "renamed" / "layer4.sae.pt"), "how many latents a token has")
     folder = gemma_scope(tmp_path / "renamed" / "here")
     refused(folder, r"does not say where its activations come from.*tsae export --site")
-    assert tsae.load_sae(folder, site=SITE).site == SITE
-    main(["export", "--sae", str(folder), "--site", SITE, "--to", str(tmp_path / "kept")])
-    assert tsae.load_sae(tmp_path / "kept").site == SITE
+    assert tsae.load_sae(folder, site=LENS_SITE).site == LENS_SITE
+    main(["export", "--sae", str(folder), "--site", LENS_SITE, "--to", str(tmp_path / "kept")])
+    assert tsae.load_sae(tmp_path / "kept").site == LENS_SITE
 
 
 # --- in the analysis
@@ -471,7 +471,7 @@ def test_what_the_files_do_not_say_is_asked_for(tmp_path: Path) -> None:
 def test_a_published_sae_of_another_model_is_said_to_explain_little(store: Any, tmp_path: Path) -> None:
     """The same shapes, other weights."""
     folder = gemma_scope(tmp_path / "sae", d=16)
-    kept = tsae.load_sae(folder, site=SITE).save(tmp_path / "kept")
+    kept = tsae.load_sae(folder, site=LENS_SITE).save(tmp_path / "kept")
     with pytest.warns(
         UserWarning, match=r"explains -?\d+\.\d\d of the variance of .* tokens at blocks\.1.*at least 0\.5"
     ):
@@ -497,8 +497,8 @@ def check(folder: Path, store: Any) -> tuple[float, float] | None:
 def test_codes_that_are_never_stored_are_held_to_the_promise_too(
     series: Any, rollouts: Any, store: Any, tmp_path: Path
 ) -> None:
-    kept = tsae.load_sae(gemma_scope(tmp_path / "sae", d=16), site=SITE)
-    live = tsae.LiveSource(series, rollouts, SITE)
+    kept = tsae.load_sae(gemma_scope(tmp_path / "sae", d=16), site=LENS_SITE)
+    live = tsae.LiveSource(series, rollouts, LENS_SITE)
     with pytest.warns(UserWarning, match=r"explains -?\d+\.\d\d of the variance of .* at blocks\.1"):
         tsae.encode(kept, live, to=tmp_path / "features", progress=False)
 
@@ -507,7 +507,7 @@ def test_codes_that_are_never_stored_are_held_to_the_promise_too(
 def test_one_that_keeps_its_promise_is_encoded_without_a_word(store: Any, tmp_path: Path) -> None:
     trained = tsae.train(
         store.subset(readers="base"), SAEConfig(d_sae=64, k=8, groups=(1.0,), temporal_weight=0.0),
-        training=TrainingConfig(tokens=16_000, batch_tokens=200, site=SITE), progress=False,
+        training=TrainingConfig(tokens=16_000, batch_tokens=200, site=LENS_SITE), progress=False,
     )  # fmt: skip
     weights = {"threshold": trained.threshold.expand(64).clone()}
     weights |= {name: value.detach() for name, value in trained.named_parameters()}
@@ -541,7 +541,7 @@ def test_tokens_that_are_normalised_one_by_one_are_reconstructed_in_their_units(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         features = tsae.encode(sae, store, progress=False)
-    tokens = torch.cat([torch.from_numpy(s.read(SITE, slice(None))) for s in store.shards() if s.reader == "base"])
+    tokens = torch.cat([torch.from_numpy(s.read(LENS_SITE, slice(None))) for s in store.shards() if s.reader == "base"])
     ids = np.concatenate([s.token_ids for s in store.shards() if s.reader == "base"])
     counted = tokens[torch.from_numpy(~np.isin(ids, list(store.special_ids)))]
     with torch.no_grad():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.saes import D_IN, D_SAE, SITE, lens_config, randomized
+from support.stores import D_IN, D_SAE, LENS_SITE, lens_config, randomized
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
@@ -27,7 +27,7 @@ def sae() -> TemporalSAE:
     """Wide enough that matrix products are blocked; about 20 of 384 latents active."""
     generator = torch.Generator().manual_seed(0)
     config = SAEConfig(d_sae=384, k=20, groups=(0.25, 0.75), temporal_weight=0.7)
-    sae = TemporalSAE(576, config, site=SITE, training={"norms": {"limit": 700.0}})
+    sae = TemporalSAE(576, config, site=LENS_SITE, training={"norms": {"limit": 700.0}})
     sae.initialize(10 * torch.randn(576, generator=generator), generator)
     with torch.no_grad():
         sae.W_enc.add_(0.01 * torch.randn(576, 384, generator=generator))
@@ -77,7 +77,7 @@ def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, t
     assert torch.equal(found["x_hat"], sae.decode(codes))
     assert torch.equal(found["batched"], sae.encode(x[:300].reshape(3, 100, -1)))
     metadata = found["metadata"]
-    assert (metadata["hook_name"], metadata["d_high"], metadata["temporal_weight"]) == (SITE, 96, 0.7)
+    assert (metadata["hook_name"], metadata["d_high"], metadata["temporal_weight"]) == (LENS_SITE, 96, 0.7)
     assert metadata["tsae"]["sae"]["k"] == 20
 
 
@@ -99,7 +99,7 @@ def test_sae_lens_reads_our_own_folder(sae: TemporalSAE, x: torch.Tensor, tmp_pa
     lens = SAE.load_from_disk(sae.save(tmp_path / "sae"), converter=saelens.disk_loader)
     assert isinstance(lens, saelens.LensTemporalSAE)
     assert lens.cfg.architecture() == "tsae_temporal"
-    assert (lens.cfg.d_high, lens.cfg.metadata.hook_name) == (96, SITE)
+    assert (lens.cfg.d_high, lens.cfg.metadata.hook_name) == (96, LENS_SITE)
     with torch.no_grad():
         assert torch.equal(lens.encode(x), sae.encode(x))
         assert torch.equal(lens.encode_high(x[:300].reshape(3, 100, -1)).reshape(300, -1), sae.encode_high(x[:300]))
@@ -146,7 +146,7 @@ assert "sae_lens" not in sys.modules
 
 # --- SAEs of sae_lens, read here
 
-OURS = {"sae_lens_version": "6.54.0", "hook_name": SITE}
+OURS = {"sae_lens_version": "6.54.0", "hook_name": LENS_SITE}
 
 
 def tokens(n: int = 200) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_codes_of_sae_lens_are_computed_here_with_the_same_bits(
     assert torch.equal(found.encode(x), codes)
     assert torch.equal(found.decode(found.encode(x)), x_hat)
     assert 1 < float((codes > 0).sum(1).float().mean()) < D_SAE
-    assert (found.site, found.config.d_high, found.config.d_sae) == (SITE, D_SAE, D_SAE)
+    assert (found.site, found.config.d_high, found.config.d_sae) == (LENS_SITE, D_SAE, D_SAE)
     assert found.training_info["sae_lens"]["model_name"] == "tiny"
     # There and back.
     again = TemporalSAE.load(found.save(tmp_path / "again"))
@@ -256,7 +256,7 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
         ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "blocks.1.hook_mlp_out"}}, "captured between blocks"),
         ({"metadata": {}}, "does not say where its activations come from"),
         ({"metadata": {"sae_lens_version": "6.54.0"}}, "does not say where its activations come from"),
-        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": SITE, "hook_head_index": 2}}, "attention heads"),
+        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": LENS_SITE, "hook_head_index": 2}}, "attention heads"),
         ({"d_sae": 12}, "the file of weights does not fit the config"),
         ({"d_in": 10**15}, r"does not fit the config \(W_enc has shape \(48, 160\), expected \(10+, 160\)\)"),
         ({"d_in": -1}, "d_in is -1, expected a whole number of at least 1"),
@@ -390,7 +390,7 @@ def test_values_of_no_use_in_configs_before_version_6_are_refused(
     from sae_lens import SAE
 
     randomized(SAE.from_dict(lens_config("standard"))).save_model(tmp_path)
-    (tmp_path / "cfg.json").write_text(json.dumps({"hook_point": SITE, "d_in": D_IN, "d_sae": D_SAE, **change}))
+    (tmp_path / "cfg.json").write_text(json.dumps({"hook_point": LENS_SITE, "d_in": D_IN, "d_sae": D_SAE, **change}))
     with pytest.raises(TsaeError, match=message):
         TemporalSAE.load(tmp_path)
 
@@ -403,10 +403,17 @@ def test_configs_before_version_6_are_converted_by_sae_lens(tmp_path: Path) -> N
         architecture = "topk" if more else "standard"
         lens = randomized(SAE.from_dict(lens_config(architecture, **({"k": 7} if more else {}))))
         lens.save_model(tmp_path)
-        old = {"hook_point": SITE, "d_in": D_IN, "d_sae": D_SAE, "dtype": "torch.float32", "prepend_bos": True, **more}
+        old = {
+            "hook_point": LENS_SITE,
+            "d_in": D_IN,
+            "d_sae": D_SAE,
+            "dtype": "torch.float32",
+            "prepend_bos": True,
+            **more,
+        }
         (tmp_path / "cfg.json").write_text(json.dumps(old))
         found = TemporalSAE.load(tmp_path)
-        assert found.site == SITE
+        assert found.site == LENS_SITE
         with torch.no_grad():
             assert torch.equal(found.encode(tokens()), lens.encode(tokens()))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import tsae
 from tsae.cli import main
+from tsae.config import DemoConfig
 
 COMMANDS = [
     ["run"],
@@ -69,3 +71,13 @@ FAMILIES = {"numbers": ("digit",)}
 def every_step(prompt: str, response: str) -> list[bool]:
     """A check of steps that finds every character right."""
     return [True for _ in response]
+
+
+TINY = DemoConfig(
+    problems=14,
+    samples=4,
+    band_samples=12,
+    attribute=False,
+    sae=tsae.SAEConfig(d_sae=64, k=4),
+    training=tsae.TrainingConfig(tokens=40_000, batch_tokens=1024),
+)

@@ -17,7 +17,7 @@ from tsae.attribution.replay.certificates import logged_facts
 from tsae.attribution.replay.forward_passes import Run
 from tsae.attribution.replay.path import Replayed, replay
 from tsae.attribution.replay.states import State, States
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
@@ -280,3 +280,17 @@ def replay_of(run: Run, folder: Path, *, budget: int = 10**9, **given: Any) -> R
 def apart(found: torch.Tensor, loop: GrpoLoop, step: int = -1) -> float:
     """Distance from the loop's weights after a step, as a part of the way there."""
     return float((found - loop.weights[step]).norm() / (loop.weights[step] - loop.weights[0]).norm())
+
+
+def sample_gradients(
+    trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """(B, P) of every sample's Σ_t weight_t log π(token t), without its padding; weight is (B, T − 1)."""
+    found, leaves = [], {name: p.requires_grad_() for name, p in trained.parameters.items()}
+    for row, kept, by in zip(ids, mask, weight, strict=True):
+        n = int(kept.sum())
+        log = log_probabilities(trained.model, row[None, :n], kept[None, :n])
+        grads = torch.autograd.grad((log[0] * by[: n - 1]).sum(), list(leaves.values()), allow_unused=True)
+        found.append(trained.join({name: g for name, g in zip(leaves, grads, strict=True) if g is not None}))
+    trained.model.requires_grad_(False)
+    return torch.stack(found)

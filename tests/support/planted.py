@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.stats import norm, ttest_ind
 
 from support.builders import EOS, feature_table
@@ -19,9 +20,11 @@ from tsae.diff.comparisons import Rows, interaction_comparisons, outcome_compari
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import Contrast, draw
 from tsae.diff.inference import q_values
+from tsae.rl.config import CreditConfig
+from tsae.rl.credit import Credit
 from tsae.rollouts.table import Rollouts
 
-N_FEATURES = 40
+N_PLANTED = 40
 SHIFTED, OUTCOME, INTERACTION = np.arange(10), np.arange(10, 20), np.arange(20, 30)  # the other ten carry nothing
 SIGMA = {"problem": 0.8, "policy": 0.4, "outcome": 0.4, "trajectory": 0.5, "token": 0.8}
 BANDS = ("easy", "medium", "hard")
@@ -33,21 +36,21 @@ CONTRASTS = ("shift", "outcome", "interaction")
 class Planted:
     table: Any
     truth: dict[str, np.ndarray]
-    """(N_FEATURES,) true difference of every contrast."""
+    """(N_PLANTED,) true difference of every contrast."""
 
 
 def planted(*, n_problems: int, n_samples: int = 8, effect: float = 0.6, seed: int = 0) -> Planted:
     """A base and a run; a third of the problems in each band."""
     rng = np.random.default_rng([seed, 77])
-    level = np.linspace(-0.5, 1.5, 10)[np.arange(N_FEATURES) % 10]
-    sign = np.where(np.arange(N_FEATURES) % 2, -1.0, 1.0) * effect
+    level = np.linspace(-0.5, 1.5, 10)[np.arange(N_PLANTED) % 10]
+    sign = np.where(np.arange(N_PLANTED) % 2, -1.0, 1.0) * effect
     effects = {
-        name: np.where(np.isin(np.arange(N_FEATURES), which), sign, 0.0)
+        name: np.where(np.isin(np.arange(N_PLANTED), which), sign, 0.0)
         for name, which in zip(("shift", "outcome", "interaction"), (SHIFTED, OUTCOME, INTERACTION), strict=True)
     }
 
     def noise(name: str, *shape: int) -> np.ndarray:
-        return SIGMA[name] * rng.normal(size=(*shape, N_FEATURES))
+        return SIGMA[name] * rng.normal(size=(*shape, N_PLANTED))
 
     records, codes = [], []
     of_problem = noise("problem", n_problems)
@@ -61,7 +64,7 @@ def planted(*, n_problems: int, n_samples: int = 8, effect: float = 0.6, seed: i
                 mean = mean + side * effects["shift"] + right * effects["outcome"]
                 mean = mean + right * (band == "hard") * effects["interaction"] + noise("trajectory")
                 response = np.maximum(mean + noise("token", length), 0)
-                codes.append(np.concatenate([np.zeros((1, N_FEATURES)), response, np.full((1, N_FEATURES), 9.0)]))
+                codes.append(np.concatenate([np.zeros((1, N_PLANTED)), response, np.full((1, N_PLANTED), 9.0)]))
                 records.append(
                     {
                         "problem_id": f"p{problem}",
@@ -119,3 +122,45 @@ def token_level_q(world: Planted, name: str) -> np.ndarray:
         sides = (medium & success, medium & ~success)
     a, b = (table.codes[np.flatnonzero(counted & side)].toarray() for side in sides)
     return q_values(ttest_ind(a, b, equal_var=False).pvalue)
+
+
+N_FEATURES, IDLE = 6, 5
+
+
+def world(*, n_problems: int = 40, n_samples: int = 8, tie: float = 1.0, seed: int = 0, **columns: Any) -> Any:
+    """Feature j < 4 says that token j is due next; a response is right if every token was due, else now and then.
+
+    Feature 4 fires on the last token of failures, feature 5 anywhere. With tie = 0 rewards are drawn anew, tied to
+    nothing.
+    """
+    rng = np.random.default_rng(seed)
+    records, codes = [], []
+    for problem in range(n_problems):
+        for _ in range(n_samples):
+            due = rng.integers(0, 4, 6)
+            written = np.where(rng.random(6) < 0.1, rng.integers(0, 4, 6), due)
+            right = bool((written == due).all()) if rng.random() < tie else bool(rng.random() < 0.5)
+            states = np.zeros((8, N_FEATURES))  # prompt, six tokens, the end
+            states[np.arange(6), due] = 1.0 + rng.random(6)
+            states[6, 4] = not right and tie > 0
+            states[:, IDLE] = rng.random(8) < 0.3
+            codes.append(states)
+            ids = {"prompt_ids": [9], "response_ids": [*written.tolist(), EOS]}
+            outcome = {"reward": float(right), "outcome": "success" if right else "failure"}
+            records.append({"problem_id": f"p{problem}", "policy": "base", **ids, **outcome, **columns})
+    table = feature_table(
+        Rollouts.from_records(records).with_advantages(),
+        np.concatenate(codes),
+        [("base", np.arange(len(records)))],
+    )
+    table.info["sae"].update({"weights": "abc", "d_model": 4, "d_sae": N_FEATURES})
+    return table
+
+
+def small_credit() -> Credit:
+    """Tables of four features, two pairs and two tokens."""
+    judged = {"difference": 1.0, "low": 0.5, "high": 1.5, "p": 0.01}
+    sae = {"weights": "abc", "site": "blocks.0.hook_resid_post", "d_model": 3, "d_sae": 4}
+    info = {"sae": sae, "reader": "base", "n_learned": 9, "n_held_out": 6, "significant": True, "note": "", **judged}
+    keys = torch.tensor([1, 6])
+    return Credit(CreditConfig(), torch.ones(4), keys, torch.ones(2), torch.ones(2), 0.0, 1.0, info)

@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tsae.checkpoints.hooks import HuggingFaceReader
 
 _ALSO_FROM_ELSEWHERE = {"aten::copy_", "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 """Operations that a CUDA tensor does with tensors on the CPU: copies, and indices."""
@@ -120,3 +123,23 @@ def stand_in_gpu() -> Iterator[None]:
     own["get_device_name"] = lambda *_: "stand-in"
     with mock.patch.multiple(torch.cuda, **own), _Operations(), _Calls():
         yield
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, tokens: int, error: Exception) -> list[int]:
+    """Let forward passes of more tokens fail; returns the sizes of all that were tried."""
+    read, tried = HuggingFaceReader.read, []
+
+    def limited(self: HuggingFaceReader, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        tried.append(ids.numel())
+        if ids.numel() > tokens:
+            raise error
+        return read(self, ids, mask)
+
+    monkeypatch.setattr(HuggingFaceReader, "read", limited)
+    return tried
+
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: not enough memory: you tried to …"),
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.builders import save_model
-from support.chat_templates import make_tokenizer
+from support.checkpoints import make_tokenizer
 from support.logs import TEMPLATE
 from tsae.checkpoints.loading import Checkpoint
 

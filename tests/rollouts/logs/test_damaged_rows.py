@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.chat_templates import make_tokenizer
+from support.checkpoints import make_tokenizer
 from support.logs import LOGS
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint

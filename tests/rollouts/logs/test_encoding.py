@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.chat_templates import TEMPLATES, make_tokenizer
+from support.checkpoints import TEMPLATES, make_tokenizer
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.tokens import Encoder
 from tsae.rollouts.problems import tokenize

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from support.chat_templates import ASK, TEMPLATES, TURNS, make_tokenizer
+from support.checkpoints import ASK, TEMPLATES, TURNS, make_tokenizer
 from tsae.activations.spans import span_mask
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.loading import Checkpoint

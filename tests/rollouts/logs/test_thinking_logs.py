@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.chat_templates import make_tokenizer
+from support.checkpoints import make_tokenizer
 from support.logs import read, write
 from tsae import Rollouts
 from tsae.cli import main
