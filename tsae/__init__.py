@@ -5,14 +5,12 @@ first used, so that `import tsae` imports neither torch nor transformers. Functi
 of torch and numpy are (`tsae.base.usual_state`).
 """
 
-from importlib import import_module
 from inspect import isroutine
 from typing import Any
 
 import lazy_loader
 
 from tsae.base.usual_state import in_usual_state
-from tsae.base.views import register
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
@@ -21,7 +19,3 @@ def __getattr__(name: str) -> Any:
     found = _load(name)
     globals()[name] = found = in_usual_state(name, found) if isroutine(found) else found
     return found
-
-
-# Results show themselves through the report, which is imported when the first one does.
-register(lambda: import_module("tsae.report.door"))

@@ -77,7 +77,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
     import what is heavy when they are executed."""
     found = []
     for path in MODULES:
-        if path.parent.name == "commands":
+        if path.parent.name == "commands" or name(path) == "tsae/base/display.py":
             continue
         tree = parsed(path)
         top = set(map(id, tree.body))

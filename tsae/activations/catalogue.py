@@ -15,8 +15,8 @@ import pandas as pd
 
 from tsae.activations.config import Axis, Subset
 from tsae.activations.shard import Shard
+from tsae.base import display
 from tsae.base.filters import several
-from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS, OUTCOMES
 from tsae.rollouts.table import Rollouts
@@ -82,7 +82,7 @@ class Catalogue:
             "stored as": self.manifest.get("dtype"),
             "part": "; ".join(f"{a} {', '.join(v)}" for a, v in self.selection.as_dict().items()) or None,
         }
-        return views().card(type(self).__name__, facts, ("readers", table.dropna(axis=1, how="all")))
+        return display.card(type(self).__name__, facts, ("readers", table.dropna(axis=1, how="all")))
 
     @property
     def sites(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tsae.base import display
 from tsae.base.files import as_path, is_kept, reading
 from tsae.base.filters import several
 from tsae.base.seal import read_whole, write_whole
@@ -19,7 +20,6 @@ from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.base.table_export import Tables, write_table
-from tsae.base.views import views
 from tsae.causal.controls import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -231,7 +231,7 @@ class Intervention(Tables):
         table = table[table.behaviour.isin(self.measured) & ~table.condition.str.contains(_SET)]
         kept = ["behaviour", "condition", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"]
         config = self.info["config"]
-        return views().card(
+        return display.card(
             "Intervention",
             {
                 "checkpoint": self.info["checkpoint"],

@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tsae.base import display
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
-from tsae.base.views import views
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.weight_files import (
@@ -71,7 +71,7 @@ class CheckpointSeries:
 
         kept = ["id", "run", "step", "trained_on", "path", "revision", "subfolder"]
         table = pd.DataFrame([asdict(c) for c in self])[kept].dropna(axis=1, how="all")
-        return views().card(
+        return display.card(
             "CheckpointSeries",
             {"name": self.name, "checkpoints": len(self), "base": self.base.id, "notes": self.notes or None},
             ("checkpoints, the base first", table),

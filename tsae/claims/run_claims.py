@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tsae.base import display
 from tsae.base.files import as_path, read_object, reading, write_json, writing
 from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
-from tsae.base.views import views
 from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
 from tsae.claims.inside_claims import CHECKED, FEATURES, FURTHER, INSIDE
 from tsae.claims.judging import Judgement, untestable
@@ -85,10 +85,10 @@ class Claims(Tables):
         return Claims(records, {**self.info, "check": before.info["check"]})
 
     def __str__(self) -> str:
-        return views().claims_text(self)
+        return display.claims_text(self)
 
     def _repr_html_(self) -> str:
-        return views().claims_card(self)
+        return display.claims_card(self)
 
     def _tables(self) -> dict[str, pd.DataFrame | Any]:
         return {"claims": self.table()}

@@ -32,9 +32,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
+from tsae.base import display
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.table_export import Tables
-from tsae.base.views import views
 from tsae.diff.comparisons import Rows, comparisons, main_comparisons, side_means
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import active_features
@@ -83,7 +83,7 @@ class Dynamics(Tables):
         steps = {run: sorted(map(int, rows.step.unique())) for run, rows in self.table.groupby("run", sort=False)}
         told = [f"{run}: {', '.join(map(str, found))}" for run, found in steps.items()]
         notes = [f"{run}: {why}" for run, why in self.notes.items()] or None
-        return views().card(
+        return display.card(
             "Dynamics", {"steps": "; ".join(told), "left out": notes}, ("features by what they do", kinds)
         )
 

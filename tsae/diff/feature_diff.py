@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
+from tsae.base import display
 from tsae.base.files import as_path, reading
 from tsae.base.filters import several
 from tsae.base.provenance import versions
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
-from tsae.base.views import Plots, views
 from tsae.checkpoints.loading import text_of
 from tsae.diff.comparisons import CONTRAST, MAIN_PARTS, Comparison, Rows, comparisons, main_part
 from tsae.diff.config import DiffConfig
@@ -429,9 +429,9 @@ class FeatureDiff(Tables):
         )
 
     @property
-    def plot(self) -> Plots:
+    def plot(self) -> display.Plots:
         """Figures: overview, behaviours, bands, volcano, decomposition, opposed, outcomes and feature."""
-        return views().plots(self)
+        return display.Plots(self)
 
     def __repr__(self) -> str:
         shifts = {
@@ -465,14 +465,14 @@ class FeatureDiff(Tables):
         return replace(self, noise=found.table, info={**self.info, "noise": found.info})
 
     def _repr_html_(self) -> str:
-        return views().diff_card(self)
+        return display.diff_card(self)
 
     def to_markdown(self, n: int = 10, **keys: str) -> str:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""
         table = self.top(n, **keys)
         columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high"]
         columns += ["delta", "delta_low", "delta_high", "auroc", "q", *(f"survives_{control}" for control in CONTROLS)]
-        return views().markdown_table(table[columns])
+        return display.markdown_table(table[columns])
 
     def to_html(
         self, path: str | Path, *, title: str | None = None, attribution: Any = None, claims: Any = None
@@ -482,7 +482,7 @@ class FeatureDiff(Tables):
         An attribution (`tsae.attribute`) of the run adds which samples did that, and its claims (`tsae.claims_of`) what
         the literature would expect.
         """
-        return views().write_report(self, path, title=title, attribution=attribution, claims=claims)
+        return display.write_report(self, path, title=title, attribution=attribution, claims=claims)
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, and diff.json last."""
@@ -569,10 +569,10 @@ class Feature:
 
     def show(self, n: int = 4, *, reader: str | None = None) -> None:
         """Display its effects and the n trajectories on which it is most active, at most one a problem."""
-        views().show_feature(self, n, reader)
+        display.show_feature(self, n, reader)
 
     def __repr__(self) -> str:
-        return views().feature_line(self)
+        return display.feature_line(self)
 
     def _repr_html_(self) -> Any:
-        return views().feature_card(self)
+        return display.feature_card(self)

@@ -39,11 +39,11 @@ from tqdm.auto import tqdm
 
 from tsae.activations.forward_batches import plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
+from tsae.base import display
 from tsae.base.files import as_path, reading
 from tsae.base.filters import several
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
-from tsae.base.views import views
 from tsae.checkpoints.hooks import Site, check_sites, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
@@ -213,7 +213,7 @@ class Influence(Tables):
     def _repr_html_(self) -> str:
         facts = {"samples": self.table.trajectory.nunique(), "checkpoint": self.info["checkpoint"]}
         caption = "change of the feature's mean activation per unit of learning rate, summed over samples"
-        return views().card("Influence", facts, (caption, self.by("band", "outcome")))
+        return display.card("Influence", facts, (caption, self.by("band", "outcome")))
 
     def by(self, *columns: str) -> pd.DataFrame:
         """Sums over the samples of every feature and value of the columns, such as band and outcome."""

@@ -52,10 +52,10 @@ from scipy.stats import rankdata
 
 from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
+from tsae.base import display
 from tsae.base.filters import several
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.table_export import Tables
-from tsae.base.views import views
 from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.diff.comparisons import Rows, group_difference, scales, side_means
@@ -281,7 +281,7 @@ class Reinforcement(Tables):
     def _repr_html_(self) -> str:
         kept = ["feature", "reinforcement", "delta", "delta_low", "delta_high", "q"]
         kinds = self.groups.groupby("kind", sort=False).size().rename("groups").reset_index()
-        return views().card(
+        return display.card(
             "Reinforcement",
             {"groups": len(self.groups), f"features at q ≤ {self.config.q:g}": self._counts()},
             *(

@@ -28,12 +28,12 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.base import display
 from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.base.files import reading, replacing, writing
 from tsae.base.filters import several
 from tsae.base.remote.mirror import local, published, removed
 from tsae.base.seal import SEAL, read_whole, write_sealed
-from tsae.base.views import views
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.sparse_matrices import (
@@ -121,7 +121,7 @@ class FeatureTable:
         }
         readers = readers[[name for name in kept if name in readers]]
         note = "features.show(trajectory) shows what fires on one."
-        return views().card("FeatureTable", facts, ("reconstruction per reader", readers), note=note)
+        return display.card("FeatureTable", facts, ("reconstruction per reader", readers), note=note)
 
     def show(
         self,
@@ -143,7 +143,7 @@ class FeatureTable:
         Raises:
             TsaeError: where that reader did not read it, or no feature fires there.
         """
-        views().show_trajectory(self, trajectory, features, reader=reader, checkpoint=checkpoint)
+        display.show_trajectory(self, trajectory, features, reader=reader, checkpoint=checkpoint)
 
     def reader_info(self, reader: str) -> Mapping[str, Any]:
         """id, run, step, trained_on and reconstruction of a reader."""

@@ -167,7 +167,7 @@ _NUMBERS = ["delta", "delta_low", "delta_high", "q", "survives_length", "survive
 
 
 def diff_card(diff: FeatureDiff) -> str:
-    """See `tsae.base.views.Views.diff_card`."""
+    """A feature diff at a glance: its largest shifts in a table that a click on a head sorts."""
     drawn = diff.contrasts[(diff.contrasts.band == "all") & (diff.contrasts.outcome == "all")]
     drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
     top = diff.top(_ROWS)

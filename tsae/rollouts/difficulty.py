@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tsae.base import display
 from tsae.base.files import as_path, write_json
 from tsae.base.provenance import versions
 from tsae.base.statistics.intervals import change_interval, mean_interval
 from tsae.base.table_export import Tables, write_table
-from tsae.base.views import views
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import bands_info, find_bands, halves, pass_rates
@@ -77,11 +77,11 @@ class Difficulty(Tables):
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Write one HTML file that opens with no network."""
-        return views().write_difficulty(self, path, title=title)
+        return display.write_difficulty(self, path, title=title)
 
     def _repr_html_(self) -> str:
         kinds = self.groups.groupby(["policy", "kind"], sort=False).size().unstack(fill_value=0).reset_index()
-        return views().card(
+        return display.card(
             "Difficulty",
             {"reference": self.info["reference"], "problems": self.rates.problem_id.nunique()},
             ("problems by band; sure: the whole interval lies in the band", self.bands().reset_index()),
@@ -90,7 +90,7 @@ class Difficulty(Tables):
         )
 
     def __str__(self) -> str:
-        return views().difficulty_text(self)
+        return display.difficulty_text(self)
 
 
 def difficulty(

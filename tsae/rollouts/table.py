@@ -34,10 +34,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base import display
 from tsae.base.filters import several
 from tsae.base.remote.mirror import is_url, local, published, url_of
 from tsae.base.table_export import Tables
-from tsae.base.views import views
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import joined_facts
@@ -184,7 +184,7 @@ class Rollouts(TokenParts, Tables):
         outcomes = ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
         facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": outcomes}
         note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
-        return views().card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
+        return display.card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
 
     def show(
         self, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
@@ -200,7 +200,7 @@ class Rollouts(TokenParts, Tables):
         Raises:
             TsaeError: where nothing was sampled for it.
         """
-        views().show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
+        display.show_problem(self, problem, policy=policy, n=n, checkpoint=checkpoint)
 
     @cached_property
     def frame(self) -> pd.DataFrame:

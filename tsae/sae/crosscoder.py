@@ -50,10 +50,10 @@ from safetensors.torch import load_file
 from tsae.activations.batches import Windows
 from tsae.activations.spans import TokenSpan
 from tsae.activations.store import Pair
+from tsae.base import display
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.statistics.bootstrap import counts, percentile_interval
-from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.saelens_files import as_weights, check_site, number, shown, whole
@@ -188,7 +188,7 @@ class CrosscoderChanges:
         counted = self.latents.verdict.value_counts().rename_axis("verdict").reset_index(name="latents")
         one_sided = self.latents[self.latents.verdict.isin(["new", "lost", "unclear", "artefact"])]
         note = "Correlational: not causally tested."
-        return views().card("CrosscoderChanges", facts, ("verdicts", counted), ("one-sided", one_sided), note=note)
+        return display.card("CrosscoderChanges", facts, ("verdicts", counted), ("one-sided", one_sided), note=note)
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 
 from tsae.activations.batches import distances
 from tsae.activations.store import Source
+from tsae.base import display
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, read_object, reading, write_json
 from tsae.base.seal import read_whole, write_sealed
 from tsae.base.usual_state import usual_state
-from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.finding import find_foreign
@@ -91,7 +91,7 @@ class TemporalSAE(torch.nn.Module):
             "active a token (k)": c.k,
             "tokens farther than this from their centre are left out": self.norm_limit,
         }
-        return views().card(type(self).__name__, facts)
+        return display.card(type(self).__name__, facts)
 
     @property
     def fingerprint(self) -> str:

@@ -43,7 +43,7 @@ from einops import reduce
 from tsae.activations.batches import Windows, warn_of_outliers
 from tsae.activations.spans import TokenSpan
 from tsae.activations.store import ActivationStore
-from tsae.base.views import views
+from tsae.base import display
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -143,7 +143,7 @@ class Evaluation:
             ],
             columns=["measure", "all latents", "high-level"],
         )
-        return views().card(
+        return display.card(
             "Evaluation",
             {"tokens": self.n_tokens, "trajectories": self.n_trajectories, "silent tokens": self.silent_high},
             ("", measures),

@@ -44,8 +44,8 @@ from einops import reduce
 
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
+from tsae.base import display
 from tsae.base.statistics.bootstrap import counts, percentile_interval
-from tsae.base.views import views
 from tsae.checkpoints.loading import text_of
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS
@@ -126,7 +126,7 @@ class Separation:
 
     def _repr_html_(self) -> str:
         kept = ["sae", "group", "level", "label", "accuracy", "low", "high", "chance", "l0", "n_classes", "n_tokens"]
-        return views().card(
+        return display.card(
             "Separation",
             {"not probed": [f"{label} ({why})" for label, why in self.skipped.items()] or None},
             ("probes of single response tokens: accuracy, all classes weighing the same", self.table()[kept]),

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from einops import reduce
 
+from tsae.base import display
 from tsae.base.files import as_path, write_json
 from tsae.base.seal import SEAL, check_seal, seal, sealed_names
 from tsae.base.untrusted import parse_json
-from tsae.base.views import views
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
@@ -97,7 +97,7 @@ class Stability:
             f"found again (cosine ≥ {FOUND_AGAIN:g})": f"{s['found_again']:.1%}",
             "matched within their group": f"{s['same_group']:.1%}",
         }
-        return views().card("Stability", facts, ("least stable latents", table.sort_values("stability", kind="stable")))
+        return display.card("Stability", facts, ("least stable latents", table.sort_values("stability", kind="stable")))
 
     def __str__(self) -> str:
         s = self.summary()
