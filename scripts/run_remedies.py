@@ -4,14 +4,14 @@ Every arm is GRPO from the shipped base, by default on hard chains only (10 to 1
 
     plain                  GRPO
     oracle                 credit from the ground-truth annotation: what better credit could reach
-    guided                 token weights from features, mean 1 (tsae.rl.shaping, 1)
+    guided                 token weights from features, mean 1 (tsae.rl.credit, 1)
     shuffled               as guided, features' entries shuffled: the control
     surprisal              as guided, but a token scores the worse, the less probable the base finds it: no features
     reformulation          half of the problems are backward reformulations of 3 to 9 operations
     reformulation+guided   the two together
     both                   guided and plausibility
-    plausibility           successes that look like failures earn less (tsae.rl.shaping, 2)
-    dense                  guided, and the scores as dense reward (tsae.rl.shaping, 3)
+    plausibility           successes that look like failures earn less (tsae.rl.credit, 2)
+    dense                  guided, and the scores as dense reward (tsae.rl.credit, 3)
     adaptive               plain, problems of all bands drawn by the current pass rate
     kl                     plain, with a KL penalty against the base
     reformulation+shuffled the control of reformulation+guided

@@ -14,7 +14,7 @@ from typing import Any
 import tsae
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.problems import other_problems
+from tsae.attribution.sample_kinds import other_problems
 from tsae.base.provenance import versions
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries

@@ -23,8 +23,8 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.problems import other_problems
 from tsae.attribution.readers.find import find_settings, read_settings
+from tsae.attribution.sample_kinds import other_problems
 from tsae.base.files import sha256
 from tsae.base.provenance import versions
 from tsae.base.remote.mirror import removed

@@ -394,12 +394,12 @@ def test_what_cannot_be_asked(llama: Path, run: Path, tmp_path: Path) -> None:
         with pytest.raises(TsaeError, match="is no token id of this model; there are 0 to"):
             attribute(llama, run, tmp_path, first_token=token)
     for options, said in (
-        ({"points": 0}, "points: is 0"),
-        ({"steps": (3, 1)}, "is no stretch of a run"),
-        ({"groups": ("bands",)}, "'bands' is none of band, outcome"),
-        ({"targets": ("feature",)}, "'feature' is none of features"),
-        ({"budget_gb": 0}, "must be positive"),
-        ({"features": (3, 3)}, r"features=\(3, 3\) are negative, or repeated"),
+        ({"points": 0}, "points=0"),
+        ({"steps": (3, 1)}, "is not a stretch"),
+        ({"groups": ("bands",)}, "groups.0='bands'"),
+        ({"targets": ("feature",)}, "targets.0='feature'"),
+        ({"budget_gb": 0}, "budget_gb=0"),
+        ({"features": (3, 3)}, "twice"),
     ):
         with pytest.raises(TsaeError, match=said):
             AttributionConfig(**options)

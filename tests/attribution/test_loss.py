@@ -380,20 +380,20 @@ def test_a_kl_penalty_in_the_rewards_is_that_of_verl() -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"kind": "ppo"}, "kind='ppo' is none of grpo, bnpo"),
+        ({"kind": "ppo"}, "kind='ppo'"),
         ({"kind": "dr_grpo"}, "do not go together"),
         ({"max_completion_length": 8}, "do not go together"),
-        ({"kind": "dr_grpo", "max_completion_length": 0}, "is less than 1"),
-        ({"kl": "full"}, "kl='full' is none of"),
-        ({"temperature": 0.0}, "must be above 0"),
-        ({"epsilon": -0.1}, "must be at least 0"),
-        ({"dual_clip": 1.0}, "must be above 1"),
+        ({"kind": "dr_grpo", "max_completion_length": 0}, "max_completion_length"),
+        ({"kl": "full"}, "kl='full'"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"epsilon": -0.1}, "epsilon=-0.1"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0"),
         ({"beta": float("nan")}, "is not finite"),
-        ({"top_entropy_quantile": 0.0}, "must be above 0, and at most 1"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile=0.0"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused(given: dict[str, Any], what: str) -> None:
     with pytest.raises(TsaeError, match=what):
         PolicyLoss(**given)
-    with pytest.raises(TsaeError, match="mode 'x' is none of"):
+    with pytest.raises(TsaeError, match="mode='x'"):
         Correction("x")

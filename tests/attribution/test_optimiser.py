@@ -106,10 +106,14 @@ def test_schedules_are_those_of_transformers(name: str, shape: dict[str, Any], w
 @pytest.mark.parametrize(
     ("schedule", "shape", "said"),
     [
-        ("linear", {"num_cycles": 2}, "has words that a linear schedule does not take"),
-        ("cosine", {"num_cycles": "many"}, "must hold numbers"),
-        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "and of curves linear, cosine, 1-sqrt"),
-        ("warmup_stable_decay", {}, "needs num_decay_steps"),
+        ("linear", {"num_cycles": 2}, "does not fit a linear schedule"),
+        ("cosine", {"num_cycles": "many"}, "does not fit a cosine"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 3, "decay_type": "steep"},
+            "curves are linear, cosine",
+        ),
+        ("warmup_stable_decay", {}, "does not fit .*num_decay_steps"),
     ],
 )
 def test_shapes_that_a_schedule_does_not_have(schedule: Any, shape: dict[str, Any], said: str) -> None:

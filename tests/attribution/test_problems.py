@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.builders import make_rollouts
-from tsae.attribution.problems import other_problems
+from tsae.attribution.sample_kinds import other_problems
 from tsae.errors import TsaeError
 
 

@@ -11,8 +11,13 @@ import pytest
 
 from tsae.cli import main
 from tsae.errors import TsaeError
-from tsae.rl.reformulation import read_reformulations, write_reformulations
-from tsae.rl.word_problems import calculations, read_word_problems, reformulate_words
+from tsae.rl.reformulation import (
+    calculations,
+    read_reformulations,
+    read_word_problems,
+    reformulate_words,
+    write_reformulations,
+)
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.testbed.backward import reformulate_backward, reformulate_chains, reformulate_operands
 from tsae.testbed.chains import evaluate, generate_problems, in_split, parse_prompt

@@ -19,10 +19,9 @@ import tsae
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
-from tsae.rl.credit import Credit
+from tsae.rl.credit import Credit, shape_advantages, thresholded, token_weights
 from tsae.rl.curriculum import Curriculum
 from tsae.rl.exporting import read_logprob, stored_logprob
-from tsae.rl.shaping import shape_advantages, thresholded, token_weights
 from tsae.testbed.grpo import data_set, grpo_on_cpu
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
 

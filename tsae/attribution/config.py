@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from tsae.base.ranges import need_at_most, need_numbers
+from pydantic import Field
+
+from tsae.base.validation import Count, Positive, Seed, Size, config
 from tsae.errors import TsaeError
 
 Kind = Literal[
@@ -23,20 +24,20 @@ Kind = Literal[
 Subject = Literal["features", "outcome", "behaviours"]
 
 
-@dataclass(frozen=True)
+@config
 class AttributionConfig:
     """What is attributed, and how much is computed for it."""
 
     targets: tuple[Subject, ...] = get_args(Subject)
     """What is attributed: features (needs an SAE); outcome: log-likelihood of right against wrong responses, by band;
     behaviours: the same of responses that show one, such as direct answers, against those that do not."""
-    features: tuple[int, ...] = ()
+    features: tuple[Size, ...] = ()
     """Features by number; by default those that moved most."""
-    n_features: int = 8
+    n_features: Count = 8
     """How many features, where none is named."""
-    n_fixed: int = 128
+    n_fixed: Annotated[int, Field(ge=2)] = 128
     """Responses over which features and likelihoods are averaged; every checkpoint reads the same."""
-    steps: tuple[int, int] | None = None
+    steps: tuple[Size, Count] | None = None
     """Only the steps after one checkpoint up to another; by default the whole run. A stretch that does not begin at the
     run's first step needs optimizer.pt beside that checkpoint."""
     groups: tuple[Kind, ...] = get_args(Kind)
@@ -46,43 +47,31 @@ class AttributionConfig:
     """Replay the run without each band and with it alone (three times the replay); simulate it without other kinds."""
     again: Literal["on-policy", "replayed"] = "on-policy"
     """Whether a simulated training is imagined to sample its responses anew, or to replay those of the log."""
-    shown: int = 10
+    shown: Annotated[int, Field(ge=0, le=1000)] = 10
     """Samples to read, with the share of every token."""
-    tokens_of: int = 1024
+    tokens_of: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
     """Samples, in prompt groups at random, whose tokens say where in the text the signal sits."""
-    points: int = 20
+    points: Count = 20
     """Weights along the path at which targets are differentiated; what is between is interpolated."""
-    budget_gb: float = 4.0
+    budget_gb: Positive = 4.0
     """Disk for the path of the replay. Where it does not fit, every n-th state is kept, and the rest computed again."""
-    memory_gb: float = 8.0
+    memory_gb: Positive = 8.0
     """Memory for directions and for simulated trainings, beside the model."""
-    batch_tokens: int = 4096
+    batch_tokens: Count = 4096
     """Tokens of a forward pass, with padding."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the choice of responses and samples."""
     device: str = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
-    flag_remainder: float = 0.1
+    flag_remainder: Positive = 0.1
     """Share of a change that its samples may leave unexplained before it is flagged."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
-        need_at_most(self, shown=1000, tokens_of=1_000_000)
-        least = {"n_features": 1, "n_fixed": 2, "shown": 0, "tokens_of": 0, "points": 1, "batch_tokens": 1}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise TsaeError(f"is {getattr(self, name)}, expected at least {smallest}", where=name)
-        if len(set(self.features)) < len(self.features) or min(self.features, default=0) < 0:
-            raise TsaeError(f"features={self.features} are negative, or repeated", where="AttributionConfig")
-        if min(self.budget_gb, self.memory_gb, self.flag_remainder) <= 0:
-            raise TsaeError("budget_gb, memory_gb and flag_remainder must be positive", where="AttributionConfig")
-        if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
+        if len(set(self.features)) < len(self.features):
+            raise TsaeError(f"features={self.features} has a feature twice", where="AttributionConfig")
+        if self.steps is not None and self.steps[0] >= self.steps[1]:
             raise TsaeError(
-                f"steps={self.steps} is no stretch of a run",
+                f"steps={self.steps} is not a stretch of a run",
                 where="AttributionConfig",
                 fix="Give the steps of two checkpoints, the earlier first.",
             )
-        for name, known in (("targets", get_args(Subject)), ("groups", get_args(Kind))):
-            unknown = [one for one in getattr(self, name) if one not in known]
-            if unknown:
-                raise TsaeError(f"{unknown[0]!r} is none of {', '.join(known)}", where=f"AttributionConfig.{name}")

@@ -53,7 +53,7 @@ def config(cls: type[T]) -> type[T]:
         try:
             init(self, *args, **values)
         except ValidationError as error:
-            raise TsaeError(_sentence(error), where=cls.__name__) from None
+            raise TsaeError(_sentence(error, list(made.__dataclass_fields__)), where=cls.__name__) from None
         finally:
             made.__init__ = checked  # at first use, when pydantic builds the schema, it sets an __init__ of its own
 
@@ -71,10 +71,12 @@ _RULES = {
 }
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, fields: list[str]) -> str:
     """What is wrong with the first field that is refused."""
     found = error.errors(include_url=False)[0]
-    name, kind = ".".join(map(str, found["loc"])), found["type"]
+    first, *inner = found["loc"]
+    first = fields[first] if isinstance(first, int) else first  # Given by its place.
+    name, kind = ".".join(map(str, (first, *inner))), found["type"]
     if kind == "missing":
         return f"{name} is missing"
     if kind == "unexpected_keyword_argument":

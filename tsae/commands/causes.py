@@ -55,8 +55,8 @@ class Attribute:
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)
 
     def execute(self) -> None:
-        from tsae.attribution.problems import other_problems
         from tsae.attribution.readers.find import find_settings
+        from tsae.attribution.sample_kinds import other_problems
         from tsae.report.attribution import attribution_text
 
         series = load_series(*(self.series or (self.run,)))

@@ -21,7 +21,7 @@ from tsae.rl.config import CreditConfig, ShapingConfig
 class Reformulate:
     """Turn problems with known answers into easier ones: the answer is given, one quantity is hidden and asked for.
 
-    Chains of the testbed are reformulated exactly, word problems by the rules of tsae.rl.word_problems.
+    Chains of the testbed are reformulated exactly, word problems by the rules of tsae.rl.reformulation.
     """
 
     problems: Positional[Path]
@@ -42,8 +42,7 @@ class Reformulate:
     """Print this many reformulations, evenly spread, and as many of the numbers left out."""
 
     def execute(self) -> None:
-        from tsae.rl.reformulation import write_reformulations
-        from tsae.rl.word_problems import read_word_problems, reformulate_words
+        from tsae.rl.reformulation import read_word_problems, reformulate_words, write_reformulations
         from tsae.testbed.backward import is_chain, reformulate_chains
 
         problems, solutions = read_word_problems(self.problems)

@@ -25,8 +25,7 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit, open_reference, sae_of
-from tsae.rl.shaping import plausibility, shape_advantages, thresholded, token_weights
+from tsae.rl.credit import Credit, open_reference, plausibility, sae_of, shape_advantages, thresholded, token_weights
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.rewards import group_names
 

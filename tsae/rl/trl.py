@@ -26,9 +26,8 @@ from tsae.base.usual_state import usual_state
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rl.config import ShapingConfig
-from tsae.rl.credit import Credit, open_reference
+from tsae.rl.credit import Credit, open_reference, shape_advantages
 from tsae.rl.curriculum import Curriculum, CurriculumSampler
-from tsae.rl.shaping import shape_advantages
 from tsae.rollouts.rewards import outcome_reward
 from tsae.sae.model import TemporalSAE
 
@@ -52,7 +51,7 @@ class AdvantageRule(Protocol):
 
 
 class FeatureCredit:
-    """The rule of `tsae.rl.shaping`, with scores from the features of a frozen reference.
+    """The rule of `tsae.rl.credit`, with scores from the features of a frozen reference.
 
     Args:
         reference: the checkpoint that credit was learned on.

@@ -2,8 +2,8 @@
 
 verl gives an estimator token_level_rewards (B, T), response_mask (B, T), the groups' uids as index, and its config. It
 gives neither token ids nor columns of the user. So scores must come as rewards: a reward manager, which sees token ids,
-puts the outcome on a response's last token and λ c (`tsae.rl.shaping`, 3) on all tokens before it. Token weights need
-an entry of the batch that verl passes to no estimator. If you can change the trainer, use `tsae.rl.shaping` in its
+puts the outcome on a response's last token and λ c (`tsae.rl.credit`, 3) on all tokens before it. Token weights need
+an entry of the batch that verl passes to no estimator. If you can change the trainer, use `tsae.rl.credit` in its
 compute_advantage.
 
     import tsae.rl.verl                      # registers it, where verl is installed

@@ -21,31 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from tsae.base.ranges import need_numbers
+from tsae.base.validation import NotNegative, Positive, config
 from tsae.errors import TsaeError
 
 Again = Literal["on-policy", "replayed"]
 """How a run is imagined anew: with responses that its policy samples, or with those of the log."""
 
-_WORDS = {
-    "kind": ("grpo", "bnpo", "dapo", "step", "dr_grpo", "sum_norm", "luspo"),
-    "surrogate": ("clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"),
-    "level": ("token", "sequence"),
-    "kl": ("k1", "abs", "k2", "k3"),
-    "ratio_to": ("old", "sampler"),
-}
 _OF_LENGTH = ("dr_grpo", "sum_norm")
 _LARGEST = 3.0
 """Ratios are extrapolated, and far ones would rule."""
 
 
-@dataclass(frozen=True)
+@config
 class Correction:
     """Truncated importance sampling: weighs the policy term by how far the sampler and the trainer differ.
 
@@ -63,12 +57,6 @@ class Correction:
     high: float | None = 3.0
     """Largest ratio. TRL's default is 3; open-instruct's is 2, by token."""
 
-    def __post_init__(self) -> None:
-        modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")
-        if self.mode not in modes:
-            raise TsaeError(f"mode {self.mode!r} is none of {', '.join(modes)}", where="Correction")
-        need_numbers(self)
-
 
 Estimator = Literal["k1", "abs", "k2", "k3"]
 """Of KL(π ‖ reference), by d = log π − log reference: d, |d|, d²/2, or e^(−d) + d − 1 (Schulman 2020)."""
@@ -81,11 +69,11 @@ def estimate_kl(kind: Estimator, apart: Tensor) -> Tensor:
     return apart if kind == "k1" else apart.abs() if kind == "abs" else apart**2 / 2
 
 
-@dataclass(frozen=True)
+@config
 class RewardKL:
     """A KL penalty in the rewards, by the log-probabilities that the policy gave when it sampled."""
 
-    beta: float
+    beta: NotNegative
     """Weight of the divergence."""
     kl: Estimator = "k1"
     input_clamp: float | None = None
@@ -123,7 +111,7 @@ class BatchTokens:
     """(B, T) bool: tokens of the policy term, by `PolicyLoss.entropy_kept` of their micro-batch; None: all."""
 
 
-@dataclass(frozen=True)
+@config
 class PolicyLoss:
     """What a step made of samples and their advantages."""
 
@@ -134,29 +122,29 @@ class PolicyLoss:
     the number of responses (luspo; verl's seq-mean-token-sum). dapo: by the tokens of the whole generation. step: by
     those of the whole step, as verl since 0.8, NeMo-RL, open-instruct and prime-rl do. TRL's default is dapo; its cispo
     and vespo normalise as dapo, its sapo as grpo."""
-    max_completion_length: float | None = None
+    max_completion_length: Annotated[float, Field(ge=1)] | None = None
     """For dr_grpo and sum_norm alone: the limit in tokens (verl: loss_scale_factor)."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Of the sampling, by which the trainer divides logits."""
-    epsilon: float | None = 0.2
+    epsilon: NotNegative | None = 0.2
     """How far below 1 the ratio may fall before a token with negative advantage stops to count; None: no ratio."""
-    epsilon_high: float | None = None
+    epsilon_high: NotNegative | None = None
     """How far above 1 it may rise with positive advantage; by default epsilon. For cispo the largest ratio itself."""
     surrogate: Literal["clip", "cispo", "sapo", "vespo", "mask", "ipo", "dppo"] = "clip"
     """The policy term, as above. prime-rl's need ratio_to="sampler"."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio it is (TRL: importance_sampling_level)."""
-    delta: float | None = None
+    delta: Positive | None = None
     """Largest ratio of the unclipped term (TRL's two-sided clipping)."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Largest loss of a token with negative advantage, in units of −A (verl: clip_ratio_c; Ye et al. 2020)."""
     cispo_low: float | None = None
     """Smallest ratio of cispo (verl, NeMo-RL: 1 − clip_ratio_low; TRL, open-instruct: none)."""
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    sapo_temperatures: tuple[Positive, Positive] = (1.0, 1.05)
     """τ of positive advantages, and of the others."""
     vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
     """k and λ of advantages of at least 0, k and λ of negative ones."""
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Weight of the KL term."""
     kl: Estimator = "k3"
     kl_corrected: bool = False
@@ -172,7 +160,7 @@ class PolicyLoss:
     """Largest size of the estimate (NeMo-RL, verl's k3: 10)."""
     sync_ref: tuple[float, int] | None = None
     """(ref_model_mixup_alpha, ref_model_sync_steps) where the reference follows the policy."""
-    top_entropy_quantile: float = 1.0
+    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of a micro-batch's tokens, those of largest entropy, that the policy term keeps (Wang et al. 2025)."""
     mask_truncated: bool = False
     """Whether responses that reached the limit count no tokens (TRL: mask_truncated_completions)."""
@@ -185,29 +173,6 @@ class PolicyLoss:
     """What ratios are against: the trainer's own pass at the generation's start, or what the sampler logged."""
 
     def __post_init__(self) -> None:
-        for name, known in _WORDS.items():
-            if getattr(self, name) not in known:
-                raise TsaeError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}", where="PolicyLoss")
-        need_numbers(self)
-        checks = {
-            f"temperature={self.temperature} must be above 0": self.temperature > 0,
-            f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} must be at least 0": (
-                min(self.epsilon or 0, self.epsilon_high or 0) >= 0
-            ),
-            f"dual_clip={self.dual_clip} must be above 1": self.dual_clip is None or self.dual_clip > 1,
-            f"delta={self.delta} must be above 0": self.delta is None or self.delta > 0,
-            f"sapo_temperatures={self.sapo_temperatures} must be above 0": min(self.sapo_temperatures) > 0,
-            f"beta={self.beta} must be at least 0": self.beta >= 0,
-            f"top_entropy_quantile={self.top_entropy_quantile} must be above 0, and at most 1": (
-                0 < self.top_entropy_quantile <= 1
-            ),
-            f"max_completion_length={self.max_completion_length} is less than 1": (
-                self.max_completion_length is None or self.max_completion_length >= 1
-            ),
-        }
-        for what, holds in checks.items():
-            if not holds:
-                raise TsaeError(what, where="PolicyLoss")
         if (self.kind in _OF_LENGTH) != (self.max_completion_length is not None):
             raise TsaeError(
                 f"kind={self.kind} and max_completion_length={self.max_completion_length} do not go together",

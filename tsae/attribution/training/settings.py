@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import cos, pi, sqrt
+from math import cos, isfinite, pi, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from tsae.attribution.training.loss import PolicyLoss, RewardKL
-from tsae.base.ranges import need_numbers
+from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError
 
 
@@ -127,33 +128,34 @@ _SHAPES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Schedules, and the words of transformers that shape them."""
+Part = Annotated[float, Field(ge=0, lt=1)]
 _ENDLESS = ("constant", "inverse_sqrt")
 _CURVES = ("linear", "cosine", "1-sqrt")
 
 
-@dataclass(frozen=True)
+@config
 class Optimiser:
     """What turned gradients into steps."""
 
     name: Literal["adam", "adamw", "sgd"] = "adamw"
     """adam takes weight decay into the gradient, as torch's does; adamw shrinks the weights beside it."""
-    learning_rate: float = 1e-6
+    learning_rate: Positive = 1e-6
     schedule: Schedule = "linear"
     """How the rate falls until the last step; constant keeps it."""
-    warmup: int = 0
+    warmup: Size = 0
     """Steps over which the rate rises from 0."""
-    n_steps: int | None = None
+    n_steps: Count | None = None
     """Steps of the whole training, for the schedule."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
+    betas: tuple[Part, Part] = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
+    momentum: Part = 0.0
     """Of SGD."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Positive | None = 1.0
     """Norm to which a batch's gradient is clipped; None does not clip."""
     points: tuple[tuple[float, float], ...] = ()
     """In place of schedule and warm-up: (steps done, factor of the rate), in order, with straight lines between."""
-    every: int = 1
+    every: Count = 1
     """Optimiser steps that share a rate, of which the schedule counts one (verl and NeMo-RL: all of a generation)."""
     shape: Mapping[str, Any] = field(default_factory=dict)
     """What shapes the schedule, in the words of transformers' `lr_scheduler_kwargs`."""
@@ -162,36 +164,15 @@ class Optimiser:
     Trainer has it."""
 
     def __post_init__(self) -> None:
-        if self.name not in ("adam", "adamw", "sgd"):
-            raise TsaeError(f"optimiser {self.name!r} is none of adam, adamw, sgd", where="Optimiser")
-        need_numbers(self)
-        checks = {
-            f"schedule={self.schedule!r} is none of {', '.join(_SHAPES)}": self.schedule in _SHAPES,
-            f"shape={dict(self.shape)} has words that a {self.schedule} schedule does not take": (
-                set(self.shape) <= set(_SHAPES.get(self.schedule, self.shape))
-            ),
-            f"shape={dict(self.shape)} must hold numbers, and of curves {', '.join(_CURVES)}": all(
-                value in _CURVES if name.endswith("_type") else isinstance(value, (int, float))
-                for name, value in self.shape.items()
-            ),
-            f"learning_rate={self.learning_rate} must be above 0": self.learning_rate > 0,
-            f"betas={self.betas} and momentum={self.momentum} must be at least 0, and less than 1": (
-                all(0 <= beta < 1 for beta in (*self.betas, self.momentum))
-            ),
-            f"eps={self.eps} and weight_decay={self.weight_decay} must be at least 0": (
-                min(self.eps, self.weight_decay) >= 0
-            ),
-            f"warmup={self.warmup} must be a number of steps": self.warmup >= 0,
-            f"n_steps={self.n_steps} must be at least 1": self.n_steps is None or self.n_steps >= 1,
-            f"max_grad_norm={self.max_grad_norm} must be above 0, or None": (
-                self.max_grad_norm is None or self.max_grad_norm > 0
-            ),
-        }
-        for what, holds in checks.items():
-            if not holds:
-                raise TsaeError(what, where="Optimiser")
-        if self.schedule == "warmup_stable_decay" and "num_decay_steps" not in self.shape:
-            raise TsaeError("a warmup_stable_decay schedule needs num_decay_steps", where="Optimiser.shape")
+        fits = set(self.shape) <= set(_SHAPES[self.schedule]) and all(
+            value in _CURVES if name.endswith("_type") else isinstance(value, (int, float)) and isfinite(value)
+            for name, value in self.shape.items()
+        )
+        needs = {"num_decay_steps"} if self.schedule == "warmup_stable_decay" else set()
+        if not fits or not needs <= set(self.shape):
+            what = f"shape={dict(self.shape)} does not fit a {self.schedule} schedule"
+            takes = ", ".join(_SHAPES[self.schedule]) or "none"
+            raise TsaeError(what, where="Optimiser", fix=f"Its words are {takes}; curves are {', '.join(_CURVES)}.")
         if self.schedule not in _ENDLESS and self.n_steps is None:
             raise TsaeError(
                 f"a {self.schedule} schedule needs the number of steps of the whole training",
