@@ -1,9 +1,8 @@
 """Does attribution predict retraining? A mixed run of the testbed is retrained on subsets of its problems.
 
-    python scripts/check_attribution.py --quick        with the retrainings whose numbers data/mixed holds
+    python scripts/check_attribution.py --quick
 
-    python scripts/retrain_mixed.py --run /data/run --to /data/retrained           from the beginning
-    python scripts/check_attribution.py --run /data/run --retrained /data/retrained --sae SAE --data /data/mixed
+data/mixed holds the run, and what the retrainings changed. Commit 1a85fd33 has the code that made them.
 
 Targets are the probability of a direct answer on held-out problems of each band, and the means of the features that
 moved most, over fixed trajectories of the base. The run is replayed from its log. For every subset each predictor gives
@@ -30,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -39,9 +38,7 @@ import pandas as pd
 import torch
 import tyro
 from organism.fed import train_with_trl
-from organism.groups import sample_groups
 from organism.mixed import SETTINGS, MixedConfig, held_out, prompt_ids, replayed
-from retrain_mixed import load_weights
 from scipy.stats import spearmanr
 
 import tsae
@@ -51,10 +48,9 @@ from tsae.attribution.replay.shares import products, shares
 from tsae.attribution.replay.simulation import simulate
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
 from tsae.attribution.training.loss import Again
-from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS, TOKEN_IDS, VOCABULARY
+from tsae.testbed.tokenizer import TOKEN_IDS, VOCABULARY
 
 SPECIAL = [TOKEN_IDS[token] for token in VOCABULARY if token.startswith("<")]
 REPLAYED: Literal["replayed"] = "replayed"
@@ -65,17 +61,9 @@ class Options:
     """Compare predictions with retrainings."""
 
     data: Path = Path(__file__).parent.parent / "data" / "mixed"
-    """Folder with the run's log, the SAE, and what the retrainings changed; written first if --retrained is given."""
-    retrained: Path | None = None
-    """Folder that retrain_mixed.py wrote."""
-    sae: Path | None = None
-    """Folder of an SAE of the testbed's base; needed with --retrained."""
-    run: Path | None = None
-    """Folder of the run; needed with --retrained."""
+    """Folder with the run's log, the SAE, and what the retrainings changed."""
     quick: bool = False
     """Predict halves and bands alone, without inner products along the path: six minutes on two cores."""
-    n_features: int = 20
-    """Features that moved most."""
 
 
 def main(options: Options) -> int:
@@ -83,8 +71,6 @@ def main(options: Options) -> int:
     torch.set_num_threads(1)
     began = time.monotonic()
     try:
-        if options.retrained is not None:
-            pack(options)
         found, of_trl_seconds = check(options)
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -100,70 +86,6 @@ def known(value: object) -> object:
     if isinstance(value, dict):
         return {name: known(one) for name, one in value.items()}
     return None if isinstance(value, float) and np.isnan(value) else value
-
-
-# --- the folder of numbers
-
-
-def pack(options: Options) -> None:
-    """Measure the targets of all retrainings, and write what a check needs."""
-    if options.run is None or options.sae is None or options.retrained is None:
-        raise TsaeError("needs --run and --sae", where="--retrained", fix="Give the three folders.")
-    to, about = options.data, json.loads((options.retrained / "problems.json").read_text())
-    config = MixedConfig(**about["config"] | {"betas": tuple(about["config"]["betas"])})
-    to.mkdir(parents=True, exist_ok=True)
-    log = Rollouts.read(options.retrained / "rollouts.parquet")
-    log.write(to / "rollouts.parquet")
-    write_json(to / SETTINGS, config.training_args())
-    sae = tsae.TemporalSAE.load(options.sae)
-    sae.save(to / "sae")
-    with tempfile.TemporaryDirectory() as folder:
-        path = replayed(tsae.testbed.series().base, log, to, Path(folder))
-    trained, begin = path.run.trained, path.run.begin.weights
-    trained.put(begin)
-    fixed = fixed_trajectories(path, config)
-    fixed.write(to / "fixed.parquet")
-    features = moved_most(path, sae, fixed, options.n_features)
-    write_json(to / "about.json", {"config": asdict(config), "features": features})
-    targets = the_targets(config, to)
-    trained.put(begin)
-    before, lines = targets.values(trained), []
-    for line in map(json.loads, (options.retrained / "retrained.jsonl").read_text().splitlines()):
-        trained.put(load_weights(options.retrained, line["id"]))
-        changes = targets.values(trained) - before
-        kept = {name: line[name] for name in ("name", "kind", "include", "sampling")}
-        lines.append(kept | {"changes": [float(f"{change:.6g}") for change in changes]})
-    (to / "retrained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def fixed_trajectories(path: Replayed, config: MixedConfig) -> Rollouts:
-    """Four responses of the base, whose weights the model has, to every held-out problem."""
-    prompts = [prompt_ids(problem) for some in held_out(config).values() for problem in some]
-    generator = torch.Generator().manual_seed(1)
-    responses = sample_groups(path.run.trained.model, prompts, 4, generator, MAX_RESPONSE_TOKENS)
-    records = [
-        {
-            "problem_id": f"held-out-{i // 4}",
-            "policy": "base",
-            "prompt": "",
-            "response": "".join(VOCABULARY[token] for token in response),
-            "prompt_ids": prompts[i // 4],
-            "response_ids": response,
-            "outcome": "unknown",
-        }
-        for i, response in enumerate(responses)
-    ]
-    return Rollouts.from_records(records)
-
-
-def moved_most(path: Replayed, sae: tsae.TemporalSAE, fixed: Rollouts, n: int) -> list[int]:
-    """Features by the change of their means, in standard deviations over the base's trajectories."""
-    every, trained = FeatureMeans(sae, range(sae.config.d_sae), fixed, SPECIAL), path.run.trained
-    before = every.each(trained, fixed, soft=False)
-    trained.put(path.end)
-    moved = every.each(trained, fixed, soft=False).mean(0) - before.mean(0)
-    size = np.abs(moved) / np.maximum(before.std(0), 1e-3)
-    return [int(feature) for feature in np.argsort(-size)[:n]]
 
 
 def the_targets(config: MixedConfig, data: Path) -> Together:

@@ -1,16 +1,12 @@
-"""A GRPO run on easy, medium and hard problems at once, in plain torch, and its retrainings on some of the problems.
-
-Attribution is validated on it: what a retraining really changes is compared with what attribution predicted.
+"""A GRPO run on easy, medium and hard problems at once, in plain torch. Attribution is validated on it.
 
 1. A step asks `groups` problems. They are drawn without replacement from a pool that is shuffled anew when it is empty.
 2. Each is answered `samples` times at temperature 1. A = (r − mean) / (std + 1e-4) within the group, as in TRL.
 3. One step of Adam on   −1 / (groups · samples · L) Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1 − ε, 1 + ε) A_i),
    L = max_response_tokens, ρ_it = π(y_it) / π_sampled(y_it). TRL calls this loss dr_grpo. There is no KL penalty.
-   The run uses a batch once, so its ratios are 1. In a replay the policy is another than the one that sampled the log:
-   there they weigh and clip, as they do in the trainer for a batch that has grown old.
+   The run uses a batch once, so its ratios are 1.
 
-The normaliser is constant: leaving a problem out takes its summands away and changes no other. A step without any
-sample is still a step of Adam, with a gradient of zero.
+The normaliser is constant: leaving a problem out takes its summands away and changes no other.
 
 Weights are one float32 vector in the order of `model.named_parameters()`. The same seed gives the same weights on the
 same machine with one thread.
@@ -22,8 +18,7 @@ import json
 import random
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from organism.groups import sample_groups
 from tsae.attribution.readers.find import read_settings
@@ -168,9 +163,6 @@ class Sample:
     """Token ids, with ``<eos>`` unless it was cut off."""
     reward: float
     advantage: float
-    logged: np.ndarray | None = None
-    """(n,) log-probabilities of the response's tokens under the policy that sampled them, in nats; without them the
-    policy is the present one."""
 
 
 @dataclass(frozen=True)
@@ -220,87 +212,12 @@ def train(config: MixedConfig, base: Checkpoint, to: str | Path, *, progress: bo
             history.append(_summary(config, step, time.monotonic() - started))
             bar.update()
 
-        _run(config, base, _sampled(config, set(by_id), config.seed), keep)
+        _run(config, base, _sampled(config, config.seed), keep)
     write_text(partial / LOG, "".join(json.dumps(line) + "\n" for line in log))
     write_json(partial / SETTINGS, config.training_args())
     write_json(partial / STATE, {"global_step": config.steps, "log_history": history})
     partial.rename(to)
     return to
-
-
-def retrain(
-    config: MixedConfig,
-    base: Checkpoint,
-    rollouts: Rollouts,
-    include: Collection[str],
-    sampling: Literal["replayed"] | int,
-    logged: Sequence[np.ndarray] | None = None,
-    keep: Callable[[Sample], bool] | None = None,
-) -> torch.Tensor:
-    """Train again on some of the problems.
-
-    Args:
-        config: of the run.
-        base: of the run.
-        rollouts: of its log, with token ids, steps and advantages; only replaying reads them. Leave rows out of the
-            table to leave out single samples: the advantages of the others stay as they were.
-        include: ids of the problems to train on.
-        sampling: "replayed" trains on the logged responses; a number is the seed of new ones, sampled from the
-            retrained policy. In both, a problem is asked at the steps at which the run asked it.
-        logged: what `logged_probabilities` gave for these rollouts; replaying computes it if it is missing.
-        keep: of new responses, leaves out single samples; the advantages of the others stay as they were.
-
-    Returns:
-        (P,) float32 final weights. Replaying all problems, or sampling all with the run's seed, repeats the run.
-
-    Raises:
-        TsaeError: for problems or steps, asked for or logged, that the run does not have.
-    """
-    unknown = sorted({*include, *rollouts.frame.problem_id} - {problem.id for problem in config.problems})
-    if unknown:
-        raise TsaeError(
-            f"the run has no problem {unknown[0]}",
-            where=rollouts.origin,
-            fix="Give ids of config.problems, and the log of the same run.",
-        )
-    if isinstance(sampling, int):
-        return _run(config, base, _sampled(config, include, sampling, keep))
-    logged = logged_probabilities(config, base, rollouts) if logged is None else logged
-    return _run(config, base, _replayed(config, rollouts, include, logged))
-
-
-def logged_probabilities(config: MixedConfig, base: Checkpoint, rollouts: Rollouts) -> list[np.ndarray]:
-    """Log-probabilities of the logged tokens under the policies that sampled them, in nats, an array a row."""
-    return repeated(config, base, rollouts)[1]
-
-
-def repeated(
-    config: MixedConfig, base: Checkpoint, rollouts: Rollouts
-) -> tuple[dict[int, torch.Tensor], list[np.ndarray]]:
-    """Repeat the run on its log, which has to be whole.
-
-    Returns:
-        (P,) weights by the number of finished steps; and log-probabilities of the logged tokens under the policies that
-        sampled them, in nats, an array a row.
-    """
-    found, knots = [np.zeros(0)] * len(rollouts), dict[int, torch.Tensor]()
-    again = _replayed(config, rollouts, set(rollouts.frame.problem_id), None)
-    rows = {step: np.flatnonzero(rollouts.frame["step"] == step) for step in range(1, config.steps + 1)}
-
-    def batch(number: int, model: PreTrainedModel) -> list[Sample]:
-        samples = again(number, model)
-        knots[number - 1] = parameters_to_vector(model.parameters()).detach().clone()
-        with torch.no_grad():
-            # The batches of the training: the same numbers to the last bit.
-            for used in (True, False):
-                for some, ids in _batches([i for i, s in enumerate(samples) if bool(s.advantage) is used], samples):
-                    for i, one in zip(some, _log_probabilities(model, ids), strict=True):
-                        begin, end = _places(samples[i])
-                        found[rows[number][i]] = one[begin - 1 : end - 1].numpy()
-        return samples
-
-    knots[config.steps] = _run(config, base, batch)
-    return knots, found
 
 
 def replayed(base: Checkpoint, rollouts: Rollouts, settings: Path, to: Path) -> Replayed:
@@ -317,22 +234,6 @@ def replayed(base: Checkpoint, rollouts: Rollouts, settings: Path, to: Path) -> 
     plan = plan_updates(rollouts, found, checkpoints={}, vocabulary=None)
     run = Run(trained, rollouts, found, plan, State.at(trained.vector()))
     return replay(run, States(to, len(plan.updates), len(trained), _PATH), {}, logged_facts({}))
-
-
-def put(model: PreTrainedModel, weights: torch.Tensor) -> None:
-    """Give the model a copy of these weights, (P,)."""
-    # torch's function makes the parameters views of the vector.
-    vector_to_parameters(weights.clone(), model.parameters())
-
-
-@torch.inference_mode()
-def direct_share(model: PreTrainedModel, problems: Sequence[Problem]) -> float:
-    """Probability that a response begins with ``#``, mean over problems: exact, from the next-token distribution."""
-    prompts = [prompt_ids(problem) for problem in problems]
-    ends = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    ids = torch.tensor([prompt + [TOKEN_IDS[PAD]] * (int(ends.max()) + 1 - len(prompt)) for prompt in prompts])
-    logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(ids)), ends]  # (n_problems, vocabulary)
-    return float(torch.softmax(logits.double(), dim=-1)[:, TOKEN_IDS["#"]].mean())
 
 
 def _run(
@@ -369,13 +270,11 @@ def add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Sequence[
     """Add the gradient of a micro-batch's loss to that of the model's weights."""
     normaliser = config.groups * config.samples * config.max_response_tokens
     log = _log_probabilities(model, ids)
-    weight, then = torch.zeros_like(log), log.detach().clone()
+    weight = torch.zeros_like(log)
     for row, sample in enumerate(samples):
         begin, end = _places(sample)
         weight[row, begin - 1 : end - 1] = sample.advantage / normaliser
-        if sample.logged is not None:
-            then[row, begin - 1 : end - 1] = torch.from_numpy(sample.logged)
-    ratio = (log - then).exp()
+    ratio = (log - log.detach()).exp()
     clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon)
     (-torch.minimum(ratio * weight, clipped * weight).sum()).backward()
 
@@ -406,15 +305,12 @@ def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tenso
     return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def _sampled(
-    config: MixedConfig, include: Collection[str], seed: int, keep: Callable[[Sample], bool] | None = None
-) -> Batch:
+def _sampled(config: MixedConfig, seed: int) -> Batch:
     """New responses to the problems of every step."""
     schedule, generator = config.schedule, torch.Generator().manual_seed(seed)
 
     def batch(number: int, model: PreTrainedModel) -> list[Sample]:
-        asked = [problem for problem in schedule[number - 1] if problem.id in include]
-        return [one for one in answered(config, model, asked, generator) if keep is None or keep(one)]
+        return answered(config, model, schedule[number - 1], generator)
 
     return batch
 
@@ -432,26 +328,6 @@ def answered(
         Sample(asked[i].id, prompts[i], ids, reward, advantage)
         for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
     ]
-
-
-def _replayed(
-    config: MixedConfig, rollouts: Rollouts, include: Collection[str], logged: Sequence[np.ndarray] | None
-) -> Batch:
-    """The logged responses to the problems of every step."""
-    by_step, frame = defaultdict[int, list[Sample]](list), rollouts.frame
-    columns = (frame["step"], frame.problem_id, frame.reward, frame.advantage)
-    for row, (step, problem, reward, advantage) in enumerate(zip(*columns, strict=True)):
-        if problem in include:
-            prompt, response = (ids.tolist() for ids in rollouts.tokens(row))
-            then = None if logged is None else logged[row]
-            by_step[int(step)].append(Sample(problem, prompt, response, reward, advantage, then))
-    if by_step and not (min(by_step) >= 1 and max(by_step) <= config.steps):
-        raise TsaeError(
-            f"has the steps {min(by_step)} to {max(by_step)}, and the run 1 to {config.steps}",
-            where=rollouts.origin,
-            fix="Give the run's own log.",
-        )
-    return lambda number, _: by_step[number]
 
 
 def _of_band(band: str, n: int, seed: int, split: Literal["train", "eval"]) -> list[Problem]:

@@ -19,7 +19,6 @@ from tsae.demo import demo
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 SOLUTIONS = os.environ.get("TSAE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl")
-RUN = "--config.per-band 1 --config.steps 2 --config.groups 3 --config.samples 4"
 
 TINY = {
     "bench_attribution_online.py": "--steps 1",
@@ -30,27 +29,23 @@ TINY = {
     "bench_report.py": "--features 48 --problems 12 --tokens 12 --k 4 --rounds 1",
     "bench_scale.py": "--problems 12 --samples 2 --tokens 20 --times 2 --d-model 8 --d-sae 64 --k 4",
     "bench_train.py": "--d-model 16 --d-sae 64 --k 4 --pairs 64 --steps 1",
-    "check_attribution.py": "--run mixed/run --retrained mixed/to --sae demo/sae --data mixed/data --n-features 2",
+    "check_attribution.py": "--quick",
     "check_changes.py": "--draws 20",
     "check_claims.py": "",
     "check_null.py": "--weights --to null --problems 12 --seeds 1 --samples 2",
     "check_statements.py": "--draws 2",
     "ordinary_runs.py": "lora ordinary/lora --steps 1 --per-level 4 --ids --labels --save-every-step",
-    "retrain_mixed.py": f"--run mixed/run --to mixed/to --halves 1 --most 0 --samplings replayed 1 {RUN}",
     "run_remedies.py": "--out remedies --quick --seeds 1 --arms plain",
     "simulate_scale.py": "simulate --parts 8 --workers 2 --draws 2",
     "torture.py": "--cases 4",
 }
-AFTER = {
-    "check_attribution.py": "retrain_mixed.py",
-}
-"""A script, and the one whose folder it reads."""
 ELSEWHERE = {
     "bench_diff.py": "diff/test_diff.py",
     "bench_gpu.py": "app/test_gpu_suite.py",
     "build_testbed.py": "testbed/test_build.py",
     "gpu_suite.py": "app/test_gpu_suite.py",
     "gpu_suite.sh": "app/test_gpu_suite.py",
+    "llm_bands.py": "app/test_llm_bands.py",
     "run_notebooks.py": "app/test_notebooks.py",
     "smollm2_gsm8k.sh": "app/test_demo.py",
     "slow_variance.py": "sae/test_evaluation.py",
@@ -73,15 +68,13 @@ def test_no_script_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Run a script once, after the one that it needs, in a folder with a demo: its output."""
+    """Run a script once in a folder with a demo: its output."""
     folder = tmp_path_factory.mktemp("scripts")
     demo(replace(TINY_DEMO, to=folder / "demo"), progress=False)
     environment = {**os.environ, "TSAE_BIN": str(Path(sys.executable).parent), "N": "1"}
 
     @cache
     def once(name: str) -> str:
-        if name in AFTER:
-            once(AFTER[name])
         words = [*([sys.executable] if name.endswith(".py") else []), SCRIPTS / name, *TINY[name].split()]
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stderr
