@@ -47,10 +47,9 @@ from tsae.rollouts.fresh_rollouts import (
     longest_response,
     separate_rollouts,
 )
-from tsae.rollouts.growth import check_grown
-from tsae.rollouts.importing import import_log
+from tsae.rollouts.importing import check_grown, import_log
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, name_in
+from tsae.rollouts.logs.log_files import NoLog, find_files, name_in
 from tsae.rollouts.logs.outcome_rules import with_outcome
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands

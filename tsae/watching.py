@@ -35,8 +35,8 @@ from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Before
 from tsae.report.text import visible
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs.on_disk.log_files import NoLog, find_files, grows, name_in
-from tsae.rollouts.logs.on_disk.settled import Settling
+from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
+from tsae.rollouts.logs.readers import grows
 from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, stamp
 from tsae.sae.model import TemporalSAE
 from tsae.stamps import add_found, read_stamp, stamp_copy
@@ -123,7 +123,7 @@ class _Watch:
     def __init__(self, config: RunConfig, watching: WatchConfig, progress: bool, say: Callable[[str], None]) -> None:
         self.config, self.watching, self.progress, self.say = config, watching, progress, say
         self.to, self.next = config.to, config.to / _NEXT
-        self.settling = Settling(watching.quiet)
+        self.settling = StableFiles(watching.quiet)
         self.told, self.reached = "", -1
         self.sae: TemporalSAE | None = None  # the one that is kept, once it was loaded
 

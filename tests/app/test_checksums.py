@@ -16,8 +16,6 @@ from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.on_disk.parts import Part
-from tsae.rollouts.logs.running.journal import Journal, begin, finish
 from tsae.rollouts.sampling import Batches, Response
 from tsae.stamps import add_found, claim, read_stamp
 
@@ -67,19 +65,6 @@ def test_a_changed_batch_of_a_sampling_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("-0.25", "-0.75"))
     with pytest.raises(TsaeError, match=r"000000\.json: is damaged"):
         batches.read(0, 1)
-
-
-def test_a_changed_part_of_an_import_is_read_again(tmp_path: Path) -> None:
-    part = Part((), 0, 0)
-    with Journal(tmp_path / "to.parquet", {}, ()) as journal:
-        job = journal.job(part)
-        begun = begin(job.folder)
-        (begun / "spool").write_bytes(b"rows" * 100)
-        finish(begun, {"counts": {}, "asked": []})
-        assert journal.job(part).done
-        flip(job.folder / "spool", 7)
-        assert not journal.job(part).done
-        assert not job.folder.exists()
 
 
 def test_a_stage_is_added_to_a_run_that_left_it_out(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from tsae.features import encode as encoding
 from tsae.pipeline import Before
 from tsae.rollouts import importing
 from tsae.rollouts.fresh_rollouts import draw_problems
-from tsae.rollouts.growth import check_grown
-from tsae.rollouts.logs.on_disk.settled import Settling
+from tsae.rollouts.importing import check_grown
+from tsae.rollouts.logs.log_files import StableFiles
 from tsae.run import Grown, analyze_run, analyze_state
 from tsae.stamps import read_stamp, stamp_copy
 from tsae.upkeep.mend import repair
@@ -277,7 +277,7 @@ def test_a_log_that_is_being_written(tmp_path: Path) -> None:
     lines.write_text('{"a": 1}\n{"a": 2')
     whole = (SHIPPED / "logs" / "hard" / "completions" / "completions_00001.parquet").read_bytes()
     table.write_bytes(whole[: len(whole) // 2])
-    settling = Settling(0.2)
+    settling = StableFiles(0.2)
     assert (settling.bytes_of(lines), settling.bytes_of(table), settling.waits) == (0, 0, True)
     lines.write_text('{"a": 1}\n{"a": 22}\n{"a"')
     time.sleep(0.25)
@@ -288,11 +288,11 @@ def test_a_log_that_is_being_written(tmp_path: Path) -> None:
     table.write_bytes(whole)
     for file in (lines, table):  # Times that lie ahead, as the clocks of other machines do, say nothing.
         os.utime(file, (time.time() + 3600, time.time() + 3600))
-    settling = Settling(0.2)
+    settling = StableFiles(0.2)
     assert (settling.bytes_of(lines), settling.bytes_of(table)) == (0, 0)
     time.sleep(0.25)
     assert (settling.bytes_of(lines), settling.bytes_of(table)) == (lines.stat().st_size, len(whole))
-    settling = Settling(0.0)
+    settling = StableFiles(0.0)
     lines.write_text('{"a": 1}\n{"a": 2')
     assert settling.bytes_of(lines) == len('{"a": 1}\n')
     lines.write_text('{"a": 1}\n{"a": 2}')

@@ -1,57 +1,84 @@
 """Import a trainer's log: read it row by row, tokenise what needs it, and write one Parquet file of rollouts.
 
-1. A parser (`tsae.rollouts.trainers`) makes entries of the rows.
+1. A trainer's adapter (`tsae.rollouts.trainers`) makes entries of the rows.
 2. `Tokens` (`logs.tokens`) gives them token ids.
-3. Outcome, reward, problem and policy are decided (`logs.outcome_rules`, `logs.policies`); rows go to a spool.
-4. The ledger finds repeats and conflicts.
-5. What the log says twice is compared (`logs.consistency_checks`).
-6. The spools become the file.
+3. Outcome, reward, problem and policy are decided (`logs.outcome_rules`, `logs.policies`), and the rows of each part of
+   the log go to a Parquet file of its own (`logs.import_parts`), in several processes if the log is long.
+4. Repeats and conflicts are found (`logs.repeats`), and what the log says twice is compared
+   (`logs.consistency_checks`).
+5. The parts become the file, in the order of the log. So it does not depend on who read them.
 
-Memory holds one batch of trajectories and a few dozen bytes for each, however long the log is. 1 to 3 are done part by
-part (`logs.on_disk.parts`), in worker processes if the log is long (`logs.running`). Parts are put together in the
-order of the log, so the file does not depend on who read them; finished parts are not read again.
+Memory holds one batch of trajectories, and for each trajectory about a hundred bytes. Finished parts stay in a hidden
+folder until the import ends: given again, it reads only the others.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from functools import cached_property, partial
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import as_path
-from tsae.checkpoints.loading import Checkpoint
+from tsae.base.progress import progress_bar
+from tsae.base.provenance import version_of
+from tsae.checkpoints.loading import Checkpoint, tokenizer_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.log_detection import find_log
+from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs.adapters import Format
-from tsae.rollouts.logs.consistency_checks import SecondLook, refuse_disagreement
-from tsae.rollouts.logs.dedup_index import Ledger, Summary
-from tsae.rollouts.logs.entry import Counts, Entry, Unusable, hash64
-from tsae.rollouts.logs.on_disk.log_files import LogFile, run_folder
-from tsae.rollouts.logs.on_disk.parts import Part, parts_of, total_bytes
-from tsae.rollouts.logs.outcome_rules import Verdicts
+from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks, refuse_disagreement
+from tsae.rollouts.logs.entry import Entry, Findings, Unusable, hash64
+from tsae.rollouts.logs.import_parts import (
+    Part,
+    PartFiles,
+    found_part,
+    parts_of,
+    read_index,
+    reward_parts,
+    table_rows,
+    table_schema,
+    write_part,
+)
+from tsae.rollouts.logs.log_files import LogFile, run_folder
+from tsae.rollouts.logs.outcome_rules import OutcomeRules
 from tsae.rollouts.logs.padding import find_pads, strip
 from tsae.rollouts.logs.policies import Policies
-from tsae.rollouts.logs.running.bar import Bar
-from tsae.rollouts.logs.running.journal import Job, Journal, begin, finish, settings
-from tsae.rollouts.logs.running.spool import Spool, Spools
-from tsae.rollouts.logs.running.workers import MOST, default_workers, read_in_workers, setup
+from tsae.rollouts.logs.repeats import COLUMNS, Groups, drop_repeats
 from tsae.rollouts.logs.templates import find_settings
 from tsae.rollouts.logs.tokens import Tokens, tokenizer_alone
+from tsae.rollouts.parquet import list_lengths, read_pieces, write_table
+from tsae.rollouts.rewards import BY_NAME
 from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
 from tsae.rollouts.token_parts import COLUMN, told
 
 _LEVELS_UP = 4  # From output_dir/completions, or prime-rl's rollouts/step_N/train/effective, to the checkpoints.
-_SPOOL = "rows.parquet"
+_PARALLEL_FROM, _MOST = 1 << 25, 4
+"""Bytes of a log from which several processes read it, and how many: each takes seconds to start."""
+_WORKER = "from tsae.rollouts.importing import read_share; read_share()"
+_STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
+_ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "responses"
+_PADDED = "padded"
+_RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
+_CHECKED = ("same_text", "retokenised", "group", "asked", "gold", "batch", "trained_on", "compared")
+_CELLS = (14, 10, 9, 8, 13, 13, 20)
+_SHOWN_STEPS = 3
+_GROWN = ("problem_id", "prompt_ids", "response_ids", "reward", "step")
 
 
 def import_log(
@@ -95,8 +122,8 @@ def import_log(
             `ImportConfig.strict` for a log that does not agree with itself.
     """
     path, to, config = as_path(path), as_path(to), config or ImportConfig()
-    if workers is not None and not 1 <= workers <= MOST:
-        raise TsaeError(f"workers={workers} is not 1 to {MOST}", where="import_log", fix="Give one a core, or none.")
+    if workers is not None and not 1 <= workers <= 256:
+        raise TsaeError(f"workers={workers} is not 1 to 256", where="import_log", fix="Give one a core, or none.")
     form, files, notes = find_log(path, config, only)
     series = _series(checkpoint, path)
     trainers = find_settings(path) if json.loads(config.template_arguments) == {} else None
@@ -106,79 +133,190 @@ def import_log(
         series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
     tokens.pads = find_pads(form, files, config, tokens)
-    run, spools = Contents(form, files, series, tokens, config, notes=notes), Spools()
+    log = LogImporter(form, files, series, tokens, config, notes)
     keeping = None if kept is None else as_path(kept)
-    with Journal(to, settings(form, series, tokens, config), config.skip, run.policies.agrees, keeping) as journal:
-        with closing(_read(run, series, journal, workers, progress=progress)) as read:
-            for folder, state in read:
-                run.add(folder, state)
-                spools.add(folder / _SPOOL, state["spool"])
-        summary = run.summary(path)
+    with sole_writer(to), PartFiles(to, _settings(log, series), keeping) as folder:
+        parts = [(part, folder.of(part)) for part in parts_of(log.policies.files, cut=form.cut)]
+        found = _read_all(parts, log, series, workers, progress=progress)
+        paths = [path for _, path in parts]
+        summary = log.summary(path, paths, found)
         if config.strict:
             refuse_disagreement(summary.second_look, path)
-        log = {**summary.as_dict(), "rewards": spools.rewards}
-        info = {**vocabulary_facts(tokens.tokenizer), "log": log}
-        spools.write(to, run.kept, info, run.renamed)
+        schema = table_schema(log.findings)
+        rewards = [name.removeprefix("reward/") for name in log.findings.counts["reward columns"]]
+        info = {**vocabulary_facts(tokens.tokenizer), "log": {**summary.as_dict(), "rewards": rewards}}
+        write_table(to, schema, (log.renamed(*rows) for rows in table_rows(paths, schema, log.kept)), info)
     return summary
+
+
+def _settings(log: LogImporter, series: CheckpointSeries) -> str:
+    """What the parts of a log depend on beside their files."""
+    read, tokenizer = asdict(log.config), log.tokens.tokenizer
+    for name in ("skip", "noisy_rewards", "strict"):  # They only decide what is an error.
+        del read[name]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    settings = {
+        "form": log.form.name,
+        "config": read,
+        "pads": log.tokens.pads,
+        "series": len(series) > 1,  # Which checkpoint sampled is compared part by part.
+        "tokenizer": tokenizer_fingerprint(tokenizer) if backend is None else hash64(backend.to_str()),
+        "template": tokenizer.chat_template,
+        "model": [log.tokens.context, sorted(log.tokens.ends)],
+        "versions": [version_of(name) for name in ("tsae", "transformers", "tokenizers")],
+        # A user's function may have changed: no part that it judged is used again.
+        "verifier": None if log.config.verifier in (None, *BY_NAME) else uuid.uuid4().hex,
+    }
+    return json.dumps(settings, sort_keys=True)
+
+
+def _read_all(
+    parts: Sequence[tuple[Part, Path]],
+    log: LogImporter,
+    series: CheckpointSeries,
+    workers: int | None,
+    *,
+    progress: bool,
+) -> list[Findings]:
+    """What was found in every part; reads those that are not there yet, and adds all of it up in `log`."""
+
+    def usable(found: Findings | None) -> bool:
+        return (
+            found is not None
+            and log.policies.agrees(found)
+            and set(log.config.skip) >= found.counts["skipped"].keys()  # now an error
+        )
+
+    done = {path: found for _, path in parts if usable(found := found_part(path))}
+    todo = [(part, path) for part, path in parts if path not in done]
+    total = sum(part.bytes for part, _ in parts)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n = workers or (min(cores, _MOST) if total >= _PARALLEL_FROM else 1)
+    every, n_rows = [], 0
+    with progress_bar("import", "B", total, shown=progress) as bar, ExitStack() as stack:
+        if done:
+            bar.write(f"{len(done):,} of {len(parts):,} parts had been read before", file=sys.stderr)
+        share = None if n == 1 or len(todo) < 2 else stack.enter_context(_Workers(todo, min(n, len(todo)), log, series))
+        for part, path in parts:
+            if path not in done:
+                if share is not None:
+                    share.wait_for(path)
+                if share is None or not path.is_file():
+
+                    def say(here: int, before: int = n_rows) -> None:
+                        bar.set_postfix_str(f"{before + here:,} trajectories")
+
+                    read_part(part, path, log.form, series, log.tokens, log.config, say)
+            found = done.get(path) or found_part(path)
+            if found is None:
+                raise TsaeError("is not there any more", where=path, fix="Import again.")
+            log.findings.add(found.as_dict())
+            log.rules.check()
+            every.append(found)
+            n_rows += sum(found.counts["outcome"].values())
+            bar.update(part.bytes)
+            bar.set_postfix_str(f"{n_rows:,} trajectories", refresh=False)
+    return every
 
 
 def read_part(
     part: Part,
-    folder: Path,
+    path: Path,
     form: Format,
     series: CheckpointSeries,
     tokens: Tokens,
     config: ImportConfig,
-    say: Callable[[int, int], None],
+    say: Callable[[int], None] = lambda n: None,
 ) -> None:
     """Read a part of a log, and write its rows and what was found in it.
 
     Args:
         part: of the log.
-        folder: for what is written; it appears when it is complete.
+        path: of its file, which appears when it is complete.
         form: the log's.
         series: the checkpoints.
         tokens: of the base.
         config: of the import.
-        say: gets the bytes and the trajectories that were read so far.
+        say: gets the trajectories that were read so far, now and then.
 
     Raises:
         TsaeError: naming file and line, for rows with wrong values.
     """
-    begun = begin(folder)
-    run, spool = Contents(form, (), series, tokens, config, begun), Spool(begun / _SPOOL)
-    for record, n_bytes in run.records(part):
-        spool.add(record)
-        say(n_bytes, len(run.ledger))
-    finish(begun, {**run.state(), "spool": spool.close()})
+    log = LogImporter(form, (), series, tokens, config)
+    write_part(path, log.records(part, say), log.findings)
 
 
-def _read(
-    run: Contents, series: CheckpointSeries, journal: Journal, workers: int | None, *, progress: bool
-) -> Generator[tuple[Path, dict[str, Any]]]:
-    """(folder, state) of every part of a log, in order; reads those that are not there yet."""
-    files = run.policies.files
-    total = total_bytes(files)
-    n = default_workers(total) if workers is None else workers
-    with Bar(total, shown=progress) as bar:
-        jobs = (journal.job(part) for part in parts_of(files, cut=run.form.cut))
-        common = setup(run.form, series, run.config, run.tokens.pads)
-        done = read_in_workers(jobs, n, common, bar.say) if n > 1 else _read_here(jobs, run, series, bar)
-        with closing(done):
-            for number, job in enumerate(done):
-                state = journal.take(job)
-                bar.end(number, job.part.bytes, state["ledger"]["n"], found=job.done)
-                yield job.folder, state
-        if journal.found:
-            bar.write(journal.told())
+class _Workers:
+    """Processes that read parts, each every n-th one. They load tsae, and nothing else of the program."""
+
+    def __init__(self, todo: Sequence[tuple[Part, Path]], n: int, log: LogImporter, series: CheckpointSeries) -> None:
+        self._of = {path: number % n for number, (_, path) in enumerate(todo)}
+        left_out = ("noise", "base")  # of the weights, which are not read
+        setup = {
+            "form": log.form.name,
+            "config": asdict(log.config),
+            "checkpoints": [{k: v for k, v in asdict(c).items() if k not in left_out} for c in series],
+            "pads": log.tokens.pads,
+        }
+        # A worker finds modules as this process does: a verifier may lie anywhere.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+        self._processes = []
+        for i in range(n):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # of a verifier
+                text=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C goes to this process, which ends its workers.
+            )
+            assert process.stdin is not None
+            for _, path in todo[i::n]:
+                path.unlink(missing_ok=True)  # damaged, or of a part that is an error now
+            mine = [(part.as_dict(), str(path)) for part, path in todo[i::n]]
+            process.stdin.write(json.dumps({**setup, "parts": mine}) + "\n")
+            process.stdin.flush()
+            self._processes.append(process)
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until a part is read, or its worker has stopped at an error: the part is then read here, and raises it.
+
+        Raises:
+            TsaeError: where the worker was ended from outside.
+        """
+        process = self._processes[self._of[path]]
+        while not path.is_file() and process.poll() is None:
+            time.sleep(0.02)
+        if not path.is_file() and process.returncode:
+            what = f"a process that read the log was ended from outside (exit status {process.returncode})"
+            fix = "If memory ran out, say --workers 1; finished parts are not read again."
+            raise TsaeError(what, where="--workers", fix=fix)
 
 
-def _read_here(jobs: Iterator[Job], run: Contents, series: CheckpointSeries, bar: Bar) -> Generator[Job]:
-    for number, job in enumerate(jobs):
-        if not job.done:
-            say = partial(bar.say, number)
-            read_part(job.part, job.folder, run.form, series, run.tokens, run.config, say)
-        yield job
+def read_share() -> None:
+    """Be a worker: read the parts that standard input names; end at once if the process that wrote them is gone."""
+    setup = json.loads(sys.stdin.readline())
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    form = next(form for form in FORMATS if form.name == setup["form"])
+    config = ImportConfig(**setup["config"])
+    series = CheckpointSeries(tuple(Checkpoint(**found) for found in setup["checkpoints"]))
+    tokens = Tokens(series.base, config, setup["pads"])
+    try:
+        for part, path in setup["parts"]:
+            read_part(Part.from_dict(part), Path(path), form, series, tokens, config)
+    except TsaeError:
+        os._exit(0)  # The parent reads this part itself, and raises the error.
+    os._exit(0)
 
 
 def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path: Path) -> CheckpointSeries:
@@ -200,15 +338,8 @@ def _series(checkpoint: Checkpoint | CheckpointSeries | str | Path | None, path:
     raise TsaeError(what, where=path, fix="Give the checkpoint that was trained, or its series (--checkpoint).")
 
 
-_STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
-_LEDGER, _LOOK = "ledger", "look.npy"
-_ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "responses"
-_PADDED = "padded"
-_RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
-
-
-class Contents:
-    """What a log holds, or a part of it.
+class LogImporter:
+    """What a log holds, or a part of it: rows of the table, what was assumed, and what is reported about the whole.
 
     Args:
         form: of the log.
@@ -216,7 +347,6 @@ class Contents:
         series: the checkpoints.
         tokens: of the base.
         config: of the import.
-        folder: for the ledger of a part, and for numbers of its trajectories.
         notes: about the files.
     """
 
@@ -227,23 +357,17 @@ class Contents:
         series: CheckpointSeries,
         tokens: Tokens,
         config: ImportConfig,
-        folder: Path | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.form, self.tokens, self.config = form, tokens, config
-        self.counts = Counts()
-        self.ledger = Ledger(None if folder is None else folder / _LEDGER, self.counts)
-        self.folder, self.notes = folder, [*series.notes, *notes]
-        self.policies = Policies(series, files, config.run, self.counts, synchronous=form.synchronous)
-        self.verdicts = Verdicts(config, self.counts, a_file_a_step=form.a_file_a_step)
-        self.look = SecondLook(tokens, self.policies.checkpoints)
-        self.kept = np.zeros(0, dtype=bool)
-        self.empty: list[int] = []
-        """Numbers of files that hold nothing."""
+        self.form, self.tokens, self.config, self.findings = form, tokens, config, Findings()
+        self.counts, self.notes = self.findings.counts, [*series.notes, *notes]
+        self.policies = Policies(series, files, config.run, self.findings, synchronous=form.synchronous)
+        self.rules = OutcomeRules(config, self.findings, a_file_a_step=form.a_file_a_step)
+        self.checks = ConsistencyChecks(tokens, self.policies.checkpoints, self.findings)
 
-    def records(self, part: Part) -> Iterator[tuple[dict[str, Any], int]]:
-        """The rows of the table, in the order of the log, each with the bytes of the part that were read so far."""
-        before = 0
+    def records(self, part: Part, say: Callable[[int], None]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(row of the table, its numbers in the index) of every trajectory, in the order of the log."""
+        n = 0
         for number, file in enumerate(part.files, part.first):
             empty = file.start == 0
             for found in self.form.read(file, self.config):
@@ -251,41 +375,23 @@ class Contents:
                 try:
                     if isinstance(found, Unusable):
                         raise found
-                    yield self._record(found, file, number), before + file.seen.bytes
+                    yield self._record(found, file, number)
                 except Unusable as unusable:
                     if unusable.kind not in self.config.skip:
                         raise
                     self.counts["skipped"][unusable.kind] += 1
-            before += file.seen.bytes
+                n += 1
+                if n % 256 == 0:
+                    say(n)
             if empty:
-                self.empty.append(number)
+                self.counts["empty files"][file.path.name] += 1
+        self.checks.answers.close()
 
-    def state(self) -> dict[str, Any]:
-        """What was found in a part of the log, for JSON; numbers of every trajectory go into its folder."""
-        assert self.folder is not None
-        return {
-            "counts": self.counts,
-            "ledger": self.ledger.close(),
-            "policies": self.policies.state(),
-            "asked": [(run, step, id) for (run, step), id in self.policies.asked.items()],
-            "verdicts": self.verdicts.state(),
-            "empty": self.empty,
-            "look": self.look.state(self.folder / _LOOK),
-        }
-
-    def add(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Add what was found in a further part, which lies in a folder."""
-        self.counts.add(state["counts"])
-        self.ledger.add(folder / _LEDGER, state["ledger"])
-        self.policies.add(state["policies"])
-        self.verdicts.add(state["verdicts"])
-        self.empty += state["empty"]
-        self.look.add(folder / _LOOK, state["look"])
-
-    def summary(self, path: Path) -> Summary:
-        """Check the whole log, and describe it."""
-        names, counts = self.verdicts.names, self.counts
-        if not len(self.ledger):
+    def summary(self, path: Path, paths: Sequence[Path], found: Sequence[Findings]) -> Summary:
+        """Check the whole log, by the files of its parts and what was found in each, and describe it."""
+        names, counts, files = self.rules.names, self.counts, self.policies.files
+        n = sum(counts["outcome"].values())
+        if not n:
             left = ", ".join(f"{n} {kind}" for kind, n in counts["skipped"].items())
             what = "holds no trajectories" + (f" but those left out: {left}" if left else "")
             raise TsaeError(what, where=path, fix="Give a log with at least one row.")
@@ -300,40 +406,47 @@ class Contents:
         if not trips["yes"] and trips["no"]:
             what = f"not one of its {trips['no']} responses decodes to the logged text"
             raise TsaeError(what, where=path, fix=f"Check that {self.tokens.path} is the checkpoint that was trained.")
-        files = self.policies.files
-        self.kept = self.ledger.kept(files, self.config, copies=self.form.name == "trl")
-        self.ledger.rename(self.policies.renamed)
-        odd = [*self._padded(), *self.ledger.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
-        notes = [*self.notes, *self.policies.notes, *odd, *self._assumed()]
-        found = self.ledger.summary(self.form.title, len(files), self.kept, notes)
-        place = partial(self.ledger.place, files)
-        return replace(
-            found, odd=tuple(odd), second_look=self.look.checks(*self.ledger.round_trips(), self.kept, place)
+        index = read_index(paths, [*COLUMNS, "policy", "step", "outcome", "same_text", "retokenised"])
+        index.insert(0, "source", index.groupby(["policy", "step"], sort=False, observed=True, dropna=False).ngroup())
+
+        def place(row: int) -> str:
+            return files[index["file"].iloc[row]].place(index["number"].iloc[row])
+
+        self.kept = drop_repeats(index, files, self.config, place, copies=self.form.name == "trl")
+        self.groups = Groups(index[self.kept], self.config)
+        self.kept[self.groups.dropped] = False
+        if repeated := int((~self.kept).sum()):
+            counts["skipped"]["repeated"] += repeated
+        self._prompts = index.prompt.to_numpy()
+        odd = [*self._padded(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
+        notes = [*self.notes, *self.policies.notes, *odd, *self._assumed(n, index)]
+        table, total = _by_source(index[self.kept], self.groups, self.policies.renamed)
+        compared = read_index(paths, _CHECKED)
+        checks = self.checks.checks(compared, reward_parts(paths, found), self.kept, place)
+        return Summary(
+            self.form.title, len(files), table, total, dict(counts["skipped"]), tuple(notes), tuple(odd), checks
         )
 
-    def renamed(self, table: pa.Table, rows: np.ndarray) -> dict[str, list[str]]:
-        """Columns of rows of the table, by their numbers, with the names that policies and problems get in the end."""
-        found, policies, several = dict[str, list[str]](), self.policies.renamed, self.ledger.groups.several.index
+    def renamed(self, table: pa.Table, rows: np.ndarray) -> pa.Table:
+        """Rows of the table, by their numbers, with the names that policies and problems get in the end."""
+        found, policies, several = dict[str, list[str]](), self.policies.renamed, self.groups.several.index
         if policies:
             found["policy"] = [policies.get(name, name) for name in table["policy"].to_pylist()]
         if len(several) and not self.config.merge_prompts:
             asked = zip(table["problem_id"].to_pylist(), self._prompts[rows].tolist(), strict=True)
             found["problem_id"] = [f"{id}/{prompt >> 32:08x}" if hash64(id) in several else id for id, prompt in asked]
-        return found
+        for name, values in found.items():
+            table = table.set_column(table.column_names.index(name), table.schema.field(name), [pa.array(values)])
+        return table
 
-    @cached_property
-    def _prompts(self) -> np.ndarray:
-        return self.ledger.prompts()
-
-    def _assumed(self) -> Iterator[str]:
-        n, counts = len(self.ledger), self.counts
-        if self.empty:
-            names = [self.policies.files[number].path.name for number in self.empty]
+    def _assumed(self, n: int, index: pd.DataFrame) -> Iterator[str]:
+        counts = self.counts
+        if names := list(counts["empty files"].elements()):
             shown = ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
             yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {shown}"
         yield from self.policies.assumed()
-        yield from self._steps_between()
-        yield from self.ledger.groups.notes(odd=False)
+        yield from self._steps_between(index)
+        yield from self.groups.notes(odd=False)
         for what, times in counts[_ASSUMED].items():
             yield f"{times:,} {what}"
         lacking = [name for name in _told(Entry("")) if not counts[_HAS][name]]
@@ -353,17 +466,18 @@ class Contents:
                 f"{without_end:,} responses have no end token: the log does not say which ended by themselves "
                 "(--max-response-tokens, if you know the run's limit)"
             )
-        yield from self.verdicts.notes(n, counts["outcome"]["unknown"])
+        yield from self.rules.notes(n, counts["outcome"]["unknown"])
 
-    def _steps_between(self) -> Iterator[str]:
+    def _steps_between(self, index: pd.DataFrame) -> Iterator[str]:
         """What follows if the log lacks the steps between those that it has."""
-        steps = sorted({step for _, step in self.ledger.sources if step is not None})
+        steps = np.unique(index.step.dropna().astype(int)).tolist()
         gaps = np.diff(steps)
         # A run log has every generation, and the updates in between.
         if len(steps) < 2 or gaps.min() < 2 or self.form.name == "tsae":
             return
         bases = {checkpoint.id for checkpoint in self.policies.checkpoints if checkpoint.is_base}
-        lacks = bases and bases.isdisjoint(name for name, _ in self.ledger.sources)
+        sampled = {self.policies.renamed.get(name, name) for name in index.policy.cat.categories}
+        lacks = bases and bases.isdisjoint(sampled)
         yield (
             f"the log has {len(steps):,} of the steps {steps[0]:,} to {steps[-1]:,}, about every {np.median(gaps):g}th"
             ": pass rates, bands, behaviours by step and claims rest on these alone"
@@ -383,15 +497,15 @@ class Contents:
                 f"ids at their edges ({pads}mask values below 0) were left out (--pad-ids, if other tokens pad it)"
             )
 
-    def _record(self, entry: Entry, file: LogFile, file_number: int) -> dict[str, Any]:
+    def _record(self, entry: Entry, file: LogFile, file_number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         _check_steps(entry, file)
         n, m = strip(entry, self.tokens)
         self.counts[_PADDED].update({"prompts": n > 0, "responses": m > 0, "ids": n + m})
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
         self.tokens.check_length(prompt, response, entry.where)
-        right = self.verdicts.right(entry, response.text)
+        right = self.rules.right(entry, response.text)
         found = self.tokens.spans.of(prompt.ids, response.ids, entry.sampled)
-        reward = self.verdicts.reward(entry)
+        reward = self.rules.reward(entry)
         if reward is None and right is not None:
             reward = float(right)
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
@@ -420,24 +534,27 @@ class Contents:
         self.counts[_ASSUMED].update(assumed)
         self.counts[_HAS].update(name for name, there in _told(entry).items() if there)
         self.counts[_EXTRA].update(entry.extra.keys())
-        self.ledger.enter(
-            entry,
-            file_number,
-            problem,
-            policy,
-            prompt=hash64(asked),
-            tokens=(prompt.ids.tobytes(), response.ids.tobytes(), entry.apart),
-            finish_reason=response.finish_reason,
-            reward=reward,
-            outcome=outcome,
-            same_text=response.same_text,
-            retokenised=retokenised,
-        )
+        self.counts["outcome"][outcome] += 1
+        self.counts["same text"][{None: "no text", True: "yes", False: "no"}[response.same_text]] += 1
+        ids = (prompt.ids.tobytes(), response.ids.tobytes(), entry.apart)
+        numbers = {
+            "file": file_number,
+            "number": entry.number,
+            "problem": hash64(problem),
+            "prompt": hash64(asked),
+            "key": 0 if entry.key is None else hash64(policy, entry.key),
+            "trajectory": hash64(policy, str(entry.step), problem, entry.answer, response.finish_reason, *ids),
+            "content": hash64(problem, str(entry.advantage), *ids),
+            "same_text": 2 if response.same_text is None else int(response.same_text),
+            "retokenised": retokenised,
+        }
         # The trainer's own reward and outcome, whichever rewards or verifier are asked for here.
-        trained_on = entry.reward if entry.reward is not None or self.verdicts.verify is not None else reward
-        logged = self.verdicts.logged(entry)
+        trained_on = entry.reward if entry.reward is not None or self.rules.verify is not None else reward
+        logged = self.rules.logged(entry)
         group = problem if entry.group or self.config.merge_prompts else f"{problem}/{hash64(asked):x}"
-        self.look.see(entry, file, prompt, response, problem=group, policy=policy, reward=trained_on, right=logged)
+        numbers |= self.checks.see(
+            entry, file, prompt, response, problem=group, policy=policy, reward=trained_on, right=logged
+        )
         record = {
             "problem_id": problem,
             "policy": policy,
@@ -459,7 +576,7 @@ class Contents:
         if given is not None and given.any() and not retokenised and len(given) == len(response.ids):
             record["sampler_logprobs"] = given.astype(np.float32)
         record |= entry.training | {f"reward/{name}": value for name, value in entry.rewards.items()}
-        return record | {f"extra/{name}": value for name, value in entry.extra.items()}
+        return record | {f"extra/{name}": value for name, value in entry.extra.items()}, numbers
 
 
 def _check_steps(entry: Entry, file: LogFile) -> None:
@@ -486,3 +603,163 @@ def _told(entry: Entry) -> dict[str, bool]:
         "problem id": entry.problem_id is not None,
         "number of the policy's updates": entry.updates is not None or entry.policy is not None,
     }
+
+
+def _by_source(
+    index: pd.DataFrame, groups: Groups, renamed: Mapping[str, str]
+) -> tuple[pd.DataFrame, dict[str, float]]:
+    """What was read, by policy and step, and in total; see `Summary`."""
+    index = index.assign(problem=groups.problem(index), known=index.outcome != "unknown")
+    index["success"], index["not_round_tripping"] = index.outcome == "success", index.same_text == 0
+    by_group = index.groupby(["source", "problem"]).reward.agg(["size", "count", "min", "max"])
+    # A group is of one policy and step, so that groups add up.
+    alike = (by_group["size"] > 1) & (by_group["count"] == by_group["size"]) & (by_group["min"] == by_group["max"])
+    by_source = index.groupby("source")
+    first = by_source[["policy", "step"]].first()
+    counted = by_source[["known", "success", "retokenised", "not_round_tripping"]].sum()
+    n_groups = by_group.groupby("source").size()
+    table = pd.DataFrame(
+        {
+            "policy": [renamed.get(name, name) for name in first.policy],
+            "step": first.step.astype("Int64"),
+            "trajectories": by_source.size(),
+            "problems": n_groups,
+            "groups": n_groups,
+            "no_variance": alike.groupby("source").sum(),
+            "success_rate": (counted.success / counted.known).where(counted.known > 0),
+            "retokenised": counted.retokenised,
+            "not_round_tripping": counted.not_round_tripping,
+        }
+    ).reset_index(drop=True)
+    names = ["trajectories", "problems", "groups", "no_variance", "success_rate", "retokenised", "not_round_tripping"]
+    total = {name: table[name].sum().item() for name in names} | {"problems": int(index.problem.nunique())}
+    total["success_rate"] = counted.success.sum() / counted.known.sum() if counted.known.any() else float("nan")
+    return table, total
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What an import read."""
+
+    format: str
+    n_files: int
+    table: pd.DataFrame
+    """One row for each policy and step: policy, step, trajectories, problems, groups (a problem in that step),
+    no_variance (groups of two or more with equal rewards), success_rate (of known outcomes), retokenised (responses
+    whose ids were made from text), not_round_tripping (responses whose ids do not decode to the logged text)."""
+    total: dict[str, float]
+    """The same over the whole log."""
+    skipped: dict[str, int]
+    """Trajectories left out, by kind."""
+    notes: tuple[str, ...]
+    """What was assumed."""
+    odd: tuple[str, ...] = ()
+    """Those of the notes that are about padding, problem ids and copies: what most logs do not have."""
+    second_look: tuple[Check, ...] = ()
+    """Comparisons of what the log says twice."""
+
+    def as_dict(self) -> dict[str, object]:
+        """What goes into the table's info."""
+        return {
+            "format": self.format,
+            "files": self.n_files,
+            "skipped": self.skipped,
+            "notes": list(self.notes),
+            "second_look": {check.name: check.as_dict() for check in self.second_look},
+        }
+
+    def __str__(self) -> str:
+        steps = self.table.step.dropna()
+        span = f", {steps.nunique()} steps from {steps.min()} to {steps.max()}" if steps.nunique() > 1 else ""
+        lines = [f"{self.format}: {self.n_files} file{'s' * (self.n_files != 1)}{span}"]
+        width = max(8, *(len(policy) for policy in self.table.policy))
+        names = ("trajectories", "problems", "success", "groups", "no variance", "retokenised", "not round-tripping")
+        head = "".join(f"{name:>{cell}}" for name, cell in zip(names, _CELLS, strict=True))
+        lines.append(f"  {'policy':<{width}}{'step':>8}{head}")
+        # Names come from the log, and must not control the terminal.
+        rows = [
+            (_printable(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
+            for row in self.table.itertuples()
+        ]
+        if len(rows) > 24:
+            rows = [*rows[:12], ("…", "", {}), *rows[-12:]]
+        for policy, step, counts in (*rows, ("all", "", self.total)):
+            lines.append(f"  {policy:<{width}}{step:>8}{_cells(counts)}".rstrip())
+        for kind, n in sorted(self.skipped.items()):
+            lines.append(f"left out: {n:,} {kind}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"second look at {check}" for check in self.second_look)])
+
+
+def _printable(name: str) -> str:
+    return "".join(character if character.isprintable() else "�" for character in name)
+
+
+def _cells(counts: dict[str, float]) -> str:
+    if not counts:
+        return ""
+    rate = "–" if np.isnan(counts["success_rate"]) else f"{counts['success_rate']:.3f}"
+    names = ("trajectories", "problems", "groups", "no_variance", "retokenised", "not_round_tripping")
+    shown = [f"{counts[name]:,}" for name in names]
+    cells = (*shown[:2], rate, *shown[2:])
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _CELLS, strict=True))
+
+
+def check_grown(before: Path, now: Path, log: Path) -> None:
+    """Check that a log still holds every trajectory that it held before: the same tokens, reward and step.
+
+    Memory holds 16 bytes a trajectory.
+
+    Args:
+        before: Parquet file of the earlier import; there may be none.
+        now: that of the log as it is.
+        log: named in the message.
+
+    Raises:
+        TsaeError: where a trajectory is missing or has changed; the message names its step.
+    """
+    if not before.is_file():
+        return
+    held, steps = _rows(before)
+    there, _ = _rows(now)
+    values, counts = np.unique(there, return_counts=True)
+    mine, first, needed = np.unique(held, return_index=True, return_counts=True)
+    place = np.searchsorted(values, mine).clip(max=max(len(values) - 1, 0))
+    found = np.where(values[place] == mine, counts[place], 0) if len(values) else np.zeros(len(mine), int)
+    lost = found < needed
+    if not lost.any():
+        return
+    # NaN where the log has no steps.
+    which = sorted({int(step) for step in steps[first[lost]] if step == step})
+    shown = ", ".join(map(str, which[:_SHOWN_STEPS])) + (
+        f" and {len(which) - _SHOWN_STEPS} more" if len(which) > _SHOWN_STEPS else ""
+    )
+    raise TsaeError(
+        f"no longer holds {int((needed - found)[lost].sum()):,} of the {len(held):,} trajectories that were read before"
+        + (f" (of step {shown})" if which else "")
+        + ": it has not only grown",
+        where=log,
+        fix="If the training began again, or resumed from an earlier checkpoint, analyse it in another folder (--to).",
+    )
+
+
+def _rows(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) uint64 hash and (n,) float64 step of every trajectory."""
+    hashes: list[np.ndarray] = []
+    steps: list[np.ndarray] = []
+    for table in read_pieces(file, _GROWN):
+        hashes.append(np.fromiter(_hashes(table), np.uint64, len(table)))
+        steps.append(table["step"].cast(pa.float64()).to_numpy())
+    return np.concatenate(hashes), np.concatenate(steps)
+
+
+def _hashes(table: pa.Table) -> Iterator[int]:
+    ids = {name: np.split(_values(table[name]), list_lengths(table[name]).cumsum()) for name in _GROWN[1:3]}
+    columns = (table["problem_id"].to_pylist(), table["reward"].to_pylist(), table["step"].to_pylist())
+    for problem, reward, step, prompt, response in zip(*columns, *ids.values(), strict=False):
+        yield hash64(problem, repr(reward), repr(step), prompt.tobytes(), response.tobytes())
+
+
+def _values(column: pa.ChunkedArray) -> np.ndarray:
+    chunks = [chunk.flatten().to_numpy() for chunk in column.chunks]
+    return np.concatenate([np.zeros(0, np.int32), *chunks]).astype(np.int32, copy=False)

@@ -18,9 +18,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import TABLES, Format
 from tsae.rollouts.logs.entry import Entry, Row, writable
-from tsae.rollouts.logs.on_disk.leftovers import leave_copies, leftovers
-from tsae.rollouts.logs.on_disk.log_files import LogFile, NoLog, find_files, first_row, grows, kind_of, run_folder
-from tsae.rollouts.logs.on_disk.packed import bare
+from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
+from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
 from tsae.rollouts.trainers import (
     areal,

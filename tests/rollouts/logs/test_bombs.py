@@ -15,7 +15,7 @@ import torch
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.on_disk import log_files
+from tsae.rollouts.logs import readers
 from tsae.rollouts.parquet import read_pieces
 from tsae.rollouts.table import Rollouts
 
@@ -56,7 +56,7 @@ def long_texts(path: Path, *, rows: int, size: int) -> Path:
 def test_a_long_text_that_a_parquet_file_repeats(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 rows of 16 MB: 32 GB."""
     path = long_texts(tmp_path / "log.parquet", rows=2000, size=1 << 24)
-    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     refused(path, llama, "row 0 has more than 1 MiB")
 
 
@@ -76,7 +76,7 @@ def test_a_run_of_equal_ids_without_end(tmp_path: Path, llama: Path, monkeypatch
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"prompt_ids": ids, "response_ids": [[1]], "correct": [True]}), path, compression="zstd")
     assert path.stat().st_size < 20_000
-    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     refused(path, llama, "row 0 has more than 1 MiB")
 
 

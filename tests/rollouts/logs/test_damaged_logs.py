@@ -13,7 +13,8 @@ import pytest
 from support.logs import read
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.on_disk import log_files, parts
+from tsae.rollouts.logs import import_parts as parts
+from tsae.rollouts.logs import log_files, readers
 from tsae.rollouts.table import Rollouts
 
 ROWS = [
@@ -101,7 +102,7 @@ def test_what_is_no_compressed_file_is_refused(policy: Checkpoint, tmp_path: Pat
 def test_what_unpacks_without_end_is_not_read_into_memory(
     policy: Checkpoint, tmp_path: Path, suffix: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     path = written(tmp_path / f"{name}{suffix}", b'{"prompt": "' + b"0" * (1 << 24))
     assert path.stat().st_size < 1 << 15
     with pytest.raises(TsaeError, match="more than 1 MiB"):

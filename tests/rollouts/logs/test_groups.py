@@ -7,13 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.logs import dedup_index as ledgers
 from tsae.rollouts.table import Rollouts
 
 
@@ -170,15 +168,3 @@ def test_groups_of_unequal_sizes_are_counted_and_cut_ones_named(policy: Checkpoi
     (note,) = notes(found, "unequal numbers")
     assert note.startswith("groups have unequal numbers of trajectories: 3 of 8, 2 of 5, 1 of 3; 1 are cut")
     assert not notes(Rollouts.read(rows[:16], policy), "unequal numbers")
-
-
-def test_bucket_sizes_change_nothing(policy: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [*restarted(5, 3), *sampled(6, 5, 9), *sampled(6, 4, 9, 1)]
-    found = []
-    for bucket in (1 << 17, 10):
-        monkeypatch.setattr(ledgers, "_BUCKET", bucket)
-        with pytest.warns(UserWarning, match="5 problem ids have several prompts each, 10 in all"):
-            read = Rollouts.read(rows, policy)
-        found.append((sorted(read.info["log"]["notes"]), read.table["problem_id"].to_pylist()))
-    assert found[0] == found[1]
-    assert len(np.unique(found[0][1])) == 16

@@ -14,7 +14,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts import importing
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.on_disk import parts
+from tsae.rollouts.logs import import_parts as parts
 
 SHIPPED = tsae.testbed.series_path()
 _STEP = 1_200
@@ -60,7 +60,7 @@ def test_parts_that_were_read_are_not_read_again(tmp_path: Path, monkeypatch: py
             more.truncate(size)
         if compared:
             assert (tmp_path / "kept.parquet").read_bytes() == (tmp_path / "fresh.parquet").read_bytes()
-        return len(read), len([path for path in (tmp_path / "parts").iterdir() if path.is_dir()])
+        return len(read), len(list((tmp_path / "parts").iterdir()))
 
     first, whole = grown(1, 25, 26)
     assert first == whole > 5

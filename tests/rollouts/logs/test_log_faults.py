@@ -19,8 +19,7 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.dedup_index import Summary
+from tsae.rollouts.importing import Summary, import_log
 
 SYSTEM, USER = {"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}
 OWN = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"

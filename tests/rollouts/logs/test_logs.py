@@ -25,8 +25,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.on_disk import log_files
 from tsae.rollouts.rewards import find_verifier
+from tsae.rollouts.logs import readers
 from tsae.rollouts.table import Rollouts
 
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
@@ -371,7 +371,7 @@ def test_a_line_that_was_cut_off_is_told_from_a_wrong_one(policy: Checkpoint, tm
 def test_a_line_without_end_is_not_read_into_memory(
     policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     path = write(tmp_path / "log.jsonl", ROW, {**ROW, "x": "y" * (1 << 20)})
     with pytest.raises(TsaeError, match=r"log\.jsonl:2: a line of more than 1 MiB"):
         read(path, policy)

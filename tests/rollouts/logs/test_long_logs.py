@@ -1,14 +1,14 @@
-"""Long logs: read in parts, by several processes, and gone on with where an import was stopped."""
+"""Long logs: read in parts, by several processes, and resumed where an import was stopped."""
 
 from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,17 @@ import pytest
 
 from support.children import killed_until_done, past, start
 from support.logs import LOGS, write
+from tsae.base.disk.sole_writer import sole_writer
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
-from tsae.rollouts import import_worker, importing
-from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts import importing
+from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs import dedup_index as ledgers
-from tsae.rollouts.logs.dedup_index import Ledger
-from tsae.rollouts.logs.entry import Entry
-from tsae.rollouts.logs.on_disk import parts
-from tsae.rollouts.logs.on_disk.log_files import LogFile
-from tsae.rollouts.logs.running import spool as spools
-from tsae.rollouts.logs.running import workers
-from tsae.rollouts.logs.running.bar import Bar
-from tsae.rollouts.logs.running.journal import Job
-from tsae.rollouts.logs.running.workers import default_workers, read_in_workers
+from tsae.rollouts.logs import import_parts as parts
+from tsae.rollouts.logs.entry import Findings
+from tsae.rollouts.logs.log_files import LogFile
+from tsae.rollouts.logs.repeats import Groups, drop_repeats
 
 
 def rows(n: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -96,17 +91,6 @@ def test_small_files_are_read_together_and_files_that_may_not_be_cut_alone(
     assert [part.first for part in parts.parts_of(files, cut=True)] == [0, 2, 3, 3, 3, 4]
 
 
-def test_parquet_is_cut_at_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "log.parquet"
-    pd.DataFrame({"i": range(1000), "x": [f"{i * 7919:09d}" for i in range(1000)]}).to_parquet(path, row_group_size=90)
-    monkeypatch.setattr(parts, "PART_BYTES", 3000)
-    found = list(parts.parts_of([LogFile(path, "run")], cut=True))
-    assert len(found) > 2
-    assert sum(part.bytes for part in found) == path.stat().st_size
-    read = [(number, row["i"]) for part in found for number, row in part.files[0].rows()]
-    assert read == [(i, i) for i in range(1000)]
-
-
 SKIP = ("unscored", "empty", "multi-turn", "repeated", "errored")
 TEMPLATE = (
     "{% for m in messages %}{{ {'user': '#', 'system': '+', 'assistant': ';'}[m['role']] + m['content'] }}{% endfor %}"
@@ -155,86 +139,79 @@ def test_rewards_that_change_their_meaning_from_part_to_part_are_refused(
         imported(tmp_path / "log", llama, tmp_path / "r.parquet", prompt_format="plain")
 
 
-# --- the ledger
+# --- repeats
 
 
-def test_repeats_are_found_however_many_buckets_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledgers, "_AT_A_TIME", 7)
+def test_repeats_and_counts_are_those_of_a_loop() -> None:
     rng = random.Random(1)
     entries = [
-        (rng.choice("ab"), f"p{rng.randrange(5)}", rng.choice([None, *"xyz"]), rng.randrange(3), rng.random() < 0.5)
+        (rng.choice("ab"), rng.randrange(5), rng.randrange(4), rng.choice([float("nan"), 0.0, 1.0]), rng.random() < 0.5)
         for _ in range(200)
     ]
-    summaries = []
-    for bucket in (1 << 17, 20):
-        monkeypatch.setattr(ledgers, "_BUCKET", bucket)
-        whole = Ledger()
-        for number, part in enumerate((entries[:50], entries[50:51], entries[51:])):
-            ledger = Ledger(tmp_path / f"{bucket}-{number}")
-            for i, (name, problem, key, reward, right) in enumerate(part):
-                ledger.enter(
-                    Entry("", number=i, step=1, key=key), number, problem, name, prompt=0,
-                    tokens=(b"", str(rng.random()).encode(), ""), finish_reason="stop",
-                    reward=None if reward == 2 else float(reward), outcome="success" if right else "failure",
-                    same_text=None, retokenised=right,
-                )  # fmt: skip
-            whole.add(tmp_path / f"{bucket}-{number}", json.loads(json.dumps(ledger.close())))
-        files = [LogFile(Path(str(n)), "run") for n in range(3)]
-        kept = whole.kept(files, ImportConfig(skip=("repeated",)))
-        last = {(name, key): i for i, (name, _, key, _, _) in enumerate(entries)}
-        assert kept.tolist() == [key is None or last[name, key] == i for i, (name, _, key, _, _) in enumerate(entries)]
-        with pytest.raises(TsaeError, match="comes here again"):
-            whole.kept(files, ImportConfig())
-        summary = whole.summary("x", 1, kept, [])
-        frame = pd.DataFrame(entries, columns=["policy", "problem", "key", "reward", "right"])[kept]
-        frame["reward"] = frame.reward.where(frame.reward < 2)
-        groups = frame.groupby(["policy", "problem"]).reward.agg(["size", "count", "nunique"])
-        alike = (groups["size"] > 1) & (groups["count"] == groups["size"]) & (groups["nunique"] == 1)
-        assert summary.total["groups"] == len(groups)
-        assert summary.total["no_variance"] == alike.sum()
-        assert summary.total["problems"] == frame.problem.nunique()
-        assert summary.total["success_rate"] == pytest.approx(frame.right.mean())
-        assert summary.table.set_index("policy").trajectories.to_dict() == frame.policy.value_counts().to_dict()
-        summaries.append(str(summary))
-    assert summaries[0] == summaries[1]
+    frame = pd.DataFrame(entries, columns=["policy", "problem", "key", "reward", "right"])
+    index = frame.assign(
+        source=(frame.policy == "b").astype(int), file=0, number=range(200), prompt=0, step=1,
+        trajectory=[rng.getrandbits(63) for _ in entries], content=[rng.getrandbits(63) for _ in entries],
+        outcome=np.where(frame.right, "success", "failure"), same_text=2, retokenised=frame.right,
+    )  # fmt: skip
+    index = index.astype(dict.fromkeys(("problem", "prompt", "key", "trajectory", "content"), np.uint64))
+    index["key"] = index["key"].where(index["key"] == 0, index["key"] * 2 + index.source.astype(np.uint64))
+    skipping = ImportConfig(skip=("repeated",))
+    kept = drop_repeats(index, [], skipping, str, copies=False)
+    last = {key: i for i, key in enumerate(index["key"])}
+    assert kept.tolist() == [key == 0 or last[key] == i for i, key in enumerate(index["key"])]
+    with pytest.raises(TsaeError, match="comes here again"):
+        drop_repeats(index, [], ImportConfig(), str, copies=False)
+    table, total = importing._by_source(index[kept], Groups(index[kept], skipping), {"a": "named"})
+    frame = frame[kept]
+    groups = frame.groupby(["policy", "problem"]).reward.agg(["size", "count", "nunique"])
+    alike = (groups["size"] > 1) & (groups["count"] == groups["size"]) & (groups["nunique"] == 1)
+    assert total["groups"] == len(groups)
+    assert total["no_variance"] == alike.sum()
+    assert total["problems"] == frame.problem.nunique()
+    assert total["success_rate"] == pytest.approx(frame.right.mean())
+    counts = frame.policy.replace("a", "named").value_counts()
+    assert table.set_index("policy").trajectories.to_dict() == counts.to_dict()
 
 
-# --- the spool
+# --- files of parts
 
 
-def test_rows_are_spooled_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch ends at so many rows or tokens, and before a new column; a row group is a batch."""
-    monkeypatch.setattr(spools, "_BATCH_ROWS", 3)
-    monkeypatch.setattr(spools, "_BATCH_TOKENS", 20)
+def written_parts(folder: Path, *rows_of_parts: list[dict[str, Any]]) -> tuple[list[Path], Findings]:
+    """Files of parts with these rows, and what was found in all of them."""
+    paths, found = [folder / f"{number}.parquet" for number in range(len(rows_of_parts))], Findings()
+    for path, some in zip(paths, rows_of_parts, strict=True):
+        parts.write_part(path, [(row, {"file": 0, "number": 0}) for row in some], Findings())
+        found.add(parts.read_findings(path).as_dict())
+    return paths, found
+
+
+def test_rows_are_written_batch_by_batch_and_only_those_kept_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch, which is a row group, ends at so many rows or tokens."""
+    monkeypatch.setattr(parts, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(parts, "_BATCH_TOKENS", 20)
     plain = {"problem_id": "p", "policy": "a", "prompt_ids": [1, 2], "response_ids": [3], "outcome": "unknown"}
     plain |= {"parts": None, "step": None, "round_trip": None}
     many = plain | {"prompt_ids": [1] * 9, "response_ids": [2] * 8}
-    written = [
+    given = [
         plain, plain, plain,  # 3 rows
         plain, many,  # 3 + 17 tokens
-        plain, plain,
         plain | {"reward/x": 1.0}, plain, plain | {"reward/x": None, "parts": None},
-        plain | {"extra/y": 1},
-        plain | {"extra/y": 2.5, "parts": [1]}, plain | {"parts": [0]},
+        plain | {"extra/y": 1}, plain | {"extra/y": 2.5, "parts": [1]}, plain | {"parts": [0]},
     ]  # fmt: skip
-    spool = spools.Spool(tmp_path / "spool")
-    for row in written:
-        spool.add(row)
-    state = json.loads(json.dumps(spool.close()))
-    assert state == {"rewards": ["reward/x"], "known": ["parts"], "extras": {"extra/y": ["number", "whole"]}}
-    file = pq.ParquetFile(tmp_path / "spool")
-    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 2, 2, 3, 1, 2]
-    whole = spools.Spools()
-    whole.add(tmp_path / "spool", state)
-    kept = np.arange(len(written)) % 4 != 1
-    rename = lambda table, rows: {"policy": ["b" if name == "a" else name for name in table["policy"].to_pylist()]}  # noqa: E731
-    whole.write(tmp_path / "r.parquet", kept, {}, rename)
-    table = pq.read_table(tmp_path / "r.parquet")
-    rows = [row for row, stays in zip(written, kept, strict=True) if stays]
-    for name in ("prompt_ids", "response_ids", "parts", "reward/x"):
+    paths, found = written_parts(tmp_path, given)
+    file = pq.ParquetFile(paths[0])
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 2, 3, 3]
+    kept = np.arange(len(given)) % 4 != 1
+    schema = parts.table_schema(found)
+    read = list(parts.table_rows(paths, schema, kept))
+    assert np.concatenate([numbers for _, numbers in read]).tolist() == np.flatnonzero(kept).tolist()
+    table = pa.concat_tables([table for table, _ in read])
+    rows = [row for row, stays in zip(given, kept, strict=True) if stays]
+    for name in ("prompt_ids", "response_ids", "parts", "reward/x", "extra/y"):
         assert table[name].to_pylist() == [row.get(name) for row in rows]
-    assert table["extra/y"].to_pylist() == [row.get("extra/y") for row in rows]
-    assert set(table["policy"].to_pylist()) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -251,17 +228,14 @@ def test_rows_are_spooled_batch_by_batch(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_type_of_an_extra_column_holds_all_of_its_values(
     tmp_path: Path, values: list[Any], kind: pa.DataType, read: list[Any] | None
 ) -> None:
-    whole = spools.Spools()
-    for number, value in enumerate(values):  # each in a part of its own
-        spool = spools.Spool(tmp_path / str(number))
-        row = {"problem_id": "p", "policy": "a", "prompt_ids": [1], "response_ids": [2], "outcome": "unknown"}
-        spool.add(row | {"parts": None} | ({} if value is None else {"extra/x": value}))
-        whole.add(tmp_path / str(number), json.loads(json.dumps(spool.close())))
-    whole.write(tmp_path / "r.parquet", np.ones(len(values), dtype=bool), {}, lambda table, rows: {})
-    column = pq.read_table(tmp_path / "r.parquet")["extra/x"]
-    assert column.type == kind
-    assert column.to_pylist() == (values if read is None else read)
-    assert "parts" not in pq.read_schema(tmp_path / "r.parquet").names
+    row = {"problem_id": "p", "policy": "a", "prompt_ids": [1], "response_ids": [2], "outcome": "unknown"}
+    # Each in a part of its own.
+    paths, found = written_parts(tmp_path, *([row | ({} if v is None else {"extra/x": v})] for v in values))
+    schema = parts.table_schema(found)
+    table = pa.concat_tables([t for t, _ in parts.table_rows(paths, schema, np.ones(len(values), dtype=bool))])
+    assert table["extra/x"].type == kind
+    assert table["extra/x"].to_pylist() == (values if read is None else read)
+    assert "parts" not in schema.names
 
 
 # --- going on
@@ -308,7 +282,6 @@ def test_an_import_that_was_stopped_goes_on(
     n = len(read)
     said = capsys.readouterr().err
     assert f"4 of {4 + n} parts had been read before" in said
-    assert "not used" not in said
     assert f"{120:,} trajectories" in said
     read.clear()
     assert (
@@ -321,7 +294,7 @@ def test_an_import_that_was_stopped_goes_on(
 
 @pytest.mark.parametrize("change", ["file", "option", "tokenizer"])
 def test_what_depends_on_something_that_changed_is_read_again(
-    stopped: Path, policy: Checkpoint, change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stopped: Path, policy: Checkpoint, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ImportConfig(format="plain")
     if change == "file":
@@ -334,7 +307,6 @@ def test_what_depends_on_something_that_changed_is_read_again(
         monkeypatch.setattr(Checkpoint, "load_tokenizer", lambda self: tokenizer)
     read = stopping(monkeypatch, -1)
     import_log(stopped / "log", stopped / "r.parquet", policy, config, workers=1)
-    assert "others were of another log or other settings, and were not used" in capsys.readouterr().err
     read_now = list(read)
     whole = imported(stopped / "log", policy, stopped / "again.parquet", **vars(config))[0]
     assert whole == (stopped / "r.parquet").read_bytes()
@@ -353,7 +325,7 @@ def test_what_is_left_out_can_be_decided_later(
         imported(path, policy, tmp_path / "r.parquet")
     before = len(read)
     with monkeypatch.context() as patch:
-        patch.setattr(importing.Spools, "write", _stop)
+        patch.setattr(importing, "write_table", _stop)
         with pytest.raises(_Stopped):
             imported(path, policy, tmp_path / "r.parquet", skip=("empty",))
     assert 0 < before < len(read)
@@ -363,7 +335,7 @@ def test_what_is_left_out_can_be_decided_later(
         imported(path, policy, tmp_path / "r.parquet")
     assert len(read) == whole
     _, said = imported(path, policy, tmp_path / "r.parquet", skip=("empty", "too-long"))
-    assert len(read) == whole + 1
+    assert len(read) == whole
     assert "left out: 2 empty" in said
 
 
@@ -384,19 +356,26 @@ def test_a_users_verifier_judges_anew(policy: Checkpoint, tmp_path: Path, monkey
     assert len(read) % 2 == 0
 
 
+def test_a_damaged_part_is_read_again(stopped: Path, policy: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = sorted((stopped / ".r.parquet.parts").iterdir())
+    content = bytearray(first.read_bytes())
+    content[len(content) // 2] ^= 1
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:-100])
+    read = stopping(monkeypatch, -1)
+    found = imported(stopped / "log", policy, stopped / "r.parquet", format="plain")[0]
+    assert len(read) == 4
+    assert imported(stopped / "log", policy, stopped / "again.parquet", format="plain")[0] == found
+
+
 def test_two_imports_do_not_write_one_file(policy: Checkpoint, tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
     path = write(tmp_path / "log.jsonl", *rows(4))
-    with importing.Journal(tmp_path / "r.parquet", {}, ()), pytest.raises(TsaeError, match="another import writes"):
-        imported(path, policy, tmp_path / "r.parquet")
+    to = tmp_path / "r.parquet"
+    with sole_writer(to), ThreadPoolExecutor() as pool, pytest.raises(TsaeError, match="written"):
+        pool.submit(imported, path, policy, to).result()
 
 
 # --- several processes
-
-
-def test_small_logs_pay_for_no_processes() -> None:
-    assert default_workers(1 << 20) == 1
-    assert 1 <= default_workers(1 << 30) <= 4
 
 
 def test_no_workers_read_nothing(policy: Checkpoint, tmp_path: Path) -> None:
@@ -405,101 +384,20 @@ def test_no_workers_read_nothing(policy: Checkpoint, tmp_path: Path) -> None:
             imported(write(tmp_path / "log.jsonl", *rows(4)), policy, tmp_path / "r.parquet", n)
 
 
-_WORKER = """
-import json, sys
-sys.stdin.readline()
-for line in sys.stdin:
-    job = json.loads(line)
-    number = job["part"]["first"]
-    said = [{"read": 5, "trajectories": 1}] * 3 + [{"error": ["bad", "here", None]} if number == 7 else {"done": True}]
-    text = "".join(json.dumps(answer) + "\\n" for answer in said)
-    for cut in (text[:50], text[50:]):
-        sys.stdout.write(cut)
-        sys.stdout.flush()
-"""
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_what_workers_say_is_heard_however_it_comes(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_PROGRAM", ("-c", _WORKER))
-    heard: list[tuple[int, int, int]] = []
-    jobs = [Job(parts.Part((), number, 10), tmp_path, done=number == 3) for number in range(10)]
-    done = read_in_workers(jobs, n, {}, lambda *said: heard.append(said))
-    assert [next(done).part.first for _ in range(7)] == list(range(7))
-    with pytest.raises(TsaeError, match="here: bad"):
-        next(done)
-    assert heard.count((0, 5, 1)) == 3
-    assert not any(number == 3 for number, *_ in heard)
-
-
-def test_a_worker_reads_what_this_process_reads(
-    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without its process: what it is told and what it answers goes through JSON."""
-    monkeypatch.setattr(parts, "PART_BYTES", 2000)
-    monkeypatch.setattr(import_worker, "_EVERY", 0)
-    path = write(tmp_path / "log.jsonl", *rows(60))
-    options = {"format": "plain", "columns": ColumnNames(reward="reward"), "rewards": ("reward",)}
-    whole = imported(path, policy, tmp_path / "r.parquet", **options)
-
-    def serving(jobs: Any, n: int, common: Any, say: Any) -> Iterator[Job]:
-        for number, job in enumerate(jobs):
-            told = [json.dumps(common), json.dumps({"part": job.part.as_dict(), "folder": str(job.folder)})]
-            heard: list[dict[str, Any]] = []
-            import_worker.serve(iter(told), lambda heard=heard, **message: heard.append(message))
-            *progress, end = json.loads(json.dumps(heard))
-            if "error" in end:
-                what, where, fix = end["error"]
-                raise TsaeError(what, where=where, fix=fix)
-            assert end == {"done": True}
-            assert [found["trajectories"] for found in progress] == [*range(1, len(progress) + 1)]
-            say(number, progress[-1]["read"], len(progress))
-            yield job
-
-    monkeypatch.setattr(importing, "read_in_workers", serving)
-    assert imported(path, policy, tmp_path / "r.parquet", 2, **options) == whole
-    write(path, *rows(60), {"prompt": "1+1=?", "response": ""})
-    with pytest.raises(TsaeError, match=r"log\.jsonl:61: the response is empty.*--skip empty"):
-        imported(path, policy, tmp_path / "r.parquet", 2)
-
-
 @pytest.mark.parametrize(
-    ("program", "error", "message"),
-    [
-        ("import sys; sys.exit('it broke')", RuntimeError, "a worker of the import failed:\nit broke"),
-        ("import sys; sys.exit(3)", TsaeError, r"was ended from outside \(exit status 3\)"),
-        ("import os; os.write(2, b'x'); os.kill(os.getpid(), 9)", TsaeError, r"from outside \(exit status -9\)"),
-    ],
+    ("program", "message"), [("import sys; sys.exit(3)", "status 3"), ("import os; os.abort()", "-6")]
 )
-def test_a_worker_that_ends_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, error: type[Exception], message: str
+def test_a_worker_that_is_ended_is_named(
+    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
-    monkeypatch.setattr(workers, "_PROGRAM", ("-c", program))
-    with pytest.raises(error, match=message):
-        list(read_in_workers([Job(parts.Part((), 0, 10), tmp_path, done=False)], 1, {}, lambda *said: None))
-
-
-def test_the_bar_counts_bytes_and_trajectories(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of parts in any order; what an earlier import read does not count for the speed."""
-    with Bar(1000, shown=True) as bar:
-        bar.end(0, 400, 40, found=True)
-        bar.say(2, 100, 10)
-        bar.say(1, 50, 5)
-        bar.say(2, 200, 20)
-        bar.end(2, 300, 31, found=False)
-        assert bar.trajectories == 76
-        assert (bar._bar.n, bar._bar.initial) == (750, 400)
-        bar.end(1, 300, 32, found=False)
-        bar._bar.start_t -= 9 - bar._bar.format_dict["elapsed"]
-        bar.write("said above")
-    told = capsys.readouterr().err
-    assert "said above\n" in told
-    assert re.search(r"1\.00k/1\.00k .*103 trajectories, 7/s", told.rpartition("\r")[2])
-    with Bar(1000, shown=False) as bar:
-        bar.end(0, 400, 40, found=True)
-        bar.write("not said")
-    assert bar.trajectories == 40
-    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    monkeypatch.setattr(importing, "_WORKER", f"import sys; sys.stdin.readline(); {program}")
+    path = write(tmp_path / "log.jsonl", *rows(60))
+    with pytest.raises(TsaeError, match=f"a process that read the log was ended.*{message}.*--workers 1"):
+        imported(path, policy, tmp_path / "r.parquet", 2)
+    monkeypatch.setattr(importing, "_WORKER", "import sys; sys.stdin.readline()")  # parts that none has read
+    found = imported(path, policy, tmp_path / "r.parquet", 2)
+    assert found == imported(path, policy, tmp_path / "r.parquet", 1)
 
 
 @pytest.fixture
@@ -561,7 +459,7 @@ def test_an_import_that_is_killed_ends_with_the_same_bytes(llama: Path, tmp_path
     folder = to.with_name(f".{to.name}.parts")
 
     def finished() -> int:
-        return len(list(folder.glob("*/part.json")))
+        return len(list(folder.glob("*.parquet")))
 
     past_next = past(finished, 0.3)
     kills = killed_until_done(

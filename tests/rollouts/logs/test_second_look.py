@@ -26,8 +26,8 @@ from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs import check_answers, consistency_checks
 from tsae.rollouts.logs.check_advantages import FORMULAS, GDPO, Recomputed, recompute
 from tsae.rollouts.logs.check_answers import Sampled, recheck
-from tsae.rollouts.logs.consistency_checks import Check, SecondLook
-from tsae.rollouts.logs.entry import Entry, place_hash
+from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks
+from tsae.rollouts.logs.entry import Entry, Findings, place_hash
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.rewards import group_advantages
 
@@ -486,21 +486,23 @@ def test_the_checkpoint_gives_the_logged_log_probabilities(series: CheckpointSer
 
 def test_of_log_probabilities_little_is_kept(series: CheckpointSeries) -> None:
     """128 tokens of a response, 4 trajectories of a checkpoint, prompts of at most 4,096 tokens; no placeholders."""
-    kept = consistency_checks.LogProbs(series)
+    found = Findings()
+    kept = consistency_checks.LogProbs(list(series), found)
     values = np.linspace(-2, -1, 130)
     for n_prompt, n in ((4097, 2), (4096, 128), (1, 127), (1, 130), (1, 1)):
         kept.put("base", np.zeros(n_prompt, dtype=int), np.arange(n), values[:n], f"log:{n}")
     kept.put("base", np.zeros(1, dtype=int), np.arange(2), np.array([-0.5, -0.5]), "log:6")
     kept.put("base", np.zeros(1, dtype=int), np.arange(3), values[:2], "log:3")
     kept.put("another", np.zeros(1, dtype=int), np.arange(3), values[:3], "log:4")
-    state = json.loads(json.dumps(kept.state()))
-    assert (state["logged"], state["placeholders"]) == (8, [-0.5])
-    assert [(len(prompt), response, logprobs) for prompt, response, logprobs, _ in state["kept"]["base"]] == [
+    assert found.counts["consistency"]["log-probabilities"] == 8
+    assert list(found.counts["placeholders"]) == ["-0.5"]
+    drawn = [told for _, told in json.loads(json.dumps(found.as_dict()))["samples"]["log-probabilities base"]]
+    assert [(len(prompt), response, logprobs) for prompt, response, logprobs, _ in drawn] == [
         (prompt, [*range(n)], values[:n].tolist()) for prompt, n in ((4096, 128), (1, 127), (1, 128), (1, 1))
     ]
     kept.put("base", np.zeros(1, dtype=int), np.arange(5), values[:5], "log:5")
     places = sorted((f"log:{n}" for n in (128, 127, 130, 1, 5)), key=place_hash)
-    assert {where for *_, where in kept.state()["kept"]["base"]} == set(places[:4])
+    assert {told[-1] for _, told in found.samples["log-probabilities base"]} == set(places[:4])
 
 
 def test_the_temperature_of_the_sampling_is_found(series: CheckpointSeries, tmp_path: Path) -> None:
@@ -564,22 +566,24 @@ def test_parts_of_a_log_are_put_together(series: CheckpointSeries, tmp_path: Pat
     for i, entry in enumerate(entries):
         entry.answer, entry.prompt = str(i % 7), "1+1?" if i % 5 else "2+2?"
 
-    def seen(part: list[Entry]) -> SecondLook:
-        found = SecondLook(tokens, list(series))
-        for entry in part:
-            prompt, response = tokens.prompt(entry), tokens.response(entry)
-            told = {"problem": "p", "policy": "base", "reward": entry.reward, "right": bool(entry.reward)}
-            found.see(entry, files[0], prompt, response, **told)  # type: ignore[arg-type]
-        return found
+    def seen(*some: list[Entry]) -> tuple[Any, ...]:
+        """The checks of a log in such parts."""
+        whole, rows = Findings(), []
+        for part in some:
+            found = Findings()
+            checks = ConsistencyChecks(tokens, list(series), found)
+            for entry in part:
+                prompt, response = tokens.prompt(entry), tokens.response(entry)
+                told = {"problem": "p", "policy": "base", "reward": entry.reward, "right": bool(entry.reward)}
+                rows.append(checks.see(entry, files[0], prompt, response, **told))  # type: ignore[arg-type]
+            checks.answers.close()
+            whole.add(json.loads(json.dumps(found.as_dict())))
+        assert whole.counts["prompts"]["differ"] == 24
+        index = pd.DataFrame(rows).assign(same_text=2, retokenised=False)
+        none, kept = np.zeros((len(rows), 0)), np.ones(len(rows), dtype=bool)
+        return ConsistencyChecks(tokens, list(series), whole).checks(index, none, kept, lambda i: f"row {i}")
 
-    whole, together = seen(entries), SecondLook(tokens, list(series))
-    for part in (entries[:64], entries[64:]):
-        state = json.loads(json.dumps(seen(part).state(tmp_path / "numbers.npy")))
-        together.add(tmp_path / "numbers.npy", state)
-    n = len(entries)
-    args = (np.full(n, 2), np.ones(n, dtype=bool), np.ones(n, dtype=bool), lambda i: f"row {i}")
-    assert together.checks(*args) == whole.checks(*args)
-    assert whole.prompts.found["differ"] == 24
+    assert seen(entries[:64], entries[64:]) == seen(entries)
 
 
 # --- the readers' own

@@ -24,8 +24,8 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs.on_disk import log_files
-from tsae.rollouts.logs.on_disk.log_files import NoLog
+from tsae.rollouts.logs import readers
+from tsae.rollouts.logs.log_files import NoLog
 from tsae.rollouts.table import Rollouts
 
 WANDB = "wandb/offline-run-20260101_000000-abc"
@@ -232,7 +232,7 @@ def test_messages_of_a_spreadsheet_are_no_text(shown: Callable[..., str], chat: 
 
 
 def test_broken_tables_say_where(policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     for name, text, message in (
         ("long.csv", "prompt,response\n1," + "2" * (1 << 20), "row 0 .*a line of more than 1 MiB"),
         ("long.json", "[" + " " * (1 << 20), "has more than 1 MiB"),

@@ -21,8 +21,7 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.dedup_index import Summary
+from tsae.rollouts.importing import Summary, import_log
 from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.rewards import group_advantages
 

@@ -1,6 +1,7 @@
 """Import of trainers' rollout logs, in the way of a row.
 
-`on_disk` (files and parts of a log) → `tsae.rollouts.trainers` (one adapter for each trainer, made with `adapters`) →
-`entry` (one trajectory as the log has it) → `tokens`, `templates`, `padding` (token ids) → `outcome_rules`, `policies`
-→ `dedup_index` (repeats and conflicts) → `consistency_checks` (what the log says twice). `known` lists the formats.
+`readers` and `log_files` (a log's files and their rows) → `tsae.rollouts.trainers` (one adapter a trainer, made with
+`adapters`) → `entry` (one trajectory as the log has it) → `tokens`, `templates`, `padding` (token ids) →
+`outcome_rules`, `policies` → `import_parts` (a Parquet file for each part of the log) → `repeats` →
+`consistency_checks` (what the log says twice). `tsae.rollouts.importing` puts them together; `known` lists the formats.
 """

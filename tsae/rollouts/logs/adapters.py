@@ -20,7 +20,8 @@ import numpy as np
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.entry import Entry, Fields, Parser, Row, Unusable, is_finite, read_list, read_number
-from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, HalfLine, LogFile, kind_of
+from tsae.rollouts.logs.log_files import LogFile
+from tsae.rollouts.logs.readers import OTHER_TABLES, HalfLine, kind_of
 
 TABLES = (".jsonl", ".parquet")
 

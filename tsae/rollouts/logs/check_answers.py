@@ -36,10 +36,10 @@ import numpy as np
 from tsae.base.statistics.proportions import wilson_interval
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
-from tsae.rollouts.logs.entry import place_hash
+from tsae.rollouts.logs.entry import Findings, place_hash
 from tsae.rollouts.rewards import equal, expressions, number_in
 
-_WINDOWS, _WINDOW = 8, 32
+_WINDOW = 32
 _TAIL, _LONGEST_ANSWER = 4000, 100
 """Characters of a response, counted from its end, that are searched for its answer; and of a reference answer."""
 _HALF, _ERRORS, _CONFIDENCE = 0.5, 2.33, 0.98
@@ -60,46 +60,27 @@ class Sampled(NamedTuple):
 
 
 class Reservoir:
-    """A sample of stretches of consecutive trajectories; every stretch of the log is equally likely.
+    """Draws stretches of consecutive trajectories into the sample "answers"; every stretch is equally likely."""
 
-    It keeps those whose places have the smallest hashes, so that parts of a log can be sampled one by one.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[int, list[Sampled]]] = []
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
         self._open: list[Sampled] = []
 
     def put(self, response: str, answer: str, right: bool, problem: int, where: str) -> None:
         """Take the next trajectory of the log."""
         self._open.append(Sampled(response[-_TAIL:], answer, right, problem, where))
         if len(self._open) == _WINDOW:
-            self._close()
+            self.close()
+
+    def close(self) -> None:
+        """End a stretch."""
+        if self._open:
+            self._findings.draw("answers", place_hash(self._open[0].where), self._open)
+            self._open = []
 
     def sample(self) -> list[Sampled]:
         """The drawn trajectories, in the order of the log."""
-        self._close()
-        return [one for _, window in self._kept for one in window]
-
-    def state(self) -> list[Any]:
-        """What was drawn, for JSON."""
-        self._close()
-        return list(self._kept)
-
-    def add(self, state: list[Any]) -> None:
-        """Add what was drawn from the next part of the log."""
-        self._close()
-        for key, window in state:
-            self._keep(key, [Sampled(*one) for one in window])
-
-    def _close(self) -> None:
-        if self._open:
-            self._keep(place_hash(self._open[0].where), self._open)
-            self._open = []
-
-    def _keep(self, key: int, window: list[Sampled]) -> None:
-        self._kept.append((key, window))
-        if len(self._kept) > _WINDOWS:
-            self._kept.remove(max(self._kept))
+        return [Sampled(*one) for _, window in self._findings.samples["answers"] for one in window]
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,13 @@ Are the logged log-probabilities those of the checkpoint that sampled? A few tra
 from __future__ import annotations
 
 import json
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
@@ -40,29 +39,27 @@ from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, is_hub
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.check_advantages import recompute
 from tsae.rollouts.logs.check_answers import Reservoir, recheck, several_answers, too_many
-from tsae.rollouts.logs.entry import Entry, hash64, place_hash
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.entry import Entry, Findings, hash64, place_hash
+from tsae.rollouts.logs.log_files import LogFile
 from tsae.rollouts.logs.tokens import Prompt, Response, Tokens
 
 _MOST_PARTS = 16
-_NUMBERS = {"group": "Q", "asked": "Q", "answer": "Q", "step": "Q", "reward": "d", "advantage": "d"}
+_NAN = float("nan")
 
 
-class SecondLook:
-    """Sees every trajectory once, in the order of the ledger, and compares at the end.
+class ConsistencyChecks:
+    """Sees every trajectory once, in the order of the log, and compares at the end.
 
     Args:
         tokens: of the import.
         checkpoints: of the series, if it distinguishes policies.
+        findings: of the log, or of a part of it.
     """
 
-    def __init__(self, tokens: Tokens, checkpoints: Sequence[Checkpoint]) -> None:
-        self.prompts, self.answers, self.logprobs = Prompts(tokens), Reservoir(), LogProbs(checkpoints)
-        self.numbers: dict[str, array[Any]] = {name: array(kind) for name, kind in _NUMBERS.items()}
-        """One a trajectory: labels of group, prompt, reference answer (0 for none) and step; reward and advantage."""
-        self.parts: dict[str, array[Any]] = {}
-        """The rewards that make up a total: by name, one a trajectory; NaN where there is none."""
-        self.n_answers = self.varying = 0
+    def __init__(self, tokens: Tokens, checkpoints: Sequence[Checkpoint], findings: Findings) -> None:
+        self.findings, self.counts = findings, findings.counts
+        self.prompts, self.answers = Prompts(tokens, findings), Reservoir(findings)
+        self.logprobs = LogProbs(checkpoints, findings)
 
     def see(
         self,
@@ -75,8 +72,8 @@ class SecondLook:
         policy: str,
         reward: float | None,
         right: bool | None,
-    ) -> None:
-        """Take the next trajectory.
+    ) -> dict[str, Any]:
+        """Take the next trajectory; returns what is compared across the log, by column of the index.
 
         Args:
             entry: of the log.
@@ -91,100 +88,57 @@ class SecondLook:
         self.prompts.see(entry, prompt)
         step = hash64(entry.policy or file.run, str(entry.step))
         group = hash64(str(step), problem, entry.group or "")
-        self.varying += entry.advantage_varies
-        advantage = None if entry.advantage_varies else entry.advantage
-        numbers = {
-            "group": group,
-            "asked": hash64(str(step), prompt.ids.tobytes()),
-            "answer": hash64(entry.answer) if entry.answer else 0,
-            "step": step,
-            "reward": float("nan") if reward is None else reward,
-            "advantage": float("nan") if advantage is None else advantage,
-        }
-        for name, value in numbers.items():
-            self.numbers[name].append(value)
+        self.counts["consistency"].update({"varying": entry.advantage_varies, "answers": bool(entry.answer)})
         several = entry.rewards if len(entry.rewards) > 1 else {}
-        self._add_parts({name: [float("nan") if r is None else r] for name, r in several.items()}, 1)
-        if entry.answer:
-            self.n_answers += 1
-            if right is not None:
-                self.answers.put(response.text, entry.answer, right, group, entry.where)
+        named = self.counts["several rewards"]
+        for name in several:
+            if name in named or len(named) < _MOST_PARTS:
+                named[name] += 1
+        if entry.answer and right is not None:
+            self.answers.put(response.text, entry.answer, right, group, entry.where)
         # Of several turns, the tokens that were not sampled have no log-probability.
         if entry.logprobs is not None and entry.response_ids is not None and entry.sampled is None:
             self.logprobs.put(policy, prompt.ids, response.ids, entry.logprobs, entry.where)
-
-    def _add_parts(self, found: Mapping[str, Sequence[float]], n: int) -> None:
-        """Add rewards of the next `n` trajectories, whose numbers are there already."""
-        before = len(self.numbers["group"]) - n
-        for name in found:
-            if name not in self.parts and len(self.parts) < _MOST_PARTS:
-                self.parts[name] = array("d", [float("nan")] * before)
-        for name, values in self.parts.items():
-            values.extend(found.get(name, [float("nan")] * n))
-
-    def state(self, file: Path) -> dict[str, Any]:
-        """What was seen of a part of the log, for JSON; numbers of every trajectory go into a file."""
-        with file.open("wb") as to:
-            for values in (self._table(), *map(np.asarray, self.parts.values())):
-                np.save(to, values, allow_pickle=False)
         return {
-            "parts": list(self.parts),
-            "n": [self.n_answers, self.varying],
-            "prompts": self.prompts.state(),
-            "answers": self.answers.state(),
-            "logprobs": self.logprobs.state(),
+            "group": group,
+            "asked": hash64(str(step), prompt.ids.tobytes()),
+            "gold": hash64(entry.answer) if entry.answer else 0,
+            "batch": step,
+            "trained_on": _NAN if reward is None else reward,
+            "compared": _NAN if entry.advantage is None or entry.advantage_varies else entry.advantage,
+            "parts_of_reward": [_NAN if several.get(n) is None else several[n] for n in named] if several else None,
         }
 
-    def _table(self) -> np.ndarray:
-        found = np.zeros(len(self.numbers["group"]), dtype=[(n, np.dtype(kind)) for n, kind in _NUMBERS.items()])
-        for name, values in self.numbers.items():
-            found[name] = values
-        return found
-
-    def add(self, file: Path, state: Mapping[str, Any]) -> None:
-        """Add what was seen of the next part of the log."""
-        with file.open("rb") as stream:
-            found = np.load(stream, allow_pickle=False)
-            parts = {name: np.load(stream, allow_pickle=False) for name in state["parts"]}
-        for name in _NUMBERS:
-            self.numbers[name].frombytes(found[name].tobytes())
-        self._add_parts(parts, len(found))
-        self.n_answers += state["n"][0]
-        self.varying += state["n"][1]
-        self.prompts.add(state["prompts"])
-        self.answers.add(state["answers"])
-        self.logprobs.add(state["logprobs"])
-
     def checks(
-        self, same_text: np.ndarray, logged: np.ndarray, kept: np.ndarray, place: Callable[[int], str]
+        self, index: pd.DataFrame, parts: np.ndarray, kept: np.ndarray, place: Callable[[int], str]
     ) -> tuple[Check, ...]:
         """All comparisons, in the order in which they are printed.
 
         Args:
-            same_text: (n,) whether a response's ids decode to the log's text: 0 no, 1 yes, 2 no text.
-            logged: (n,) bool, whether the log has the response's ids.
+            index: same_text, retokenised, and the columns of `see`, of every trajectory.
+            parts: (n, n_rewards) the rewards that make up a total; NaN where there is none.
             kept: (n,) bool, whether a trajectory goes into the table.
             place: file and line of a trajectory, by its number.
         """
         rows = np.flatnonzero(kept)
         return (
             self.prompts.check(),
-            _responses(same_text, logged, place),
-            self._advantages(rows, place),
-            self._answers(rows, place),
+            _responses(index.same_text.to_numpy(), ~index.retokenised.to_numpy(), place),
+            self._advantages(index, parts, rows, place),
+            self._answers(index, rows, place),
             self.logprobs.check(),
         )
 
-    def _numbers(self, rows: np.ndarray, *names: str) -> Iterator[np.ndarray]:
-        return (np.asarray(self.numbers[name])[rows] for name in names)
-
-    def _advantages(self, rows: np.ndarray, place: Callable[[int], str]) -> Check:
-        if not np.isfinite(np.asarray(self.numbers["advantage"])).any():
-            why = "they differ from token to token" if self.varying else "the log has none"
+    def _advantages(
+        self, index: pd.DataFrame, parts: np.ndarray, rows: np.ndarray, place: Callable[[int], str]
+    ) -> Check:
+        if not np.isfinite(index.compared).any():
+            why = "they differ from token to token" if self.counts["consistency"]["varying"] else "the log has none"
             return Check("advantages", "groups", 0, 0, note=why)
-        parts = np.stack([np.asarray(v)[rows] for v in self.parts.values()], axis=1) if self.parts else None
-        reward, advantage, group, step = self._numbers(rows, "reward", "advantage", "group", "step")
-        found = recompute(reward, advantage, group, step, parts)
+        reward, advantage, group, step = (
+            index[name].to_numpy()[rows] for name in ("trained_on", "compared", "group", "batch")
+        )
+        found = recompute(reward, advantage, group, step, parts[rows])
         notes = [f"{formula} gives those of {n:,}" for formula, n in list(found.formulas.items())[:1]]
         if found.constant:
             notes.append(f"in {found.constant:,} all rewards are equal")
@@ -195,7 +149,7 @@ class SecondLook:
             )
         if not found.follow + found.contradict:
             notes = ["they follow no formula that is known, or groups lack members"]
-            if not np.isfinite(np.asarray(self.numbers["reward"])).any():
+            if not np.isfinite(index.trained_on).any():
                 notes = ["the log has no rewards"]
         return Check(
             "advantages",
@@ -208,10 +162,10 @@ class SecondLook:
             note="; ".join(notes),
         )
 
-    def _answers(self, rows: np.ndarray, place: Callable[[int], str]) -> Check:
-        if not self.n_answers:
+    def _answers(self, index: pd.DataFrame, rows: np.ndarray, place: Callable[[int], str]) -> Check:
+        if not self.counts["consistency"]["answers"]:
             return Check("answers", "responses", 0, 0, note="the log has no reference answers")
-        told, several, first = several_answers(*self._numbers(rows, "asked", "answer", "step"))
+        told, several, first = several_answers(*(index[name].to_numpy()[rows] for name in ("asked", "gold", "batch")))
         mixed = too_many(told, several)
         found = recheck(self.answers.sample())
         notes = [f"checked with {found.verifier}"] if found.compared else []
@@ -324,12 +278,11 @@ _KEPT_PROMPTS = 256
 class Prompts:
     """Encodes the prompts that a log has both as token ids and as text or messages."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, findings: Findings) -> None:
         self.tokens = tokens
-        self.found: Counter[str] = Counter()
+        self.found, self.first = findings.counts["prompts"], findings.first["prompts"]
         """Prompts: logged (with token ids), compared, differ, and unclear (the template renders no such prompt)."""
-        self.first: str | None = None
-        self.arguments: Counter[str] = Counter()
+        self.arguments = findings.counts["template arguments"]
         """Arguments of the template without which it does not give the prompts."""
         self._known: dict[int, tuple[bool | None, str]] = {}
 
@@ -355,15 +308,7 @@ class Prompts:
             self.arguments[arguments] += 1
         if not same:
             self.found["differ"] += 1
-            self.first = self.first or entry.where
-
-    def state(self) -> dict[str, Any]:
-        return {"found": self.found, "first": self.first, "arguments": self.arguments}
-
-    def add(self, state: Mapping[str, Any]) -> None:
-        self.found.update(state["found"])
-        self.first = self.first or state["first"]
-        self.arguments.update(state["arguments"])
+            self.first.setdefault("differ", entry.where)
 
     def check(self) -> Check:
         """The result."""
@@ -381,7 +326,9 @@ class Prompts:
             notes = ["the log has token ids alone" if self.found["logged"] else "the log has no token ids"]
             if unclear:
                 notes = ["the chat template renders none of them"]
-        return Check("prompts", "prompts", n, differ, unclear if n else 0, self.first, differ > 0, "; ".join(notes))
+        return Check(
+            "prompts", "prompts", n, differ, unclear if n else 0, self.first.get("differ"), differ > 0, "; ".join(notes)
+        )
 
 
 _TRAJECTORIES = 4
@@ -407,52 +354,32 @@ class Told(NamedTuple):
 class LogProbs:
     """Keeps a few trajectories of every checkpoint, and compares them at the end."""
 
-    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
-        self.checkpoints = list(checkpoints)
-        self.logged = 0
-        self._kept: dict[str, list[Told]] = {checkpoint.id: [] for checkpoint in checkpoints}
-        self._placeholders: set[float] = set()
+    def __init__(self, checkpoints: Sequence[Checkpoint], findings: Findings) -> None:
+        self.checkpoints, self.findings = list(checkpoints), findings
+        self._ids = {checkpoint.id for checkpoint in checkpoints}
+        self._placeholders = findings.counts["placeholders"]
         """Values that all tokens of some response have."""
 
     def put(self, policy: str, prompt: np.ndarray, response: np.ndarray, logprobs: np.ndarray, where: str) -> None:
         """Take a trajectory that has log-probabilities."""
-        self.logged += 1
+        self.findings.counts["consistency"]["log-probabilities"] += 1
         if len(logprobs) > 1 and np.ptp(logprobs) == 0:
-            self._placeholders.add(float(logprobs[0]))
-        elif policy in self._kept and len(prompt) <= _PROMPT and len(logprobs) == len(response):
-            self._keep(policy, Told(prompt, response[:_TOKENS], logprobs[:_TOKENS], where))
+            self._placeholders[repr(float(logprobs[0]))] += 1
+        elif policy in self._ids and len(prompt) <= _PROMPT and len(logprobs) == len(response):
+            told = [part.tolist() for part in (prompt, response[:_TOKENS], logprobs[:_TOKENS])]
+            self.findings.draw(f"log-probabilities {policy}", place_hash(where), [*told, where])
 
-    def state(self) -> dict[str, Any]:
-        """What was kept, for JSON."""
-        kept = {
-            id: [(*(part.tolist() for part in told[:3]), told.where) for told in some]
-            for id, some in self._kept.items()
-        }
-        return {"logged": self.logged, "placeholders": sorted(self._placeholders), "kept": kept}
-
-    def add(self, state: Mapping[str, Any]) -> None:
-        """Add what was kept of the next part of the log."""
-        self.logged += state["logged"]
-        self._placeholders.update(state["placeholders"])
-        for id, some in state["kept"].items():
-            for prompt, response, logprobs, where in some:
-                self._keep(id, Told(np.array(prompt), np.array(response), np.array(logprobs), where))
-
-    def _keep(self, policy: str, told: Told) -> None:
-        """Keep those whose places have the smallest hashes, so that parts of a log can be read one by one."""
-        kept = self._kept[policy]
-        kept.append(told)
-        if len(kept) > _TRAJECTORIES:
-            del kept[max(range(len(kept)), key=lambda place: place_hash(kept[place].where))]
+    def _kept(self, id: str) -> list[Told]:
+        """What was drawn of a checkpoint, without placeholders: a single token is one if it has a known value."""
+        drawn = (told for _, told in self.findings.samples[f"log-probabilities {id}"])
+        kept = [Told(np.array(p), np.array(r), np.array(given), where) for p, r, given, where in drawn]
+        return [t for t in kept if len(t.logprobs) > 1 or repr(float(t.logprobs[0])) not in self._placeholders]
 
     def check(self) -> Check:
         """Compare what was kept with the checkpoints' weights."""
-        if not self.logged:
+        if not self.findings.counts["consistency"]["log-probabilities"]:
             return _not_compared("the log has none")
-        kept = {}
-        for id, some in self._kept.items():
-            # A single token is a placeholder if it has a placeholder's value.
-            kept[id] = [t for t in some if len(t.logprobs) > 1 or float(t.logprobs[0]) not in self._placeholders]
+        kept = {checkpoint.id: self._kept(checkpoint.id) for checkpoint in self.checkpoints}
         sampled = [checkpoint for checkpoint in self.checkpoints if kept[checkpoint.id]]
         if not sampled:
             told = "no trajectory is known to be sampled by a checkpoint that is here"

@@ -27,7 +27,7 @@ import numpy as np
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.log_files import LogFile
 
 
 @dataclass(slots=True)
@@ -395,13 +395,39 @@ def place_hash(where: str) -> int:
     return hash64(PurePath(where).name)
 
 
-class Counts(defaultdict[str, Counter[str]]):
-    """Counters by kind. Each keeps the order in which names were found first. JSON can hold it as it is."""
+_DRAWN = {"answers": 8, "log-probabilities": 4}
+"""Sizes of samples, by the first word of their kind."""
+
+
+class Findings:
+    """What is found in a log beside its rows. The findings of its parts add up to those of the whole."""
 
     def __init__(self) -> None:
-        super().__init__(Counter)
+        self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By kind, how often each thing was found. Each keeps the order in which things were found first."""
+        self.first: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        """By kind, where each thing was found first."""
+        self.samples: defaultdict[str, list[list[Any]]] = defaultdict(list)
+        """By kind, [hash, what was drawn]: those with the smallest hashes, so that parts can be sampled one by one."""
 
-    def add(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Add the counts of the next part of the log."""
-        for kind, found in state.items():
-            self[kind].update(found)
+    def draw(self, kind: str, key: int, what: Any) -> None:
+        """Take something into a sample, if its hash is small enough."""
+        kept = self.samples[kind]
+        kept.append([key, what])
+        if len(kept) > _DRAWN[kind.split()[0]]:
+            kept.remove(max(kept, key=lambda one: one[0]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return vars(self)
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        """Add the `as_dict` of the next part of the log."""
+        for kind, counts in found["counts"].items():
+            self.counts[kind].update(counts)
+        for kind, places in found["first"].items():
+            for name, where in places.items():
+                self.first[kind].setdefault(name, where)
+        for kind, drawn in found["samples"].items():
+            for key, what in drawn:
+                self.draw(kind, key, what)

@@ -1,36 +1,37 @@
-"""Verdicts: outcome and reward of every trajectory, by rules that hold for the whole log."""
+"""Outcome rules: outcome and reward of every trajectory, by rules that hold for the whole log."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Counts, Entry, total
+from tsae.rollouts.logs.entry import Entry, Findings, total
 from tsae.rollouts.rewards import BY_NAME, Verifier, find_verifier, outcome_reward
 
-_NAMES, _CHECKED, _RULES = "rewards", "verifier", "success"
+_NAMES, _CHECKED, _RULES, _DECIDES, _SUMMED = "rewards", "verifier", "success", "decides", "summed"
 
 
-class Verdicts:
+class OutcomeRules:
     """Decides outcome and reward of the entries of one log.
 
     Args:
         config: of the import.
-        counts: of the log.
+        findings: of the log.
         a_file_a_step: whether the log's files are one run's steps, and so have the same columns.
     """
 
-    def __init__(self, config: ImportConfig, counts: Counts, *, a_file_a_step: bool) -> None:
-        self.config, self.counts, self.a_file_a_step = config, counts, a_file_a_step
+    def __init__(self, config: ImportConfig, findings: Findings, *, a_file_a_step: bool) -> None:
+        self.config, self.counts, self.first, self.a_file_a_step = (
+            config,
+            findings.counts,
+            findings.first,
+            a_file_a_step,
+        )
         self.verify: Verifier | None = find_verifier(config.verifier) if config.verifier else None
-        self._decisive: tuple[str | None, str | None] = (None, None)
-        """The reward that decided so far, and where it did first."""
-        self._summed: tuple[frozenset[str] | None, str | None] = (None, None)
-        """Names of the rewards that make up a total, and where they did first."""
 
     @property
     def names(self) -> Mapping[str, int]:
@@ -83,21 +84,12 @@ class Verdicts:
         else:
             name = outcome_reward(names, where=entry.where)
             value, told_by = entry.rewards.get(name), f"{name}, of {', '.join(names)} the one named for it,"
-        self._decides(name or told_by, entry.where)
+        if name or told_by:
+            self._same(_DECIDES, name or told_by, entry.where)
         if value is None:
             return None
         self.counts[_RULES][f"{told_by} is above {limit:g}"] += 1
         return value > limit
-
-    def _decides(self, name: str | None, where: str | None) -> None:
-        """Check that the same reward decides in all files of a run. A file that lacks it must not use another."""
-        before, first = self._decisive
-        if name and self.a_file_a_step and self.verify is None and before not in (None, name):
-            what = f"{name} says here what is right, {before} in the rows before"
-            fix = "Name the reward that counts (--outcome), or check the answers anew (--verifier)."
-            raise TsaeError(what, where=where, fix=fix)
-        if name:
-            self._decisive = name, first or where
 
     def reward(self, entry: Entry) -> float | None:
         """The total that was used in training, or the sum of the rewards that the user names.
@@ -107,7 +99,7 @@ class Verdicts:
         """
         if not self.config.rewards:
             if entry.summed:
-                self._add_up(entry.rewards, entry.where)
+                self._same(_SUMMED, json.dumps(sorted(entry.rewards)), entry.where)
             return entry.reward
         missing = [name for name in self.config.rewards if name not in entry.rewards]
         if missing:
@@ -115,33 +107,32 @@ class Verdicts:
             raise TsaeError(what, where=entry.where, fix="Name rewards that are there (--rewards).")
         return total({name: entry.rewards[name] for name in self.config.rewards})
 
-    def _add_up(self, names: Iterable[str], where: str | None) -> None:
-        """Check that all totals are sums of the same rewards."""
-        parts, before = frozenset(names), self._summed[0]
-        if before is None:
-            self._summed = parts, where
-        elif parts != before:
+    def _same(self, kind: str, name: str, where: str) -> None:
+        if name not in self.first[kind]:
+            self.first[kind][name] = where
+            self.check()
+
+    def check(self) -> None:
+        """Check that all rows are judged alike.
+
+        Raises:
+            TsaeError: if another reward decides in one file of a run than in others, or totals are sums of other
+                rewards.
+        """
+        deciding, sums = self.first[_DECIDES], self.first[_SUMMED]
+        if len(deciding) > 1 and self.a_file_a_step and self.verify is None:
+            (before, _), (name, where), *_ = deciding.items()
+            what = f"{name} says here what is right, {before} in the rows before"
+            fix = "Name the reward that counts (--outcome), or check the answers anew (--verifier)."
+            raise TsaeError(what, where=where, fix=fix)
+        if len(sums) > 1:
+            (first, _), (second, where), *_ = sums.items()
             raise TsaeError(
-                f"its rewards are {', '.join(sorted(parts))}; those of the rows before are "
-                f"{', '.join(sorted(before))}: their sums are not the same quantity",
+                f"its rewards are {', '.join(json.loads(second))}; those of the rows before are "
+                f"{', '.join(json.loads(first))}: their sums are not the same quantity",
                 where=where,
                 fix="Name the rewards that all rows have (--rewards), or import such files apart.",
             )
-
-    def state(self) -> dict[str, Any]:
-        """What was found in a part of the log beside the counts, for JSON."""
-        names, where = self._summed
-        return {"decisive": self._decisive, "summed": [None if names is None else sorted(names), where]}
-
-    def add(self, state: Mapping[str, Any]) -> None:
-        """Add what was found in a further part.
-
-        Raises:
-            TsaeError: if another reward decides there, or totals are sums of other rewards.
-        """
-        self._decides(*state["decisive"])
-        if state["summed"][0] is not None:
-            self._add_up(*state["summed"])
 
     def notes(self, n: int, n_unknown: int) -> Iterator[str]:
         """Notes about `n` trajectories, `n_unknown` of them of unknown outcome."""

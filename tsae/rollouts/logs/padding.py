@@ -26,7 +26,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import Format
 from tsae.rollouts.logs.entry import Entry, Unusable
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.log_files import LogFile
 from tsae.rollouts.logs.tokens import Tokens
 
 _EDGES = ("prompt left", "prompt right", "response left", "response right")

@@ -10,15 +10,15 @@ that a run's last checkpoint has trajectories too. One id always means one polic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.rollouts.logs.entry import Counts, Entry, writable
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.entry import Entry, Findings, writable
+from tsae.rollouts.logs.log_files import LogFile
 
-_EXACT, _UNNAMED = "checkpoints that sampled", "policies"
+_EXACT, _UNNAMED, _STANDS_IN, _ASKED = "checkpoints that sampled", "policies", "stand-ins", "checkpoints asked for"
 
 
 class Policies:
@@ -28,14 +28,20 @@ class Policies:
         series: the checkpoints.
         files: the log's.
         run: the user's name of the run.
-        counts: of the log.
+        findings: of the log.
         synchronous: whether step N is sampled by the weights of N − 1 updates, and by no older ones.
     """
 
     def __init__(
-        self, series: CheckpointSeries, files: Sequence[LogFile], run: str | None, counts: Counts, *, synchronous: bool
+        self,
+        series: CheckpointSeries,
+        files: Sequence[LogFile],
+        run: str | None,
+        findings: Findings,
+        *,
+        synchronous: bool,
     ) -> None:
-        self.run, self.counts, self.synchronous = writable(run), counts, synchronous
+        self.run, self.counts, self.synchronous = writable(run), findings.counts, synchronous
         self.notes: list[str] = []
         self.files = list(files)
         """Under the run's name in the series, if both hold a single run."""
@@ -45,9 +51,7 @@ class Policies:
             self.files = [replace(file, run=series.runs[0]) for file in files]
         # A single checkpoint may be given for any step of any run: its id does not say who sampled.
         self.checkpoints = list(series) if len(series) > 1 else []
-        self._stands_in: dict[str, tuple[int, str]] = {}
-        """By checkpoint: updates and name of the newest policy whose responses were logged when it was made."""
-        self.asked: dict[tuple[str, int | None], str | None] = {}
+        self._known: dict[tuple[str, int | None], str | None] = {}
         """By run and updates, or by a policy's name and -1: the checkpoint that was found for a trajectory."""
 
     def policy(self, entry: Entry, file: LogFile) -> str:
@@ -67,18 +71,19 @@ class Policies:
         name = f"{file.run}-" + (f"step{entry.step:05d}" if entry.updates is None else f"{entry.updates:05d}")
         later, updates = self._checkpoint(file.run, entry.step), -1 if entry.updates is None else entry.updates
         if later is not None:
-            self._stands_in[later] = max(self._stands_in.get(later, (updates, name)), (updates, name))
+            self.counts[_STANDS_IN][json.dumps([later, updates, name])] += 1
         return name
 
     def _checkpoint(self, run: str, step: int | None) -> str | None:
         """Id of the checkpoint that a run had after so many updates, if it was kept."""
-        if (run, step) not in self.asked:
-            self.asked[run, step] = self._search(run, step)
-        return self.asked[run, step]
+        if (run, step) not in self._known:
+            self._known[run, step] = self._search(run, step)
+            self.counts[_ASKED][json.dumps([run, step, self._known[run, step]])] += 1
+        return self._known[run, step]
 
-    def agrees(self, asked: Sequence[tuple[str, int | None, str | None]]) -> bool:
-        """Whether these checkpoints give the answers that others gave for a part of the log: (run, updates, id)."""
-        return all(self._checkpoint(run, step) == id for run, step, id in asked)
+    def agrees(self, findings: Findings) -> bool:
+        """Whether these checkpoints give the answers that a part of the log was read with."""
+        return all(self._search(run, step) == id for run, step, id in map(json.loads, findings.counts[_ASKED]))
 
     def _search(self, run: str, step: int | None) -> str | None:
         if step == -1:
@@ -91,19 +96,13 @@ class Policies:
                 return checkpoint.id
         return None
 
-    def state(self) -> dict[str, Any]:
-        """What was found in a part of the log beside the counts, for JSON."""
-        return dict(self._stands_in)
-
-    def add(self, state: Mapping[str, Any]) -> None:
-        """Add what was found in a further part."""
-        for id, (updates, name) in state.items():
-            self._stands_in[id] = max(self._stands_in.get(id, (updates, name)), (updates, name))
-
     @property
     def renamed(self) -> dict[str, str]:
-        """By name, the checkpoints that get the trajectories of an older policy."""
-        return {name: id for id, (_, name) in self._stands_in.items() if id not in self.counts[_EXACT]}
+        """By name, the checkpoints that get the trajectories of an older policy: the newest that step N logged."""
+        newest: dict[str, tuple[int, str]] = {}
+        for id, *policy in map(json.loads, self.counts[_STANDS_IN]):
+            newest[id] = max(newest.get(id, (-2, "")), tuple(policy))
+        return {name: id for id, (_, name) in newest.items() if id not in self.counts[_EXACT]}
 
     def assumed(self) -> list[str]:
         """Notes about what was assumed."""

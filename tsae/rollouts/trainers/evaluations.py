@@ -43,7 +43,7 @@ from tsae.rollouts.logs.adapters import (
     only_answer,
 )
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, read_number, total
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.log_files import LogFile
 
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
 _STOPS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "max_tokens": "length", "model_length": "length"}

@@ -17,7 +17,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import Format, asked, each_of_a_batch, each_row, is_conversation, only_answer
 from tsae.rollouts.logs.check_advantages import check_sum
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, total
-from tsae.rollouts.logs.on_disk.log_files import LogFile
+from tsae.rollouts.logs.log_files import LogFile
 
 _PLACEHOLDER = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
 

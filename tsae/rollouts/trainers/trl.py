@@ -29,7 +29,8 @@ from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.adapters import Format, each_row, is_conversation, only_answer
 from tsae.rollouts.logs.check_advantages import check_sum
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, hash64, is_score, total
-from tsae.rollouts.logs.on_disk.log_files import OTHER_TABLES, LogFile, first_row, kind_of
+from tsae.rollouts.logs.log_files import LogFile, first_row
+from tsae.rollouts.logs.readers import OTHER_TABLES, kind_of
 
 _COMPLETION_IDS = "completion_ids"
 _SAME = ("prompt", "completion", "advantage")

@@ -1,1 +1,0 @@
-"""How an import runs: workers, spool, journal, progress bar."""
