@@ -25,8 +25,8 @@ from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.rewards import find_verifier
 from tsae.rollouts.logs import readers
+from tsae.rollouts.rewards import find_verifier
 from tsae.rollouts.table import Rollouts
 
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
