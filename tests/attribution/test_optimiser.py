@@ -108,11 +108,7 @@ def test_schedules_are_those_of_transformers(name: str, shape: dict[str, Any], w
     [
         ("linear", {"num_cycles": 2}, "does not fit a linear schedule"),
         ("cosine", {"num_cycles": "many"}, "does not fit a cosine"),
-        (
-            "warmup_stable_decay",
-            {"num_decay_steps": 3, "decay_type": "steep"},
-            "curves are linear, cosine",
-        ),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "curves are linear, cosine"),
         ("warmup_stable_decay", {}, "does not fit .*num_decay_steps"),
     ],
 )

@@ -228,7 +228,7 @@ def test_other_trainers_count_generations() -> None:
 @pytest.mark.slow(ci=True)
 @pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
-    "ignore:`(is_)?gradient_checkpointing(_(en|dis)able)?` is deprecated:FutureWarning",
+    "ignore:`(is_)?gradient_checkpointing(_(en|dis)able)?` is deprecated:FutureWarning"
 )
 def test_a_training_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KL penalty, two iterations, two steps an iteration, epochs of two generations; steps log the same rows again."""

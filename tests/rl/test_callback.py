@@ -33,7 +33,7 @@ from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
-    "ignore:`(is_)?gradient_checkpointing(_(en|dis)able)?` is deprecated:FutureWarning",
+    "ignore:`(is_)?gradient_checkpointing(_(en|dis)able)?` is deprecated:FutureWarning"
 )
 
 PROMPTS, GROUP, WIDTH, STEPS = 2, 4, 8, 3

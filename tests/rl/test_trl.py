@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # Every process of pytest-xdist collects this file, and one r
 
 pytestmark = pytest.mark.filterwarnings(
     # The libraries' own: transformers renames an option that TRL's config has, and calls itself by the old name.
-    "ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"
 )
 
 GROUP, PROMPTS, WIDTH = 4, 4, 12

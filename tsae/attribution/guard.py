@@ -62,13 +62,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        target: str,
-        *,
-        harmful: Literal["rises", "falls"],
-        bound: float,
-        weight: float = 0.0,
+        self, recorder: Recorder, target: str, *, harmful: Literal["rises", "falls"], bound: float, weight: float = 0.0
     ) -> None:
         names = recorder.targets.names
         if target not in names:

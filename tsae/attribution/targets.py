@@ -201,13 +201,7 @@ class FeatureMeans:
     def _padded(self, trained: TrainedWeights, rollouts: Rollouts) -> Iterator[Batch]:
         return padded(rollouts, np.arange(len(rollouts)), self.batch_tokens, str(trained.device))
 
-    def _means(
-        self,
-        trained: TrainedWeights,
-        batch: Batch,
-        *,
-        soft: bool,
-    ) -> torch.Tensor:
+    def _means(self, trained: TrainedWeights, batch: Batch, *, soft: bool) -> torch.Tensor:
         """(B, n_features) mean activation of every trajectory, differentiable if soft."""
         _, ids, mask, response = batch
         x = self._activations(trained, ids, mask).to(self.sae.W_enc.dtype)

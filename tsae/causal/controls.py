@@ -76,11 +76,7 @@ class FeatureScales:
             edited &= np.repeat(rows, np.diff(features.row_offsets))
         n, (fired_there, total_there) = max(1, int(edited.sum())), _sums(features, edited)
         return cls(
-            rate=fired_there / n,
-            mean=total_there / n,
-            typical=total / np.maximum(fired, 1),
-            n_tokens=n,
-            own=own,
+            rate=fired_there / n, mean=total_there / n, typical=total / np.maximum(fired, 1), n_tokens=n, own=own
         )
 
 

@@ -26,11 +26,7 @@ NAME = "tsae_credit"
 
 
 def credit_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    config: Any = None,
-    **_: Any,
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, config: Any = None, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, both (B, T): the group's advantage of the outcome on every token, plus the dense rewards.
 

@@ -236,10 +236,7 @@ def rows_of(run: Run, update: Update) -> Rows:
     edges = np.cumsum([0, *map(len, update.parts)])
     places = [np.arange(low, high) for low, high in itertools.pairwise(edges)]
     weight = loss.weights(
-        n_tokens,
-        places,
-        tokens_of_generation=int(_counted(run, generation).sum()),
-        rows_of_generation=len(generation),
+        n_tokens, places, tokens_of_generation=int(_counted(run, generation).sum()), rows_of_generation=len(generation)
     )
     advantage = run.rollouts.frame.advantage.to_numpy(dtype=float)[rows]
     weight = np.where(n_tokens > 0, weight, 0.0)

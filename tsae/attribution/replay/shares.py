@@ -101,12 +101,7 @@ class Shares:
 
 
 def shares(
-    path: Replayed,
-    targets: Targets,
-    *,
-    points: int = POINTS,
-    seen: Seen | None = None,
-    progress: bool = True,
+    path: Replayed, targets: Targets, *, points: int = POINTS, seen: Seen | None = None, progress: bool = True
 ) -> Shares:
     """Split the changes of targets over samples.
 
