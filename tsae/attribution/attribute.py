@@ -14,7 +14,7 @@ Memory holds the model, some vectors of its weights for each target, and one bat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -27,31 +27,29 @@ from tsae.attribution.attribution import Attribution, fact_table, group_table, s
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.readers.find import find_settings
 from tsae.attribution.replay.certificates import check_first_step, check_nearer, logged_facts, verdict, with_end_tokens
-from tsae.attribution.replay.forward_passes import OLD, REF, Known, Rows, Run, chunks, forward, logged
-from tsae.attribution.replay.path import Replayed, replay, train_on
-from tsae.attribution.replay.shares import Shares, shares, token_shares
+from tsae.attribution.replay.forward_passes import OLD, REF, Run, logged
+from tsae.attribution.replay.path import Controls, Replayed, replay, train_on
+from tsae.attribution.replay.shares import Shares, TokenShares, shares
 from tsae.attribution.replay.simulation import fits, simulate
-from tsae.attribution.replay.start import Start, checkpoints_of, start_of
+from tsae.attribution.replay.start import checkpoints_of, start_of
 from tsae.attribution.replay.states import States
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.sample_kinds import band_of, has_bands, sample_kinds
+from tsae.attribution.sample_kinds import has_bands, sample_kinds
 from tsae.attribution.targets import Targets, find_targets
 from tsae.attribution.training.log_fit import check_settings
 from tsae.attribution.training.order import Plan, batches_of, counted, plan_updates, read_history
 from tsae.attribution.training.settings import RunSettings
 from tsae.base.files import as_path
-from tsae.checkpoints.loading import Checkpoint, text_of, token_strings, weights_fingerprint
+from tsae.checkpoints.loading import Checkpoint, token_strings, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
-from tsae.rollouts.rewards import group_names
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
 _SHARES_ONLY = ("band and outcome", "band and outcome and third")
 """Kinds of which no training is simulated: they are many, and read as a table of shares."""
-_FIFTHS = 5
 
 
 def attribute(
@@ -96,16 +94,12 @@ def attribute(
     given = settings if isinstance(settings, RunSettings) else find_settings(series, run, settings)
     mine = checkpoints_of(series, run)
     notes = list(given.notes)
-    prepared = _prepared(series, mine, rollouts, given, config, notes)
-    trained = prepared.run.trained
-    _check_token(first_token, trained)
-    special = _special(series, prepared.run.rollouts, sae, trained)
-    states = States(to / "path", len(prepared.run.plan.updates), len(trained), int(config.budget_gb * 1e9))
+    prepared, controls, facts, reference = _prepared(series, mine, rollouts, given, config, notes)
+    trained = prepared.trained
+    special = _special(series, prepared.rollouts, sae, trained, first_token)
+    states = States(to / "path", len(prepared.plan.updates), len(trained), int(config.budget_gb * 1e9))
     try:
-        path = replay(
-            prepared.run, states, prepared.start.controls, prepared.facts, reference=prepared.reference,
-            progress=progress,
-        )  # fmt: skip
+        path = replay(prepared, states, controls, facts, reference=reference, progress=progress)
         check_first_step(path.steps, given)
         check_nearer(path.steps, given)
         if path.lost:
@@ -116,10 +110,10 @@ def attribute(
         judged, log = verdict(path.run, path.steps), path.run.rollouts
         rows = np.concatenate([np.concatenate(update.parts) for update in path.run.plan.updates])
         wanted = targets or find_targets(
-            trained, (prepared.run.begin.weights, path.end), log, rows, problems=problems, sae=sae,
+            trained, (prepared.begin.weights, path.end), log, rows, problems=problems, sae=sae,
             first_token=first_token, special=special, temperature=given.loss.temperature, config=config, notes=notes,
         )  # fmt: skip
-        reading = _Reading(path.run, wanted, config, token_strings(series.base.load_tokenizer()))
+        reading = TokenShares(path.run, wanted, config, token_strings(series.base.load_tokenizer()))
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
         effects = config.effects and not judged.gate
         groups = _groups(path, wanted, split, replace(config, effects=effects), notes, progress)
@@ -153,14 +147,6 @@ def attribute(
     return found.save(to)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    run: Run
-    start: Start
-    facts: pd.DataFrame
-    reference: torch.Tensor | None
-
-
 def _prepared(
     series: CheckpointSeries,
     mine: list[Checkpoint],
@@ -168,14 +154,16 @@ def _prepared(
     settings: RunSettings,
     config: AttributionConfig,
     notes: list[str],
-) -> _Prepared:
-    """What is replayed, of the whole run or of the stretch that is asked for."""
+) -> tuple[Run, Controls, pd.DataFrame, torch.Tensor | None]:
+    """What is replayed, of the whole run or of the stretch that is asked for; the checkpoints that control it, what the
+    trainer logged, and the reference where it is not the first model."""
     after, last = config.steps or (series.base.step, mine[-1].step)
     folders = {c.step: Path(folder_of(c)) for c in mine}
     history = read_history(folders)
     facts = logged_facts(history)
     limit = counted(settings, "max_completion_length")
-    rollouts = with_end_tokens(rollouts, batches_of(rollouts), facts, _end_token(series), limit, notes)
+    tokenizer = series.base.load_tokenizer()
+    rollouts = with_end_tokens(rollouts, batches_of(rollouts), facts, tokenizer.eos_token_id, limit, notes)
     start = start_of(series, mine, settings.optimiser, after=after, seed=settings.seed, device=config.device)
     notes += start.notes
     vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]
@@ -198,9 +186,10 @@ def _prepared(
     if np.isfinite(rollouts.frame.advantage.to_numpy(dtype=float)[np.concatenate(plan.generations)]).any():
         settings = replace(settings, reward_kl=None)
     rollouts = _with_behaviours(rollouts, config, notes)
-    special = tuple(series.base.load_tokenizer().all_special_ids)
     _check_begin(rollouts, settings, plan)
-    run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
+    run = Run(
+        start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, tuple(tokenizer.all_special_ids)
+    )
     reference = None
     later = series.base.step > 0 or (settings.loss.sync_ref is not None and after > 0)
     if settings.needs_ref and later and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
@@ -213,7 +202,7 @@ def _prepared(
     if settings.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
         start.trained.put(start.begin.weights)
-    return _Prepared(run, start, facts, reference)
+    return run, start.controls, facts, reference
 
 
 def _check_begin(rollouts: Rollouts, settings: RunSettings, plan: Plan) -> None:
@@ -231,11 +220,6 @@ def _check_begin(rollouts: Rollouts, settings: RunSettings, plan: Plan) -> None:
         )
 
 
-def _end_token(series: CheckpointSeries) -> int | None:
-    found: int | None = series.base.load_tokenizer().eos_token_id
-    return found
-
-
 def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[str]) -> Rollouts:
     if "behaviours" not in config.targets and "behaviour" not in config.groups:
         return rollouts
@@ -245,17 +229,13 @@ def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[
     return with_behaviours(rollouts)
 
 
-def _check_token(token: int | None, trained: TrainedWeights) -> None:
-    size = len(trained.model.get_input_embeddings().weight)
-    if token is not None and not (isinstance(token, SupportsIndex) and 0 <= token < size):
-        raise TsaeError(f"{token!r} is no token id of this model; there are 0 to {size - 1}", where="first_token")
-
-
 def _special(
-    series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights
+    series: CheckpointSeries, rollouts: Rollouts, sae: TemporalSAE | None, trained: TrainedWeights, token: int | None
 ) -> list[int]:
-    """Token ids that count in no feature; checks that log and SAE belong to the model."""
+    """Token ids that count in no feature; checks that log, SAE and first token belong to the model."""
     vocabulary, width = trained.model.get_input_embeddings().weight.shape
+    if token is not None and not (isinstance(token, SupportsIndex) and 0 <= token < vocabulary):
+        raise TsaeError(f"{token!r} is not a token id of this model (0 to {vocabulary - 1})", where="first_token")
     check_context(rollouts, getattr(trained.model.config, "max_position_embeddings", None), vocabulary)
     if sae is None and rollouts.info.get("tokenizer") is None:
         return []
@@ -266,108 +246,6 @@ def _special(
         what = f"the SAE reads {sae.d_model} numbers a token, the model has {width}"
         raise TsaeError(what, where=sae.site, fix="Give an SAE of this model.")
     return list(tokenizer.all_special_ids)
-
-
-@dataclass
-class _Reading:
-    """Computes the shares of tokens in one target, while shares of samples are computed.
-
-    It does so for the samples with the largest shares, and for prompt groups at random, with the policy's entropy.
-    """
-
-    run: Run
-    targets: Targets
-    config: AttributionConfig
-    strings: list[str]
-    best: dict[int, tuple[float, int, np.ndarray]] = field(default_factory=dict)
-    """(share, step, (T,) shares of its tokens) by row."""
-    drawn: list[pd.DataFrame] = field(default_factory=list)
-    main: int = 0
-    """Which target: the behaviour or outcome that moved most for its size."""
-    chosen: set[int] = field(default_factory=set)
-    """Rows whose tokens are looked at."""
-
-    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
-        """Choose the target, from all values at the ends."""
-        size = np.abs(after - before) / np.maximum(np.maximum(np.abs(before), np.abs(after)), 1e-30)
-        likely = [not name.startswith("feature ") for name in self.targets.names]
-        self.main = int(np.argmax(np.where(likely, size, size * 1e-6)))
-        # Whole prompt groups: within a group large shares cancel.
-        names, groups = group_names(self.run.rollouts.frame), []
-        for generation in self.run.plan.generations:
-            of_rows = names[generation]
-            groups += [generation[of_rows == name] for name in np.unique(of_rows)]
-        for i in np.random.default_rng(self.config.seed).permutation(len(groups)):
-            if len(self.chosen) + len(groups[i]) <= self.config.tokens_of:
-                self.chosen |= set(groups[i].tolist())
-
-    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
-        values = found[:, self.main]
-        least = min((abs(share) for share, _, _ in self.best.values()), default=0.0)
-        order = np.argsort(-np.abs(values))[: self.config.shown]
-        large = [int(those.rows[i]) for i in order if len(self.best) < self.config.shown or abs(values[i]) > least]
-        random = [row for row in those.rows.tolist() if row in self.chosen]
-        share = dict(zip(those.rows.tolist(), values.tolist(), strict=True))
-        rows = np.array(sorted(row for row in {*large, *random} if share[row] != 0), dtype=int)
-        if not len(rows):
-            return
-        of_tokens = token_shares(self.run, those, known, rows, directions[self.main])
-        for row in large:
-            if row in of_tokens and abs(share[row]) > abs(self.best.get(row, (0.0,))[0]):
-                self.best[row] = (share[row], step, of_tokens[row])
-        keep = sorted(self.best, key=lambda row: -abs(self.best[row][0]))[: self.config.shown]
-        self.best = {row: self.best[row] for row in keep}
-        entropies = self._entropies(those, np.array([row for row in random if row in of_tokens], dtype=int))
-        bands = band_of(self.run.rollouts)
-        for row, entropy in entropies.items():
-            some = of_tokens[row][self.run.rollouts.sampled(row)]
-            self.drawn.append(pd.DataFrame({"band": bands[row], "entropy": entropy, "share": some}))
-
-    @torch.no_grad()
-    def _entropies(self, those: Rows, rows: np.ndarray) -> dict[int, np.ndarray]:
-        generation, found = self.run.plan.generations[those.update.generation], {}
-        for chunk in chunks(self.run, rows, generation) if len(rows) else ():
-            entropy = forward(self.run, chunk, entropy=True)[1]
-            assert entropy is not None
-            for row, one, mask in zip(chunk.rows.tolist(), entropy, chunk.counted, strict=True):
-                found[row] = one[mask].double().cpu().numpy()
-        return found
-
-    def entropy_table(self, split: Shares) -> pd.DataFrame:
-        """Shares by band and fifth of the entropy, of the samples that were drawn, brought to all samples."""
-        columns = ["band", "fifth", "target", "share"]
-        if not self.drawn:
-            return pd.DataFrame(columns=columns)
-        every = pd.concat(self.drawn, ignore_index=True)
-        rank = every.entropy.rank(method="first") - 1
-        every["fifth"] = (rank * _FIFTHS // len(every)).astype(int) + 1
-        every["band"] = every.band.fillna("all")
-        table = every.groupby(["band", "fifth"], as_index=False).share.sum()
-        bands = pd.Series(band_of(self.run.rollouts), dtype=object).fillna("all")
-        there, drawn = (bands[list(rows)].value_counts() for rows in (np.unique(split.rows), self.chosen))
-        scale = table.band.map(there / drawn)
-        return table.assign(target=split.targets[self.main], share=table.share * scale)[columns]
-
-    def token_table(self) -> pd.DataFrame:
-        tables = []
-        for row, (_, step, of_tokens) in self.best.items():
-            ids = self.run.rollouts.tokens(row)[1]
-            texts = [text_of(self.strings, i) for i in ids.tolist()]
-            tables.append(
-                pd.DataFrame(
-                    {
-                        "trajectory": row,
-                        "step": step,
-                        "target": self.targets.names[self.main],
-                        "position": np.arange(len(ids)),
-                        "token_id": ids,
-                        "token": texts,
-                        "share": of_tokens,
-                    }
-                )
-            )
-        names = ["trajectory", "step", "target", "position", "token_id", "token", "share"]
-        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
 
 def _groups(

@@ -71,6 +71,18 @@ class TrainedWeights:
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
 
+    @contextmanager
+    def differentiable(self) -> Iterator[dict[str, torch.nn.Parameter]]:
+        """The weights, which need a gradient within the context alone, and have none afterwards."""
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
+        try:
+            with torch.enable_grad():
+                yield self.parameters
+        finally:
+            for parameter in self.parameters.values():
+                parameter.requires_grad_(False)
+
     @torch.no_grad()
     def put(self, vector: torch.Tensor) -> None:
         """Give the model these weights, (P,)."""

@@ -289,21 +289,13 @@ class Together:
 
 def _jacobian(trained: TrainedWeights, values: Callable[[], torch.Tensor]) -> torch.Tensor:
     """(n, P) of `values()`, (n,), by a backward pass for each."""
-    leaves = list(trained.parameters.values())
-    for parameter in leaves:
-        parameter.requires_grad_(True)
-    try:
-        with torch.enable_grad():
-            found = values()
-            rows = []
-            for i, value in enumerate(found):
-                more = i + 1 < len(found)
-                grads = torch.autograd.grad(value, leaves, retain_graph=more, allow_unused=True)
-                parts = {n: g for n, g in zip(trained.parameters, grads, strict=True) if g is not None}
-                rows.append(trained.join(parts))
-    finally:
-        for parameter in leaves:
-            parameter.requires_grad_(False)
+    rows = []
+    with trained.differentiable() as leaves:
+        found = values()
+        for i, value in enumerate(found):
+            more = i + 1 < len(found)
+            grads = torch.autograd.grad(value, list(leaves.values()), retain_graph=more, allow_unused=True)
+            rows.append(trained.join({n: g for n, g in zip(leaves, grads, strict=True) if g is not None}))
     return torch.stack(rows)
 
 

@@ -109,6 +109,11 @@ class Chunk:
         """(B, S) the response."""
         return self.response[:, -self.scored :]
 
+    def by_row(self, values: torch.Tensor) -> Logs:
+        """(n,) numbers of a row's sampled tokens, from (B, S)."""
+        rows = zip(self.rows.tolist(), values.detach(), self.counted, strict=True)
+        return {row: of[counted].cpu() for row, of, counted in rows}
+
     def spread(self, logs: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """(B, S) numbers of the sampled tokens at their places; 0 elsewhere, and for rows that have none."""
         found = torch.zeros_like(like)
@@ -177,11 +182,19 @@ def every_log(run: Run, chunk: Chunk) -> torch.Tensor:
     return log_softmax(run, chunk, logits)
 
 
-def forward(run: Run, chunk: Chunk, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, S) log-probability of every scored token, and the entropy of what it was drawn from, in nats."""
-    every = every_log(run, chunk)
-    log = every.gather(-1, chunk.scored_ids[..., None])[..., 0]
-    return log, -(every.exp() * every).sum(-1) if entropy else None
+def forward(run: Run, chunk: Chunk) -> torch.Tensor:
+    """(B, S) log-probability of every scored token in nats."""
+    return every_log(run, chunk).gather(-1, chunk.scored_ids[..., None])[..., 0]
+
+
+@torch.no_grad()
+def entropies_of(run: Run, rows: np.ndarray, generation: np.ndarray) -> Logs:
+    """Entropies in nats of the distributions that tokens were drawn from, at the weights that the model has."""
+    found: Logs = {}
+    for chunk in chunks(run, rows, generation):
+        every = every_log(run, chunk)
+        found |= chunk.by_row(-(every.exp() * every).sum(-1))
+    return found
 
 
 @torch.no_grad()
@@ -189,9 +202,7 @@ def log_probabilities_of(run: Run, rows: np.ndarray, generation: np.ndarray) -> 
     """Log-probabilities of responses at the weights that the model has."""
     found: Logs = {}
     for chunk in chunks(run, rows, generation):
-        log, _ = forward(run, chunk)
-        for row, one, counted in zip(chunk.rows.tolist(), log, chunk.counted, strict=True):
-            found[row] = one[counted].cpu()
+        found |= chunk.by_row(forward(run, chunk))
     return found
 
 
@@ -261,21 +272,13 @@ def _counted(run: Run, rows: np.ndarray) -> np.ndarray:
     return n
 
 
-@torch.no_grad()
 def _high_entropy(run: Run, part: np.ndarray, generation: np.ndarray) -> dict[int, torch.Tensor]:
-    part = part[_counted(run, part) > 0]
-    found: dict[int, torch.Tensor] = {}
-    for chunk in chunks(run, part, generation):
-        entropy = forward(run, chunk, entropy=True)[1]
-        assert entropy is not None
-        for row, one, counted in zip(chunk.rows.tolist(), entropy, chunk.counted, strict=True):
-            found[row] = one[counted].cpu()
+    found = entropies_of(run, part[_counted(run, part) > 0], generation)
     if not found:
         return {}
-    sizes = [len(one) for one in found.values()]
     flat = torch.cat(list(found.values()))
     keep = run.settings.loss.entropy_kept(flat[None], torch.ones_like(flat[None], dtype=torch.bool))[0]
-    return dict(zip(found, keep.split(sizes), strict=True))
+    return dict(zip(found, keep.split([len(one) for one in found.values()]), strict=True))
 
 
 def used(run: Run, step: Rows, kept: np.ndarray | None = None) -> np.ndarray:
@@ -309,17 +312,7 @@ def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor
     return policy * weight[:, None], torch.zeros_like(policy) if kl is None else kl * weight[:, None]
 
 
-@dataclass(frozen=True)
-class Taken:
-    """The gradient of a step."""
-
-    gradient: torch.Tensor
-    """(P,) of the loss."""
-    logs: Logs
-    """Log-probabilities of the rows at the step's beginning; of those that were used."""
-
-
-def gradient_of(run: Run, step: Rows, known: Known, kept: np.ndarray | None = None) -> Taken:
+def gradient_of(run: Run, step: Rows, known: Known, kept: np.ndarray | None = None) -> tuple[torch.Tensor, Logs]:
     """Compute the gradient of a step's loss. The model keeps its weights.
 
     Args:
@@ -327,28 +320,29 @@ def gradient_of(run: Run, step: Rows, known: Known, kept: np.ndarray | None = No
         step: of them.
         known: log-probabilities that do not change with the weights.
         kept: (n_trajectories,) rows that take part; the others' summands are taken away, and no other changes.
+
+    Returns:
+        (P,) gradient, and log-probabilities of the rows that were used at the step's beginning.
     """
-    trained, generation = run.trained, run.plan.generations[step.update.generation]
-    leaves = list(trained.parameters.values())
-    for parameter in leaves:
-        parameter.requires_grad_(True)
-        parameter.grad = None
-    among, logs = set(used(run, step, kept).tolist()), {}
-    try:
-        for part in step.update.parts:
-            rows = np.array([row for row in part.tolist() if row in among], dtype=int)
-            for chunk in chunks(run, rows, generation) if len(rows) else ():
-                log, _ = forward(run, chunk)
-                policy, kl = summands(run, step, known, chunk, log)
-                (policy + kl).sum().backward()
-                for row, one, counted in zip(chunk.rows.tolist(), log.detach(), chunk.counted, strict=True):
-                    logs[row] = one[counted].cpu()
-        gradient = trained.join({n: p.grad for n, p in trained.parameters.items() if p.grad is not None})
-    finally:
-        for parameter in leaves:
-            parameter.requires_grad_(False)
-            parameter.grad = None
-    return Taken(gradient, logs)
+    logs: Logs = {}
+    run.trained.model.zero_grad()
+    with run.trained.differentiable() as leaves:
+        for chunk in chunks_of(run, step, kept):
+            log = forward(run, chunk)
+            policy, kl = summands(run, step, known, chunk, log)
+            (policy + kl).sum().backward()
+            logs |= chunk.by_row(log)
+        gradient = run.trained.join({n: p.grad for n, p in leaves.items() if p.grad is not None})
+    run.trained.model.zero_grad()
+    return gradient, logs
+
+
+def chunks_of(run: Run, step: Rows, kept: np.ndarray | None = None) -> Iterator[Chunk]:
+    """Forward passes of the rows of a step that have a gradient, micro-batch by micro-batch."""
+    generation, among = run.plan.generations[step.update.generation], used(run, step, kept)
+    for part in step.update.parts:
+        if len(rows := part[np.isin(part, among)]):
+            yield from chunks(run, rows, generation)
 
 
 def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.ndarray | None = None) -> Known:

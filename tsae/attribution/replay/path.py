@@ -118,18 +118,18 @@ def replay(
             found.run = run = with_reward_kl(run, known, run.plan.generations[update.generation])
             found.advantage |= known.advantage
         before, step = state.weights.clone(), rows_of(run, update)
-        taken = gradient_of(run, step, known)
-        for row, log in taken.logs.items():
+        gradient, logs = gradient_of(run, step, known)
+        for row, log in logs.items():
             found.logs.setdefault(row, known.old.get(row, log))
         found.ref |= known.ref
-        if not taken.gradient.isfinite().all():
+        if not gradient.isfinite().all():
             raise TsaeError(
                 f"the gradient of step {update.step} is not finite",
                 where=run.rollouts.origin,
                 fix="Look for advantages or log-probabilities of this step that are not finite, or replay the steps "
                 "before it (--steps).",
             )
-        scale, clip, norm = stepper.take(state, taken.gradient)
+        scale, clip, norm = stepper.take(state, gradient)
         found.clips[update.step] = clip
         if states.every == 1:
             states.put(update.step, Stepped(before, scale))
@@ -188,8 +188,8 @@ def _again(path: Replayed, low: int, high: int) -> range:
         before = state.weights.clone()
         path.run.trained.put(state.weights)
         rows = rows_of(path.run, update)
-        taken = gradient_of(path.run, rows, known_of(path, rows.rows))
-        scale, _, _ = path.stepper.take(state, taken.gradient)
+        gradient, _ = gradient_of(path.run, rows, known_of(path, rows.rows))
+        scale, _, _ = path.stepper.take(state, gradient)
         path.states.put(step, Stepped(before, scale))
     return range(low + 1, high + 1)
 
@@ -221,5 +221,5 @@ def train_on(path: Replayed, kept: np.ndarray, *, progress: bool = True) -> torc
         run.trained.put(state.weights)
         step = rows_of(run, update)
         known = known_of(path, step.rows, elsewhere=True)
-        path.stepper.take(state, gradient_of(run, step, known, kept).gradient)
+        path.stepper.take(state, gradient_of(run, step, known, kept)[0])
     return state.weights

@@ -20,44 +20,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
+import pandas as pd
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tsae.attribution.config import AttributionConfig
 from tsae.attribution.replay.forward_passes import (
     Chunk,
     Known,
     Rows,
     Run,
     chunks,
+    chunks_of,
+    entropies_of,
     forward,
     inputs_of,
     log_softmax,
     summands,
-    used,
 )
 from tsae.attribution.replay.path import Replayed, steps_back
 from tsae.attribution.sample_gradients import BatchGradients
+from tsae.attribution.sample_kinds import band_of
 from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
+from tsae.checkpoints.loading import text_of
 from tsae.errors import TsaeError
+from tsae.rollouts.rewards import group_names
 
+_FIFTHS = 5
 POINTS = 20
 """Weights along the path at which targets are differentiated, about. More gain little: r .999 against every step."""
-
-
-class Seen(Protocol):
-    """Looks on; the model has the weights before the step."""
-
-    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
-        """(n_targets,) values at the ends of the path."""
-
-    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
-        """A step: (n_targets, P) directions −c_t a_t, its rows, their log-probabilities, and (n, n_targets) shares."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Shares:
 
 
 def shares(
-    path: Replayed, targets: Targets, *, points: int = POINTS, seen: Seen | None = None, progress: bool = True
+    path: Replayed, targets: Targets, *, points: int = POINTS, seen: TokenShares | None = None, progress: bool = True
 ) -> Shares:
     """Split the changes of targets over samples.
 
@@ -220,19 +216,15 @@ def backward(
     run: Run, step: Rows, known: Known, n_directions: int, *, both: bool
 ) -> Iterator[tuple[Chunk, BatchGradients]]:
     """Chunks of a step's rows with the gradients of their samples: of the policy term, then of the KL term."""
-    generation, among = run.plan.generations[step.update.generation], set(used(run, step).tolist())
-    for part in step.update.parts:
-        rows = np.array([row for row in part.tolist() if row in among], dtype=int)
-        for chunk in chunks(run, rows, generation) if len(rows) else ():
-            parts = BatchGradients(run.trained, n_directions=n_directions, alone=True)
-            with torch.enable_grad(), parts.micro_batch(len(chunk.rows)):
-                log, _ = forward(run, chunk)
-                policy, kl = summands(run, step, known, chunk, log)
-                policy.sum().backward(retain_graph=both)
-                if both:
-                    parts.next_term()
-                    kl.sum().backward()
-            yield chunk, parts
+    for chunk in chunks_of(run, step):
+        parts = BatchGradients(run.trained, n_directions=n_directions, alone=True)
+        with torch.enable_grad(), parts.micro_batch(len(chunk.rows)):
+            policy, kl = summands(run, step, known, chunk, forward(run, chunk))
+            policy.sum().backward(retain_graph=both)
+            if both:
+                parts.next_term()
+                kl.sum().backward()
+        yield chunk, parts
 
 
 def token_shares(
@@ -262,15 +254,98 @@ def token_shares(
         with torch.enable_grad():
             policy, kl = summands(run, step, known, chunk, leaf)
             pull = torch.autograd.grad((policy + kl).sum(), leaf)[0]
-        of_tokens = (pull * slope).double().cpu()
-        for row, one, counted in zip(chunk.rows.tolist(), of_tokens, chunk.counted.cpu(), strict=True):
+        of_tokens = (pull * slope).double()
+        for row, of_sampled in chunk.by_row(of_tokens).items():
             sampled = run.rollouts.sampled(row)
-            values = np.zeros(len(sampled))
-            values[sampled] = one[counted].numpy()
-            found[row] = values
+            found[row] = np.zeros(len(sampled))
+            found[row][sampled] = of_sampled.numpy()
     return found
 
 
 def _log(run: Run, chunk: Chunk, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = torch.func.functional_call(run.trained.model, weights, kwargs=inputs_of(run, chunk)).logits
     return log_softmax(run, chunk, logits).gather(-1, chunk.scored_ids[..., None])[..., 0]
+
+
+@dataclass
+class TokenShares:
+    """Computes the shares of tokens in one target, while shares of samples are computed.
+
+    It does so for the samples with the largest shares, and for prompt groups at random, with the policy's entropy.
+    """
+
+    run: Run
+    targets: Targets
+    config: AttributionConfig
+    strings: list[str]
+    best: dict[int, tuple[float, int, np.ndarray]] = field(default_factory=dict)
+    """(share, step, (T,) shares of its tokens) by row."""
+    drawn: list[pd.DataFrame] = field(default_factory=list)
+    main: int = 0
+    """Which target: the behaviour or outcome that moved most for its size."""
+    chosen: set[int] = field(default_factory=set)
+    """Rows whose tokens are looked at."""
+
+    def begin(self, before: np.ndarray, after: np.ndarray) -> None:
+        """Choose the target, from all values at the ends."""
+        size = np.abs(after - before) / np.maximum(np.maximum(np.abs(before), np.abs(after)), 1e-30)
+        likely = [not name.startswith("feature ") for name in self.targets.names]
+        self.main = int(np.argmax(np.where(likely, size, size * 1e-6)))
+        # Whole prompt groups: within a group large shares cancel.
+        names = group_names(self.run.rollouts.frame)
+        groups = [
+            generation[names[generation] == name]
+            for generation in self.run.plan.generations
+            for name in np.unique(names[generation])
+        ]
+        for i in np.random.default_rng(self.config.seed).permutation(len(groups)):
+            if len(self.chosen) + len(groups[i]) <= self.config.tokens_of:
+                self.chosen |= set(groups[i].tolist())
+
+    def __call__(self, step: int, directions: torch.Tensor, those: Rows, known: Known, found: np.ndarray) -> None:
+        values = found[:, self.main]
+        least = min((abs(share) for share, _, _ in self.best.values()), default=0.0)
+        order = np.argsort(-np.abs(values))[: self.config.shown]
+        large = [int(those.rows[i]) for i in order if len(self.best) < self.config.shown or abs(values[i]) > least]
+        random = [row for row in those.rows.tolist() if row in self.chosen]
+        share = dict(zip(those.rows.tolist(), values.tolist(), strict=True))
+        rows = np.array(sorted(row for row in {*large, *random} if share[row] != 0), dtype=int)
+        if not len(rows):
+            return
+        of_tokens = token_shares(self.run, those, known, rows, directions[self.main])
+        for row in large:
+            if row in of_tokens and abs(share[row]) > abs(self.best.get(row, (0.0,))[0]):
+                self.best[row] = (share[row], step, of_tokens[row])
+        keep = sorted(self.best, key=lambda row: -abs(self.best[row][0]))[: self.config.shown]
+        self.best = {row: self.best[row] for row in keep}
+        some = np.array([row for row in random if row in of_tokens], dtype=int)
+        bands = band_of(self.run.rollouts)
+        generation = self.run.plan.generations[those.update.generation]
+        for row, entropy in entropies_of(self.run, some, generation).items() if len(some) else ():
+            shares = of_tokens[row][self.run.rollouts.sampled(row)]
+            self.drawn.append(pd.DataFrame({"band": bands[row], "entropy": entropy.double(), "share": shares}))
+
+    def entropy_table(self, split: Shares) -> pd.DataFrame:
+        """Shares by band and fifth of the entropy, of the samples that were drawn, brought to all samples."""
+        columns = ["band", "fifth", "target", "share"]
+        if not self.drawn:
+            return pd.DataFrame(columns=columns)
+        every = pd.concat(self.drawn, ignore_index=True)
+        rank = every.entropy.rank(method="first") - 1
+        every["fifth"] = (rank * _FIFTHS // len(every)).astype(int) + 1
+        every["band"] = every.band.fillna("all")
+        table = every.groupby(["band", "fifth"], as_index=False).share.sum()
+        bands = pd.Series(band_of(self.run.rollouts), dtype=object).fillna("all")
+        there, drawn = (bands[list(rows)].value_counts() for rows in (np.unique(split.rows), self.chosen))
+        scale = table.band.map(there / drawn)
+        return table.assign(target=split.targets[self.main], share=table.share * scale)[columns]
+
+    def token_table(self) -> pd.DataFrame:
+        names = ["trajectory", "step", "target", "position", "token_id", "token", "share"]
+        target = self.targets.names[self.main]
+        lines = [
+            (row, step, target, place, int(token), text_of(self.strings, int(token)), share)
+            for row, (_, step, of_tokens) in self.best.items()
+            for place, (token, share) in enumerate(zip(self.run.rollouts.tokens(row)[1], of_tokens, strict=True))
+        ]
+        return pd.DataFrame(lines, columns=names)
