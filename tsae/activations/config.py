@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tsae.base.files import expand_paths
-from tsae.base.ranges import need_numbers
+from tsae.base.validation import Count, Size, UserPath, config
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
 
@@ -15,7 +12,7 @@ Partner = Literal["previous", "earlier", "step"]
 Axis = Literal["reader", "run", "band", "outcome"]
 
 
-@dataclass(frozen=True)
+@config
 class Subset:
     """Some of a store's readers and trajectories; an axis that is not given takes everything."""
 
@@ -33,7 +30,7 @@ class Subset:
         return {axis: tuple(sorted(set(values))) for axis, values in vars(self).items() if values}
 
 
-@dataclass(frozen=True)
+@config
 class ReadingConfig:
     """How checkpoints read trajectories."""
 
@@ -49,27 +46,23 @@ class ReadingConfig:
     """Precision of the forward pass; "auto" is that of the checkpoint's file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Stored precision; "auto" is that of the forward pass."""
-    batch_tokens: int = 16_384
+    batch_tokens: Count = 16_384
     """Tokens of one forward pass, with padding. A shard that does not fit into memory is read with half as many."""
     device: str = "cpu"
     """Torch device: cpu, cuda, cuda:1, …; "auto" spreads a model that is too large for one over all GPUs, and the CPU
     (accelerate)."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
-        for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise TsaeError(f"{name}={value} is less than 1", where=type(self).__name__)
         if self.device == "auto" and self.backend == "transformer_lens":
             what = 'device="auto" needs backend="huggingface": a TransformerBridge runs on one device'
             raise TsaeError(what, where=type(self).__name__, fix="Use the Hugging Face backend, or name one device.")
 
 
-@dataclass(frozen=True)
+@config
 class CaptureConfig(ReadingConfig):
     """How activations are captured."""
 
-    shard_tokens: int = 500_000
+    shard_tokens: Count = 500_000
     """Tokens of one shard; an interruption costs at most the shard in progress."""
     steady_shards: bool = False
     """Let shards begin at certain problems, a quarter as large as shard_tokens on average. Then most shards stay what
@@ -85,43 +78,30 @@ class CaptureConfig(ReadingConfig):
             raise TsaeError(what, where="CaptureConfig", fix="Leave --token-statistics out, or --backend vllm.")
 
 
-@dataclass(frozen=True)
+@config
 class StatesConfig(EndpointConfig):
     """A vLLM server that writes hidden states into a folder (experimental). It serves one reader of the series."""
 
-    folder: Path | None = None
+    folder: UserPath | None = None
     """The folder into which it writes, its shared_storage_path, as this machine sees it. Files are deleted when they
     have been read."""
     reader: str | None = None
     """Id of the checkpoint that it serves, if the series has several. Give the command again for each other."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Size, ...] = ()
     """Its eagle_aux_hidden_state_layer_ids; by default those of the sites. Id i is what leaves block i - 1; 0 are
     the embeddings."""
-    check: int = 8
+    check: Count = 8
     """Trajectories of every shard that the checkpoint reads again, on the device. They must agree up to rounding."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expand_paths(self)
-        if self.check < 1:
-            raise TsaeError(f"check={self.check} is less than 1", where="StatesConfig")
-        if any(layer < 0 for layer in self.layers):
-            raise TsaeError(f"layers={self.layers} holds a negative id", where="StatesConfig")
 
-
-@dataclass(frozen=True)
+@config
 class LiveConfig(ReadingConfig):
     """How models compute activations while a training runs (`tsae.activations.live`)."""
 
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower)."""
-    buffer_tokens: int = 1_000_000
+    buffer_tokens: Count = 1_000_000
     """Tokens whose activations are held at once, in main memory. A batch mixes the tokens of one buffer. What an epoch
     held last, the next epoch reads first, and is not computed again."""
-    models: int | None = None
+    models: Count | None = None
     """Models held on the device at once; by default all. With fewer, every buffer loads them in turn."""
-
-    def __post_init__(self) -> None:
-        need_numbers(self)
-        super().__post_init__()
-        expand_paths(self)
