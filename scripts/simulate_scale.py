@@ -306,7 +306,7 @@ def check(options: Check) -> dict[str, Any]:
 def _prepared(options: Check, folder: Path) -> list[str]:
     """The capture command, but for where it writes."""
     import tsae
-    from tsae.checkpoints.loading import tokenizer_fingerprint
+    from tsae.checkpoints.tokenizers import tokenizer_fingerprint
 
     base = tsae.testbed.series_path() / "base"
     tokenizer = tsae.CheckpointSeries.load(base).base.load_tokenizer()

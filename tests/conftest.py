@@ -139,7 +139,7 @@ def series(series_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def fingerprint(llama: Path) -> str:
     """Of the testbed's tokenizer."""
-    from tsae.checkpoints.loading import tokenizer_fingerprint
+    from tsae.checkpoints.tokenizers import tokenizer_fingerprint
     from tsae.testbed import make_tokenizer
 
     return tokenizer_fingerprint(make_tokenizer())

@@ -20,8 +20,8 @@ from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, reading, write_json
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.causal.findings import Tested
-from tsae.checkpoints.loading import token_strings
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.tokenizers import token_strings
 from tsae.claims.evidence import StepCheck, attribution_in
 from tsae.claims.run_claims import Claims, claims_before, claims_of
 from tsae.diff.baselines import baselines

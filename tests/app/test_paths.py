@@ -16,7 +16,8 @@ import tsae
 from support.builders import make_rollouts, save_base_and_run, save_model
 from tsae.base.files import as_path
 from tsae.base.remote.mirror import local
-from tsae.checkpoints.loading import Checkpoint, load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.tokenizers import load_tokenizer, tokenizer_fingerprint
 from tsae.cli import Command, _localised, main
 
 ROOT = Path(tsae.__file__).parent

@@ -14,8 +14,8 @@ import yaml
 import tsae
 from tsae.attribution.readers.find import read_settings
 from tsae.base.untrusted import check_zip, parse_json, parse_yaml, weighs_within
-from tsae.checkpoints.loading import Checkpoint, load_tokenizer
-from tsae.checkpoints.tokenizers import text_limits
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.tokenizers import load_tokenizer, text_limits
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import read_problems
 

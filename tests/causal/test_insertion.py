@@ -76,7 +76,7 @@ def features(
     series: tsae.CheckpointSeries, sae: TemporalSAE, tmp_path_factory: pytest.TempPathFactory
 ) -> tsae.FeatureTable:
     """Every other problem's responses begin with a mark, and have the token soon after it or not at all."""
-    from tsae.checkpoints.loading import tokenizer_fingerprint
+    from tsae.checkpoints.tokenizers import tokenizer_fingerprint
 
     rng, records = np.random.default_rng(0), []
     for problem in range(40):

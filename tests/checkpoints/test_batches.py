@@ -20,7 +20,8 @@ from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.targets import FeatureMeans
 from tsae.causal.insertion import last_activations
 from tsae.checkpoints.hooks import HuggingFaceReader
-from tsae.checkpoints.loading import Checkpoint, load_tokenizer, tokenizer_fingerprint
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.tokenizers import load_tokenizer, tokenizer_fingerprint
 from tsae.diff.influence import padded
 from tsae.diff.reinforcement import response_logprobs
 from tsae.rollouts.generation import Generator

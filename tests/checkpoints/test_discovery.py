@@ -19,8 +19,9 @@ import torch
 import tsae
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
 from support.checkpoints import IDS, cached, edit, save_adapter
-from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer, weights_fingerprint
-from tsae.checkpoints.series import CheckpointSeries, find
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, weights_fingerprint
+from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.tokenizers import load_tokenizer
 from tsae.errors import TsaeError
 
 
@@ -123,7 +124,7 @@ def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> No
     for named, message in (
         (None, "does not say which model"),
         ("../base", r"is an adapter of \.\./base"),
-        *((odd, "is the name of no model") for odd in ("a\0b", "a" * 5000, 7)),
+        *((odd, "is not the name of a model") for odd in ("a\0b", "a" * 5000, 7)),
     ):
         edit(adapter / "adapter_config.json", base_model_name_or_path=named)
         with pytest.raises(TsaeError, match=message):
@@ -264,7 +265,7 @@ def test_the_folder_that_one_stands_in(llama: Path, tmp_path: Path, monkeypatch:
     ],
 )
 def test_hugging_face_ids(source: str, expected: tuple[Any, ...], llama: Path) -> None:
-    found = find([str(llama), source]).checkpoints[1]
+    found = list(CheckpointSeries.load(llama, source))[1]
     assert (found.path, found.revision, found.subfolder, found.id, found.step) == expected
 
 
@@ -283,7 +284,7 @@ def test_a_mistyped_path_is_no_repository(tmp_path: Path, monkeypatch: pytest.Mo
     for source in ("runs/grpo", "runs/grpo/checkpoint-10", "./grpo/out", "/no/where", "grpo", "a@b"):
         with pytest.raises(TsaeError, match="no such folder"):
             CheckpointSeries.load(source)
-    with pytest.raises(TsaeError, match="no such checkpoint directory"):
+    with pytest.raises(TsaeError, match="no such checkpoint"):
         Checkpoint("a", "runs/grpo").load_model()
 
 
@@ -349,7 +350,9 @@ def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, off
     lines = done.stdout.splitlines()
     assert lines[:3] == ["base 3 20 0", "later-00008 3 20 0", "tiny-lora 3 20 0"], done.stderr[-2000:]
     # Only what is missing makes it ask, where it may.
-    assert lines[3].startswith(f"{offline == '0'} org/tiny: no weights in safetensors are in the cache")
+    assert lines[3].startswith(
+        f"{offline == '0'} org/tiny: the repository has no such folder, or no weights in safetensors"
+    )
     assert lines[4].startswith(f"{offline == '0'} org/nothing: neither a folder here nor in the Hugging Face cache")
 
 
@@ -379,8 +382,8 @@ def test_shards_are_files_of_the_same_folder(llama: Path, tmp_path: Path) -> Non
     assert torch.equal(Checkpoint("a", str(path)).load_model()(IDS).logits, whole(IDS).logits)
     shutil.copy(llama / "model.safetensors", tmp_path / "outside.safetensors")
     for name, message in (
-        ("../outside.safetensors", "expected a .safetensors file of the same folder"),
-        ("pytorch_model.bin", "expected a .safetensors file of the same folder"),
+        ("../outside.safetensors", "safetensors files of the same folder"),
+        ("pytorch_model.bin", "safetensors files of the same folder"),
         ("lost.safetensors", r"lacks 1 of \d+ weight files \(first: lost\.safetensors\)"),
     ):
         changed = {**content["weight_map"], "lm_head.weight": name}
@@ -393,7 +396,7 @@ def test_a_subfolder_stays_in_its_folder(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "inside" / "model")
     assert Checkpoint("a", str(tmp_path / "inside"), subfolder="model").load_model() is not None
     for below in ("../outside", str(llama)):
-        with pytest.raises(TsaeError, match="leaves the folder"):
+        with pytest.raises(TsaeError, match="no such checkpoint"):
             Checkpoint("a", str(tmp_path / "inside"), subfolder=below).load_model()
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from support.checkpoints import edit, save_adapter
-from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer
-from tsae.checkpoints.tokenizers import text_limits
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.tokenizers import load_tokenizer, text_limits
 from tsae.checkpoints.weight_files import unfinished
 from tsae.errors import TsaeError
 
@@ -73,8 +73,8 @@ def test_an_adapter_imports_no_module_that_its_configuration_names(
         ("config.json", {"num_attention_heads": 0}, "its configuration cannot be read"),
         ("config.json", {"dtype": "nonsense"}, "its configuration cannot be read"),
         ("config.json", {"model_type": ["x"]}, "its configuration cannot be read"),
-        ("generation_config.json", {"eos_token_id": [[1]]}, r"eos_token_id holds '\[1\]', which is no token id"),
-        ("generation_config.json", {"eos_token_id": {"a": 2}}, "which is no token id"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, r"eos_token_id holds '\[1\]', which is not a token id"),
+        ("generation_config.json", {"eos_token_id": {"a": 2}}, "which is not a token id"),
         ("generation_config.json", {"eos_token_id": [1, 2.5]}, "eos_token_id holds '2.5'"),
         ("generation_config.json", "[" * 100_000, "generation_config.json: cannot be read"),
         ("generation_config.json", "{", "generation_config.json: cannot be read"),

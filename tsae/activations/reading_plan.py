@@ -23,17 +23,15 @@ from tsae.activations.shard import DTYPES, Piece
 from tsae.activations.vllm_reader import START, StatesReader
 from tsae.checkpoints.bridge import TransformerLensReader
 from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader, check_sites, spread
-from tsae.checkpoints.loading import (
-    Checkpoint,
-    ModelLoader,
-    check_places,
-    load_tokenizer,
-    need_unchanged,
-    tokenizer_fingerprint,
-    weights_fingerprint,
-)
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, check_places, need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.tokenizers import noted_tokens, reading_limits, tokens_by_id
+from tsae.checkpoints.tokenizers import (
+    load_tokenizer,
+    noted_tokens,
+    reading_limits,
+    tokenizer_fingerprint,
+    tokens_by_id,
+)
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

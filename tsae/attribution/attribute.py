@@ -40,8 +40,9 @@ from tsae.attribution.training.log_fit import check_settings
 from tsae.attribution.training.order import Plan, batches_of, counted, plan_updates, read_history
 from tsae.attribution.training.settings import RunSettings
 from tsae.base.files import as_path
-from tsae.checkpoints.loading import Checkpoint, token_strings, weights_fingerprint
+from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.tokenizers import token_strings
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours

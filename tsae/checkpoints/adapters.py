@@ -15,16 +15,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+from tsae.base.files import read_object
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
+    as_tsae_error,
     digests_of_files,
-    first_line,
     folder_of,
     is_adapter,
     is_gguf,
     is_hub_id,
-    json_object,
     weight_files,
 )
 from tsae.errors import TsaeError
@@ -57,48 +57,42 @@ def base_of(checkpoint: _Checkpoint) -> _Checkpoint:
     folder = folder_of(checkpoint)
     config = checked_config(folder)
     named = config.get("base_model_name_or_path")
-    if checkpoint.base is None:
-        if not named or ".." in Path(str(named)).parts:
-            raise TsaeError(
-                f"is an adapter of {named}" if named else "does not say which model it is an adapter of",
-                where=folder / ADAPTER_CONFIG,
-                fix="Give the base before it, as the first of several paths.",
-            )
+    if checkpoint.base is None and named and ".." not in Path(str(named)).parts:
         return type(checkpoint)(id="base", path=str(named), revision=config.get("revision"))
-    if named and not _same_model(str(named), checkpoint.base):
-        raise TsaeError(
-            f"is an adapter of {named}, but the base of the series is {checkpoint.base.path}",
-            where=folder,
-            fix="Give the base that it was trained on; where that is the same model under another name, correct "
-            "base_model_name_or_path in its adapter_config.json.",
-        )
-    return cast(_Checkpoint, checkpoint.base)
+    if checkpoint.base is not None and (not named or _same_model(str(named), checkpoint.base)):
+        return cast(_Checkpoint, checkpoint.base)
+    what = f"is an adapter of {named}" if named else "does not say which model it is an adapter of"
+    if checkpoint.base is not None:
+        what += f", but the base of the series is {checkpoint.base.path}"
+    fix = (
+        "Give its base before it, as the first of several paths. Where that is the same model under another name, "
+        "correct base_model_name_or_path in its adapter_config.json."
+    )
+    raise TsaeError(what, where=folder / ADAPTER_CONFIG, fix=fix)
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of an adapter on an unchanged base. Raises TsaeError for kinds that are not read."""
-    config = json_object(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG, "Save the adapter again.")
     kind, start = config.get("peft_type"), config.get("init_lora_weights", True)
-    merged = "Merge it into its base (merge_and_unload) and save the whole model."
-    if kind not in _KINDS:
-        what = f"is an adapter of type {kind}, expected one of {', '.join(_KINDS)}"
-        raise TsaeError(what, where=folder, fix=f"{merged} Prompts and prefixes cannot be merged or read.")
-    if start not in _PLAIN_STARTS:
-        raise TsaeError(
-            f"started from init_lora_weights={start!r}, which changed its base",
-            where=folder,
-            fix="Save it with path_initial_model_for_weight_conversion, or merge it and save the whole model.",
-        )
     named = config.get("base_model_name_or_path") or ""
-    if not isinstance(named, str) or not named.isprintable() or len(named) > _LONGEST_PATH:
-        what = f"its base_model_name_or_path ({str(named)[:60]!r}) is the name of no model"
-        raise TsaeError(what, where=folder / ADAPTER_CONFIG, fix="Name the folder or the id of its base there.")
     odd = ("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config")
     # With a megatron_config, peft imports the module that megatron_core names.
-    for name in (*odd, "megatron_config"):
-        if config.get(name):
-            raise TsaeError(f"uses {name}, which cannot be read", where=folder, fix=merged)
-    return config
+    used = next((name for name in (*odd, "megatron_config") if config.get(name)), None)
+    fix = "Merge it into its base (merge_and_unload) and save the whole model. Prompts and prefixes cannot be merged."
+    if kind not in _KINDS:
+        what = f"is an adapter of type {kind}, expected one of {', '.join(_KINDS)}"
+    elif start not in _PLAIN_STARTS:
+        what = f"started from init_lora_weights={start!r}, which changed its base"
+        fix = "Save it with path_initial_model_for_weight_conversion, or merge it and save the whole model."
+    elif not isinstance(named, str) or not named.isprintable() or len(named) > _LONGEST_PATH:
+        what = f"its base_model_name_or_path ({str(named)[:60]!r}) is not the name of a model"
+        fix = "Name the folder or the id of its base there."
+    elif used is not None:
+        what = f"uses {used}, which cannot be read"
+    else:
+        return config
+    raise TsaeError(what, where=folder / ADAPTER_CONFIG, fix=fix)
 
 
 def is_lora(folder: Path) -> bool:
@@ -128,22 +122,21 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, PeftType
     except ImportError as error:
         raise TsaeError("reading adapters needs peft", where=checkpoint.path, fix="pip install 'tsae[rl]'") from error
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     folder = folder_of(checkpoint)
     settings = checked_config(folder)
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(settings["peft_type"])]
     known = {*kind.__dataclass_fields__, "peft_version", "unsloth_fixed"}
-    unknown = [name for name, value in settings.items() if value and name not in known]
-    if unknown:
-        what = f"has the setting {unknown[0]}, which the installed peft does not know and would ignore"
-        raise TsaeError(
-            what, where=folder / ADAPTER_CONFIG, fix="Install the version of peft that saved it, or a later one."
-        )
+    unknown = next((name for name, value in settings.items() if value and name not in known), None)
+    if unknown is not None:
+        what = f"has the setting {unknown}, which the installed peft does not know and would ignore"
+        fix = "Install the version of peft that saved it, or a later one."
+        raise TsaeError(what, where=folder / ADAPTER_CONFIG, fix=fix)
     shell, shared = _apart(model)
-    try:
-        # peft draws random starts, which the adapter's weights overwrite.
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
+    # peft draws random starts, which the adapter's weights overwrite.
+    with as_tsae_error(f"cannot be put on {base.path}", folder, GIVE_ITS_BASE), torch.random.fork_rng(devices=()):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's advice to those who train or merge; what does not fit is refused
             config = kind.from_pretrained(str(folder))
             config.inference_mode = True
@@ -153,13 +146,8 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
             wrapped: Any = PeftModel(shell, config)
             _give_own(wrapped, shared, shapes)
             found = wrapped.load_adapter(str(folder), "default", torch_device="cpu" if device == "meta" else device)
-    except (ValueError, RuntimeError, LookupError, TypeError, SafetensorError) as error:
-        what = f"cannot be put on {base.path} ({first_line(error)})"
-        raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE) from error
-    odd = sorted({*found.missing_keys, *found.unexpected_keys} - said_twice(shapes))
-    if odd:
-        what = f"does not fit {base.path}: {len(odd)} weights are missing or have no place there (first: {odd[0]})"
-        raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE)
+        if odd := sorted({*found.missing_keys, *found.unexpected_keys} - said_twice(shapes)):
+            raise ValueError(f"{len(odd)} weights are missing or have no place there, the first is {odd[0]}")
     inner: PreTrainedModel = wrapped.base_model.model
     inner.eval()
     inner.requires_grad_(False)

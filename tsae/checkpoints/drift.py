@@ -15,12 +15,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
 import torch
 
+from tsae.base.files import read_object, reading
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, check_places
 from tsae.checkpoints.lora import LoraUpdate, fitting_updates
 from tsae.checkpoints.record import Noise, frobenius
@@ -31,7 +33,6 @@ from tsae.checkpoints.weight_files import (
     has_no_part,
     is_adapter,
     is_gguf,
-    json_object,
     weight_files,
 )
 from tsae.errors import TsaeError
@@ -85,13 +86,12 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
         after = _trained_tensors(checkpoint, base)
         if base.has_class:
             check_places([series.base, checkpoint])
-        names = [*base.names, *(name for name in after if name not in base.names)]
+        names = [name for name in dict.fromkeys([*base.names, *after]) if base.dtype(name) in _FLOATS]
         for name in tqdm(names, desc=f"drift of {checkpoint.id}", unit="tensor", disable=not progress):
-            if base.dtype(name) in _FLOATS:
-                layer, module = place(name)
-                where = {"checkpoint": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step, "tensor": name}
-                measured = _measure(base, name, after.get(name), norms, spectral)
-                rows.append({**where, "layer": layer, "module": module, **measured})
+            layer, module = place(name)
+            where = {"checkpoint": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step, "tensor": name}
+            measured = _measure(base, name, after.get(name), norms, spectral)
+            rows.append({**where, "layer": layer, "module": module, **measured})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64"})
     squared = table.update_norm**2
     total = squared.groupby(table.checkpoint).transform("sum")
@@ -141,23 +141,20 @@ class _Tensors:
     """The weights of one model, read in blocks of rows."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         folder = folder_of(checkpoint)
-        if is_gguf(folder):
-            raise TsaeError("is a GGUF file, whose weights are quantised", where=folder, fix="Give safetensors.")
-        if is_adapter(folder):
-            raise TsaeError("is an adapter, expected a whole model", where=folder, fix="Give its base.")
+        if is_gguf(folder) or is_adapter(folder):
+            what = "is a GGUF file, whose weights are quantised, or an adapter; expected a whole model in safetensors"
+            raise TsaeError(what, where=folder, fix="Give its base.")
         self.where = checkpoint.path
         self._files: dict[str, Any] = {}
-        try:
-            for file in weight_files(folder):
+        for file in weight_files(folder):
+            with reading(file, "Complete the checkpoint."):
                 opened = safe_open(file, framework="pt")
                 self._files |= dict.fromkeys(opened.keys(), opened)
-        except (SafetensorError, OSError) as error:
-            raise TsaeError(f"cannot be read ({error})", where=folder, fix="Complete the checkpoint.") from error
         self.names = [name for name in self._files if not has_no_part(name)]
-        config = json_object(folder / "config.json")
+        config = read_object(folder / "config.json", "Give a complete checkpoint.")
         self._tied = bool(config.get("tie_word_embeddings", False))
         self.has_class = "model_type" in config and "auto_map" not in config
         """Whether transformers can make the model."""
@@ -182,6 +179,9 @@ class _Tensors:
             return self._slice(name)[start:stop]
         stored = self.find(name)
         return self._files[stored or name].get_tensor(stored or name).reshape(1)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.rows(name, 0, 1 << 62)
 
     def _slice(self, name: str) -> Any:
         stored = self.find(name) or name
@@ -213,38 +213,35 @@ def _trained_tensors(checkpoint: Checkpoint, base: _Tensors) -> dict[str, _Train
     own = _Tensors(checkpoint)
     lost = [name for name in base.names if own.find(name) is None]
     new = [name for name in own.names if base.find(name) is None]
-    if lost or new:
-        raise TsaeError(
-            f"its weights are not those of {base.where}: {len(lost)} are missing and {len(new)} new "
-            f"(first: {(lost + new)[0]})",
-            where=checkpoint.path,
-            fix="Compare checkpoints of one architecture, saved in the same way.",
-        )
-    found = {}
+    _check_names(lost, new, base.where, checkpoint)
+    trained = {}
     for name in dict.fromkeys([*base.names, *own.names]):
-        n_rows = common_rows(name, own.shape(name), base.shape(name))
-        if n_rows is None:
-            what = f"{name} has the shape {own.shape(name)}, in {base.where} {base.shape(name)}"
-            raise TsaeError(what, where=checkpoint.path)
-        stored = _float_dtype(own, base, name)
-        if stored is not None:
-            found[name] = _Trained(_rows_of(own, name), stored, n_rows)
-    return found
+        n_rows, kinds = common_rows(name, own.shape(name), base.shape(name)), (own.dtype(name), base.dtype(name))
+        if n_rows is not None and all(kind in _FLOATS for kind in kinds):
+            trained[name] = _Trained(partial(_rows_of, own, name), _FLOATS[kinds[0]], n_rows)
+        # A mask of integers or the like, which is equal in both, has no drift.
+        elif n_rows is None or kinds[0] != kinds[1] or not torch.equal(own.whole(name), base.whole(name)):
+            found, expected = (f"{each.dtype(name)} of the shape {each.shape(name)}" for each in (own, base))
+            _refuse_tensor(name, found, expected, base.where, checkpoint)
+    return trained
 
 
-def _rows_of(own: _Tensors, name: str) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
-    return lambda start, stop, _: _as_float(own.rows(name, start, stop))
+def _rows_of(own: _Tensors, name: str, start: int, stop: int, _: torch.Tensor) -> torch.Tensor:
+    return _as_float(own.rows(name, start, stop))
 
 
-def _float_dtype(own: _Tensors, base: _Tensors, name: str) -> torch.dtype | None:
-    """The dtype of a tensor; None for a mask of integers or the like, if it is equal in the base."""
-    kinds = own.dtype(name), base.dtype(name)
-    if all(kind in _FLOATS for kind in kinds):
-        return _FLOATS[kinds[0]]
-    if kinds[0] != kinds[1] or not torch.equal(own.rows(name, 0, 1 << 62), base.rows(name, 0, 1 << 62)):
-        what = f"{name} is stored as {kinds[0]}, in {base.where} as {kinds[1]}; drift is of floating-point weights"
-        raise TsaeError(what, where=own.where, fix="Save the models without quantisation.")
-    return None
+def _check_names(lost: Sequence[str], new: Sequence[str], base: str, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that lacks weights of its base, or has others."""
+    if lost or new:
+        what = f"its weights are not those of {base}: {len(lost)} are missing and {len(new)} new"
+        fix = "Compare checkpoints of one architecture and vocabulary, saved in the same way."
+        raise TsaeError(f"{what} (first: {[*lost, *new][0]})", where=checkpoint.path, fix=fix)
+
+
+def _refuse_tensor(name: str, found: str, expected: str, base: str, checkpoint: Checkpoint) -> NoReturn:
+    """Refuse a tensor whose update cannot be measured: of another shape, or not of floating-point numbers."""
+    what = f"{name} is stored as {found}, in {base} as {expected}; updates are of floating-point weights of one shape"
+    raise TsaeError(what, where=checkpoint.path, fix="Compare models of one architecture, without quantisation.")
 
 
 def _measure(
@@ -388,10 +385,11 @@ def update_of(checkpoint: Checkpoint) -> Update:
     updates = _adapter_updates if adapter else _whole_updates
     for name, update in updates(checkpoint, base, before, tied):
         norms[name] = frobenius(update)
-        if not math.isfinite(norms[name]):
-            raise TsaeError(f"{name} holds values that are not finite, there or in {base.path}", where=checkpoint.path)
-    squared = sum(frobenius(weight) ** 2 for weight in before.values() if weight.is_floating_point())
     total = sum(norm**2 for norm in norms.values())
+    if not math.isfinite(total):
+        what = f"its weights, or those of {base.path}, hold values that are not finite"
+        raise TsaeError(what, where=checkpoint.path)
+    squared = sum(frobenius(weight) ** 2 for weight in before.values() if weight.is_floating_point())
     return Update(norms, math.sqrt(total / squared) if squared else 0.0)
 
 
@@ -407,38 +405,20 @@ def _whole_updates(
     """(name, update) of every parameter but those tied to others."""
     model = checkpoint.load_model()
     after = dict(model.named_parameters(remove_duplicate=False))
-    fix = "Compare checkpoints of one architecture and vocabulary, saved in the same way."
     lost = [name for name in before if name not in after]
     new = [name for name, _ in model.named_parameters() if name not in before and name not in tied]
-    if lost or new:
-        raise TsaeError(
-            f"its weights are not those of {base.path}: {len(lost)} are missing and {len(new)} new "
-            f"(first: {(lost + new)[0]}), so its update has no size that noise could match",
-            where=checkpoint.path,
-            fix=fix,
-        )
+    _check_names(lost, new, base.path, checkpoint)
     for name, weight in before.items():
         other = after[name]
         n = common_rows(name, other.shape, weight.shape)
-        if n is None:
-            raise TsaeError(
-                f"{name} has the shape {tuple(other.shape)}, expected {tuple(weight.shape)} as in {base.path}: its "
-                "update has no size that noise could match",
-                where=checkpoint.path,
-                fix=fix,
-            )
-        if weight.is_floating_point() and other.is_floating_point():
+        if n is not None and weight.is_floating_point() and other.is_floating_point():
             exact = _exact(weight, other)
             if weight.ndim:  # noise goes to all rows; those that the run lacks belong to tokens that no text holds
                 other, weight = other[:n], weight[:n]
             yield name, other.to(exact) - weight.to(exact)
-        elif weight.dtype != other.dtype or not torch.equal(weight, other):
-            raise TsaeError(
-                f"{name} is stored as {other.dtype}, in {base.path} as {weight.dtype}; noise is of floating-point "
-                "weights",
-                where=checkpoint.path,
-                fix="Save the models without quantisation.",
-            )
+        elif n is None or weight.dtype != other.dtype or not torch.equal(weight, other):
+            found, expected = (f"{each.dtype} of the shape {tuple(each.shape)}" for each in (other, weight))
+            _refuse_tensor(name, found, expected, base.path, checkpoint)
 
 
 def _adapter_updates(

@@ -10,32 +10,31 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import read_object
 from tsae.base.usual_state import usual_state
+from tsae.base.validation import config
 from tsae.checkpoints.adapters import Adapter, base_of, is_lora, put_on
 from tsae.checkpoints.record import CheckpointRecord, add_noise
-from tsae.checkpoints.tokenizers import tokens_by_id, vocabulary_hash
+from tsae.checkpoints.tokenizers import load_tokenizer, quiet, source_of, token_strings
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
+    as_tsae_error,
     check_stored,
     digests_of_files,
-    first_line,
     folder_of,
     has_no_part,
-    has_tokenizer,
     is_adapter,
     is_gguf,
     quantisation,
-    refuse_own_code,
     weight_files,
 )
-from tsae.errors import TsaeError, is_panic
+from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
+@config
 class Checkpoint(CheckpointRecord):
     """One set of weights, which it can load. `CheckpointRecord` describes its fields."""
 
@@ -158,9 +157,15 @@ class ModelLoader:
 
         if not is_gguf(folder):
             check_stored(folder)
-        with _loading, _quiet():
+        quantised = quantisation(folder)
+        what = f"its weights are quantised ({quantised}) and cannot be loaded"
+        fix = "Install what transformers asks for, or give the weights before quantisation."
+        if quantised is None:
+            what = "cannot be loaded as a causal language model"
+            fix = "Give a Hugging Face model directory with config.json and safetensors, or a GGUF file."
+        with _loading, quiet(), as_tsae_error(what, checkpoint.path, fix):
             options = {
-                **_source(folder),
+                **source_of(folder),
                 "dtype": self.dtype if self.dtype == "auto" else getattr(torch, self.dtype),
                 "use_safetensors": None if is_gguf(folder) else True,
                 "output_loading_info": True,
@@ -169,29 +174,12 @@ class ModelLoader:
             }
             load: Any = AutoModelForCausalLM.from_pretrained
             try:
-                try:
-                    model, info = load(**options, attn_implementation=self.attention)
-                except ValueError as error:
-                    if "scaled_dot_product_attention" not in str(error):
-                        raise
-                    # Some models have no sdpa. One is gpt-oss, because of its attention sinks.
-                    model, info = load(**options, attn_implementation="eager")
-            except MemoryError:
-                raise
-            except Exception as error:  # transformers and what it uses raise no narrower class
-                refuse_own_code(error, folder)
-                quantised = None if is_gguf(folder) else quantisation(folder)
-                if quantised is not None:
-                    raise TsaeError(
-                        f"its weights are quantised ({quantised}) and cannot be loaded ({first_line(error)})",
-                        where=checkpoint.path,
-                        fix="Install what transformers asks for, or give the weights before quantisation.",
-                    ) from error
-                raise TsaeError(
-                    f"cannot be loaded as a causal language model ({first_line(error)})",
-                    where=checkpoint.path,
-                    fix="Give a Hugging Face model directory with config.json and safetensors, or a GGUF file.",
-                ) from error
+                model, info = load(**options, attn_implementation=self.attention)
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                # Some models have no sdpa. One is gpt-oss, because of its attention sinks.
+                model, info = load(**options, attn_implementation="eager")
         _check_places(info, checkpoint.path)
         if is_gguf(folder) and getattr(model, "hf_quantizer", None) is not None:
             # The weights are plain floats by now, and transformers would neither train nor save the model.
@@ -224,58 +212,21 @@ def _check_places(info: Mapping[str, Any], where: str) -> None:
     missing, shapes = sorted(info.get("missing_keys", ())), sorted(info.get("mismatched_keys", ()))
     unused = [name for name in sorted(info.get("unexpected_keys", ())) if not has_no_part(name)]
     fix = "Correct config.json, or save the model again with save_pretrained."
-    if unused and any(".lora_" in name for name in unused):
+    if any(".lora_" in name for name in unused):
         fix = "They are an adapter's: merge it into its base (merge_and_unload) and save the whole model."
     if missing:
         what = f"{len(missing)} weights are missing (first: {missing[0]}) and would be random"
-        also = f"; {len(unused)} in the file have other names (first: {unused[0]})" if unused else ""
-        raise TsaeError(what + also, where=where, fix=fix if unused else "Give a complete checkpoint.")
-    if shapes:
+        what += f"; {len(unused)} in the file have other names (first: {unused[0]})" if unused else ""
+    elif shapes:
         name, stored, expected = shapes[0]
         what = f"{name} has the shape {tuple(stored)} in the file and {tuple(expected)} in the model of config.json"
-        raise TsaeError(f"{what}, as have {len(shapes) - 1} more" if shapes[1:] else what, where=where, fix=fix)
-    if unused:
+        what += f", as have {len(shapes) - 1} more" if shapes[1:] else ""
+    elif unused:
         what = f"{len(unused)} weights of the file have no place in the model of config.json (first: {unused[0]})"
-        raise TsaeError(f"{what}; without them it would compute something else", where=where, fix=fix)
-
-
-def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
-    """Load a checkpoint's tokenizer; an adapter without one has its base's.
-
-    Raises:
-        TsaeError: where the directory holds no tokenizer files (transformers would make up a one-token tokenizer), or
-            the tokenizer encodes text to nothing.
-    """
-    from transformers import AutoTokenizer
-
-    folder = folder_of(checkpoint, needs="tokenizer")
-    fix = "Copy the tokenizer files of the base model into this directory."
-    if not is_gguf(folder) and not has_tokenizer(folder):
-        if is_adapter(folder):
-            return load_tokenizer(base_of(checkpoint))
-        what = "holds no tokenizer (expected tokenizer.json, tokenizer.model, vocab.json, …)"
-        raise TsaeError(what, where=folder, fix=fix)
-    with _quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(**_source(folder))
-            nothing = not tokenizer("1", add_special_tokens=False)["input_ids"]
-        except BaseException as error:  # the tokenizers library raises no narrower class, and panics
-            if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, MemoryError):
-                raise
-            refuse_own_code(error, folder)
-            raise TsaeError(f"cannot load its tokenizer ({first_line(error)})", where=folder) from error
-    if len(tokenizer) < 2 or nothing:
-        what = f"its tokenizer has {len(tokenizer)} tokens and encodes text to nothing"
-        raise TsaeError(what, where=folder, fix=fix)
-    last = max(tokenizer.get_vocab().values())
-    if last > 10 * len(tokenizer) + 100_000:  # lists by token would fill the memory
-        raise TsaeError(f"its tokenizer has {len(tokenizer):,} tokens, one with the id {last:,}", where=folder, fix=fix)
-    return tokenizer
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the vocabulary (tokens with their ids): equal exactly where token ids mean the same."""
-    return vocabulary_hash(tokens_by_id(tokenizer))
+        what += "; without them it would compute something else"
+    else:
+        return
+    raise TsaeError(what, where=where, fix=fix if unused or shapes else "Give a complete checkpoint.")
 
 
 def weights_fingerprint(checkpoint: CheckpointRecord) -> str:
@@ -328,48 +279,6 @@ def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = 
             where=checkpoint.path,
             fix="Put the earlier files back and give the command again, or begin anew with an output of another name.",
         )
-
-
-def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Text of every token id, decoded one by one; special tokens as they are named."""
-    special = set(tokenizer.all_special_ids)
-    return [
-        tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
-        for id in range(max(tokenizer.get_vocab().values()) + 1)
-    ]
-
-
-def text_of(strings: Sequence[str], id: int) -> str:
-    """The text of a token id. A model may have more ids than its tokenizer; such an id is shown by its number."""
-    return strings[id] if id < len(strings) else f"#{id}"
-
-
-def _source(folder: Path) -> dict[str, Any]:
-    # Left to itself, transformers would ask in the terminal whether to run a checkpoint's own code.
-    plain = {"local_files_only": True, "trust_remote_code": False}
-    if not is_gguf(folder):
-        return {"pretrained_model_name_or_path": str(folder), **plain}
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise TsaeError("reading GGUF needs gguf", where=folder, fix="pip install 'tsae[smollm]'") from error
-    return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, **plain}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide transformers' loading bar and report: tsae shows its own progress, and checks missing weights itself."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def rotate_rows_alone(model: PreTrainedModel) -> list[RemovableHandle]:

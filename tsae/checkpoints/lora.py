@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tsae.base.files import reading
 from tsae.checkpoints.adapters import GIVE_ITS_BASE, base_of, checked_config, is_lora, said_twice
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.checkpoints.weight_files import common_rows, folder_of, weight_files
+from tsae.checkpoints.weight_files import ADAPTER_CONFIG, common_rows, folder_of, weight_files
 from tsae.errors import TsaeError
 
 _PREFIX = "base_model.model."
@@ -33,11 +34,10 @@ _ENDLESS = re.compile(r"[*+}]\)*[*+{]|[*+}][^()]*\)[*+{]")
 class LoraUpdate:
     """What an adapter makes of one tensor W₀: m/‖·‖ (W + s·B·A), with the parts that it has."""
 
-    where: Path
     name: str
-    scale: float
+    scale: float = 1.0
     """s = alpha / r, or alpha / √r where rank-stabilised."""
-    transposed: bool
+    transposed: bool = False
     """The product is that of the transposed tensor, as in embeddings and GPT-2's Conv1D."""
     A: torch.Tensor | None = None
     """(r, in)"""
@@ -62,28 +62,16 @@ class LoraUpdate:
             if self.transposed and self.A is not None:
                 self.A = self.A[:, :n_rows]
 
-    def check(self, shape: tuple[int, ...], base: str) -> None:
-        """Refuse an update that does not fit a tensor of this shape."""
-        shapes: list[tuple[int, ...]] = []
-        if (self.A is None) != (self.B is None) or (self.A is None and self.whole is None):
-            raise TsaeError(f"has only part of the update of {self.name}", where=self.where)
-        if self.A is not None and self.B is not None:
-            if self.A.ndim != 2 or self.B.ndim != 2 or self.A.shape[0] != self.B.shape[1]:
-                raise TsaeError(f"A and B of {self.name} do not fit each other", where=self.where)
-            out, into = self.B.shape[0], self.A.shape[1]
-            shapes.append((into, out) if self.transposed else (out, into))
-            if self.magnitude is not None and self.transposed:
-                what = f"uses DoRA on {self.name}, whose drift is not computed"
-                raise TsaeError(what, where=self.where, fix="Merge it first.")
-            if self.magnitude is not None and self.magnitude.shape != shape[:1]:
-                what = f"the magnitudes of {self.name} have the shape {tuple(self.magnitude.shape)}, not {shape[:1]}"
-                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
-        if self.whole is not None:
-            shapes.append(tuple(self.whole.shape))
-        for found in shapes:
-            if found != shape:
-                what = f"updates {self.name} of shape {found}, in {base} it has {shape}"
-                raise TsaeError(what, where=self.where, fix=GIVE_ITS_BASE)
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the update has all its parts, and is one of a tensor of this shape."""
+        A, B, found = self.A, self.B, [] if self.whole is None else [tuple(self.whole.shape)]
+        if A is not None and B is not None:
+            if A.ndim != 2 or B.ndim != 2 or A.shape[0] != B.shape[1]:
+                return False
+            found.append((A.shape[1], B.shape[0]) if self.transposed else (B.shape[0], A.shape[1]))
+        if self.magnitude is not None and (self.transposed or self.magnitude.shape != shape[:1]):
+            return False
+        return (A is None) == (B is None) and bool(found) and set(found) == {shape}
 
     def singular_values(self) -> np.ndarray:
         """(r,) of s·B·A, largest first, without forming it."""
@@ -128,85 +116,63 @@ def fitting_updates(
     folder = folder_of(checkpoint)
     for module_name, update in _lora_updates(folder).items():
         # Some files leave out the outermost module of their names.
-        for name in (module_name, module_name.partition(".")[2]):
-            shape = shape_of(name)
-            if shape is not None:
-                update.cut(shape[0] if shape else 1)
-                update.check(shape, base)
-                yield name, update
-                break
-        else:
-            if module_name not in tied:
-                what = f"has an update of {module_name}, which {base} does not have"
-                raise TsaeError(what, where=folder, fix=GIVE_ITS_BASE)
+        names = (module_name, module_name.partition(".")[2])
+        name = next((name for name in names if shape_of(name) is not None), None)
+        if name is None and module_name in tied:
+            continue
+        shape = None if name is None else shape_of(name)
+        if shape is not None:
+            update.cut(shape[0] if shape else 1)
+        if name is None or shape is None or not update.fits(shape):
+            what = f"its update of {module_name} does not fit {base}, where that is {shape or 'missing'}"
+            raise TsaeError(what, where=folder, fix=f"{GIVE_ITS_BASE} An embedding with DoRA has to be merged first.")
+        yield name, update
 
 
 def _lora_updates(folder: Path) -> dict[str, LoraUpdate]:
     """The updates of an adapter, by name of the tensor in the base.
 
     Raises:
-        TsaeError: where the adapter is no LoRA, or its file holds something else than LoRA weights.
+        TsaeError: where the adapter is not a LoRA, or its file holds something else than LoRA weights.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    config = checked_config(folder)
-    if not is_lora(folder):
-        what = f"is an adapter of type {config['peft_type']}; updates are computed of LORA alone"
-        raise TsaeError(what, where=folder, fix="Merge the adapter into its base and save the whole model.")
-    updates: dict[str, LoraUpdate] = {}
-    try:
-        with safe_open(weight_files(folder)[0], framework="pt") as file:
-            for key in sorted({*file.keys()} - said_twice(file.keys())):
-                match = _PART.fullmatch(key.removeprefix(_PREFIX))
-                if match is None or not key.startswith(_PREFIX):
-                    what = f"holds {key}, which is no LoRA weight that drift could be computed of"
-                    raise TsaeError(what, where=folder, fix="Merge the adapter into its base and save the whole model.")
-                _add(updates, folder, config, match, file.get_tensor(key))
-    except (SafetensorError, OSError) as error:
-        raise TsaeError(f"cannot be read ({error})", where=folder) from error
+    config, updates = checked_config(folder), dict[str, LoraUpdate]()
+    file = weight_files(folder)[0]
+    with reading(file, "Save the adapter again."), safe_open(file, framework="pt") as stream:
+        for key in sorted({*stream.keys()} - said_twice(stream.keys())):
+            match = _PART.fullmatch(key.removeprefix(_PREFIX)) if key.startswith(_PREFIX) and is_lora(folder) else None
+            if match is None:
+                what = (
+                    f"an adapter of type {config['peft_type']} with {key}, which is not a LoRA weight: it has no update"
+                )
+                raise TsaeError(what, where=folder, fix="Merge the adapter into its base and save the whole model.")
+            part, name = match["part"] or "", f"{match['module']}.{match['whole'] or 'weight'}"
+            update = updates.setdefault(name, LoraUpdate(name))
+            update.transposed |= "embedding" in part or bool(config.get("fan_in_fan_out"))
+            kind = "whole" if match["whole"] else "magnitude" if part == "lora_magnitude_vector" else part[-1]
+            setattr(update, kind, stream.get_tensor(key))
     for update in updates.values():
-        if update.A is not None:
-            rank = update.A.shape[0] if update.A.ndim else 0
-            if not rank:
-                raise TsaeError(f"A of {update.name} has no rank", where=folder, fix="Save the adapter again.")
+        if update.A is not None and update.A.numel():
+            rank = update.A.shape[0] if update.A.ndim else 1
             alpha = _alpha(config, update.name.removesuffix(".weight"))
             update.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return updates
 
 
-def _add(
-    updates: dict[str, LoraUpdate], folder: Path, config: dict[str, Any], match: re.Match[str], value: torch.Tensor
-) -> None:
-    part = match["part"] or ""
-    name = f"{match['module']}.{match['whole'] or 'weight'}"
-    transposed = "embedding" in part or bool(config.get("fan_in_fan_out"))
-    update = updates.setdefault(name, LoraUpdate(folder, name, 1.0, transposed))
-    update.transposed |= transposed
-    if match["whole"]:
-        update.whole = value
-    elif part == "lora_magnitude_vector":
-        update.magnitude = value
-    elif part.endswith("_A"):
-        update.A = value
-    else:
-        update.B = value
-
-
-def _finite(alpha: Any) -> float:
-    found = float(alpha)
-    if not math.isfinite(found):
-        raise ValueError(f"it is {found}")
-    return found
-
-
 def _alpha(config: dict[str, Any], module: str) -> float:
     """lora_alpha of a module, which a pattern may set."""
-    try:
-        for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+    with reading(ADAPTER_CONFIG, "Give a usable lora_alpha and alpha_pattern."):
+        alpha = config["lora_alpha"]
+        for pattern, own in (config.get("alpha_pattern") or {}).items():
             if _ENDLESS.search(pattern):
                 raise ValueError(f"alpha_pattern {pattern[:60]!r} repeats what is repeated")
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return _finite(alpha)
-        return _finite(config["lora_alpha"])
-    except (re.error, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TsaeError(f"gives no usable lora_alpha ({type(error).__name__}: {error})", where=module) from error
+            try:
+                if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                    alpha = own
+                    break
+            except re.error as error:
+                raise ValueError(f"alpha_pattern {pattern[:60]!r}: {error}") from error
+        if not math.isfinite(found := float(alpha)):
+            raise ValueError(f"lora_alpha of {module} is {found}")
+        return found

@@ -14,31 +14,48 @@ stay tied. In 16 bits rounding may swallow small noise, so noise is scaled until
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from tsae.base.files import as_path
-from tsae.errors import TsaeError
+from tsae.base.validation import config
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-_SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
+_CLOSE = 0.01  # Relative error of a norm that is close enough.
+_TRIALS = 30  # Scales to try for it.
+Id = Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._@+-]*$")]
+
+
+def _as_text(path: Any) -> Any:
+    """A path or its text; ~ and file:/ as `as_path` understands them. Other texts, such as ids, stay as they are."""
+    return path if isinstance(path, str) and not path.startswith(("~", "file:/")) else str(as_path(path))
 
 
 @dataclass(frozen=True)
+class Noise:
+    """What is added to the weights of a base."""
+
+    norms: tuple[tuple[str, float], ...]
+    """Frobenius norm of the noise, by name of the parameter; others stay as they are."""
+    seed: int = 0
+
+
+@config
 class CheckpointRecord:
     """The fields of a `tsae.Checkpoint`, which adds loading."""
 
-    id: str
+    id: Id
     """Unique in its series; names folders, so letters, digits and . _ @ + - only."""
-    path: str
+    path: Annotated[str, BeforeValidator(_as_text)]
     """A local Hugging Face directory, the directory of a PEFT adapter, a .gguf file, or a Hugging Face id."""
     run: str | None = None
     """The training run it comes from; None for the base."""
-    step: int = 0
+    step: Annotated[int, Field(gt=-(2**63), lt=2**63)] = 0
     """Optimizer steps of that run."""
     trained_on: str | None = None
     """What the run was trained on: a band, a mixture; None for the base."""
@@ -51,57 +68,19 @@ class CheckpointRecord:
     base: CheckpointRecord | None = field(default=None, compare=False, repr=False)
     """The base of its series, which an adapter is put on. The series sets it."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.path, str) or self.path.startswith(("~", "file:/")):
-            object.__setattr__(self, "path", str(as_path(self.path)))
-        if not _SAFE_ID.fullmatch(self.id):
-            raise TsaeError(
-                f"checkpoint id {self.id!r} cannot name a folder",
-                where=self.path,
-                fix="Use letters, digits and . _ @ + -, starting with a letter or digit.",
-            )
-        if not isinstance(self.step, int) or abs(self.step) >= 1 << 63:
-            raise TypeError(f"step {str(self.step)[:60]!r} is not a whole number of 64 bits")
-        for name in ("run", "trained_on", "revision", "subfolder"):
-            if not isinstance(getattr(self, name), str | None):
-                raise TypeError(f"{name} {str(getattr(self, name))[:60]!r} is no text")
-
     @property
     def is_base(self) -> bool:
         return self.run is None
 
 
-_CLOSE = 0.01  # Relative error of a norm that is close enough.
-_TRIALS = 30  # Scales to try for it.
-
-
-@dataclass(frozen=True)
-class Noise:
-    """What is added to the weights of a base."""
-
-    norms: tuple[tuple[str, float], ...]
-    """Frobenius norm of the noise, by name of the parameter; others stay as they are."""
-    seed: int = 0
-
-
 def add_noise(model: PreTrainedModel, noise: Noise) -> None:
-    """Add noise to the parameters of a loaded model, in place and one tensor at a time.
-
-    Raises:
-        TsaeError: where the model has no such parameter.
-    """
+    """Add noise to the parameters of a loaded model, in place and one tensor at a time."""
     import torch
 
     parameters = dict(model.named_parameters())
     for name, norm in noise.norms:
-        if name not in parameters:
-            raise TsaeError(
-                f"has no parameter {name}, to which noise is to be added",
-                where=getattr(model, "name_or_path", "model"),
-                fix="Measure the update against the base that is loaded here.",
-            )
+        weight = parameters[name].detach()
         if norm > 0:
-            weight = parameters[name].detach()
             digest = hashlib.sha256(f"{noise.seed} {name}".encode()).digest()
             # On the CPU, because every device's generator draws other numbers.
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))

@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tsae.base import display
 from tsae.base.files import as_path, reading, write_json
@@ -30,7 +30,9 @@ from tsae.base.untrusted import parse_json
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.weight_files import (
+    ADAPTER_CONFIG,
     beside_the_model,
+    config_of,
     is_adapter,
     is_gguf,
     is_hub_id,
@@ -163,9 +165,8 @@ class CheckpointSeries:
                     what = "holds a series.json, which names its own base and checkpoints"
                     raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
                 return cls._from_json(file, without)
-        found = find([os.fspath(source) for source in sources], without)
-        name = as_path(sources[-1]).resolve().name
-        return cls(checkpoints=tuple(found.checkpoints), name=name, notes=found.notes)._checked()
+        checkpoints, notes = _find([os.fspath(source) for source in sources], without)
+        return cls(tuple(checkpoints), as_path(sources[-1]).resolve().name, notes)._checked()
 
     def _checked(self) -> CheckpointSeries:
         """Itself, with notes on its weights, if every adapter on this machine is one of the base."""
@@ -196,31 +197,27 @@ class CheckpointSeries:
 
     @classmethod
     def _from_json(cls, file: Path, without: Collection[Path] = ()) -> CheckpointSeries:
+        checkpoints = []
         try:
             content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
-            checkpoints = []
             for record in content["checkpoints"]:
                 checkpoint = Checkpoint(**{k: v for k, v in record.items() if k in _FIELDS})
                 local = (file.parent / checkpoint.path).resolve()
                 local.is_dir()  # raises where no folder can have that name
                 if not Path(checkpoint.path).is_absolute():
                     if not local.is_relative_to(file.parent.resolve()):
-                        raise TsaeError(
-                            f"the path {checkpoint.path!r} leaves the folder",
-                            where=file,
-                            fix="Keep checkpoints below series.json, or give an absolute path.",
-                        )
+                        raise ValueError(f"the path {checkpoint.path!r} leaves the folder")
                     # A relative path that is not there may still be a Hugging Face id ("org/model").
                     if (file.parent / checkpoint.path.partition("/")[0]).exists() or not is_hub_id(checkpoint.path):
                         checkpoint = replace(checkpoint, path=str(local))
                 if Path(checkpoint.path) not in without:
                     checkpoints.append(checkpoint)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TsaeError(
-                f"not a series ({type(error).__name__}: {str(error)[:200]})",
-                where=file,
-                fix='Expected {"checkpoints": [{"id", "path", "run", "step", "trained_on"}, …]}.',
-            ) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, TsaeError) as error:
+            what = f"is not a series ({type(error).__name__}: {str(error)[:200]})"
+            fix = (
+                'Expected {"checkpoints": [{"id", "path", "run", "step", "trained_on"}, …]}, with paths below the file.'
+            )
+            raise TsaeError(what, where=file, fix=fix) from error
         return cls(checkpoints=tuple(checkpoints), name=str(content.get("name", file.parent.name)))._checked()
 
 
@@ -229,14 +226,10 @@ def named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
     folders = [*(Path(c.path) for c in series if Path(c.path).is_dir()), run]
     for folder in folders:
         file = folder / "config.json"
-        if file.is_file():
-            try:
-                name = parse_json(file.read_text(encoding="utf-8")).get("_name_or_path")
-            except (ValueError, AttributeError):
-                continue  # Loading the checkpoint says what is wrong.
-            # A resumed run names its own checkpoint.
-            if name and isinstance(name, str) and not Path(name).resolve().is_relative_to(run.resolve()):
-                return str(name), f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
+        name = config_of(folder).get("_name_or_path")
+        # A resumed run names its own checkpoint.
+        if name and isinstance(name, str) and not Path(name).resolve().is_relative_to(run.resolve()):
+            return name, f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
     for folder in folders:
         card = folder / "README.md"
         if card.is_file():
@@ -253,26 +246,11 @@ _STEP = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d{1,18})")
 _HUB = re.compile(r"(?P<path>[^/@]+/[^/@]+)(@(?P<revision>refs/pr/\d+|[^/]+))?(/(?P<subfolder>.+))?")
 
 
-class Found(NamedTuple):
-    """The checkpoints of some sources, the base among them."""
-
-    checkpoints: list[Checkpoint]
-    notes: tuple[str, ...]
-    """What was assumed."""
-
-
-def find(sources: Sequence[str], without: Collection[Path] = ()) -> Found:
-    """Find the checkpoints that the sources name, and decide which of them is the base.
+def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Checkpoint], tuple[str, ...]]:
+    """The checkpoints that the sources name, one of which is the base; and what was assumed.
 
     The base is the first of several sources, if that is one whole model. Otherwise it is the model that adapters name,
     then the earliest checkpoint; then a note says so.
-
-    Args:
-        sources: folders and Hugging Face ids.
-        without: checkpoint-N folders that are left out, resolved.
-
-    Raises:
-        TsaeError: where a source is nothing of the kind.
     """
     notes: list[str] = []
     parts = [_expand(source, notes, without) for source in sources]
@@ -282,10 +260,10 @@ def find(sources: Sequence[str], without: Collection[Path] = ()) -> Found:
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
     if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1):
-        return Found([replace(found[0], id="base", run=None, step=0), *_with_ids(found[1:])], tuple(notes))
+        return [replace(found[0], id="base", run=None, step=0), *_with_ids(found[1:])], tuple(notes)
     found = _with_ids(found)
     if adapters:
-        return Found([base_of(adapters[0]), *found], tuple(notes))
+        return [base_of(adapters[0]), *found], tuple(notes)
     first = min(found, key=lambda checkpoint: checkpoint.step)
     found.remove(first)
     if first.step > 0:
@@ -293,87 +271,74 @@ def find(sources: Sequence[str], without: Collection[Path] = ()) -> Found:
             f"{first.id} (step {first.step}) stands in for the base: the folder does not hold one. "
             "To compare with the model that training started from, give it first, before the folder."
         )
-    return Found([replace(first, run=None, trained_on=None), *found], tuple(notes))
+    return [replace(first, run=None, trained_on=None), *found], tuple(notes)
 
 
 def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Checkpoint]:
     """Checkpoints of one source, with run and step; ids come later."""
     path = as_path(source)
-    if is_gguf(path):
-        return [_unnamed(path.resolve())]
-    if path.is_dir():
-        folders = step_folders(path)
-        is_model = (path / "config.json").is_file() or (path / "adapter_config.json").is_file()
-        if folders:
-            if is_model:
-                notes.append(f"the model in {path} itself is left out: its checkpoint-N folders are the series.")
-            return [_unnamed(folder) for folder in folders if folder not in without]
+    folders = step_folders(path) if path.is_dir() else []
+    is_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    if folders:
         if is_model:
-            return [_unnamed(path.resolve())]
-        what = "no series.json and no checkpoint-N folders"
-        raise TsaeError(what, where=path, fix="Give the trainer's output_dir, one checkpoint, or write a series.json.")
+            notes.append(f"the model in {path} itself is left out: its checkpoint-N folders are the series.")
+        return [_unnamed(folder) for folder in folders if folder not in without]
+    if is_model or is_gguf(path):
+        return [_unnamed(path.resolve())]
     hub = _HUB.fullmatch(source)
-    if hub is not None and is_hub_id(hub["path"]):
+    if not path.is_dir() and hub is not None and is_hub_id(hub["path"]):
         return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
-    raise TsaeError("no such folder", where=source, fix="Give a folder of checkpoints.")
+    what = "no series.json and no checkpoint-N folders" if path.is_dir() else "no such folder"
+    raise TsaeError(what, where=source, fix="Give the trainer's output_dir, one checkpoint, or write a series.json.")
 
 
 def step_folders(path: Path) -> list[Path]:
     """The checkpoint-N folders of a trainer's folder, or of the runs in it; resolved, by run and N."""
-    runs = [sub for sub in (path, *sorted(path.iterdir())) if sub.is_dir()]
-    return [step.resolve() for run in runs for step in _steps(run)]
-
-
-def _steps(run: Path) -> list[Path]:
-    """The checkpoint-N folders of a run, by N."""
-    matches = ((_TRAINER_FOLDER.fullmatch(sub.name), sub) for sub in run.iterdir() if sub.is_dir())
-    return [sub for _, sub in sorted((int(match[1]), sub) for match, sub in matches if match)]
+    found = []
+    for run in [sub for sub in (path, *sorted(path.iterdir())) if sub.is_dir()]:
+        matches = ((_TRAINER_FOLDER.fullmatch(sub.name), sub) for sub in run.iterdir() if sub.is_dir())
+        found += [sub.resolve() for _, sub in sorted((int(match[1]), sub) for match, sub in matches if match)]
+    return found
 
 
 def _unnamed(path: str | Path, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
     found = Checkpoint("unnamed", str(path), run="unnamed", revision=revision, subfolder=subfolder)
-    match = _STEP.fullmatch(_last_part(found))
+    match = _step_of(found)
     return replace(found, step=int(match[1])) if match else found
 
 
 def _with_ids(found: list[Checkpoint]) -> list[Checkpoint]:
     """Name runs after their folders, and checkpoints after run and step."""
-    names = _names([_place(checkpoint) for checkpoint in found])
-    named = []
-    for checkpoint in found:
-        run = names[_place(checkpoint)]
-        id = f"{run}-{checkpoint.step:05d}" if _is_step(checkpoint) else run
-        named.append(replace(checkpoint, id=id, run=run, trained_on=run))
-    return named
-
-
-def _names(places: list[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The last part of every place, with as many parts before it as tell the places apart."""
+    places = [_run_place(checkpoint) for checkpoint in found]
+    # The last part of every place, with as many parts before it as tell the places apart.
     depth = dict.fromkeys(places, 1)
     while True:
         names = {place: _safe("-".join(place[-n:])) for place, n in depth.items()}
         taken = ["base", *names.values()]
         unclear = [place for place, name in names.items() if taken.count(name) > 1 and depth[place] < len(place)]
         if not unclear:
-            return names
+            break
         depth.update({place: depth[place] + 1 for place in unclear})
+    named = []
+    for checkpoint, place in zip(found, places, strict=True):
+        run = names[place]
+        id = f"{run}-{checkpoint.step:05d}" if _step_of(checkpoint) else run
+        named.append(replace(checkpoint, id=id, run=run, trained_on=run))
+    return named
 
 
-def _place(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _run_place(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Where the run of a checkpoint lies, from the outside in."""
     if is_hub_id(checkpoint.path):
         below = [part for part in (checkpoint.revision, *(checkpoint.subfolder or "").split("/")) if part]
-        return (*checkpoint.path.split("/"), *(below[:-1] if _is_step(checkpoint) else below))
+        return (*checkpoint.path.split("/"), *(below[:-1] if _step_of(checkpoint) else below))
     path = Path(checkpoint.path).with_suffix("") if is_gguf(checkpoint.path) else Path(checkpoint.path)
-    return (path.parent if _is_step(checkpoint) else path).parts[1:]
+    return (path.parent if _step_of(checkpoint) else path).parts[1:]
 
 
-def _is_step(checkpoint: Checkpoint) -> bool:
-    return _STEP.fullmatch(_last_part(checkpoint)) is not None
-
-
-def _last_part(checkpoint: Checkpoint) -> str:
-    return (checkpoint.subfolder or checkpoint.revision or checkpoint.path).rpartition("/")[2]
+def _step_of(checkpoint: Checkpoint) -> re.Match[str] | None:
+    """The step in the last part of a checkpoint's place, if it names one."""
+    return _STEP.fullmatch((checkpoint.subfolder or checkpoint.revision or checkpoint.path).rpartition("/")[2])
 
 
 def _safe(name: str) -> str:

@@ -8,12 +8,14 @@ have that tokenizer it also notes the hash of the part below the tokens that wer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.checkpoints.weight_files import first_line, folder_of, is_adapter, is_gguf, refuse_own_code
+from tsae.checkpoints.weight_files import as_tsae_error, folder_of, has_tokenizer, is_adapter, is_gguf
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -21,6 +23,51 @@ if TYPE_CHECKING:
 
 _MOST_ADDED = 1024
 """Tokens noted one by one."""
+
+
+def load_tokenizer(checkpoint: CheckpointRecord) -> PreTrainedTokenizerBase:
+    """Load a checkpoint's tokenizer; an adapter without one has its base's.
+
+    Raises:
+        TsaeError: where the directory holds no tokenizer files (transformers would make up a one-token tokenizer), or
+            the tokenizer encodes text to nothing.
+    """
+    from transformers import AutoTokenizer
+
+    folder = folder_of(checkpoint, needs="tokenizer")
+    fix = "Copy the tokenizer files of the base model into this directory."
+    if not is_gguf(folder) and not has_tokenizer(folder):
+        if is_adapter(folder):
+            return load_tokenizer(base_of(checkpoint))
+        what = "holds no tokenizer (expected tokenizer.json, tokenizer.model, vocab.json, …)"
+        raise TsaeError(what, where=folder, fix=fix)
+    with quiet(), as_tsae_error("cannot load its tokenizer", folder, fix):
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(folder))
+        nothing = not tokenizer("1", add_special_tokens=False)["input_ids"]
+    last = max(tokenizer.get_vocab().values(), default=0)
+    if len(tokenizer) < 2 or nothing or last > 10 * len(tokenizer) + 100_000:  # lists by token would fill the memory
+        what = f"its tokenizer has {len(tokenizer):,} tokens, the last with the id {last:,}, or encodes text to nothing"
+        raise TsaeError(what, where=folder, fix=fix)
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the vocabulary (tokens with their ids): equal exactly where token ids mean the same."""
+    return vocabulary_hash(tokens_by_id(tokenizer))
+
+
+def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Text of every token id, decoded one by one; special tokens as they are named."""
+    special = set(tokenizer.all_special_ids)
+    return [
+        tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
+        for id in range(max(tokenizer.get_vocab().values()) + 1)
+    ]
+
+
+def text_of(strings: Sequence[str], id: int) -> str:
+    """The text of a token id. A model may have more ids than its tokenizer; such an id is shown by its number."""
+    return strings[id] if id < len(strings) else f"#{id}"
 
 
 def tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -90,20 +137,31 @@ def text_limits(checkpoint: CheckpointRecord) -> tuple[int | None, set[int]]:
     Raises:
         TsaeError: where the configuration cannot be read, or names something else than token ids.
     """
-    config, owner = _config_of(checkpoint)
-    if config is None:
-        return None, set()
-    return _context(config), {id for ids in _ends(config, owner) for id in ids}
+    return reading_limits(checkpoint)[0], {id for ids in named_ends(checkpoint) for id in ids}
 
 
-def told_ends(checkpoint: CheckpointRecord) -> list[list[int]]:
+def named_ends(checkpoint: CheckpointRecord) -> list[list[int]]:
     """End tokens of a checkpoint, or of an adapter's base: those of config.json, then those of generation_config.json.
 
     Raises:
         TsaeError: as `text_limits`.
     """
-    config, owner = _config_of(checkpoint)
-    return [] if config is None else _ends(config, owner)
+    from transformers import GenerationConfig
+
+    config, folder = _config_of(checkpoint)
+    if config is None:
+        return []
+    named = [getattr(config, "eos_token_id", None)]
+    file = folder / "generation_config.json"
+    if file.is_file():
+        with as_tsae_error("cannot be read", file, "Save the model again, or remove this file."):
+            named.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    ends = [[*ids] if isinstance(ids, list | tuple) else [] if ids is None else [ids] for ids in named]
+    odd = next((id for ids in ends for id in ids if type(id) is not int), None)
+    if odd is not None:
+        what = f"its eos_token_id holds {str(odd)[:60]!r}, which is not a token id"
+        raise TsaeError(what, where=folder, fix="Name token ids as whole numbers.")
+    return ends
 
 
 def reading_limits(checkpoint: CheckpointRecord) -> tuple[int | None, int | None]:
@@ -113,59 +171,52 @@ def reading_limits(checkpoint: CheckpointRecord) -> tuple[int | None, int | None
         TsaeError: where the configuration cannot be read.
     """
     config, _ = _config_of(checkpoint)
-    found = getattr(config, "vocab_size", None)
-    return _context(config), found if isinstance(found, int) else None
+    context, vocabulary = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    return (
+        context if isinstance(context, int) and context > 0 else None,
+        vocabulary if isinstance(vocabulary, int) else None,
+    )
 
 
-def _context(config: Any) -> int | None:
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _ends(config: Any, owner: CheckpointRecord) -> list[list[int]]:
-    from transformers import GenerationConfig
-
-    folder, told = folder_of(owner, needs="tokenizer"), [getattr(config, "eos_token_id", None)]
-    file = folder / "generation_config.json"
-    if file.is_file():
-        try:
-            told.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
-        except MemoryError:
-            raise
-        except Exception as error:  # transformers raises no narrower class
-            fix = "Save the model again, or remove this file."
-            raise TsaeError(f"cannot be read ({first_line(error)})", where=file, fix=fix) from error
-    ends: list[list[int]] = []
-    for found in told:
-        ids = found if isinstance(found, (list, tuple)) else [] if found is None else [found]
-        odd = next((id for id in ids if isinstance(id, bool) or not isinstance(id, int)), None)
-        if odd is not None:
-            fix = "Name token ids as whole numbers."
-            raise TsaeError(f"its eos_token_id holds {str(odd)[:60]!r}, which is no token id", where=folder, fix=fix)
-        ends.append(list(ids))
-    return ends
-
-
-def _config_of(checkpoint: CheckpointRecord) -> tuple[Any, CheckpointRecord]:
-    """The configuration of a checkpoint's text model, None where there is none; and the model that it is of."""
+def _config_of(checkpoint: CheckpointRecord) -> tuple[Any, Path]:
+    """The configuration of a checkpoint's text model, None where there is none; and the folder that holds it."""
     from transformers import AutoConfig
 
     folder = folder_of(checkpoint, needs="tokenizer")
-    if is_gguf(folder):
-        return None, checkpoint
     if is_adapter(folder):
         return _config_of(base_of(checkpoint))
-    if not (folder / "config.json").is_file():
-        return None, checkpoint
-    try:
+    if is_gguf(folder) or not (folder / "config.json").is_file():
+        return None, folder
+    fix = "Give a Hugging Face model directory with config.json."
+    with as_tsae_error("its configuration cannot be read", checkpoint.path, fix):
         loaded = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return loaded.get_text_config(), checkpoint
-    except MemoryError:
-        raise
-    except Exception as error:  # transformers and what it uses raise no narrower class
-        refuse_own_code(error, folder)
-        raise TsaeError(
-            f"its configuration cannot be read ({first_line(error)})",
-            where=checkpoint.path,
-            fix="Give a Hugging Face model directory with config.json.",
-        ) from error
+        return loaded.get_text_config(), folder
+
+
+def source_of(folder: Path) -> dict[str, Any]:
+    """Where transformers finds a model or a tokenizer, as arguments of from_pretrained."""
+    # Left to itself, transformers would ask in the terminal whether to run a checkpoint's own code.
+    plain = {"local_files_only": True, "trust_remote_code": False}
+    if not is_gguf(folder):
+        return {"pretrained_model_name_or_path": str(folder), **plain}
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise TsaeError("reading GGUF needs gguf", where=folder, fix="pip install 'tsae[smollm]'") from error
+    return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, **plain}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide transformers' loading bar and report: tsae shows its own progress, and checks missing weights itself."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -7,15 +7,17 @@ is downloaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tsae.base.files import read_object, reading
 from tsae.base.seal import digest
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, is_panic
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -74,26 +76,12 @@ def folder_of(checkpoint: CheckpointRecord, *, needs: str = "weights") -> Path:
     Raises:
         TsaeError: where there is no such folder, or a repository is neither cached nor can be downloaded.
     """
-    path = Path(checkpoint.path)
-    if is_gguf(path):
-        if not path.is_file():
-            raise TsaeError("no such GGUF file", where=path, fix="Check the path.")
-        return path
-    below = Path(checkpoint.subfolder or ".")
-    if below.is_absolute() or ".." in below.parts:
-        raise TsaeError(f"the subfolder {checkpoint.subfolder!r} leaves the folder", where=path)
-    if not is_hub_id(checkpoint.path):
-        folder = path / below
-        if not folder.is_dir():
-            raise TsaeError("no such checkpoint directory", where=folder, fix="Check the path.")
-        return folder
-    folder = _from_cache(checkpoint, _has_weights if needs == "weights" else has_tokenizer)
-    if needs == "weights" and not _has_weights(folder):
-        raise TsaeError(
-            "no weights in safetensors are in the cache, and none could be downloaded",
-            where=checkpoint.path,
-            fix="Download it with a network; a repository with pickled weights alone has to be converted first.",
-        )
+    path, below = Path(checkpoint.path), Path(checkpoint.subfolder or ".")
+    if is_hub_id(checkpoint.path):
+        return _from_cache(checkpoint, needs)
+    folder = path if is_gguf(path) else path / below
+    if below.is_absolute() or ".." in below.parts or not (folder.is_file() if is_gguf(path) else folder.is_dir()):
+        raise TsaeError("holds no such checkpoint", where=folder, fix="Check the path.")
     return folder
 
 
@@ -152,7 +140,7 @@ def beside_the_model(folder: Path) -> tuple[list[str], list[str]]:
     """
     try:
         kinds = _stored(folder)
-    except (TsaeError, OSError):
+    except TsaeError:
         return [], []
     patterns = ("adapter_model*", "*/adapter_model*") if is_adapter(folder) else ("model*.safetensors", "*model*.bin")
     others = {str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern)} - {*kinds}
@@ -166,41 +154,35 @@ def check_stored(folder: Path) -> None:
         TsaeError: as `weight_files`, too.
     """
     seen: dict[str, str] = {}
-    try:
-        kinds = _stored(folder)
-    except OSError:
-        return  # Loading it says what is wrong.
-    for file, of_file in kinds.items():
+    for file, of_file in _stored(folder).items():
         for name, kind in of_file.items():
-            if name in seen:
-                what = f"holds {name} twice: in {seen[name]} and {file}"
-                raise TsaeError(what, where=folder, fix="Save the model again into an empty folder.")
-            if kind[0] in "IU" and not has_no_part(name) and quantisation(folder) is None:
-                what = f"{name} is stored as whole numbers ({kind}), and config.json does not say how they are scaled"
-                raise TsaeError(what, where=folder, fix="Save the model without quantisation.")
+            whole = kind[0] in "IU" and not has_no_part(name) and quantisation(folder) is None
+            if whole or name in seen:
+                what = (
+                    f"holds {name} twice: in {seen[name]} and {file}"
+                    if name in seen
+                    else (
+                        f"{name} is stored as whole numbers ({kind}), and config.json does not say how they are scaled"
+                    )
+                )
+                raise TsaeError(what, where=folder, fix="Save the model again into an empty folder, not quantised.")
         seen |= dict.fromkeys(of_file, file)
 
 
 def _stored(folder: Path) -> dict[str, dict[str, str]]:
-    """How every weight is stored (``F32``), by file and name. Raises OSError where a file cannot be read."""
-    from safetensors import SafetensorError, safe_open
+    """How every weight is stored (``F32``), by file and name."""
+    from safetensors import safe_open
 
     found = {}
-    try:
-        for path in weight_files(folder):
-            with safe_open(path, framework="np") as file:
-                found[path.name] = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    for path in weight_files(folder):
+        with reading(path, "Complete the checkpoint."), safe_open(path, framework="np") as file:
+            found[path.name] = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     return found
 
 
 def quantisation(folder: Path) -> str | None:
     """How the weights in a folder are quantised, such as "awq, 4 bits", by its config.json; None if it does not say."""
-    try:
-        found = json_object(folder / "config.json").get("quantization_config")
-    except TsaeError:
-        return None  # Whoever loads it says what is wrong.
+    found = config_of(folder).get("quantization_config")
     if not isinstance(found, dict):
         return None
     loaded = next((bits for bits in (4, 8) if found.get(f"load_in_{bits}bit")), None)
@@ -211,20 +193,26 @@ def quantisation(folder: Path) -> str | None:
 
 def vocabulary_size(folder: Path) -> int | None:
     """How many tokens the config.json in a folder gives the text model; None where it does not say."""
-    try:
-        config = json_object(folder / "config.json")
-    except TsaeError:
-        return None  # Whoever loads it says what is wrong.
+    config = config_of(folder)
     text = config.get("text_config")
     found = (text if isinstance(text, dict) else config).get("vocab_size")
     return found if isinstance(found, int) else None
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json in a folder; empty where it cannot be read: loading the model says what is wrong."""
+    try:
+        return read_object(folder / "config.json", "")
+    except TsaeError:
+        return {}
 
 
 def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
     """(name and size, SHA-256) of every file. A process reads a file again only if its size or times have changed."""
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(digest, files))
-    return [(_name_and_size(file), found.encode()) for file, found in zip(files, digests, strict=True)]
+    sizes = [f"{file.name}:{file.stat().st_size}:" for file in files]
+    return [(size, found.encode()) for size, found in zip(sizes, digests, strict=True)]
 
 
 def first_line(error: BaseException) -> str:
@@ -232,33 +220,34 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def refuse_own_code(error: BaseException, folder: Path) -> None:
-    """Say it in our words, where transformers refused to run code that lies beside the weights.
+@contextmanager
+def as_tsae_error(what: str, where: str | Path, fix: str) -> Iterator[None]:
+    """Turn what transformers and the libraries below it raise into a TsaeError; they have no narrower class.
 
-    Raises:
-        TsaeError: where that is what the error says.
+    Args:
+        what: is wrong then, such as "cannot load its tokenizer".
+        where: the files lie.
+        fix: what a user can do.
     """
-    if "trust_remote_code" in str(error):
-        raise TsaeError(
-            "needs Python code of its own (auto_map), which is never run",
-            where=folder,
-            fix="Give a model that transformers itself can load, or save this one in such a form.",
-        ) from error
-
-
-def _name_and_size(file: Path) -> str:
-    return f"{file.name}:{file.stat().st_size}:"
+    try:
+        yield
+    except BaseException as error:  # the tokenizers library panics
+        if isinstance(error, TsaeError | MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        what = f"{what} ({first_line(error)})"
+        if "trust_remote_code" in str(error):
+            what = "needs Python code of its own (auto_map), which is never run"
+            fix = "Give a model that transformers itself can load, or save this one in such a form."
+        raise TsaeError(what, where=where, fix=fix) from error
 
 
 def _indexed(folder: Path) -> list[Path]:
-    names = json_object(folder / _INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise TsaeError("holds no weight_map from names of weights to files", where=folder / _INDEX)
-    files = sorted(set(names.values()))
-    for name in files:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            what = f"names the file {name!r}, expected a .safetensors file of the same folder"
-            raise TsaeError(what, where=folder / _INDEX)
+    """The files that an index names, all of which must be in its folder."""
+    names = read_object(folder / _INDEX, "Complete the checkpoint.").get("weight_map")
+    files = sorted({str(name) for name in names.values()}) if isinstance(names, dict) else []
+    if not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
+        what = "its weight_map does not name .safetensors files of the same folder"
+        raise TsaeError(what, where=folder / _INDEX, fix="Save the model again.")
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         what = f"lacks {len(missing)} of {len(files)} weight files (first: {missing[0]})"
@@ -274,18 +263,8 @@ def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
     return TsaeError(f"holds {found}; expected {expected}", where=folder, fix=fix)
 
 
-def json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises TsaeError where there is none."""
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # a path may hold what no path can
-        raise TsaeError(f"not a file of JSON ({error})", where=file) from error
-    if not isinstance(content, dict):
-        raise TsaeError(f"a JSON {type(content).__name__}, expected an object", where=file)
-    return content
-
-
-def _from_cache(checkpoint: CheckpointRecord, complete: Callable[[Path], bool]) -> Path:
+def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
+    """The folder of a Hugging Face repository in the cache, downloaded if the cache lacks what is needed of it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -298,24 +277,22 @@ def _from_cache(checkpoint: CheckpointRecord, complete: Callable[[Path], bool]) 
         "ignore_patterns": [f"{below}*/*"],
     }
     where = checkpoint.path + (f"@{checkpoint.revision}" if checkpoint.revision else "") + ("/" + below).rstrip("/")
+    fix = "Check the name, or download it once with a network: hf download."
     try:
-        folder = Path(snapshot_download(**request, local_files_only=True)) / below
-        if complete(folder):
-            return folder
-    except LocalEntryNotFoundError:
-        pass
-    except ValueError as error:
-        raise TsaeError(f"not the name of a Hugging Face repository ({error})", where=where) from error
-    try:
+        try:
+            folder = Path(snapshot_download(**request, local_files_only=True)) / below
+            if _has_weights(folder) if needs == "weights" else has_tokenizer(folder):
+                return folder
+        except LocalEntryNotFoundError:
+            pass
         folder = Path(snapshot_download(**request)) / below
-    except OSError as error:
-        raise TsaeError(
-            f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({first_line(error)})",
-            where=where,
-            fix="Check the name, or download it once with a network: hf download.",
-        ) from error
-    if not folder.is_dir():
-        raise TsaeError("the repository has no such folder with a model in it", where=where, fix="Check the subfolder.")
+    except (OSError, ValueError) as error:
+        what = f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({first_line(error)})"
+        raise TsaeError(what, where=where, fix=fix) from error
+    if not folder.is_dir() or (needs == "weights" and not _has_weights(folder)):
+        what = "the repository has no such folder, or no weights in safetensors in it"
+        fix = "Check the subfolder. A repository with pickled weights alone has to be converted first."
+        raise TsaeError(what, where=where, fix=fix)
     return folder
 
 
@@ -338,22 +315,17 @@ def unfinished(folders: Sequence[Path]) -> dict[Path, str]:
 
 def _missing(folder: Path, *, last: bool) -> str:
     try:
-        json_object(folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json"))
+        for name in (ADAPTER_CONFIG if is_adapter(folder) else "config.json", *((_LAST,) if last else ())):
+            read_object(folder / name, "")
         short = next((file.name for file in weight_files(folder) if not _whole(file)), None)
-        if short is not None:
-            return f"{short} is not all there"
-        if last:
-            json_object(folder / _LAST)
+        return f"{short} is not all there" if short else ""
     except TsaeError as error:
         return error.what
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return ""
 
 
 def _whole(file: Path) -> bool:
     """Whether a safetensors file has the length that its head announces."""
-    with file.open("rb") as stream:
+    with reading(file, ""), file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         total = file.stat().st_size
         if not 2 <= size <= min(total - 8, _LARGEST_HEAD):

@@ -258,7 +258,7 @@ def _strings(features: tsae.FeatureTable, base: tsae.Checkpoint) -> list[str]:
         TsaeError: where the tokenizer is not that of the features' tokens.
     """
     from tsae.activations.reading_plan import check_tokenizer
-    from tsae.checkpoints.loading import token_strings
+    from tsae.checkpoints.tokenizers import token_strings
 
     return token_strings(check_tokenizer(base, features.rollouts))
 

@@ -135,7 +135,7 @@ class Evaluate:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.checkpoints.loading import token_strings
+        from tsae.checkpoints.tokenizers import token_strings
         from tsae.features.contexts import find_annotator
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)

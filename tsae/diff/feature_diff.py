@@ -21,7 +21,7 @@ from tsae.base.provenance import versions
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
-from tsae.checkpoints.loading import text_of
+from tsae.checkpoints.tokenizers import text_of
 from tsae.diff.comparisons import CONTRAST, MAIN_PARTS, Comparison, Rows, comparisons, main_part
 from tsae.diff.config import DiffConfig
 from tsae.diff.confounds import CONTROLS, confound_table, survival

@@ -45,7 +45,8 @@ from tsae.base.filters import several
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.hooks import Site, check_sites, decoder_blocks, positions
-from tsae.checkpoints.loading import Checkpoint, ModelLoader, load_tokenizer
+from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.tokenizers import load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
 from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError

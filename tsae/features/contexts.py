@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from tsae.activations.spans import rows_mask
 from tsae.base.plugins import find_function
 from tsae.checkpoints.hooks import decoder_blocks
-from tsae.checkpoints.loading import Checkpoint, text_of
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.tokenizers import text_of
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable, active_counts
 from tsae.features.sparse_matrices import no_code, sums_by_code

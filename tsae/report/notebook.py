@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 
 from tsae.activations.reading_plan import check_tokenizer
-from tsae.checkpoints.loading import Checkpoint, token_strings
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.tokenizers import token_strings
 from tsae.diff.feature_diff import Feature, FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.contexts import context

@@ -35,9 +35,9 @@ from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import as_path
 from tsae.base.progress import progress_bar
 from tsae.base.provenance import version_of
-from tsae.checkpoints.loading import Checkpoint, tokenizer_fingerprint
+from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.tokenizers import vocabulary_facts
+from tsae.checkpoints.tokenizers import tokenizer_fingerprint, vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import FORMATS, find_log

@@ -27,8 +27,8 @@ from tsae.base.part import Part, check_same_work, digest_of, remove_work
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, published, refreshed
 from tsae.base.seal import read_sealed, with_checksum
-from tsae.checkpoints.loading import Checkpoint, ModelLoader, need_unchanged, tokenizer_fingerprint, weights_fingerprint
-from tsae.checkpoints.tokenizers import text_limits, told_ends, vocabulary_facts
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, need_unchanged, weights_fingerprint
+from tsae.checkpoints.tokenizers import named_ends, text_limits, tokenizer_fingerprint, vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.generation import Around, Generator, Request, Response, agreement, check_lengths
@@ -258,7 +258,7 @@ class _Sampling:
             # The fingerprint is of the vocabulary. A chat template, or merges, make other prompts of the same problems.
             "prompts": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
             # No fingerprint is of generation_config.json, or of what the tokenizer calls the end.
-            "ends": [*told_ends(self.checkpoint), self.tokenizer.eos_token_id],
+            "ends": [*named_ends(self.checkpoint), self.tokenizer.eos_token_id],
             "config": asdict(self.config),
             "server": None if self.server is None else self.server.model or "the only model",
         }

@@ -47,7 +47,7 @@ from tsae.attribution.sample_gradients import BatchGradients
 from tsae.attribution.sample_kinds import band_of
 from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
-from tsae.checkpoints.loading import text_of
+from tsae.checkpoints.tokenizers import text_of
 from tsae.errors import TsaeError
 from tsae.rollouts.rewards import group_names
 
