@@ -244,7 +244,7 @@ def test_an_adapter_with_other_weights_is_refused(llama: Path, tmp_path: Path) -
          "which is not a LoRA weight"),
         ({k: v for k, v in weights.items() if k != name.format("B")}, "its update of .* does not fit"),
         ({**weights, name.format("A"): torch.zeros(3, 17)}, r"its update of .* does not fit .* \(32, 16\)"),
-        ({**weights, name.format("A"): torch.zeros(2, 16)}, "do not fit each other"),
+        ({**weights, name.format("A"): torch.zeros(2, 16)}, "its update of .* does not fit"),
     ]  # fmt: skip
     for content, message in cases:
         save_file(content, file)
@@ -253,10 +253,10 @@ def test_an_adapter_with_other_weights_is_refused(llama: Path, tmp_path: Path) -
     save_file(weights, file)
     for alpha in ("x", None, {}):
         edit(adapter / "adapter_config.json", lora_alpha=alpha)
-        with pytest.raises(TsaeError, match="no usable lora_alpha"):
+        with pytest.raises(TsaeError, match="usable lora_alpha"):
             measure(llama, adapter)
     edit(adapter / "adapter_config.json", lora_alpha=1, alpha_pattern={"(": 2})
-    with pytest.raises(TsaeError, match="no usable lora_alpha"):
+    with pytest.raises(TsaeError, match="usable lora_alpha"):
         measure(llama, adapter)
 
 
