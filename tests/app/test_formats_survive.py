@@ -5,7 +5,6 @@ The fast run draws few examples and the slow one many; both draw the same ones e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -23,7 +22,7 @@ import scipy.sparse as sp
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from support.builders import save_model, synthetic_store
+from support.builders import digests, save_model, synthetic_store
 from support.logs import LOGS, TEMPLATE
 from support.results import reader
 from tsae.activations.shard import write_shard
@@ -54,14 +53,6 @@ def examples(check: Callable[..., None], amount: int, **strategies: st.SearchStr
     calm = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     options = settings(max_examples=amount, deadline=None, derandomize=True, database=None, suppress_health_check=calm)
     options(given(**strategies)(check))()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 # --- rollouts

@@ -19,7 +19,7 @@ import fsspec
 import pytest
 
 import tsae
-from support.builders import make_rollouts
+from support.builders import digests, make_rollouts
 from support.children import free_port
 from tsae.activations.capture import capture_part
 from tsae.base.part import Part
@@ -63,14 +63,6 @@ def here(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory
     tsae.encode(sae, store, to=folder / "features", progress=False)
     rollouts.write(folder / "rollouts.parquet")
     return {"folder": folder, "series": series, "rollouts": rollouts, "sae": sae}
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

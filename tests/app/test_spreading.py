@@ -1,8 +1,7 @@
-"""Commands in parts: what each part is told, and that what comes out does not depend on parts, processes and deaths."""
+"""Commands in parts: the command of each part, and results that do not depend on parts, processes and deaths."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shlex
@@ -11,15 +10,17 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import tsae
-from support.builders import make_rollouts
+from support.builders import digests, make_rollouts
+from support.cli import run
 from tsae.cli import main, parse
-from tsae.commands.spreading import Spread, run_parts, slurm_script, without_spread
+from tsae.commands.spreading import Spread, resources, run_parts, slurm_script, without_spread
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, write_problems
 
@@ -103,18 +104,6 @@ def test_without_slurm_the_script_can_be_printed(
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=tsae-capture\n")
 
 
-def run(*words: object) -> None:
-    main([str(word) for word in words])
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 @pytest.fixture(scope="module")
 def whole(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], Path]:
     """A capture by one process: the options of the command, and the store."""
@@ -137,21 +126,8 @@ def test_parts_here_give_the_same_bytes(whole: tuple[list[object], Path], tmp_pa
 @pytest.mark.slow
 def test_an_encoding_in_parts_is_joined(whole: tuple[list[object], Path], tmp_path: Path) -> None:
     _, acts = whole
-    run(
-        "train",
-        "--store",
-        acts,
-        "--to",
-        tmp_path / "sae",
-        "--tokens",
-        400,
-        "--batch-tokens",
-        100,
-        "--d-sae",
-        32,
-        "--k",
-        4,
-    )
+    sizes = ("--tokens", 400, "--batch-tokens", 100, "--d-sae", 32, "--k", 4)
+    run("train", "--store", acts, "--to", tmp_path / "sae", *sizes)
     run("encode", "--sae", tmp_path / "sae", "--store", acts, "--to", tmp_path / "one")
     run("encode", "--sae", tmp_path / "sae", "--store", acts, "--to", tmp_path / "two", "--parts", 2, "--workers", 2)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
@@ -174,13 +150,12 @@ def test_a_sampling_in_parts_is_put_together(llama: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_a_part_says_is_told(whole: tuple[list[object], Path], tmp_path: Path) -> None:
+def test_a_refused_part_is_not_started_again(whole: tuple[list[object], Path], tmp_path: Path) -> None:
+    """Its reason is for the user to put right."""
     command, _ = whole
-    command = [*command[:-1], "blocks.9.hook_resid_post"]
     with pytest.raises(SystemExit) as ended:
-        run(*command, "--to", tmp_path / "acts", "--parts", 2)
+        run(*command[:-1], "blocks.9.hook_resid_post", "--to", tmp_path / "acts", "--parts", 2)
     assert ended.value.code == 2
-    # Not started again: it is for the user to put right.
     log = (tmp_path / "acts.parts" / "1-of-2.log").read_text(encoding="utf-8")
     assert log.count("blocks.9.hook_resid_post") == 1
 
@@ -209,23 +184,34 @@ def test_a_job_array_gives_the_same_bytes_though_a_node_dies(
     assert digests(tmp_path / "acts") == digests(acts)
 
 
-def test_every_worker_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that the process may use; a part is stood for by a command that says what it sees."""
+@pytest.fixture
+def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets a shell script stand in for the command of a part."""
+
+    def stand_in(script: str) -> None:
+        (tmp_path / "part.sh").write_text(script)
+        monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(tmp_path / "part.sh")))
+
+    return stand_in
+
+
+def test_every_worker_has_a_gpu_of_its_own(
+    part: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that the process may use."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    script = tmp_path / "part.sh"
-    script.write_text('echo "$CUDA_VISIBLE_DEVICES"; sleep 0.3\n')
-    monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
+    part('echo "$CUDA_VISIBLE_DEVICES"; sleep 0.3\n')
     assert run_parts(["capture"], Spread(parts=4), tmp_path / "acts", "cuda")
     logs = [(tmp_path / "acts.parts" / f"{i}-of-4.log").read_text().strip() for i in (1, 2, 3, 4)]
     assert set(logs[:2]) == set(logs) == {"4", "6"}
 
 
-def test_what_the_user_stops_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_stops_is_not_started_again(
+    part: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first part is done, and the interruption comes while the second runs."""
-    script = tmp_path / "part.sh"
-    script.write_text(f'echo "$3" >> {tmp_path}/said; [ "$3" = 1/3 ] || exec sleep 900\n')
-    monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
+    part(f'echo "$3" >> {tmp_path}/said; [ "$3" = 1/3 ] || exec sleep 900\n')
 
     class Interrupted:
         def __enter__(self) -> Interrupted:
@@ -247,12 +233,110 @@ def test_what_the_user_stops_is_not_started_again(tmp_path: Path, monkeypatch: p
     assert len(said) == len(set(said))
 
 
-def test_a_part_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "part.sh"
-    script.write_text(f'echo "$@" >> {tmp_path}/said; [ $(grep -c 2/2 {tmp_path}/said) = 2 ] || [ "$3" = 1/2 ]\n')
-    monkeypatch.setattr("tsae.commands.spreading.TSAE", ("/bin/sh", str(script)))
+def test_a_part_that_dies_is_started_again(part: Callable[[str], None], tmp_path: Path) -> None:
+    part(f'echo "$@" >> {tmp_path}/said; [ $(grep -c 2/2 {tmp_path}/said) = 2 ] || [ "$3" = 1/2 ]\n')
     assert run_parts(["capture"], Spread(parts=2), tmp_path / "acts", "cpu")
     said = (tmp_path / "said").read_text().splitlines()
     assert said == ["capture --part 1/2", "capture --part 2/2", "capture --part 2/2"]
     with pytest.raises(TsaeError, match="1 of 2 parts failed; part 2 says: exit status 1"):
         run_parts(["capture"], Spread(parts=2, retries=0), tmp_path / "other", "cpu")
+
+
+# --- Ray: a node dies in mid-work, and what comes out is the same
+
+
+def test_what_a_part_takes() -> None:
+    assert resources((), "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
+    assert resources((), "cuda:0")["num_gpus"] == 1
+    given = ("num-cpus=8", "num_gpus=0.5", "memory=64e9", "accelerator_type=H100", "tpu-slot=2")
+    wanted = {"num_cpus": 8.0, "num_gpus": 0.5, "memory": 64e9, "accelerator_type": "H100"}
+    assert resources(given, "cuda") == wanted | {"resources": {"tpu-slot": 2.0}}
+    for wrong in ("num_gpus", "num_gpus=one", "=3", "num_cpus=-1", "memory=inf", "memory=nan"):
+        with pytest.raises(TsaeError, match="is not an amount of a resource"):
+            resources((wrong,), "cpu")
+
+
+# Ray starts processes and threads, and warns in its own way: a cluster of two nodes lives in a process of its own. It
+# kills the second node as soon as a part that runs there has written a shard, and says what that part was.
+CLUSTER = """
+import sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster
+parts, acts, n = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+second = cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+while second is not None:
+    for log in parts.glob("*.log"):
+        number = int(log.name.partition("-")[0])
+        if second.node_id in log.read_text():
+            shards = list(acts.glob("base/*.h5"))
+            mine = [shard for shard in shards if int(shard.stem) % n == number - 1]
+            if mine and "is done" not in log.read_text() and "wrote" not in log.read_text():
+                cluster.remove_node(second, allow_graceful=False)
+                print(number, len(mine), second.node_id, flush=True)
+                second = None
+                break
+    time.sleep(0.005)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_node_dies_in_mid_capture(llama: Path, fingerprint: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    make_rollouts(n_problems=600, n_samples=8, tokenizer=fingerprint).write(tmp_path / "rollouts.parquet")
+    command = [sys.executable, "-m", "tsae", "capture", "--series", llama, "--rollouts", tmp_path / "rollouts.parquet"]
+    command += ["--shard-tokens", "100", "--sites", "blocks.1.hook_resid_post"]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, "--to", tmp_path / "whole"], check=True, env=environment, capture_output=True)
+    acts, parts, n = tmp_path / "acts", tmp_path / "acts.parts", 3
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER, parts, acts, str(n)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    ) as cluster:  # fmt: skip
+        assert cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+        spread = ["--parts", str(n), "--executor", "ray"]
+        done = subprocess.run(
+            [*command, "--to", acts, *spread],
+            env={**environment, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        number, before, dead = cluster.stdout.readline().split()
+        assert cluster.stdin is not None
+        cluster.stdin.close()
+    said = (parts / f"{number}-of-{n}.log").read_text()
+    assert int(before) > 0
+    nodes = [line.rpartition(" ")[2] for line in said.splitlines() if f"part {number}/{n} on " in line]
+    assert nodes[0] == dead
+    assert len(nodes) == 2
+    assert nodes[1] != dead
+    assert digests(acts) == digests(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_what_ray_cannot_do_is_said(llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    make_rollouts(n_problems=2, n_samples=2).write(tmp_path / "rollouts.parquet")
+    command = [sys.executable, "-m", "tsae", "capture", "--series", llama, "--rollouts", tmp_path / "rollouts.parquet"]
+    command += ["--to", tmp_path / "acts", "--parts", "2", "--executor", "ray"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def says(*more: str, **variables: str) -> str:
+        done = subprocess.run(
+            [*command, *more], env={**environment, **variables}, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 2, done.stderr
+        return done.stderr.strip().splitlines()[-1]
+
+    assert "no node has what a part needs (CPU 1, GPU 4000)" in says("--ray", "num_gpus=4000")
+    said = says("--sites", "blocks.9.hook_resid_post")
+    assert "2 of 2 parts failed; part 1 says: " in said
+    assert "blocks.9.hook_resid_post" in said
+    assert (tmp_path / "acts.parts" / "1-of-2.log").read_text().count("Ray node") == 1  # not started again
+    began = time.monotonic()
+    assert "the cluster at 127.0.0.1:1 cannot be used" in says(RAY_ADDRESS="127.0.0.1:1")
+    assert time.monotonic() - began < 600

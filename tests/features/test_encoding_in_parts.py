@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 import tsae
+from support.builders import digests
 from support.damage import flip
 from support.stand_in import stand_in_gpu
 from tsae.activations.store import ActivationStore
@@ -46,14 +46,6 @@ def shards(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFacto
 def sae(shards: ActivationStore) -> TemporalSAE:
     training = tsae.TrainingConfig(tokens=2000, batch_tokens=100)
     return tsae.train(shards, tsae.SAEConfig(d_sae=32, k=4), training=training, progress=False)
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def test_bytes_do_not_depend_on_parts(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:

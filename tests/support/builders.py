@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -133,6 +134,12 @@ def flip_middle(file: Path) -> None:
     assert len(content) > 2 << 20
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file in a folder, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def save_series(folder: Path, records: list[dict[str, Any]], name: str = "tiny") -> Path:
