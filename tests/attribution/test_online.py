@@ -420,11 +420,11 @@ def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts) -> None:
     with pytest.raises(TsaeError, match=r"no target 'x'.*begins \(one\)"):
         Guard(recorder, "x", harmful="rises", bound=0)
     for odd in ({"harmful": "raises", "bound": 0}, {"harmful": "rises", "bound": float("nan")}):
-        with pytest.raises(TsaeError, match="must be rises or falls, and bound"):
+        with pytest.raises(TsaeError, match="must be rises or falls"):
             Guard(recorder, "begins (one)", **odd)
     with pytest.raises(TsaeError, match="refresh=0 is less than 1"):
         Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets, refresh=0)
     with pytest.raises(TsaeError, match="the fact 'step', which"), recorder.samples([{"step": 1}]):
         raise AssertionError
-    with pytest.raises(TsaeError, match="weight=2 is not between"):
+    with pytest.raises(TsaeError, match="weight=2"):
         Guard(recorder, "begins (one)", harmful="rises", bound=0, weight=2)

@@ -67,12 +67,9 @@ class Guard:
         names = recorder.targets.names
         if target not in names:
             raise TsaeError(f"no target {target!r}", where="Guard", fix=f"The recorder has {', '.join(names)}.")
-        if harmful not in ("rises", "falls") or not isfinite(bound):
-            raise TsaeError(
-                f"harmful={harmful!r} must be rises or falls, and bound={bound} a finite number", where="Guard"
-            )
-        if not 0 <= weight <= 1:
-            raise TsaeError(f"weight={weight} is not between 0 and 1", where="Guard")
+        if harmful not in ("rises", "falls") or not isfinite(bound) or not 0 <= weight <= 1:
+            what = f"harmful={harmful!r} must be rises or falls, bound={bound} finite, and weight={weight} from 0 to 1"
+            raise TsaeError(what, where="Guard")
         self.recorder, self.column, self.bound, self.weight = recorder, names.index(target), bound, weight
         self.sign = 1.0 if harmful == "rises" else -1.0
         self._listed: list[pd.DataFrame] = []
@@ -91,16 +88,11 @@ class Guard:
             weights = np.ones(len(effect))
             weights[listed] = self.weight
             self.recorder.down_weight(weights)
-        facts = self.recorder.facts
-        frame = pd.DataFrame(
-            [
-                {"step": self.recorder.step + 1, "place": int(i), "effect": effect[i]}
-                | {key: v for key, v in facts[i].items() if not isinstance(v, list | np.ndarray)}
-                for i in listed
-            ]
+        step, facts = self.recorder.step + 1, self.recorder.facts
+        self._listed.append(
+            pd.DataFrame([{"step": step, "place": int(i), "effect": effect[i], **facts[i]} for i in listed])
         )
-        self._listed.append(frame)
-        return frame
+        return self._listed[-1]
 
     @property
     def listed(self) -> pd.DataFrame:
@@ -161,7 +153,8 @@ class Recorder:
         """Steps finished."""
         self.batch = BatchGradients(trained, dtype=dtype, n_directions=len(targets.names))
         """Of the step that is going on."""
-        self._facts: list[Mapping[str, Any]] = []
+        self.facts: list[dict[str, Any]] = []
+        """Of the samples of the step that is going on, without token ids."""
         self._weights = torch.ones(0, dtype=torch.float32)
         self._norm = self._clipped = 0.0
         self._frames: list[pd.DataFrame] = []
@@ -193,14 +186,9 @@ class Recorder:
             raise TsaeError(what, where="Recorder.samples", fix="Give it another name.")
         with self.batch.micro_batch(len(facts)):
             yield
-        self._facts += facts
+        self.facts += [{k: v for k, v in of.items() if not isinstance(v, list | np.ndarray)} for of in facts]
         self._weights = torch.cat([self._weights, torch.ones(len(facts), dtype=torch.float32)])
         self._norm = self._gradient_norm()
-
-    @property
-    def facts(self) -> list[Mapping[str, Any]]:
-        """Of the samples of the step that is going on."""
-        return list(self._facts)
 
     @property
     def heading(self) -> np.ndarray:
@@ -260,9 +248,7 @@ class Recorder:
         now = -clip * products.cpu().numpy() * self._weights.numpy()[:, None]
         carried = self._carried(self.step)
         self._tally(now.sum(0), carried)
-        frame = pd.DataFrame(
-            [{key: v for key, v in fact.items() if not isinstance(v, (list, np.ndarray))} for fact in self._facts]
-        )
+        frame = pd.DataFrame(self.facts)
         frame.insert(0, "step", self.step)
         frame["weight"] = self._weights.numpy()
         for j, name in enumerate(self.targets.names):
@@ -270,7 +256,7 @@ class Recorder:
             frame[f"share: {name}"] = now[:, j] * carried
         self._frames.append(frame)
         self.batch.clear()
-        self._facts, self._weights = [], torch.ones(0)
+        self.facts, self._weights = [], torch.ones(0)
 
     def _tally(self, now: np.ndarray, carried: float) -> None:
         """Follow where the targets are heading: what arrives by momentum decays from step to step."""

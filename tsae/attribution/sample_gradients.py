@@ -25,7 +25,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import rearrange
 
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.hooks import positions
@@ -114,11 +114,6 @@ def module_gradients(
     module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Gradient of every sample, (B, …) by parameter of the module itself."""
-    if type(module) is torch.nn.Linear:
-        found = {module.weight: einsum(back, read.to(back.dtype), "b ... o, b ... i -> b o i")}
-        if module.bias is not None:
-            found[module.bias] = reduce(back, "b ... o -> b o", "sum")
-        return found
     if type(module) is torch.nn.Embedding:
         # Learned positions are read once for all samples.
         ids = read.expand(len(back), *read.shape[1:]).flatten(1)  # (B, T)
@@ -129,13 +124,6 @@ def module_gradients(
             table[:, module.padding_idx] = 0
         return {module.weight: table}
     parameters = dict(module.named_parameters(recurse=False))
-    if type(module).__name__.endswith("RMSNorm") and list(parameters) == ["weight"]:
-        # Linear in the weight, coordinate by coordinate: what a weight larger by 1 adds is the derivative.
-        at = [
-            torch.func.functional_call(module, {"weight": torch.full_like(module.weight, by)}, (read,))  # type: ignore[arg-type]
-            for by in (0.0, 1.0)
-        ]
-        return {parameters["weight"]: einsum(back, (at[1] - at[0]).to(back.dtype), "b ... d, b ... d -> b d")}
 
     def one(x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         def run(weights: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -190,55 +190,15 @@ class Credit:
         """Read a folder that `save` wrote.
 
         Raises:
-            TsaeError: where a file is missing or damaged, or holds what no fit gives.
+            TsaeError: where a file is missing or damaged.
         """
         folder, fix = as_path(folder), "Make it with `tsae credit fit`."
         content = read_whole(folder, ("credit.json", "credit.safetensors"), fix, fix)
-        with reading(folder / "credit.json", fix):
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']!r}, expected {FORMAT!r}")
-            try:
-                config = CreditConfig(**{**content["config"], "pass_rates": tuple(content["config"]["pass_rates"])})
-            except TsaeError as error:
-                raise ValueError(error.what) from error
+        with reading(folder, fix):
+            given = content["config"]
+            config = CreditConfig(**{**given, "pass_rates": tuple(given["pass_rates"])})
             known = {name: content[name] for name in ("constant", "scale", "info")}
-            _check_numbers(**known)
-        with reading(folder / "credit.safetensors", fix):
-            credit = cls(config, **load_file(folder / "credit.safetensors"), **known)
-            _check_tables(credit)
-        with reading(folder / "credit.json", fix):
-            repr(credit)  # reads the rest of info
-        return credit
-
-
-def _check_numbers(constant: Any, scale: Any, info: Any) -> None:
-    for name, value in (("constant", constant), ("scale", scale)):
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"{name} is {value!r}, expected a finite number")
-    if scale <= 0:
-        raise ValueError(f"scale is {scale!r}, expected a number above 0")
-    if not isinstance(info, dict) or not isinstance(info["sae"], dict):
-        raise TypeError("info and its sae must be objects")
-    for name, kind in (("significant", bool), ("note", str), ("reader", str)):
-        if not isinstance(info[name], kind):
-            raise TypeError(f"{name} is {info[name]!r}, expected a {kind.__name__}")
-
-
-def _check_tables(credit: Credit) -> None:
-    keys, of_tokens = credit.pair_keys, credit.config.estimator == "action"
-    for name, length in (
-        ("feature", credit.info["sae"]["d_sae"]),
-        ("pair_keys", len(credit.pair_values)),
-        ("pair_values", len(keys)),
-        ("token", len(credit.token)),
-    ):
-        values = getattr(credit, name)
-        if values.shape != (length,) or not values.isfinite().all():
-            raise ValueError(f"{name} has the shape {tuple(values.shape)}, expected {length} finite numbers")
-    if keys.dtype != torch.int64 or (keys < 0).any() or (keys.diff() <= 0).any():
-        raise ValueError("pair_keys are not whole numbers in ascending order")
-    if of_tokens and not len(credit.token):
-        raise ValueError("token is empty")
+            return cls(config, **load_file(folder / "credit.safetensors"), **known)
 
 
 def sae_of(features: FeatureTable, *names: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,11 @@ class Curriculum:
         self._has_levels = bool(known)
         names = [known.get(problem, "all") for problem in self.ids]
         self.level, self.level_names = pd.factorize(np.array(names, dtype=object))
-        _need_no_circle({child: parent for child, parent in (parents or {}).items() if child in self.index})
+        try:
+            TopologicalSorter({child: [parent] for child, parent in (parents or {}).items()}).prepare()
+        except CycleError as error:  # None of them would ever be admitted.
+            what = f"{error.args[1][0]!r} is a reformulation of itself, by its parents"
+            raise TsaeError(what, where="Curriculum", fix="Correct parents.") from error
         children: dict[int, list[int]] = {}
         for child, parent in (parents or {}).items():
             if child in self.index and parent in self.index:
@@ -195,22 +200,6 @@ class Curriculum:
                 where="train_dataset",
                 fix="Make both of the same problems, one row a problem.",
             )
-
-
-def _need_no_circle(parents: Mapping[str, str]) -> None:
-    """Refuse problems that are reformulations of themselves: none of them would ever be admitted."""
-    rooted: set[str] = set()  # leads to no circle
-    for child in parents:
-        path: dict[str, None] = {}
-        at = child
-        while at in parents and at not in rooted:
-            if at in path:
-                raise TsaeError(
-                    f"{at!r} is a reformulation of itself, by its parents", where="Curriculum", fix="Correct parents."
-                )
-            path[at] = None
-            at = parents[at]
-        rooted.update(path)
 
 
 class CurriculumSampler:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,10 +120,9 @@ def _whole_run(
         return _of_adapters(loader, mine, optimiser, seed)
     base = TrainedWeights(loader.load(series.base))
     later = {c.step: c for c in mine if c.step > series.base.step}
-    first = _of_file(ModelLoader(dtype="float32"), mine[0])
     notes: list[str] = []
     start, trained = base.vector(), base
-    if base_shapes(first) != base_shapes(base):
+    if base_shapes(_of_file(mine[0])) != base_shapes(base):
         start, trained = _in_vocabulary_of(loader, mine[0], series.base, base)
         notes.append(
             f"The run resized the vocabulary: tokens that {series.base.id} does not have are taken to have had the "
@@ -135,16 +135,16 @@ def base_shapes(trained: TrainedWeights) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in trained.parameters.items()}
 
 
-def _of_file(loader: ModelLoader, checkpoint: Checkpoint) -> TrainedWeights:
-    model = loader.load(checkpoint)
-    return TrainedWeights(model, loader.added or None)
+def _of_file(checkpoint: Checkpoint) -> TrainedWeights:
+    loader = ModelLoader(dtype="float32")
+    return TrainedWeights(loader.load(checkpoint), loader.added or None)
 
 
 def _controls(trained: TrainedWeights, mine: dict[int, Checkpoint], optimiser: Optimiser) -> Controls:
     shapes = base_shapes(trained)
 
     def load(checkpoint: Checkpoint) -> Control:
-        saved = _of_file(ModelLoader(dtype="float32"), checkpoint)
+        saved = _of_file(checkpoint)
         found = base_shapes(saved)
         name = next((n for n in {**shapes, **found} if shapes.get(n) != found.get(n)), None)
         if name is not None:
@@ -157,10 +157,7 @@ def _controls(trained: TrainedWeights, mine: dict[int, Checkpoint], optimiser: O
         weights = saved.vector().to(trained.device)
         return Control(weights, _optimiser_state(checkpoint, trained, weights, optimiser))
 
-    def later(checkpoint: Checkpoint) -> Callable[[], Control]:
-        return lambda: load(checkpoint)
-
-    return {step: later(checkpoint) for step, checkpoint in mine.items()}
+    return {step: partial(load, checkpoint) for step, checkpoint in mine.items()}
 
 
 def _optimiser_state(
@@ -172,9 +169,8 @@ def _optimiser_state(
         return None
     try:
         found = read_torch_file(file, refused="Remove it.", damaged="Remove it.")
-        decays = decayed(trained, optimiser)
-        names = [n for n, d in zip(trained.parameters, decays, strict=True) if d]
-        names += [n for n, d in zip(trained.parameters, decays, strict=True) if not d]
+        decays = dict(zip(trained.parameters, decayed(trained, optimiser), strict=True))
+        names = sorted(decays, key=lambda name: not decays[name])  # torch's groups: first the weights that decay
         order = [i for group in found["param_groups"] for i in group["params"]]
         parts = dict(zip(names, (found["state"][i] for i in order), strict=True))
         shapes = base_shapes(trained)
@@ -248,14 +244,11 @@ def _drawn(checkpoint: Checkpoint, trained: TrainedWeights, seed: int) -> dict[s
         torch.set_rng_state(before)
     parts = {n.replace(".default", ""): p.detach() for n, p in fresh.named_parameters() if ".lora_A." in n}
     found = {}
-    for name, parameter in trained.parameters.items():
-        if ".lora_A." not in name:
-            continue
+    for name in (name for name in trained.parameters if ".lora_A." in name):
         plain = name.replace(".default", "")
-        mine = next((p for n, p in parts.items() if n.endswith(plain) or plain.endswith(n)), None)
-        if mine is None or mine.shape != parameter.shape:
+        found[name] = next((p for n, p in parts.items() if n.endswith(plain) or plain.endswith(n)), torch.zeros(0))
+        if found[name].shape != trained.parameters[name].shape:
             return None
-        found[name] = mine.to(parameter)
     return found
 
 
@@ -263,10 +256,9 @@ def _in_vocabulary_of(
     loader: ModelLoader, later: Checkpoint, base: Checkpoint, own: TrainedWeights
 ) -> tuple[torch.Tensor, TrainedWeights]:
     """The weights of a base in the shapes that a run gave them, and the model with these shapes."""
-    before = {name: parameter.detach().clone() for name, parameter in own.parameters.items()}
     trained = TrainedWeights(loader.load(later))
     parts = {name: parameter.detach().clone() for name, parameter in trained.parameters.items()}
-    for name, tensor in before.items():
+    for name, tensor in ((name, parameter.detach()) for name, parameter in own.parameters.items()):
         shape = parts[name].shape if name in parts else tensor.shape
         n = common_rows(name, tensor.shape, shape)
         if tensor.shape == shape:
