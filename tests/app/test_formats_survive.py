@@ -31,7 +31,7 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs.known import KNOWN
+from tsae.rollouts.known_logs import KNOWN
 from tsae.rollouts.schema import BANDS, OUTCOMES
 from tsae.rollouts.table import Rollouts
 

@@ -26,7 +26,7 @@ class Formats:
     """List the trainers whose logs are read, in which versions, what to switch on there, and what each log lacks."""
 
     def execute(self) -> None:
-        from tsae.rollouts.logs.known import formats_text
+        from tsae.rollouts.known_logs import formats_text
 
         print(formats_text(shutil.get_terminal_size().columns))
 

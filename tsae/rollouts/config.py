@@ -3,56 +3,49 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from math import isfinite
+from dataclasses import field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
+from pydantic import Field
 from tyro.conf import UseAppendAction, arg
 
-from tsae.base.ranges import need_at_most, need_numbers
+from tsae.base.validation import Confidence, Count, Draws, Positive, Seed, Size, config
 from tsae.errors import TsaeError
+from tsae.rollouts.known_logs import LogFormat
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
+_Many = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
+@config
 class SamplingConfig:
     """How responses are sampled."""
 
-    n_samples: int = 8
+    n_samples: _Many = 8
     """Responses per problem (the group size)."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Softmax temperature; training rollouts use 1."""
-    max_new_tokens: int = 512
+    max_new_tokens: _Many = 512
     """Tokens after which a response is cut off (finish_reason "length")."""
-    batch_size: int = 256
+    batch_size: _Many = 256
     """Responses generated at once."""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """"chat" applies the tokenizer's chat template, "plain" does not; "auto" applies it where there is one."""
-    seed: int = 0
+    seed: Seed = 0
     """The same seed, batch size and machine give the same responses."""
     device: str = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
 
-    def __post_init__(self) -> None:
-        need_numbers(self)
-        for name in ("n_samples", "max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than 1", where="SamplingConfig")
-            if getattr(self, name) > 10_000_000:
-                raise TsaeError(f"{name}={getattr(self, name)} is more than ten million", where="SamplingConfig")
-        if not self.temperature > 0:
-            raise TsaeError(f"temperature={self.temperature} is not positive", where="SamplingConfig")
-
 
 KEY = "TSAE_SERVER_KEY"
 """Environment variable with a server's key."""
-_DAY = 86_400
 
 
-@dataclass(frozen=True)
+@config
 class EndpointConfig:
     """A server with the completions of the OpenAI API, and how to ask it."""
 
@@ -60,28 +53,18 @@ class EndpointConfig:
     """Its address, such as http://localhost:8000/v1. A key is taken from $TSAE_SERVER_KEY and written nowhere."""
     model: str | None = None
     """The checkpoint's name there; by default the only one that it serves."""
-    concurrency: int = 64
+    concurrency: Count = 64
     """Requests at a time."""
-    retries: int = 6
+    retries: Annotated[int, Field(ge=0, le=1000)] = 6
     """How often a request is sent again that met an overloaded, failing or silent server, with longer and longer
     waits."""
-    first_wait: float = 1.0
+    first_wait: Positive = 1.0
     """Seconds before a request is sent again; doubled every time, up to a minute."""
-    timeout: float = 600.0
+    timeout: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     """Seconds that a server may take for one response, a day at most."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
         where = type(self).__name__
-        for name, least in (("concurrency", 1), ("retries", 0)):
-            if getattr(self, name) < least:
-                raise TsaeError(f"{name}={getattr(self, name)} is less than {least}", where=where)
-        need_at_most(self, retries=1000)
-        for name in ("first_wait", "timeout"):
-            if not getattr(self, name) > 0:
-                raise TsaeError(f"{name}={getattr(self, name)} is not positive", where=where)
-        if self.timeout > _DAY:
-            raise TsaeError(f"timeout={self.timeout:g} is more than a day ({_DAY} seconds)", where=where)
         if not self.url:
             return
         fix = f"Give one such as http://localhost:8000/v1. A key goes into ${KEY}."
@@ -96,27 +79,18 @@ class EndpointConfig:
             raise TsaeError(f"{self.url!r} is no address", where=f"{where}.url", fix=fix)
 
 
-@dataclass(frozen=True)
+@config
 class ServerConfig(EndpointConfig):
     """An inference server that samples instead of this machine. It must offer completions as the OpenAI API does."""
 
-    check: int = 16
+    check: Size = 16
     """Responses that the checkpoint reads itself, on the device, to see whether they are its own; 0 for none."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.check < 0:
-            raise TsaeError(f"check={self.check} is less than 0", where="ServerConfig")
 
-
-LogFormat = Literal[
-    "auto", "tsae", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift",
-    "slime", "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "lm-eval", "atropos", "plain",
-]  # fmt: skip
 Unfit = Literal["empty", "unscored", "too-long", "multi-turn", "errored", "repeated", "cut"]
 
 
-@dataclass(frozen=True)
+@config
 class ColumnNames:
     """Which column of a log holds what: all there is in a plain log, extras in a trainer's."""
 
@@ -177,7 +151,7 @@ def name_columns(
     return ColumnNames(**named)
 
 
-@dataclass(frozen=True)
+@config
 class ImportConfig:
     """How a rollout log is read."""
 
@@ -203,7 +177,7 @@ class ImportConfig:
     pad_ids: tuple[int, ...] | None = None
     """Token ids that pad prompts and responses, and are left out at their edges; by default found in the first rows.
     Give -1 for none."""
-    max_response_tokens: int | None = None
+    max_response_tokens: Count | None = None
     """The run's limit, in tokens. If a log has only text, a shorter response counts as ended by its end token."""
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
     """Which of prime-rl's traces: "effective" ones reached the trainer; "all" includes filtered ones."""
@@ -228,11 +202,6 @@ class ImportConfig:
     extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
-        if self.max_response_tokens is not None and self.max_response_tokens < 1:
-            raise TsaeError(f"max_response_tokens={self.max_response_tokens} is less than 1", where="ImportConfig")
-        if not isfinite(self.success_above):
-            raise TsaeError(f"success_above={self.success_above} is not finite", where="ImportConfig")
         try:
             arguments = json.loads(self.template_arguments)
         except (ValueError, RecursionError):
@@ -242,7 +211,7 @@ class ImportConfig:
             raise TsaeError(what, where="ImportConfig", fix="""Give one, such as '{"enable_thinking": false}'.""")
 
 
-@dataclass(frozen=True)
+@config
 class BandCutoffs:
     """Where the bands end, in pass rate."""
 
@@ -252,7 +221,6 @@ class BandCutoffs:
     """Hard: a pass rate of at most this; medium lies between."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
         if not 0 <= self.hard < self.easy <= 1:
             what = f"band cut-offs hard={self.hard}, easy={self.easy} are not in order"
             raise TsaeError(what, where="BandCutoffs", fix="Give 0 <= hard < easy <= 1.")
@@ -268,7 +236,7 @@ class BandCutoffs:
         return self
 
 
-@dataclass(frozen=True)
+@config
 class BandQuantiles:
     """Bands by shares of the problems, with one policy's pass rates."""
 
@@ -278,7 +246,6 @@ class BandQuantiles:
     """Share of the problems that are hard, those with the lowest pass rates."""
 
     def __post_init__(self) -> None:
-        need_numbers(self)
         if not (self.easy > 0 and self.hard > 0 and self.easy + self.hard < 1):
             what = f"shares easy={self.easy:g} and hard={self.hard:g} leave nothing for one of the bands"
             raise TsaeError(what, where="BandQuantiles", fix="Give shares above 0 that add up to less than 1.")
@@ -307,27 +274,19 @@ class BandQuantiles:
         return BandCutoffs(easy=easy, hard=hard)
 
 
-@dataclass(frozen=True)
+@config
 class DifficultyConfig:
     """How difficulty along a run is measured."""
 
     interval: Literal["wilson", "jeffreys"] = "wilson"
     """Interval of a problem's pass rate."""
-    confidence: float = 0.95
+    confidence: Confidence = 0.95
     """Confidence level of all intervals."""
-    k: tuple[int, ...] = ()
+    k: tuple[Count, ...] = ()
     """k of pass@k; by default powers of two up to the median number of responses to a problem."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Advantages that measure how much weight single successes carry."""
-    n_draws: int = 2000
+    n_draws: Draws = 2000
     """Permutations of outcomes."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the permutations."""
-
-    def __post_init__(self) -> None:
-        need_numbers(self)
-        need_at_most(self, n_draws=10_000_000)
-        if self.n_draws < 100:
-            raise TsaeError(f"n_draws={self.n_draws} is less than 100", where="DifficultyConfig")
-        if any(k < 1 for k in self.k):
-            raise TsaeError(f"k={min(self.k)} is less than 1", where="DifficultyConfig")

@@ -10,41 +10,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from itertools import islice, pairwise, product
 from pathlib import Path
 from shlex import quote
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.known_logs import KNOWN
 from tsae.rollouts.logs.adapters import TABLES, Format
 from tsae.rollouts.logs.entry import Entry, Row, writable
 from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
-from tsae.rollouts.trainers import (
-    areal,
-    atropos,
-    evaluations,
-    ms_swift,
-    nemo_rl,
-    open_instruct,
-    plain,
-    prime_rl,
-    rllm,
-    roll,
-    slime,
-    trl,
-    tsae_log,
-    verl,
-)
+from tsae.rollouts.trainers import plain, tsae_log
 
-FORMATS = (
-    *(module.FORMAT for module in (tsae_log, trl, verl, open_instruct, nemo_rl)),
-    *(prime_rl.TRACES, prime_rl.TOKENS, plain.OPEN_R1),
-    *(module.FORMAT for module in (ms_swift, slime, areal, roll)),
-    *(prime_rl.VERIFIERS, rllm.FORMAT, evaluations.SKYRL, evaluations.OPENRLHF),
-    *(evaluations.INSPECT, evaluations.LM_EVAL, atropos.FORMAT, plain.FORMAT),
-)
+
+def _format(module: str, name: str) -> Format:
+    """The format of this name in an adapter's module."""
+    found = vars(import_module(f"tsae.rollouts.trainers.{module}")).values()
+    return next(value for value in found if isinstance(value, Format) and value.name == name)
+
+
+FORMATS = tuple(_format(known.module, name) for known in KNOWN for name in known.formats)
+"""In the order in which they are tried."""
 _BY_NAME = {form.name: form for form in FORMATS}
 
 _SHOWN = 40

@@ -9,9 +9,9 @@ import pytest
 
 from tsae.cli import main
 from tsae.rollouts.config import ImportConfig, LogFormat
+from tsae.rollouts.known_logs import KNOWN, TELLS
 from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs.entry import Entry
-from tsae.rollouts.logs.known import KNOWN, TELLS
 
 LOGS = Path(__file__).parents[3] / "docs" / "logs.md"
 SHIPPED = Path(__file__).parents[2] / "logs"

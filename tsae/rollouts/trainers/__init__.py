@@ -1,6 +1,31 @@
-"""One module for each trainer's format.
+"""Adapters: one module for each trainer's way of logging rollouts.
 
-docs/logs.md says what each log means. A new format gets a module here, a place in `log_detection.FORMATS`, a line in
-`logs.known.KNOWN`, and a name in `rollouts.config.LogFormat`. One that is neither JSON lines nor a table also needs a
-reader in `logs.on_disk.containers`.
+A new trainer takes two files. First a module here, with a function that makes an `Entry` of a row, and a `Format`::
+
+    def _entry(row: Fields) -> Entry:
+        step = row.whole("iteration", needed=True)
+        return Entry(
+            row.where,
+            prompt=row.text("question"),                 # or prompt_ids=row.ids("prompt_tokens")
+            response=row.text("completion"),             # or response_ids=row.ids("tokens"), with the end token
+            rewards={"reward": row.score("reward")},
+            answer=row.answer("target"),
+            step=step,
+            updates=step - 1,                            # optimiser steps of the weights that sampled it
+        )
+
+    FORMAT = Format(
+        "mytrainer",                                     # for --format
+        "MyTrainer rollouts",
+        by_row(_entry),
+        has("iteration", "question", "completion", "reward"),
+        re.compile(r"(^|/)rollouts-(?P<step>\\d+)\\.jsonl$"),
+    )
+
+`Fields` (`logs.entry`) reads and checks columns, and names file and line if a value is wrong. `logs.adapters` has what
+adapters share: rows with several responses, conversations, masks of sampled tokens. A row that cannot be imported is
+raised as ``row.unusable(kind, why)``.
+
+Second, `rollouts.known_logs` gets the name in `LogFormat`, and a `Known` that says what the log holds; docs/logs.md
+repeats it. A file that is neither JSON lines nor a table also needs a reader in `logs.readers`.
 """

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+LogFormat = Literal[
+    "auto", "tsae", "trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1", "ms-swift",
+    "slime", "areal", "roll", "verifiers", "rllm", "skyrl", "openrlhf", "inspect", "lm-eval", "atropos", "plain",
+]  # fmt: skip
+"""Names for --format."""
 
 TELLS = ("prompt ids", "response ids", "log-probabilities", "advantages", "ends", "answers", "steps", "policies")
 """What a log may tell about a trajectory: token ids of prompt and response, log-probabilities of sampled tokens, the
@@ -25,6 +31,8 @@ _ATROPOS = _tells(*_IDS, log_probabilities="later", advantages="if switched on")
 class Known(NamedTuple):
     """A trainer's log."""
 
+    module: str
+    """Its adapter, in `tsae.rollouts.trainers`."""
     formats: tuple[str, ...]
     """Names for --format."""
     trainer: str
@@ -40,6 +48,7 @@ class Known(NamedTuple):
 
 KNOWN = (
     Known(
+        "tsae_log",
         ("tsae",),
         "any trainer, with tsae.rl",
         "TRL 1.16; any loop with RunLog",
@@ -48,6 +57,7 @@ KNOWN = (
         _tells(*_IDS, "advantages", *_TIME, log_probabilities="vLLM", answers="of the data set"),
     ),
     Known(
+        "trl",
         ("trl",),
         "TRL, Unsloth",
         "0.15 to 1.x: Parquet, tables of wandb, trackio",
@@ -56,6 +66,7 @@ KNOWN = (
         _tells(*_TIME, advantages="since 0.19", **dict.fromkeys(("response_ids", "ends", "answers"), "if switched on")),
     ),
     Known(
+        "verl",
         ("verl",),
         "verl",
         "0.7 to 0.9, validation dumps, mlflow's val_step*.json",
@@ -64,6 +75,7 @@ KNOWN = (
         _tells("answers", *_TIME),
     ),
     Known(
+        "open_instruct",
         ("open-instruct",),
         "open-instruct",
         "2026",
@@ -71,8 +83,9 @@ KNOWN = (
         "",
         _tells(*_IDS, "advantages", "answers", *_TIME, log_probabilities="later"),
     ),
-    Known(("nemo-rl",), "NeMo-RL", "2026", "", "", _tells(*_IDS, "log-probabilities", "advantages", *_TIME)),
+    Known("nemo_rl", ("nemo-rl",), "NeMo-RL", "2026", "", "", _tells(*_IDS, "log-probabilities", "advantages", *_TIME)),
     Known(
+        "prime_rl",
         ("prime-rl", "prime-rl-tokens"),
         "prime-rl",
         "0.6 to 0.8, token exports",
@@ -81,6 +94,7 @@ KNOWN = (
         _tells(*_IDS, "log-probabilities", "steps", advantages="mostly", answers="traces", policies="traces"),
     ),
     Known(
+        "plain",
         ("open-r1",),
         "open-r1, tables with a row a problem",
         "data sets of generations; lists of responses and rewards",
@@ -89,6 +103,7 @@ KNOWN = (
         _tells("answers", ends="OpenR1-Math"),
     ),
     Known(
+        "ms_swift",
         ("ms-swift",),
         "ms-swift",
         "3.2 to 4.6, Megatron, Ray",
@@ -97,6 +112,7 @@ KNOWN = (
         _tells("advantages", *_TIME, answers="solution"),
     ),
     Known(
+        "slime",
         ("slime",),
         "slime",
         "2026",
@@ -104,9 +120,18 @@ KNOWN = (
         "advantages",
         _tells(*_IDS, "answers", *_TIME, log_probabilities="later"),
     ),
-    Known(("areal",), "AReaL", "1.0.4", "rollout.dump_to_file", "ids, answers, advantages", _tells("ends", *_TIME)),
-    Known(("roll",), "ROLL", "2026", "rollout_dump_dir", "ids, ends of responses", _tells("answers", *_TIME)),
     Known(
+        "areal",
+        ("areal",),
+        "AReaL",
+        "1.0.4",
+        "rollout.dump_to_file",
+        "ids, answers, advantages",
+        _tells("ends", *_TIME),
+    ),
+    Known("roll", ("roll",), "ROLL", "2026", "rollout_dump_dir", "ids, ends of responses", _tells("answers", *_TIME)),
+    Known(
+        "prime_rl",
         ("verifiers",),
         "verifiers, prime-rl before 0.7",
         "0.1.3 to 0.2.1",
@@ -115,9 +140,16 @@ KNOWN = (
         _tells("ends", "answers", advantages="prime-rl", steps="prime-rl", policies="prime-rl"),
     ),
     Known(
-        ("rllm",), "rLLM", "2026", "the episode logger", "ids, several steps", _tells("answers", *_TIME, ends="if cut")
+        "rllm",
+        ("rllm",),
+        "rLLM",
+        "2026",
+        "the episode logger",
+        "ids, several steps",
+        _tells("answers", *_TIME, ends="if cut"),
     ),
     Known(
+        "evaluations",
         ("skyrl",),
         "SkyRL",
         "0.3, evaluations",
@@ -125,11 +157,30 @@ KNOWN = (
         "batches of the training, which are pickles and not read",
         _tells("ends", "answers", *_TIME),
     ),
-    Known(("openrlhf",), "OpenRLHF", "to 0.10, batch inference", "", "step and policy", _tells()),
-    Known(("inspect",), "Inspect", "0.3 (extra inspect)", "", "ids, step", _tells("ends", "answers", "policies")),
-    Known(("lm-eval",), "lm-evaluation-harness", "0.4, text tasks", "--log_samples", "ids, step", _tells("answers")),
-    Known(("atropos",), "Atropos", "2026", "--env.data_path_to_save_groups", "step, policy, answers", _ATROPOS),
+    Known("evaluations", ("openrlhf",), "OpenRLHF", "to 0.10, batch inference", "", "step and policy", _tells()),
     Known(
+        "evaluations",
+        ("inspect",),
+        "Inspect",
+        "0.3 (extra inspect)",
+        "",
+        "ids, step",
+        _tells("ends", "answers", "policies"),
+    ),
+    Known(
+        "evaluations",
+        ("lm-eval",),
+        "lm-evaluation-harness",
+        "0.4, text tasks",
+        "--log_samples",
+        "ids, step",
+        _tells("answers"),
+    ),
+    Known(
+        "atropos", ("atropos",), "Atropos", "2026", "--env.data_path_to_save_groups", "step, policy, answers", _ATROPOS
+    ),
+    Known(
+        "plain",
         ("plain",),
         "any other",
         "JSON lines, Parquet, JSON, CSV, TSV, Arrow, folders of save_to_disk",
