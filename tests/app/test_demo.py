@@ -28,7 +28,7 @@ def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[s
         printed.append(capsys.readouterr().out.replace(str(tmp_path / name), ""))
     assert printed[0] == printed[1]
     # Not two empty tables: the hard run's collapse is found even at this size.
-    assert "hard-150 raised and medium-150 lowered: 0 at" not in printed[0]
+    assert "Raised by hard-150, lowered by medium-150" in printed[0]
     one, two = (tsae.FeatureDiff.load(tmp_path / name / "diff") for name in ("one", "two"))
     pd.testing.assert_frame_equal(one.shifts, two.shifts)
     pd.testing.assert_frame_equal(one.dynamics, two.dynamics)

@@ -334,8 +334,8 @@ def test_a_one_epoch_run_speaks_of_what_it_has(one_epoch: Any, capsys: pytest.Ca
     assert sorted(diff.main_shift("up", discoveries=True).feature) == [0, 1]
     print_findings(diff)
     said = capsys.readouterr().out
-    assert "Features that up raised and down lowered: 1 (|Δ| > 0.1, q ≤ 0.05 in both)" in said
-    assert "Features that down raised and up lowered: 1 (|Δ| > 0.1, q ≤ 0.05 in both)" in said
+    assert "Raised by up, lowered by down: 1 feature" in said
+    assert "Raised by down, lowered by up: 1 feature" in said
     assert "up: 2 of 8 tested features moved on the same trajectories" in said
     page = rendered(diff)
     assert "up raised and down lowered 1 feature, most clearly" in page

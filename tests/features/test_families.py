@@ -21,7 +21,7 @@ from tsae.diff.feature_diff import feature_diff
 from tsae.errors import TsaeError
 from tsae.features.contexts import annotate_tokens
 from tsae.features.mathematics import CLASSES, FAMILIES, character_classes, math_classes
-from tsae.report.terminal import family_text
+from tsae.report.tables import families, table_text
 from tsae.rollouts.table import Rollouts
 from tsae.testbed import classes as testbed
 
@@ -265,7 +265,7 @@ def test_planted_families_are_found_counted_and_tested() -> None:
     assert shifts.n_features.tolist() == [1, 1, 1]
     assert shifts.difference["direct-answer"] > 0 > shifts.difference["deliberation"]
     assert (shifts.q <= 0.05).all()
-    assert "direct-answer: 1 features" in family_text(diff)
+    assert "direct-answer (1 features)" in table_text(families(diff))
 
 
 @pytest.mark.slow  # draws many tables

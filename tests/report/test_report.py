@@ -32,7 +32,8 @@ from tsae.report.page import linked, write_report
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.gates import statistics_text
-from tsae.report.terminal import gates_text, opposed_text, outcome_text, print_findings
+from tsae.report.tables import opposed, table_text
+from tsae.report.terminal import contrasts_text, gates_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
 from tsae.rollouts.table import Rollouts
 
@@ -294,10 +295,10 @@ def test_stability_is_shown_where_it_is_known(page: Page) -> None:
     assert "stability" not in page.text.lower()
     assert "stability" not in page.part("features")["numbers"]
     assert "not found again" not in page.texts
-    for text in (opposed_text, lambda d, up, down, n: outcome_text(d, n)):
-        plain, with_stability = (text(d, "up-run", "down-run", 6).splitlines() for d in (made, diff))
-        assert any("0 high" in line and "operand 25%" in line and " 0.93 " in line for line in with_stability)
-        assert not any(" 0.93 " in line or "stable" in line for line in plain)
+    for shown in (lambda d: table_text(opposed(d)[0]), lambda d: contrasts_text(d, "outcome", d.base, 6)):
+        plain, with_stability = (shown(one).splitlines() for one in (made, diff))
+        assert any("0  " in line and "operand 25 %, high-level, stability 0.93" in line for line in with_stability)
+        assert not any("stability" in line for line in plain)
     assert gates_text(diff, None).splitlines()[2] == f"  stability: {fact}; mean cosine 0.81"
     assert "stability" not in gates_text(made, None)
 
@@ -641,4 +642,4 @@ def test_bands_that_are_steps_are_said_before_all_else(tmp_path: Path, capsys: p
     print_findings(diff)
     said = capsys.readouterr().out
     assert said.index("cannot be told apart") < said.index("Behaviour on each band")
-    assert re.search(r"problems at step +2 +3-9 +10-25\neasy +0 +0 +7\n", said)
+    assert re.search(r"step 2 +step 3-9 +step 10-25\n  easy +0 +0 +7\n", said)

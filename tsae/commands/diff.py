@@ -105,9 +105,11 @@ class Diff:
         from tsae.diff.baselines import baselines
         from tsae.diff.descriptions import find_families
         from tsae.features.contexts import find_annotator, logit_effects
+        from tsae.report import tables
         from tsae.report.story.findings import findings_content
         from tsae.report.story.statements import NOT_RUN, noise_lines
-        from tsae.report.terminal import baseline_text, insertion_text, print_findings
+        from tsae.report.tables import table_text
+        from tsae.report.terminal import print_findings
 
         _check(self)
         features = tsae.FeatureTable.load(self.features)
@@ -146,11 +148,12 @@ class Diff:
             if self.store is not None:
                 content["baselines"] = found = baselines(features, self.store, self.config)
                 diff = replace(diff, baselines=found)
-                print(f"\n{baseline_text(found)}")
+                print(f"\n{table_text(tables.baselines(found))}")
             if self.sae is not None and series is not None and self.insertion:
                 content["insertion"] = inserted = insert_discoveries(diff, series, self.sae, features, self.insertion)
                 diff = replace(diff, insertion=inserted)
-                print(f"\n{insertion_text(inserted, strings)}")
+                named = {str(i): repr(text) for i, text in enumerate(strings or ())}
+                print(f"\n{table_text(tables.insertion(inserted, named))}")
             say_wrote(diff.save(self.to), diff)
             if other is not None:
                 content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
@@ -185,7 +188,8 @@ class Reinforcement:
     def execute(self) -> None:
         from tsae.base.seal import write_whole
         from tsae.base.table_export import write_table
-        from tsae.report.terminal import prediction_text, reinforcement_text
+        from tsae.report.tables import predicted, table_text
+        from tsae.report.terminal import reinforcement_text
 
         series = load_series(*self.series) if self.series else None
         found = tsae.reinforcement(self.features, self.config, policy=self.policy, series=series, device=self.device)
@@ -194,7 +198,7 @@ class Reinforcement:
             print(reinforcement_text(found))
             if self.diff is not None:
                 tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
-                print(f"\n{prediction_text(tables['predicted'])}")
+                print(f"\n{table_text(predicted(tables['predicted']))}")
             if self.to is not None:
                 # An earlier call may have written predictions, of another diff.
                 writers: dict[str, Callable[[Path], object] | None] = {"predicted.parquet": None}

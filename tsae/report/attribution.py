@@ -16,7 +16,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.layout import DIVERGING, finish, label_rows, panels
 from tsae.report.story.statements import Statement
-from tsae.report.tables import Cell, Table
+from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import capitalised, count, figure_text, percent, shortened, visible
 from tsae.rollouts.schema import BANDS
 
@@ -517,7 +517,6 @@ def _pieces(one: Read) -> list[Piece]:
 
 _LINE, _WIDTH = 90, 118
 """Characters of a response, and of a line."""
-_HEAD = f"{'samples':>9}{'share':>11}{'without them':>14}{'alone':>11}  how"
 
 
 def attribution_text(found: Attribution, n: int = 10) -> str:
@@ -537,35 +536,22 @@ def attribution_text(found: Attribution, n: int = 10) -> str:
 def _answer(found: Attribution, n: int) -> Iterator[str]:
     for sentence in meaning(found):
         yield from _wrapped(sentence)
-    told = [moved(found, name) for name in told_targets(found)]
-    if any(len(one.bands) for one in told):
-        yield from ("", f"{'Easy, medium and hard samples':<46}{_HEAD}")
-    for one in told:
+    every = [moved(found, name) for name in told_targets(found)]
+    bands: list[list[str | Cell]] = []
+    for one in every:
         if len(one.bands):
-            flag = f"  (beware: {one.unexplained} unexplained by shares)" if one.flagged else ""
-            yield f"  {visible(one.name)}: {one.change}{flag}"
-        yield from (_numbers(f"  {row.band} samples", row) for row in one.bands.itertuples())
-    if any(len(one.lone) for one in told):
-        yield from ("", f"{'Lone successes: the only one of their group':<46}{_HEAD}")
-    yield from (_numbers(one.name, row) for one in told for row in one.lone.itertuples())
-    grids = {name: grid for name in told_targets(found) if (grid := signal(found, name)) is not None}
-    if grids:
-        yield from ("", "Where in the text: shares of tokens by fifth of the policy's entropy", *_wrapped(FIFTHS))
-        yield f"  {'':<44}{''.join(f'{fifth:>11}' for fifth in range(1, 6))}"
-    for name, grid in grids.items():
-        yield f"  {visible(shown_name(found, name))}"
-        for band, shares in zip(grid.bands, grid.share, strict=True):
-            yield f"    {visible(f'{band} samples'):<42}{''.join(f'{amount(share):>11}' for share in shares)}"
+            flag = f" (beware: {one.unexplained} unexplained by shares)" if one.flagged else ""
+            bands.append([f"{one.name}: {one.change}{flag}"])
+            bands += [_row(f"  {row.band} samples", row) for row in one.bands.itertuples()]
+    table = Table("Easy, medium and hard samples", ["", *_CELLS], bands) if bands else None
+    for text in map(table_text, (table, _lone(every), _signal(found, every))):
+        yield from ("", *text.splitlines()) if text else ()
+    yield from _wrapped(FIFTHS)
     samples = to_read(found, n)
     if samples:
         yield from ("", "Samples to read, with the tokens that carry their share")
     for sample in samples:
         yield from _sample(sample)
-
-
-def _numbers(name: str, row: Any) -> str:
-    cells = f"{amount(row.share):>11}{amount(row.without):>14}{amount(row.alone):>11}"
-    return f"  {shortened(visible(name), 43):<44}{row.n:>9,}{cells}  {visible(str(row.how))}"
 
 
 def _sample(one: Read) -> Iterator[str]:

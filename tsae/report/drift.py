@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +13,32 @@ from plotly.subplots import make_subplots
 from tsae.checkpoints.drift import drift_by
 from tsae.report.document import render_page, write_page
 from tsae.report.figures.layout import finish
-from tsae.report.tables import Table
+from tsae.report.tables import DASH, Cell, Table, table_text
 from tsae.report.text import figure_text, percent
 
 _MOST = 3
 
 
-@dataclass(frozen=True)
-class Written:
-    """One checkpoint against the base."""
-
-    checkpoint: str
-    relative: str
-    """‖W − W₀‖ / ‖W₀‖ of all weights as one."""
-    changed: str
-    """Per cent of weights."""
-    rank: str
-    """Median stable rank of the updates."""
-    most: str
-    """The tensors that moved furthest for their size."""
-
-
-def written(drift: pd.DataFrame) -> Iterator[Written]:
-    """Of every checkpoint."""
+def whole(drift: pd.DataFrame) -> Table:
+    """‖W − W₀‖ / ‖W₀‖ of all weights of every checkpoint, and the tensors that moved furthest for their size."""
+    rows: list[list[str | Cell]] = []
     for row in drift_by(drift, []).itertuples():
         mine = drift[drift.checkpoint == row.checkpoint]
         rank = mine.stable_rank.median()
         # Norms and biases, which are small, are left out.
         matrices = mine[mine.spectral.notna() | (mine.n_weights >= mine.n_weights.max() / 100)]
         most = matrices.sort_values("relative", ascending=False, kind="stable").head(_MOST)
-        yield Written(
-            checkpoint=str(row.checkpoint),
-            relative=relative_text(row.relative),
-            changed="–" if pd.isna(row.changed) else f"{percent(row.changed)} %",
-            rank="–" if math.isnan(rank) else f"{rank:.1f}",
-            most="; ".join(f"{_place(tensor)} {relative_text(tensor.relative)}" for tensor in most.itertuples()),
+        rows.append(
+            [
+                str(row.checkpoint),
+                "; ".join(f"{_place(tensor)} {relative_text(tensor.relative)}" for tensor in most.itertuples()),
+                relative_text(row.relative),
+                DASH if pd.isna(row.changed) else f"{percent(row.changed)} %",
+                DASH if math.isnan(rank) else f"{rank:.1f}",
+            ]
         )
+    head = ["checkpoint", "most written", "drift", "weights changed", "stable rank, median"]
+    return Table("All weights as one", head, rows, 2)
 
 
 def last_of_runs(drift: pd.DataFrame) -> list[str]:
@@ -148,35 +136,30 @@ def write_drift(drift: pd.DataFrame, path: str | Path) -> Path:
     Raises:
         TsaeError: where the path is a folder.
     """
-    head = ["checkpoint", "most written", "drift", "weights changed", "stable rank, median"]
-    rows = [[one.checkpoint, one.most, one.relative, one.changed, one.rank] for one in written(drift)]
     content = render_page(
         "drift.html",
         "Where training wrote",
         {"drift": drift_figure(drift, last_of_runs(drift))},
         n_checkpoints=drift.checkpoint.nunique(),
         n_weights=int(drift[drift.checkpoint == drift.checkpoint.iloc[0]].n_weights.sum()),
-        whole=Table("All weights as one", head, rows, 2),
+        whole=whole(drift),
     )
     return write_page(path, content)
 
 
 def drift_text(drift: pd.DataFrame) -> str:
     """Every checkpoint, then modules and layers of the last step of every run."""
-    lines = ["How far from the base: norm of W − W0 over norm of W0 (all weights as one)"]
-    lines.append(f"  {'checkpoint':<24}{'drift':>10}{'changed':>10}{'stable rank':>13}   most written")
-    for one in written(drift):
-        lines.append(f"  {one.checkpoint:<24}{one.relative:>10}{one.changed:>10}{one.rank:>13}   {one.most}")
+    lines = ["How far from the base: norm of W − W0 over norm of W0", table_text(whole(drift))]
     last = last_of_runs(drift)
     for by in ("module", "layer"):
         table = drift_by(drift[drift.checkpoint.isin(last)], [by])
-        lines += ["", f"By {by}: drift (share of the squared update)"]
-        lines.append(f"  {by:<28}" + "".join(f"{c:>24.23}" for c in last))
         keys = list(dict.fromkeys(None if pd.isna(key) else key for key in table[by]))
+        rows: list[list[str | Cell]] = []
         for key in sorted(keys, key=lambda k: (k is None, k)) if by == "layer" else keys:
             mine = table[table[by].isna() if key is None else table[by] == key].set_index("checkpoint")
-            cells = [f"{relative_text(mine.relative[c])} ({percent(mine.share[c])} %)" for c in last]
-            lines.append(f"  {'outside of layers' if key is None else key!s:<28}" + "".join(f"{c:>24}" for c in cells))
+            cells = [Cell(relative_text(mine.relative[c]), f"({percent(mine.share[c])} %)") for c in last]
+            rows.append(["outside of layers" if key is None else str(key), *cells])
+        lines += ["", table_text(Table(f"By {by}: drift (share of the squared update)", [by, *last], rows))]
     rounded = drift[(drift.rounding > 0) & (drift.update_norm > 0)]
     if len(rounded):
         part = (rounded.rounding / rounded.relative).clip(upper=1).median()

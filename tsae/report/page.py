@@ -37,7 +37,7 @@ from tsae.report.figures.features import (
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
-from tsae.report.story.statements import contrasts, noise_text, step_features, tests
+from tsae.report.story.statements import contrasts, noise_text, predictions, step_features, tests
 from tsae.report.text import capitalised, shortened
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -125,6 +125,7 @@ def render(
         has_stability=facts.has_stability(diff),
         explored=explored,
         tables=tables,
+        predictions=predictions,
         found_again=FOUND_AGAIN,
     )
 

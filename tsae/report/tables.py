@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,8 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.checks import CONDITIONS
 from tsae.report.story import facts
 from tsae.report.story.gates import bands_by_step, gates
-from tsae.report.story.statements import Caveat, Contrast, Effect, along_steps, caveats, contrasts, effects, predictions
-from tsae.report.text import count, interval, number, percent, q_value
+from tsae.report.story.statements import Caveat, Contrast, Effect, along_steps, caveats, contrasts, effects
+from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
 
 DASH = "–"
 
@@ -52,6 +52,36 @@ class Table:
     head: Sequence[str | Cell]
     rows: Sequence[Sequence[str | Cell]]
     numeric_from: int = 1
+
+
+_WIDEST = 80
+"""Characters of a cell of text in a terminal."""
+
+
+def table_text(table: Table | None, n: int | None = None) -> str:
+    """The first n rows as aligned plain text; empty where there is no table. A row of one cell is a heading."""
+    if table is None:
+        return ""
+    rows = [[_cell_text(cell) for cell in row] for row in (table.head, *table.rows[:n])]
+    columns = zip(*(row for row in rows if len(row) > 1), strict=True)
+    wide = [min(max(map(len, column)), _WIDEST) for column in columns]
+    lines = [visible(table.caption)]
+    for row in rows:
+        cells = [
+            f"{shortened(cell, width):<{width}}" if place < table.numeric_from else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(row, wide, strict=False))
+        ]
+        lines.append("  " + ("  ".join(cells).rstrip() if len(row) > 1 else row[0]))
+    more = len(table.rows) - len(rows) + 1
+    return "\n".join([*lines, f"  … {count(more, 'more row')}"] if more else lines)
+
+
+def _cell_text(cell: str | Cell) -> str:
+    if isinstance(cell, str):
+        return visible(cell)
+    feature = "" if cell.feature is None else str(cell.feature)
+    parts = (feature, cell.text, *cell.codes, cell.small, cell.below, ", ".join(flag.word for flag in cell.flags))
+    return " ".join(visible(part) for part in parts if part)
 
 
 def effect_cells(effect: Effect) -> list[str | Cell]:
@@ -309,12 +339,10 @@ def interactions(diff: FeatureDiff) -> list[Table]:
 _MAX_TOP, _MAX_MEASURED = 5, 4
 
 
-def insertion(diff: FeatureDiff) -> Table | None:
-    """Whether a feature's top tokens fire it where they are put into other contexts."""
-    table = diff.insertion
+def insertion(table: pd.DataFrame | None, strings: Mapping[str, str]) -> Table | None:
+    """Whether a feature's top tokens fire it where they are put into other contexts; `strings` are tokens by id."""
     if table is None or table.empty:
         return None
-    strings = diff.info.get("token_strings", {})
     rows = [
         [
             r.reader,
@@ -331,9 +359,8 @@ def insertion(diff: FeatureDiff) -> Table | None:
     )
 
 
-def baselines(diff: FeatureDiff) -> Table | None:
+def baselines(table: pd.DataFrame | None) -> Table | None:
     """AUROC of plain directions beside that of features."""
-    table = diff.baselines
     if table is None or table.empty:
         return None
     rows = []
@@ -346,10 +373,10 @@ def baselines(diff: FeatureDiff) -> Table | None:
     return Table("Held-out AUROC within problem, with interval", ["contrast", *WAYS], rows)
 
 
-def predicted(diff: FeatureDiff) -> Table | None:
-    """What the base's rollouts reinforce, and how far that came true."""
+def predicted(compared: pd.DataFrame) -> Table:
+    """What the base's rollouts reinforce, and how far that came true: rows of `Reinforcement.compare`."""
     rows: list[list[str | Cell]] = []
-    for r in facts.records(predictions(diff)):
+    for r in facts.records(compared):
         cells: list[str | Cell] = [Cell(small=r.note, quiet=True), DASH, DASH, DASH]
         if not r.note:
             rho = ranged(r.rho, r.low, r.high, like=False)
@@ -357,11 +384,7 @@ def predicted(diff: FeatureDiff) -> Table | None:
         rows.append([r.checkpoint, r.part, r.gradient, r.predicted_on + " *" * r.matched, r.realised_on, *cells])
     head = ["run", "part", "gradient", "predicted on", "realised on", "rank correlation", "p", "ceiling"]
     caption = "Predicted against realised shifts; * what the run was trained on"
-    return (
-        Table(caption, [*head, "separate halves"], rows, 5)
-        if diff.predicted is not None and len(diff.predicted)
-        else None
-    )
+    return Table(caption, [*head, "separate halves"], rows, 5)
 
 
 def reinforced(diff: FeatureDiff) -> dict[str, Table | None]:

@@ -4,54 +4,47 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
 from tsae.base.statistics.intervals import FEWEST
-from tsae.diff.dynamics import FLAT, align
+from tsae.diff.dynamics import align
 from tsae.diff.explain import Explanations
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.inference import power_text
 from tsae.diff.influence import Influence
 from tsae.diff.reinforcement import Reinforcement
+from tsae.report import tables
 from tsae.report.story import facts
 from tsae.report.story.findings import feature_sentences, tested
-from tsae.report.story.gates import bands_by_step, bands_warning, gates
-from tsae.report.story.statements import Contrast, Effect, along_steps, contrasts, main_contrast
+from tsae.report.story.gates import bands_warning, gates
+from tsae.report.story.statements import Contrast, contrasts
+from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
 from tsae.sae.quality.evaluation import Evaluation
 
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
-    """Behaviours per checkpoint, features that runs moved in opposite directions, and the gates."""
+    """Behaviours by checkpoint, what runs moved, outcomes, families, steps, and the gates."""
     if warning := bands_warning(diff):
-        print(f"\n{textwrap.fill(visible(warning), 118)}\n{bands_by_step_text(diff)}")
+        print(f"\n{textwrap.fill(visible(warning), 118)}\n{table_text(tables.problems_by_step(diff))}")
     parts = [behaviour_text(diff.behaviours)]
     for checkpoint in facts.final_checkpoints(diff):
         told = visible(f"{checkpoint}: {' '.join(feature_sentences(diff, checkpoint))}")
         parts.append(textwrap.fill(told, 118, subsequent_indent="  "))
-    pairs = facts.opposed_pairs(diff)[:2]
-    parts += [opposed_text(diff, up, down, n) for up, down, _ in pairs]
-    if not pairs:
-        parts += [shift_text(diff, checkpoint, n) for checkpoint in diff.checkpoints]
-    parts.append(outcome_text(diff, n))
-    if (diff.contrasts.kind == "interaction").any():
-        parts.append(interaction_text(diff, n))
-    if "family" in diff.features:
-        parts.append(family_text(diff))
+    opposed = tables.opposed(diff)[:2]
+    parts += [table_text(pair, n) for pair in opposed]
+    if not opposed:
+        parts += [contrasts_text(diff, "shift", checkpoint, n) for checkpoint in diff.checkpoints]
+    parts += [contrasts_text(diff, kind, diff.base, n) for kind in ("outcome", "interaction")]
+    parts.append(table_text(tables.families(diff)))
     if diff.dynamics is not None:
-        parts.append(dynamics_text(diff))
+        parts += [*map(table_text, tables.steps(diff)), _steps_text(diff)]
     for part in [*parts, gates_text(diff, evaluation)]:
-        print(f"\n{part}")
-
-
-def bands_by_step_text(diff: FeatureDiff) -> str:
-    """Problems of every band by the step at which they were asked; empty where that was not measured."""
-    steps, counts = bands_by_step(diff)
-    table = pd.DataFrame.from_dict(counts, orient="index", columns=steps)
-    return table.rename_axis(columns="  problems at step").to_string() if steps else ""
+        if part:
+            print(f"\n{part}")
 
 
 def behaviour_text(table: pd.DataFrame) -> str:
@@ -85,104 +78,48 @@ def format_text(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def opposed_text(diff: FeatureDiff, up: str, down: str, n: int) -> str:
-    """Features that one run raised and another lowered, with the shift in every run."""
-    found = diff.opposed(up, down)
-    title = f"Features that {up} raised and {down} lowered: {len(found)} ({facts.least_text(diff)} in both)"
-    if found.empty:
-        return title
-    shifts = {c: facts.main_shift(diff, c) for c in diff.checkpoints}
-    more = f", the {n} largest" if len(found) > n else ""
-    lines = [f"{title}{more}", "  (Δ: shift in standard deviations over base trajectories, interval, q)"]
-    stable = f"{'stable':<8}" if facts.has_stability(diff) else ""
-    lines.append(f"  {'feature':<9}{'responds to':<34}{stable}" + "".join(f"{c:>32}" for c in diff.checkpoints))
-    for feature, row in found.head(n).iterrows():
-        cells = [_sized(table.loc[feature]) if feature in table.index else "–" for table in shifts.values()]
-        described = _described(int(feature), row.group, row.responds_to, row.get("share"), row.get("stability"))
-        lines.append(f"  {described}" + "".join(f"{cell:>32}" for cell in cells))
+def contrasts_text(diff: FeatureDiff, kind: str, checkpoint: str, n: int) -> str:
+    """What the contrasts of a kind found over all problems and by band, how clearly they could, and the n largest."""
+    part = diff.main_part(checkpoint) if kind == "shift" else None
+    found = [
+        c
+        for c in contrasts(diff, kind=kind, checkpoint=checkpoint)
+        if part is None or (c.part, c.outcome) == (part, "all")
+    ]
+    title = {
+        "shift": f"Shifts of {checkpoint} against {diff.base}, {facts.PART_NAMES.get(str(part), 'none')}",
+        "outcome": f"Success − failure within problem, read by {checkpoint}",
+        "interaction": f"Outcome effect in one band − in another, read by {checkpoint}",
+    }[kind]
+    if kind == "interaction" and not found:
+        return ""
+    lines = [f"{title} (Δ, interval, q)"]
+    for c in found:
+        counted = f"{c.n_problems} problems, {c.n_left_out} left out"
+        lines.append(f"  {c.band.replace('-', ' − ')}: {c.refused or _counted(c)} ({counted})")
+        if not c.refused and kind != "shift":
+            lines.append(f"    {power_text(c.n_problems, c.detectable)}")
+        if not c.refused and kind != "interaction" and len(c.found) and c.controls:
+            lines.append(f"    {c.controls}")
+        largest = [[*tables.effect_cells(e), tables.delta_cell(e)] for e in c.strongest(n)]
+        lines += [f"  {line}" for line in table_text(Table("", ["", "", ""], largest, 2)).splitlines()[2:]]
     return "\n".join(lines)
 
 
-def shift_text(diff: FeatureDiff, checkpoint: str, n: int) -> str:
-    """The clearest shifts of one checkpoint against the base, over all problems and per band."""
-    part = diff.main_part(checkpoint)
-    lines = [f"Shifts of {checkpoint} against {diff.base}, {facts.PART_NAMES.get(str(part), 'none')} (Δ, interval, q)"]
-    for band in ("all", *facts.bands_of(diff)):
-        c = main_contrast(diff, checkpoint, band)
-        if c is not None and c.refused:
-            lines.append(f"  {band}: {c.refused}")
-        elif c is not None:
-            lines += _contrast(c, band, f"{c.n_problems} problems, {c.n_left_out} on one side only", n)
-    return "\n".join(lines)
-
-
-def outcome_text(diff: FeatureDiff, n: int) -> str:
-    """Success − failure within problem on the base's trajectories, over all problems and per band."""
-    lines = [f"Success − failure within problem, read by {diff.base} (Δ, interval, q)"]
-    for c in contrasts(diff, kind="outcome", checkpoint=diff.base):
-        counted = f"{c.n_problems} problems with both outcomes, {c.n_left_out} without"
-        if c.refused:
-            lines.append(f"  {c.band}: {c.refused} ({counted})")
-        else:
-            lines += _contrast(c, c.band, counted, n, power=True)
-    return "\n".join(lines)
-
-
-def interaction_text(diff: FeatureDiff, n: int) -> str:
-    """Whether the outcome effect on the base's trajectories is another in one band than in another."""
-    lines = [f"Outcome effect in one band − in another, read by {diff.base} (Δ, interval, q)"]
-    for c in contrasts(diff, kind="interaction", checkpoint=diff.base):
-        bands = c.band.replace("-", " − ")
-        if c.refused:
-            lines.append(f"  {bands}: {c.refused}")
-        else:
-            lines += _contrast(c, bands, f"{c.n_problems} problems", n, power=True, controls=False)
-    return "\n".join(lines)
-
-
-def _contrast(c: Contrast, name: str, counted: str, n: int, *, power: bool = False, controls: bool = True) -> list[str]:
-    """How many features a contrast found and how many differ at all, what the controls leave, and the largest."""
+def _counted(c: Contrast) -> str:
+    """How many features a contrast found, and how many differ at all."""
     null = "" if math.isnan(c.n_null) else f", null {c.n_null:.1f}"
-    found = f"{c.n_found} of {c.n_tested} features, {facts.least_text(c.diff)}{null}; {c.n_differs} differ detectably"
-    lines = [f"  {name}: {found} ({counted})"]
-    if power:
-        lines.append(f"    {power_text(c.n_problems, c.detectable)}")
-    if controls and len(c.found) and c.controls:
-        lines.append(f"    {c.controls}")
-    for e in c.strongest(n):
-        lines.append(f"    {_described(e.feature, e.group, e.responds_to, e.share, e.stability)}{_sized(e):>32}")
-    return lines
+    return f"{c.n_found} of {c.n_tested} features, {facts.least_text(c.diff)}{null}; {c.n_differs} differ detectably"
 
 
-def family_text(diff: FeatureDiff) -> str:
-    """How many features every family has, and what each run did to it."""
-    sizes = diff.features.family.value_counts()
-    lines = ["Families of features (features; Δ, interval, q)"]
-    for family in sorted(set(diff.features.family) - {"none"}):
-        lines.append(f"  {family}: {sizes[family]} features")
-        table = diff.families
-        for row in table[(table.family == family) & (table.band == "all")].itertuples():
-            lines.append(f"    {row.checkpoint:<19}{row.note or _sized(row)}")
-    lines.append(f"  none: {sizes.get('none', 0)} features")
-    return "\n".join(lines)
-
-
-def dynamics_text(diff: FeatureDiff) -> str:
-    """A run a block: how many features of every kind, when they set in, and what behaviours they went along with."""
-    table, behaviours = diff.dynamics, diff.behaviour_dynamics
-    assert table is not None
-    assert behaviours is not None
-    lines = ["Along the steps of a run (features by kind; onset: the first saved step with half of the shift)"]
-    for run in along_steps(diff):
-        steps, kinds = ", ".join(map(str, run.steps)), ", ".join(f"{n} {kind}" for kind, n in run.kinds.items())
-        lines.append(f"  {run.run}, steps {steps}: {kinds}")
-        for kind, found in run.last[run.last.kind != FLAT].groupby("kind", sort=False):
-            onsets = found.onset.astype(int).value_counts().sort_index()
-            lines.append(f"    {kind:<10}onset at {', '.join(f'{step}: {n}' for step, n in onsets.items())}")
-    lines += [f"  {run}: not followed: {why}" for run, why in diff.info["no_dynamics"].items()]
+def _steps_text(diff: FeatureDiff) -> str:
+    """What cannot be followed or trusted along the steps, and which behaviours features go along with."""
+    assert diff.dynamics is not None
+    assert diff.behaviour_dynamics is not None
+    lines = [f"  {run}: not followed: {why}" for run, why in diff.info["no_dynamics"].items()]
     if flagged := [reader["id"] for reader in diff.info["steps"] if reader["flagged"]]:
         lines.append(f"  badly reconstructed: {', '.join(flagged)}")
-    together = align(table, behaviours)
+    together = align(diff.dynamics, diff.behaviour_dynamics)
     if len(together):
         points = " or ".join(map(str, sorted(together.n_points.unique())))
         lines.append(
@@ -225,68 +162,23 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
     return "\n".join(lines)
 
 
-def baseline_text(table: pd.DataFrame) -> str:
-    """One line a contrast and way of `tsae.diff.baselines.baselines`."""
-    lines = ["Plain directions beside the best features (held-out AUROC within problem, interval)"]
-    for (kind, checkpoint), ways in table.groupby(["kind", "checkpoint"], sort=False):
-        lines.append(f"  {'success − failure, read by' if kind == 'outcome' else 'shift of'} {checkpoint}")
-        for row in ways.itertuples():
-            shown = row.note or f"{row.auroc:.2f} [{row.low:.2f}, {row.high:.2f}]"
-            lines.append(f"    {row.way:<19}{shown}")
-    return "\n".join(lines)
-
-
 def statistics_text(table: pd.DataFrame) -> str:
     """`tsae.trajectory_statistics` by reader and policy: means over response tokens."""
     names = ["entropy", "choice_points", "logprob_reader", "kl_k3"]
-    sums = table[names].mul(table.n_tokens, axis=0)
     keys = [table.reader, table.policy]
     # A mean over the trajectories whose policy and base are readers too.
-    means = sums.groupby(keys, sort=False).sum() / (
-        table[names].notna().mul(table.n_tokens, axis=0).groupby(keys, sort=False).sum()
-    )
+    sums = table[names].mul(table.n_tokens, axis=0).groupby(keys, sort=False).sum()
+    means = sums / table[names].notna().mul(table.n_tokens, axis=0).groupby(keys, sort=False).sum()
     count = table.groupby(keys, sort=False).size()
-    wide = [max(8, *(len(visible(str(id))) for id in column)) for column in zip(*means.index, strict=True)]
-    head = f"  {'reader':<{wide[0]}}  {'policy':<{wide[1]}}"
-    lines = [
-        "Nats per response token",
-        f"{head}  trajectories   entropy  choice points  log-probability  KL(policy ‖ base)",
-    ]
-    for (reader, policy), row in means.iterrows():
-        cells = [f"{row.entropy:>8.3f}", f"{row.choice_points:>13.1%}", f"{row.logprob_reader:>15.3f}"]
-        kl = f"{'–' if math.isnan(row.kl_k3) else format(row.kl_k3, '.4f'):>17}"
-        named = f"  {visible(str(reader)):<{wide[0]}}  {visible(str(policy)):<{wide[1]}}  {count[reader, policy]:>12,}"
-        lines.append("  ".join([named, *cells, kl]))
-    return "\n".join(lines)
-
-
-def insertion_text(table: pd.DataFrame, strings: Sequence[str] | None = None) -> str:
-    """One line a feature of `tsae.causal.insertion`: how much of its activation its top tokens bring elsewhere."""
-    lines = ["Top tokens inserted where the feature is silent (part of its activation, interval; control; verdict)"]
-    for row in table.to_dict("records"):
-        names = [f"#{i}" if strings is None else repr(strings[i]) for i in row["top_ids"]]
-        what = f"  {row['reader']:<12.12}{row['feature']:>6}  {visible(' '.join(names)):<32.31}"
-        if pd.isna(row["kept"]):
-            lines.append(f"{what}{row['verdict']}")
-            continue
-        kept = f"{row['kept']:.2f} [{row['kept_low']:.2f}, {row['kept_high']:.2f}]"
-        control = row["control"] / row["typical"]
-        lines.append(f"{what}{kept:>20} {control:>5.2f}  {row['verdict']}")
-    return "\n".join(lines)
-
-
-def _described(feature: int, group: str, responds_to: str, share: float | None, stability: float | None) -> str:
-    """A feature, what it responds to with the share of its activation there, and the cosine matched in other seeds."""
-    shown = responds_to if share is None else f"{responds_to} {share:.0%}"
-    stable = "" if stability is None else f"{stability:<8.2f}"
-    return f"{f'{feature} {group}':<9}{shown:<34.33}{stable}"
-
-
-def _sized(of: Any) -> str:
-    """Δ, its interval and q, of an `Effect` or of a row of `FeatureDiff.table`; – where Δ was not computed."""
-    low, high = (of.low, of.high) if isinstance(of, Effect) else (of.delta_low, of.delta_high)
-    size = "–" if math.isnan(of.delta) else f"{of.delta:+.2f} [{low:.2f}, {high:.2f}]"
-    return f"{size} {of.q:.4f}"
+    rows: list[list[str | Cell]] = [
+        [
+            *map(str, key), f"{count[key]:,}", f"{row.entropy:.3f}", f"{row.choice_points:.1%}",
+            f"{row.logprob_reader:.3f}", tables.DASH if math.isnan(row.kl_k3) else f"{row.kl_k3:.4f}",
+        ]
+        for key, row in means.iterrows()
+    ]  # fmt: skip
+    head = ["reader", "policy", "trajectories", "entropy", "choice points", "log-probability", "KL(policy ‖ base)"]
+    return table_text(Table("Nats per response token", head, rows, 2))
 
 
 def _behaviour_cell(row: pd.Series) -> str:
@@ -325,23 +217,6 @@ def reinforcement_text(found: Reinforcement, n: int = 5) -> str:
                 delta = f"Δ {row.delta:+.3f} [{row.delta_low:+.3f}, {row.delta_high:+.3f}]"
                 lines.append(f"      {row.feature:<8}{delta:<30}{row.reinforcement:+.4f}  q {row.q:.4f}")
     return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
-
-
-def prediction_text(compared: pd.DataFrame) -> str:
-    """One line a row of `Reinforcement.compare`; * marks predictions on what the run was trained on."""
-    lines = ["Predicted against realised shifts (Spearman over features, interval, p; ceiling by split halves)"]
-    head = f"  {'checkpoint':<16}{'part':<9}{'gradient':<10}{'predicted on':<14}{'realised on':<13}"
-    lines.append(f"{head}{'rho':<24}{'p':<8}ceiling")
-    for row in compared.to_dict("records"):
-        place = f"  {row['checkpoint']:<16}{row['part']:<9}{row['gradient']:<10}"
-        place += f"{row['predicted_on'] + ' *' * row['matched']:<14}{row['realised_on']:<13}"
-        if row["note"]:
-            lines.append(place + row["note"])
-            continue
-        rho = f"{row['rho']:+.2f} [{row['low']:+.2f}, {row['high']:+.2f}]"
-        lines.append(f"{place}{rho:<24}{row['p']:<8.3f}{row['ceiling']:.2f}")
-    lines.append("  Not causally tested.")
-    return "\n".join(lines)
 
 
 def influence_text(found: Influence, n: int = 3) -> str:
