@@ -33,7 +33,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -46,6 +46,7 @@ from safetensors.torch import load_file
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import write_json
 from tsae.base.untrusted import parse_json
+from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 
@@ -137,26 +138,25 @@ _NORMALIZED = {
 }
 
 
-@dataclass(frozen=True)
+@config
 class ForeignConfig(SAEConfig):
     """Config of an SAE of sae_lens. Fields about training mean nothing: how it was trained is not known."""
 
-    k: int = 0
+    d_sae: Count = 4096
+    k: Size = 0
     """Latents active per token; 0 where a threshold decides."""
-    groups: tuple[float, ...] = (1.0,)
-    temporal_weight: float = 0.0
-    aux_weight: float = 0.0
-    architecture: str = "jumprelu"
-    """jumprelu or topk."""
+    groups: tuple[Positive, ...] = (1.0,)
+    temporal_weight: NotNegative = 0.0
+    aux_weight: NotNegative = 0.0
+    architecture: Literal["jumprelu", "topk"] = "jumprelu"
     apply_b_dec_to_input: bool = True
     """Whether the decoder's bias is subtracted from the input."""
     normalize: Normalize = "none"
     """What is done to every token by itself: (x − mean) / std, x · √d_model / ‖x‖, or nothing."""
 
     def __post_init__(self) -> None:
-        if not (self.architecture == "topk") <= self.k <= self.d_sae or self.d_sae < 1:
+        if not (self.architecture == "topk") <= self.k <= self.d_sae:
             raise TsaeError(f"k={self.k} and d_sae={self.d_sae} do not make an SAE", where="ForeignConfig")
-        object.__setattr__(self, "groups", tuple(self.groups))
 
 
 def is_saelens(folder: Path) -> bool:
