@@ -224,24 +224,11 @@ def test_published_normalisation_is_folded_in(tmp_path: Path, whole: bool) -> No
     torch.testing.assert_close(found.decode(found.encode(x.flatten(1))).reshape(30, 2, 6), made, rtol=1e-4, atol=1e-3)
 
 
-def test_what_is_no_published_crosscoder_is_refused(tmp_path: Path) -> None:
-    named: dict[str, Any] = {"site": SITE, "compared": ("base", "run")}
-    for number, (changed, kind, message) in enumerate(
-        [
-            ({}, 5, "DECOUPLED"),
-            ({"decoder.bias": None}, 1, "has no decoder.bias"),
-            ({"gate": torch.ones(2)}, 1, "unknown tensor 'gate'"),
-            ({"encoder.weight": torch.ones(3, 6, 20)}, 1, r"expected \(2, d_model, d_sae\)"),
-        ]
-    ):
-        _, folder = _published(tmp_path / str(number), kind, **changed)
-        with pytest.raises(TsaeError, match=message):
-            read_published(folder, **named)
+def test_a_file_that_needs_pickle_or_is_not_there_is_refused(tmp_path: Path) -> None:
     torch.save({"encoder.weight": re.compile("x")}, tmp_path / "ae.pt")
-    with pytest.raises(TsaeError, match="it needs pickle, which may run code"):
-        read_published(tmp_path, **named)
-    with pytest.raises(TsaeError, match="File name too long"):
-        read_published("a" * 5000, **named)
+    for folder, message in ((tmp_path, "it needs pickle, which may run code"), ("a" * 5000, "File name too long")):
+        with pytest.raises(TsaeError, match=message):
+            read_published(folder, site=SITE, compared=("base", "run"))
 
 
 def _but(value: float, *shape: int) -> torch.Tensor:
@@ -261,37 +248,30 @@ NORMED = {
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"encoder.weight": _but(NAN, 2, 6, 20)}, r"encoder\.weight holds values that are no finite numbers"),
-        ({"encoder.bias": _but(INF, 20)}, r"encoder\.bias holds values"),
-        ({"decoder.weight": _but(INF, 2, 20, 6)}, r"decoder\.weight holds values"),
-        ({"decoder.weight": 3e38 * torch.ones(2, 20, 6)}, "holds values that are no finite numbers"),  # its norms are
-        ({"decoder.bias": _but(NAN, 2, 6)}, r"decoder\.bias holds values"),
-        ({"threshold": torch.tensor(NAN)}, "threshold holds values"),
-        ({"threshold": torch.tensor(INF)}, "threshold holds values"),
-        ({"threshold": torch.ones(20)}, r"threshold has shape \(20,\)"),
-        ({"encoder.weight": torch.ones(2, 6, 20, dtype=torch.complex64)}, r"holds torch\.complex64"),
-        ({"encoder.bias": torch.ones(20, dtype=torch.int64)}, r"holds torch\.int64"),
-        ({"encoder.bias": torch.ones(1)}, r"encoder\.bias has shape \(1,\), expected \(d_sae,\)"),
+        ({"encoder.weight": _but(NAN, 2, 6, 20)}, "encoder.weight .*finite"),
+        ({"decoder.weight": 3e38 * torch.ones(2, 20, 6)}, "finite"),  # its norms are not
+        ({"threshold": torch.tensor(INF)}, "threshold .*finite"),
+        ({"encoder.bias": torch.ones(20, dtype=torch.int64)}, r"encoder.bias .*torch\.int64"),
+        ({"decoder.bias": None}, r"decoder\.bias"),
+        ({"gate": torch.ones(2)}, "unknown tensor 'gate'"),
+        ({"encoder.weight": torch.ones(3, 6, 20)}, r"encoder\.weight has shape"),
+        ({"encoder.bias": torch.ones(1)}, r"encoder\.bias has shape \(1,\)"),
         ({"encoder.bias": torch.ones(())}, r"encoder\.bias has shape \(\)"),
-        ({"encoder.bias": torch.ones(3)}, r"encoder\.bias has shape \(3,\)"),
-        ({"decoder.bias": torch.ones(6)}, r"decoder\.bias has shape \(6,\), expected \(2, d_model\)"),
+        ({"threshold": torch.ones(20)}, r"threshold has shape \(20,\)"),
         ({"decoder.bias": torch.ones(2, 1)}, r"decoder\.bias has shape \(2, 1\)"),
         ({"encoder.weight": torch.ones(2, 0, 20), "decoder.weight": torch.ones(2, 20, 0)}, "has shape"),
-        ({"k": torch.tensor(-5)}, "k is -5, expected a whole number of at least 1"),
-        ({"k": torch.tensor(99)}, "k is 99, which exceeds its 20 latents"),
-        ({"k": torch.ones(3)}, r"k is \[1\.0, 1\.0, 1\.0\], expected a whole number"),
-        ({"k": torch.tensor(NAN)}, "k is nan, expected a whole number"),
-        ({"code_normalization_id": torch.tensor(1.9)}, "code_normalization_id is 1.89.*, expected a whole number"),
-        ({"code_normalization_id": torch.tensor(7)}, "code_normalization_id is 7, expected 1 to 5"),
-        ({**NORMED, "activation_mean": _but(NAN, 2, 6)}, "activation_mean holds values"),
+        ({"k": torch.tensor(-5)}, "k is -5"),
+        ({"k": torch.tensor(99)}, "k=99"),
+        ({"k": torch.ones(3)}, r"k is \[1\.0, 1\.0, 1\.0\]"),
+        ({"code_normalization_id": torch.tensor(1.9)}, "code_normalization_id is 1.89"),
+        ({"code_normalization_id": torch.tensor(5)}, "DECOUPLED"),
+        ({"code_normalization_id": torch.tensor(7)}, "code_normalization_id is 7"),
         ({**NORMED, "activation_mean": torch.ones(6)}, r"activation_mean has shape \(6,\)"),
-        ({**NORMED, "activation_std": None}, "one of activation_mean and activation_std without the other"),
-        ({**NORMED, "activation_std": torch.ones(())}, r"activation_std has shape \(\)"),
+        ({**NORMED, "activation_std": None}, "activation_std"),
         ({**NORMED, "activation_std": _but(-3, 2, 6)}, "activation_std holds values of 0 or less"),
         ({**NORMED, "target_rms": torch.ones(3)}, r"target_rms has shape \(3,\)"),
-        ({"_orig_mod.encoder.bias": torch.zeros(20)}, "holds tensors of one name twice"),
         ({"x" * 5000: torch.ones(1)}, "unknown tensor 'x{58}….*Give"),
-        ({3: torch.ones(1)}, "other things than tensors by name"),
+        ({3: torch.ones(1)}, "cannot be read"),
     ],
 )  # fmt: skip
 def test_a_published_crosscoder_with_values_of_no_use_is_refused(

@@ -30,7 +30,6 @@ from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.exchange.saelens_files import ForeignConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
 from tsae.sae.quality.stability import stability
@@ -239,7 +238,6 @@ def test_what_does_not_fit_is_refused_by_name(
         r"groups=\(0\.5, 0\.5\) are asked for, the start has d_sae=128, groups=\(0\.1, 0\.9\)",
         config=SAEConfig(d_sae=128, k=3, groups=(0.5, 0.5)),
     )
-    refused("a ForeignConfig says what an SAE is", config=ForeignConfig(d_sae=128))
     narrow = TemporalSAE(WIDTH // 2, SAEConfig(d_sae=8, k=1), site=SITE)
     with pytest.raises(TsaeError, match=r"x\.site has d_model 16, the SAE expects 8"):
         train(first, start=narrow, training=SHORT, progress=False)

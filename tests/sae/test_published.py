@@ -32,7 +32,7 @@ from support.stores import LENS_SITE, lens_config, randomized
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.quality.published_fve_check import check_promise, promised, warn_where_short
+from tsae.sae.quality.published_fve_check import check_published_fve, named_measures, warn_where_short
 
 PUBLISHED = Path(__file__).parent / "published"
 D, S = 8, 12
@@ -195,7 +195,7 @@ def test_from_sae_lens_own_list(hub: Hub, tmp_path: Path) -> None:
     x = x_of()
     with torch.no_grad():
         assert torch.equal(found.encode(x), lens.encode(x))
-    assert promised(found) == {"fve": 0.999, "l0": 10.0}
+    assert named_measures(found) == {"fve": 0.999, "l0": 10.0}
     for name, message in {
         "saelens:no-such/id": "no such release",
         "saelens:gpt2-small-res-jb/blocks.99": "gpt2-small-res-jb with blocks.0.hook_resid_pre",
@@ -451,7 +451,7 @@ def test_of_a_promise_only_numbers_are_kept(told: Any, kept: dict[str, float], t
     config = json.loads((folder / "cfg.json").read_text())
     edit(folder / "cfg.json", metadata={**config["metadata"], "promised": told, "prepend_bos": False})
     found = tsae.load_sae(folder)
-    assert promised(found) == kept
+    assert named_measures(found) == kept
     with pytest.warns(UserWarning, match="this published SAE explains"):
         warn_where_short(found, SimpleNamespace(), 0.2, 3.0, 10)  # type: ignore[arg-type]
 
@@ -491,7 +491,7 @@ def test_a_published_sae_of_another_model_is_said_to_explain_little(store: Any, 
 def check(folder: Path, store: Any) -> tuple[float, float] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return check_promise(tsae.load_sae(folder), store)
+        return check_published_fve(tsae.load_sae(folder), store)
 
 
 def test_codes_that_are_never_stored_are_held_to_the_promise_too(
@@ -513,11 +513,11 @@ def test_one_that_keeps_its_promise_is_encoded_without_a_word(store: Any, tmp_pa
     weights |= {name: value.detach() for name, value in trained.named_parameters()}
     save_file({n: v.contiguous() for n, v in weights.items()}, tmp_path / "sae_weights.safetensors")
     (tmp_path / "cfg.json").write_text(json.dumps(lens_config("jumprelu", d_in=16, d_sae=64)))
-    found = check_promise(tsae.load_sae(tmp_path), store)
+    found = check_published_fve(tsae.load_sae(tmp_path), store)
     assert found is not None
     assert found[0] > 0.5
     tsae.encode(tmp_path, store, progress=False)
-    assert check_promise(trained, store) is None
+    assert check_published_fve(trained, store) is None
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -422,107 +420,54 @@ def test_what_is_saved_is_loaded(small: TemporalSAE, tmp_path: Path) -> None:
     }
 
 
-def test_damaged_saes_are_refused(small: TemporalSAE, tmp_path: Path) -> None:
-    def copy(name: str) -> Path:
-        return Path(shutil.copytree(source, tmp_path / name))
-
-    source = small.save(tmp_path / "sae")
-    for file in ("config.json", "sae.safetensors"):
-        folder = copy(f"without-{file}")
-        (folder / file).unlink()
-        with pytest.raises(TsaeError, match=f"holds no {file}"):
-            TemporalSAE.load(folder)
-        folder = copy(f"other-{file}")
-        (folder / file).write_bytes((source / file).read_bytes()[:-1] + b"?")
-        with pytest.raises(TsaeError, match=f"{re.escape(file)} is damaged: its bytes have changed"):
-            TemporalSAE.load(folder)
-    folder = copy("cut")
-    (folder / "sae.safetensors").write_bytes((source / "sae.safetensors").read_bytes()[:-3])
-    resealed(folder)
-    with pytest.raises(TsaeError, match=r"sae\.safetensors does not fit"):
-        TemporalSAE.load(folder)
-    config = json.loads((source / "config.json").read_text())
-    for name, change, message in (
-        ("wide", {"d_model": 3}, r"sae\.safetensors does not fit"),
-        ("other", {"format": "sae_lens"}, "is not an SAE's"),
-        ("unknown", {"sae": {**config["sae"], "architecture": "topk"}}, "cannot be read"),
-        ("bad", {"sae": {**config["sae"], "k": 99}}, "k=99 exceeds d_sae=3"),
-    ):
-        folder = copy(name)
-        (folder / "config.json").write_text(json.dumps({**config, **change}))
-        resealed(folder)
-        with pytest.raises(TsaeError, match=message):
-            TemporalSAE.load(folder)
-    (folder / "config.json").write_text("{")
-    resealed(folder)
-    with pytest.raises(TsaeError, match=r"config\.json: cannot be read"):
-        TemporalSAE.load(folder)
-
-
-def _nan(weights: dict[str, torch.Tensor]) -> None:
-    weights["W_enc"][0, 0] = float("nan")
-
-
-def _infinite(weights: dict[str, torch.Tensor]) -> None:
-    weights["W_dec"][0, 0] = float("inf")
-
-
-def _complex(weights: dict[str, torch.Tensor]) -> None:
-    weights["W_enc"] = weights["W_enc"].to(torch.complex64)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_nan, "W_enc holds values that are no finite numbers"),
-        (_infinite, "W_dec holds values that are no finite numbers"),
-        (_complex, r"W_enc holds torch\.complex64, expected floating-point numbers"),
-    ],
-)
-def test_weights_that_are_no_finite_numbers_are_refused(
-    small: TemporalSAE, change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("file", ["config.json", "training.json", "sae.safetensors"])
+def test_an_sae_without_a_file_or_with_another_byte_is_refused(small: TemporalSAE, file: str, tmp_path: Path) -> None:
     folder = small.save(tmp_path / "sae")
-    weights = {name: value.clone() for name, value in small.state_dict().items()}
-    change(weights)
-    save_file(weights, folder / "sae.safetensors")
-    with pytest.raises(TsaeError, match=message):
-        TemporalSAE.load(resealed(folder))
+    (folder / file).write_bytes((folder / file).read_bytes()[:-1] + b"?")
+    with pytest.raises(TsaeError, match=f"{re.escape(file)} is damaged"):
+        TemporalSAE.load(folder)
+    (folder / file).unlink()
+    with pytest.raises(TsaeError, match=re.escape(file)):
+        TemporalSAE.load(folder)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", b"\xff{}", r"config\.json: cannot be read"),
-        ("config.json", b"[]", r"config\.json: cannot be read .*expected an object"),
-        ("config.json", {"d_model": -1}, "d_model is -1, expected a whole number"),
-        ("config.json", {"d_model": 10**15}, r"sae\.safetensors does not fit config\.json \(W_enc has shape"),
-        ("config.json", {"d_model": 2.0}, r"d_model is 2\.0, expected a whole number"),
-        ("config.json", {"site": 5}, "names the site 5, expected a name"),
+        ("config.json", b"{", r"config\.json: cannot be read"),
+        ("config.json", b"[]", r"config\.json: cannot be read"),
+        ("config.json", {"d_model": -1}, "d_model is -1"),
+        ("config.json", {"d_model": 3}, "does not fit"),
+        ("config.json", {"d_model": 10**15}, r"does not fit .*W_enc has shape"),
+        ("config.json", {"site": 5}, "names the site 5"),
         ("config.json", {"site": "x\ny"}, r"names the site 'x\\ny'"),
-        ("config.json", {"sae": {"groups": [float("nan")]}}, "groups=.nan,. add up to nan"),
-        ("config.json", {"sae": {"k": 2.5}}, r"k=2\.5 is no whole number"),
-        ("config.json", {"sae": {"k": True}}, "k=True is no whole number"),
-        ("config.json", {"sae": {"d_sae": 10**15, "k": 1}}, r"sae\.safetensors does not fit config\.json"),
+        ("config.json", {"sae": {"architecture": "topk"}}, "architecture is not a field"),
+        ("config.json", {"sae": {"k": 99}}, "k=99 exceeds d_sae=3"),
+        ("config.json", {"sae": {"k": 2.5}}, r"k=2\.5"),
+        ("config.json", {"sae": {"d_sae": 10**15, "k": 1}}, "does not fit"),
         ("config.json", {"sae": {"temporal_weight": float("nan")}}, "temporal_weight=nan"),
         ("config.json", {"sae": []}, r"config\.json: cannot be read"),
-        ("training.json", b"\xff{}", r"training\.json: cannot be read"),
-        ("training.json", b"[1]", r"training\.json: cannot be read .*expected an object"),
-        ("training.json", b'{"norms": [1]}', r"norms is \[1\], expected an object"),
-        ("training.json", b'{"norms": {"limit": "abc"}}', r"norms\.limit is 'abc', expected a finite number"),
-        ("training.json", b'{"norms": {"limit": NaN}}', r"norms\.limit is nan, expected a finite number"),
-        ("training.json", b'{"norms": {"limit": -3}}', r"norms\.limit is -3, expected a finite number above 0"),
-        ("training.json", b'{"last": {"alive": "x"}}', r"last\.alive is 'x', expected a finite number"),
+        ("training.json", b"[1]", r"training\.json: cannot be read"),
+        ("training.json", b'{"norms": [1]}', "does not fit"),
+        ("training.json", b'{"norms": {"limit": "abc"}}', "does not fit"),
+        ("training.json", b'{"norms": {"limit": 1, "centre": [1, 2, 3]}}', "does not fit"),
+        ("sae.safetensors", b"?", r"sae\.safetensors"),
+        ("sae.safetensors", {"W_enc": torch.full((2, 3), math.nan)}, "W_enc .*finite"),
+        ("sae.safetensors", {"W_dec": torch.full((3, 2), math.inf)}, "W_dec .*finite"),
+        ("sae.safetensors", {"W_enc": torch.zeros(2, 3, dtype=torch.complex64)}, r"W_enc holds torch\.complex64"),
     ],
 )
 def test_files_with_values_of_no_use_are_refused(
     small: TemporalSAE, file: str, content: Any, message: str, tmp_path: Path
 ) -> None:
     folder = small.save(tmp_path / "sae")
-    if isinstance(content, dict):
+    if isinstance(content, bytes):
+        (folder / file).write_bytes(content)
+    elif file == "sae.safetensors":
+        save_file({**small.state_dict(), **content}, folder / file)
+    else:
         whole = json.loads((folder / file).read_text())
-        content = json.dumps({**whole, **content, "sae": _with(whole["sae"], content.get("sae", {}))}).encode()
-    (folder / file).write_bytes(content)
+        (folder / file).write_text(json.dumps({**whole, **content, "sae": _with(whole["sae"], content.get("sae", {}))}))
     with pytest.raises(TsaeError, match=message):
         TemporalSAE.load(resealed(folder))
 
@@ -535,17 +480,17 @@ def _with(config: dict[str, Any], change: Any) -> Any:
     ("config", "message"),
     [
         ({"k": 4096 + 1}, "k=4097 exceeds d_sae=4096"),
-        ({"k": 0}, "k=0 and d_sae=4096 do not make an SAE"),
-        ({"d_sae": 1, "k": 1}, "do not make an SAE"),
-        ({"groups": (0.0, 1.0)}, "expected positive shares that add up to 1"),
+        ({"k": 0}, "k=0"),
+        ({"d_sae": 1, "k": 1}, "d_sae=1"),
+        ({"groups": (0.0, 1.0)}, "groups.0=0.0"),
         ({"groups": (0.2, 0.7)}, "add up to 0.9"),
         ({"d_sae": 4, "k": 1, "groups": (0.05, 0.95)}, "leave a group empty"),
         ({"group_weights": (1.0,)}, "do not go with groups"),
         ({"temporal_weight": -1.0}, "temporal_weight=-1.0"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"aux_weight": -0.1}, "aux_weight=-0.1"),
-        ({"similarity": "cos"}, "similarity='cos' is none of 'cosine', 'inner'"),
-        ({"temporal": "L1"}, "temporal='L1' is none of 'contrastive', 'l1'"),
+        ({"similarity": "cos"}, "similarity='cos'"),
+        ({"temporal": "L1"}, "temporal='L1'"),
     ],
 )
 def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -560,8 +505,8 @@ def test_saes_that_cannot_be_are_refused(config: dict[str, Any], message: str) -
         ({"batch_tokens": 15}, "batch_tokens=15 must hold at least two windows of window=8"),
         ({"window": 1}, "window=1"),
         ({"warmup_share": 0.5, "decay_share": 0.6}, "exceed 1"),
-        ({"warmup_share": -0.1}, "exceed 1"),
-        ({"initial_bias": "median"}, "initial_bias='median' is none of 'geometric_median', 'mean', 'zero'"),
+        ({"warmup_share": -0.1}, "warmup_share=-0.1"),
+        ({"initial_bias": "median"}, "initial_bias='median'"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: str) -> None:
@@ -738,9 +683,9 @@ def test_training_refuses_what_it_cannot_use(store: ActivationStore, planted: An
         train(store, PLANTED, training=config, progress=False)
     with pytest.raises(TsaeError, match="no site 'nope'"):
         train(store, PLANTED, training=replace(config, site="nope"), progress=False)
-    with pytest.raises(TsaeError, match="tokens=1,000,000,000,000 are more than 100,000,000,000"):
+    with pytest.raises(TsaeError, match="tokens=1000000000000 must be at most"):
         replace(config, tokens=10**12)
-    with pytest.raises(TsaeError, match="learning_rate=10 is not between 0 and 10"):
+    with pytest.raises(TsaeError, match="learning_rate=10 must be less than 10"):
         replace(config, learning_rate=10)
     wild = replace(PLANTED, temporal_weight=1e300)
     with pytest.raises(TsaeError, match="the loss is not finite at step"):

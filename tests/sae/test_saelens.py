@@ -276,10 +276,9 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
         ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "x" * 300}}, "names the site 'xxx"),
         ({"metadata": [1]}, "is not an SAE's"),
         ({"metadata": {**OURS, "tsae": 5}}, "the file of weights does not fit the config"),
-        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160.0, "k": 2}}}}, r"d_sae=160\.0 is no whole number"),
-        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "k": 2.5}}}}, r"k=2\.5 is no whole number"),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "k": 2.5}}}}, r"k=2\.5"),
         ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 10**14, "k": 2}}}}, "its metadata names 10+ latents"),
-        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "groups": [float("nan")]}}}}, r"groups=\(nan,\) add"),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "groups": [float("nan")]}}}}, "groups.0=nan"),
         ({"d_in": "wide"}, "d_in is 'wide', expected a whole number of at least 1"),
     ],
 )
@@ -366,7 +365,7 @@ def test_what_a_config_says_is_computed_counts_also_where_its_metadata_name_a_ts
     found = TemporalSAE.load(tmp_path)
     assert torch.equal(found.encode(tokens()), plain.encode(tokens()))
     assert found.config.d_high == D_SAE // 4
-    with pytest.raises(TsaeError, match=r"is a published SAE, no T-SAE\. Load it with sae_lens itself"):
+    with pytest.raises(TsaeError, match=r"is a published SAE, not a T-SAE\. Load it with sae_lens itself"):
         saelens.disk_loader(tmp_path)
 
 

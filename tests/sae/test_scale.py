@@ -82,7 +82,7 @@ def test_an_sae_without_a_centre_keeps_its_limit_about_zero(trained: dict[int, T
     x[:, 0] = torch.tensor([1.9, 2.1])
     assert TemporalSAE.load(old.save(folder)).outliers(x).tolist() == [False, True]
     odd = TemporalSAE(D, old.config, site=SITE, training={"norms": {"limit": 2.0, "centre": [0.0] * (D - 1)}})
-    with pytest.raises(TsaeError, match=rf"norms\.centre is .* expected {D} numbers"):
+    with pytest.raises(TsaeError, match="does not fit"):
         TemporalSAE.load(odd.save(folder))
 
 

@@ -76,8 +76,6 @@ def test_folds_are_even_and_keep_classes_apart() -> None:
     fold = folds(25, 5, 3, within=classes)
     assert all(np.bincount(fold[classes == c]).tolist() == [n] * 5 for c, n in ((0, 3), (1, 2)))
     assert not np.array_equal(folds(23, 5, 0), folds(23, 5, 1))
-    with pytest.raises(TsaeError, match="1 units cannot be split"):
-        folds(1, 5, 0)
 
 
 def task_of(y: np.ndarray, unit: np.ndarray, seed: int = 0) -> Task:

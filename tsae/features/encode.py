@@ -36,7 +36,7 @@ from tsae.errors import TsaeError
 from tsae.features.encoded_shards import KeptPieces, Piece, Pieces, Reconstruction, encode_shard
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.quality.published_fve_check import check_promise, warn_where_short
+from tsae.sae.quality.published_fve_check import check_published_fve, warn_where_short
 from tsae.sae.quality.stability import Stability
 
 # Dense codes at once. A CPU gives larger arrays back to the system after every step; a GPU needs more to be busy.
@@ -85,7 +85,7 @@ def encode(
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
     if check and isinstance(store, ActivationStore):
-        check_promise(sae, store)
+        check_published_fve(sae, store)
     batch_tokens = batch_tokens or tokens_at_once(sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())

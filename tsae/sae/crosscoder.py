@@ -321,7 +321,6 @@ _SHAPES = {
     "decoder.bias": "2 d_model", "activation_mean": "2 d_model", "activation_std": "2 d_model",
     "activation_global_scale": "2", "threshold": "", "target_rms": "",
 }  # fmt: skip
-_NEEDED = ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias")
 _WHOLE = ("k", "code_normalization_id")
 _NORMALISER = ("activation_mean", "activation_std", "activation_global_scale")
 _FIX = "Give a crosscoder of two models that dictionary_learning wrote."
@@ -339,11 +338,11 @@ def read_published(folder: str | Path, *, site: str, compared: tuple[str, str]) 
         TsaeError: where there is no such file, it needs a pickle, or it is computed in another way.
     """
     with reading(str(folder)[:200], _FIX):
-        file = _file_of(as_path(folder))
-    if file is None:
-        raise TsaeError(f"holds none of {', '.join(_FILES)}", where=folder, fix=_FIX)
-    with reading(file, _FIX):
-        return _folded(file, check_site(site, file), compared)
+        path = as_path(folder)
+        files = [path] if path.is_file() else [path / name for name in _FILES if (path / name).is_file()]
+        if not files or files[0].suffix not in (".pt", ".safetensors"):
+            raise TsaeError(f"holds none of {', '.join(_FILES)}", where=folder, fix=_FIX)
+        return _folded(files[0], check_site(site, files[0]), compared)
 
 
 def _folded(file: Path, site: str, compared: tuple[str, str]) -> Crosscoder:
@@ -351,8 +350,6 @@ def _folded(file: Path, site: str, compared: tuple[str, str]) -> Crosscoder:
     weights = _checked(found, file)
     encoder, decoder = weights["encoder.weight"], weights["decoder.weight"]
     k = whole(found["k"], "k", file) if "k" in found else None
-    if k is not None and k > encoder.shape[2]:
-        raise TsaeError(f"k is {k}, which exceeds its {encoder.shape[2]} latents", where=file, fix=_FIX)
     limits = _limits(weights, whole(found.get("code_normalization_id", 1), "code_normalization_id", file), file)
     scale, mean = _normaliser(weights, file)
     # Into raw activations: x ↦ (x − mean) · scale on the way in, and back on the way out.
@@ -371,12 +368,6 @@ def _folded(file: Path, site: str, compared: tuple[str, str]) -> Crosscoder:
     return crosscoder.requires_grad_(False).eval()
 
 
-def _file_of(path: Path) -> Path | None:
-    if path.is_file():
-        return path if path.suffix in (".pt", ".safetensors") else None
-    return next((path / name for name in _FILES if (path / name).is_file()), None)
-
-
 def _loaded(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file, by the names that its class has for them."""
     if file.suffix == ".safetensors":
@@ -384,38 +375,25 @@ def _loaded(file: Path) -> dict[str, torch.Tensor]:
     else:
         refused = "Save its state_dict again with torch.save, or as safetensors."
         found = read_torch_file(file, refused=refused, damaged=_FIX)
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
-    ):
-        raise TsaeError("is no state_dict: it holds other things than tensors by name", where=file, fix=_FIX)
-    tensors = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
-    if len(tensors) < len(found):
-        raise TsaeError("holds tensors of one name twice, with _orig_mod. and without", where=file, fix=_FIX)
-    return tensors
+    return {name.removeprefix("_orig_mod."): value for name, value in dict(found).items()}
 
 
 def _checked(found: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
     """All but the whole numbers as float32, of the shapes that `_SHAPES` names. A normaliser of NaN alone is none."""
-    missing = [name for name in _NEEDED if name not in found]
-    unknown = sorted(set(found) - set(_SHAPES) - set(_WHOLE))
-    if missing or unknown:
-        what = f"has no {missing[0]}" if missing else f"has the unknown tensor {shown(unknown[0])}"
-        raise TsaeError(f"is no crosscoder: it {what}", where=file, fix=_FIX)
+    if unknown := sorted(set(found) - set(_SHAPES) - set(_WHOLE)):
+        what = f"is not a crosscoder: it has the unknown tensor {shown(unknown[0])}"
+        raise TsaeError(what, where=file, fix=_FIX)
     without = [name for name in _NORMALISER if name in found and bool(found[name].isnan().all())]
-    weights = as_weights(
-        {name: value for name, value in found.items() if name not in (*_WHOLE, *without)}, file, _FIX, infinite=()
-    )
-    shape = tuple(weights["encoder.weight"].shape)
-    width, latents = shape[1:] if len(shape) == 3 and min(shape) > 0 else (1, 1)
-    sizes = {"2": 2, "d_model": width, "d_sae": latents}
+    kept = {name: value for name, value in found.items() if name not in (*_WHOLE, *without)}
+    weights, sizes = as_weights(kept, file, _FIX, infinite=()), {"2": 2}
     for name, value in weights.items():
         axes = _SHAPES[name].split()
-        one = not axes and value.shape == (1,)
-        if value.shape != tuple(sizes[axis] for axis in axes) and not one:
-            expected = ", ".join(axes) + ("," if len(axes) == 1 else "")
-            what = f"{name} has shape {tuple(value.shape)}, expected ({expected})"
-            raise TsaeError(what, where=file, fix=_FIX)
-        weights[name] = value.reshape(()) if one else value
+        weights[name] = value = value.reshape(()) if not axes and value.numel() == 1 else value
+        if value.ndim != len(axes) or any(
+            sizes.setdefault(axis, size) != size for axis, size in zip(axes, value.shape, strict=True)
+        ):
+            what = f"{name} has shape {tuple(value.shape)}, expected ({', '.join(axes)})"
+            raise TsaeError(f"{what} with {', '.join(f'{a} = {n}' for a, n in sizes.items())}", where=file, fix=_FIX)
     return weights
 
 
@@ -454,11 +432,9 @@ def _mixture(file: Path) -> list[float]:
 
 def _normaliser(weights: Mapping[str, torch.Tensor], file: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """((2, d_model) factors of the inputs, (2, d_model) what is subtracted before); ones and zeros without one."""
-    mean, deviation, scale = (weights.get(name) for name in _NORMALISER)
-    if mean is None and deviation is None:
+    if not any(name in weights for name in _NORMALISER[:2]):
         return torch.ones_like(weights["decoder.bias"]), torch.zeros_like(weights["decoder.bias"])
-    if mean is None or deviation is None:
-        raise TsaeError("has one of activation_mean and activation_std without the other", where=file, fix=_FIX)
+    mean, deviation, scale = *(weights[name] for name in _NORMALISER[:2]), weights.get(_NORMALISER[2])
     rms = weights.get("target_rms", torch.ones(()))
     for name, value in (("activation_std", deviation), ("activation_global_scale", scale), ("target_rms", rms)):
         if value is not None and not bool((value > 0).all()):

@@ -44,7 +44,6 @@ from tsae.sae.exchange.saelens_files import (
     not_fitting,
     number,
     plain_config,
-    shown,
     whole,
     write_folder,
 )
@@ -222,6 +221,7 @@ class TemporalSAE(torch.nn.Module):
             check_shapes(weights, d_model, config.d_sae)
             sae = cls(d_model, config, site=own_site, training=info)
             sae.load_state_dict(weights)
+            sae.outliers(sae.b_dec)  # refuses a norm limit or a centre that does not fit
         return sae.to(device).eval()
 
 
@@ -315,41 +315,19 @@ load_sae = TemporalSAE.load
 def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
     """d_model, config, site and metadata of the training, of a folder that `TemporalSAE.save` wrote."""
     content = read_whole(folder, _FILES, _AGAIN, "Train one with `tsae train`.")
-    if content.get("format") != FORMAT:
-        what = f"config.json is not an SAE's (format {shown(content.get('format'))}, expected {FORMAT!r})"
-        raise TsaeError(what, where=folder, fix=_AGAIN)
+    info = read_object(folder / "training.json", _AGAIN)
     with reading(folder / "config.json", _AGAIN):
-        config = SAEConfig(**content["sae"])
-        # An SAE that was made by hand may have none.
-        site = check_site(content["site"], folder) if content["site"] != "" else ""
-    d_model = whole(content.get("d_model"), "d_model", folder, fix=_AGAIN)
-    file = folder / "training.json"
-    info = read_object(file, _AGAIN)
-    for name in ("norms", "sae_lens", "last"):
-        if not isinstance(info.get(name, {}), dict):
-            raise TsaeError(f"{name} is {shown(info[name])}, expected an object", where=file, fix=_AGAIN)
-    limit, alive = info.get("norms", {}).get("limit"), info.get("last", {}).get("alive")
-    if limit not in (None, math.inf):
-        number(limit, "norms.limit", file, positive=True, fix=_AGAIN)
-    _centre(info.get("norms", {}).get("centre", []), d_model, "norms.centre", file)
-    if alive is not None:
-        number(alive, "last.alive", file, fix=_AGAIN)
-    return d_model, config, site, info
-
-
-def _centre(values: Any, d_model: int, name: str, where: str | Path) -> list[float]:
-    """Check that there are d_model numbers, or none."""
-    if not isinstance(values, list) or len(values) not in (0, d_model):
-        raise TsaeError(f"{name} is {shown(values)}, expected {d_model} numbers", where=where, fix=_AGAIN)
-    return [number(value, name, where, fix=_AGAIN) for value in values]
+        # An SAE that was made by hand may have no site.
+        site = content["site"] and check_site(content["site"], folder)
+        return whole(content["d_model"], "d_model", folder, fix=_AGAIN), SAEConfig(**content["sae"]), site, info
 
 
 def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
     info: dict[str, Any] = {"sae_lens": found.metadata}
-    # What `to_saelens` wrote of ours. Files of others do not say it.
+    # `to_saelens` writes the norm limit of ours. Files of others do not have it.
     ours = found.metadata.get("tsae") or {}
     if (limit := ours.get("norm_limit")) is not None:
-        centre = _centre(ours.get("norm_centre", []), found.d_model, "metadata.tsae.norm_centre", where)
+        centre = [number(value, "metadata.tsae.norm_centre", where) for value in ours.get("norm_centre", [])]
         info["norms"] = {"limit": number(limit, "metadata.tsae.norm_limit", where, positive=True), "centre": centre}
     kept: dict[str, Any] = {"site": found.site, "training": info}
     sae: TemporalSAE
@@ -360,6 +338,7 @@ def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
         else:
             sae = TemporalSAE(found.d_model, found.config, **kept)
         sae.load_state_dict(found.weights)
+        sae.outliers(sae.b_dec)
     return sae.requires_grad_(False).to(device).eval()
 
 

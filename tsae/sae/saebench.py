@@ -13,7 +13,7 @@ A published SAE is described as its own files do: architecture, whether the bias
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,44 +24,8 @@ from tsae.sae.exchange.saelens_files import ForeignConfig
 from tsae.sae.model import TemporalSAE
 
 
-@dataclass(frozen=True)
-class BenchMetadata:
-    """What SAEBench reads of a config's metadata."""
-
-    model_name: str
-    hook_name: str
-    context_size: int
-    hook_head_index: int | None = None
-    prepend_bos: bool = True
-    dataset_path: str = ""
-    seqpos_slice: tuple[int | None, ...] = (None,)
-    neuronpedia_id: str | None = None
-    sae_lens_version: str | None = None
-    sae_lens_training_version: str | None = None
-
-
-@dataclass
-class BenchConfig:
-    """What SAEBench reads of a config; its scripts set dtype."""
-
-    model_name: str
-    d_in: int
-    d_sae: int
-    hook_layer: int
-    hook_name: str
-    context_size: int
-    metadata: BenchMetadata
-    dtype: str = "float32"
-    device: str = "cpu"
-    architecture: str = "jumprelu"
-    hook_head_index: int | None = None
-    apply_b_dec_to_input: bool = True
-    normalize_activations: str = "none"
-    prepend_bos: bool = True
-    dataset_path: str = ""
-    seqpos_slice: tuple[int | None, ...] = (None,)
-    training_tokens: int = -1
-    neuronpedia_id: str | None = None
+class BenchConfig(SimpleNamespace):
+    """The config that SAEBench reads: what it is computed by, and of which model; its scripts set dtype."""
 
     def to_dict(self) -> dict[str, Any]:
         """As a dict."""
@@ -114,13 +78,14 @@ def saebench_sae(sae: TemporalSAE, model_name: str, *, context_size: int | None 
         TsaeError: where the SAE's site is not one of the residual stream, or it normalises every token: SAEBench
             decodes codes alone, which do not tell by what.
     """
-    site = Site.parse(sae.site)
-    config, told = sae.config, _told(sae.training_info.get("sae_lens"))
+    config, site = sae.config, Site.parse(sae.site)
+    read: dict[str, Any] = {
+        "context_size": 128, "prepend_bos": True, "dataset_path": "", "neuronpedia_id": None, "hook_head_index": None,
+        "seqpos_slice": (None,), **_described(sae.training_info.get("sae_lens")),
+    }  # fmt: skip
     if context_size is not None:
-        told["context_size"] = context_size
-    metadata = BenchMetadata(model_name, sae.site, **{"context_size": 128, **told})
-    shared = ("context_size", "prepend_bos", "dataset_path", "neuronpedia_id")
-    computed: dict[str, Any] = {name: getattr(metadata, name) for name in shared}
+        read["context_size"] = context_size
+    computed: dict[str, Any] = {"architecture": "jumprelu", "apply_b_dec_to_input": True}
     if isinstance(config, ForeignConfig):
         if config.normalize != "none":
             raise TsaeError(
@@ -132,21 +97,20 @@ def saebench_sae(sae: TemporalSAE, model_name: str, *, context_size: int | None 
         plain = config.architecture == "jumprelu" and not bool(sae.threshold.any())
         computed["architecture"] = "standard" if plain else config.architecture
         computed["apply_b_dec_to_input"] = config.apply_b_dec_to_input
-    dtype = str(sae.W_dec.dtype).removeprefix("torch.")
+    versions = {name: read.pop(name, None) for name in ("sae_lens_version", "sae_lens_training_version")}
+    named = {"model_name": model_name, "hook_name": sae.site}
     cfg = BenchConfig(
-        model_name, sae.d_model, config.d_sae, site.layer, sae.site, metadata=metadata, dtype=dtype, **computed
-    )
+        **named, **read, **computed, d_in=sae.d_model, d_sae=config.d_sae, hook_layer=site.layer,
+        dtype=str(sae.W_dec.dtype).removeprefix("torch."), device="cpu", normalize_activations="none",
+        training_tokens=-1, metadata=SimpleNamespace(**named, **read, **versions),
+    )  # fmt: skip
     return BenchSAE(sae, cfg)
 
 
-def _told(metadata: Any) -> dict[str, Any]:
-    """What a published SAE's files say of how it is to be read, where that is of use."""
+def _described(metadata: Any) -> dict[str, Any]:
+    """What a published SAE's files say about how it is read, as far as the values are of the right type."""
     found = metadata if isinstance(metadata, dict) else {}
     texts = ("dataset_path", "neuronpedia_id", "sae_lens_version", "sae_lens_training_version")
-    told = {name: found[name] for name in texts if isinstance(found.get(name), str)}
-    if isinstance(found.get("prepend_bos"), bool):
-        told["prepend_bos"] = found["prepend_bos"]
-    size = found.get("context_size")
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        told["context_size"] = size
-    return told
+    kinds: dict[str, type] = {**dict.fromkeys(texts, str), "prepend_bos": bool, "context_size": int}
+    kept = {name: found[name] for name, kind in kinds.items() if type(found.get(name)) is kind}
+    return kept if kept.get("context_size", 1) > 0 else kept | {"context_size": 128}

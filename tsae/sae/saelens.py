@@ -65,11 +65,9 @@ def disk_loader(
     """
     sae = TemporalSAE.load(path)
     if isinstance(sae, ForeignSAE):
-        raise TsaeError("is a published SAE, no T-SAE", where=path, fix="Load it with sae_lens itself.")
+        raise TsaeError("is a published SAE, not a T-SAE", where=path, fix="Load it with sae_lens itself.")
     own = lens_config(sae.config, sae.d_model, sae.site, NATIVE, norm_limit=sae.norm_limit, norm_centre=sae.norm_centre)
-    config = {**own, "device": device, **(cfg_overrides or {})}
-    if config["architecture"] != NATIVE:
-        raise TsaeError(f"a T-SAE's folder is read as {NATIVE}, not {config['architecture']}", where=path)
+    config = {**own, "device": device, **(cfg_overrides or {}), "architecture": NATIVE}
     dtype = str_to_dtype(config["dtype"])
     return config, {
         name: value.to(device=device, dtype=dtype) for name, value in lens_weights(sae.state_dict()).items()

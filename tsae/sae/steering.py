@@ -43,12 +43,8 @@ class SteeringVector:
     def __post_init__(self) -> None:
         vector = self.vector
         if vector.ndim != 1 or not vector.is_floating_point() or not bool(vector.isfinite().all()):
-            raise TsaeError(
-                f"a vector of shape {tuple(vector.shape)} and {vector.dtype}, expected (d_model,) finite numbers",
-                where="SteeringVector",
-            )
-        if not isinstance(self.info, dict):
-            raise TsaeError(f"info is {self.info!r}, expected facts by name", where="SteeringVector")
+            what = f"a vector of shape {tuple(vector.shape)} and {vector.dtype}, expected (d_model,) finite numbers"
+            raise TsaeError(what, where="SteeringVector")
 
     @classmethod
     def of(cls, sae: TemporalSAE, feature: int, scale: float = 1.0) -> SteeringVector:

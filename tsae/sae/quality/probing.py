@@ -195,49 +195,29 @@ def separation(
     reader = reader or store.readers[0]
     limited = [sae for sae in loaded.values() if sae.norm_limit is not None]
     x, places = _sample(store, sites.pop(), reader, limited, tokens_per_trajectory, max_trajectories, seed)
-    tasks, skipped = trajectory_tasks(store.rollouts, places, max_problems, seed)
-    of_tokens, token_skipped = token_tasks(store.rollouts, places, max_tokens, annotator, token_strings, seed)
-    levels = dict.fromkeys((task.label for task in tasks), "trajectory")
-    levels |= dict.fromkeys((task.label for task in of_tokens), "token")
-    tasks += of_tokens
+    found = _tasks(store.rollouts, places, max_problems, max_tokens, annotator, token_strings, seed)
+    tasks = [task for task in found.values() if isinstance(task, Task)]
+    skipped = {label: reason for label, reason in found.items() if isinstance(reason, str)}
     if not tasks:
-        what = "no label can be probed: " + "; ".join(f"{k}: {v}" for k, v in {**skipped, **token_skipped}.items())
+        what = "no label can be probed: " + "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
         raise TsaeError(what, where=store.path, fix="Use more problems, with bands and several responses each.")
     probes: dict[tuple[str, str, str], Probe] = {}
-    scores = []
+    scores, gains = [], []
     for name, group, codes in _inputs(loaded, x):
         for task in tasks:
-            found = probe(codes, task)
-            probes[name, group, task.label] = found
-            low, high = map(float, percentile_interval(found.draws(seed)))
-            active = codes[task.token]
-            scores.append(
-                Score(
-                    sae=name,
-                    group=group,
-                    label=task.label,
-                    level=levels[task.label],
-                    accuracy=found.accuracy,
-                    low=low,
-                    high=high,
-                    chance=1 / task.n_classes,
-                    l0=float((active > 0).sum() / len(task.token)) if name != ACTIVATIONS else float("nan"),
-                    n_classes=task.n_classes,
-                    n_tokens=len(task.token),
-                    n_units=task.n_units,
-                )
-            )
-    gains = []
-    names = list(loaded)
-    for task in tasks if len(names) > 1 else ():
+            probes[name, group, task.label] = fitted = probe(codes, task)
+            low, high = map(float, percentile_interval(fitted.draws(seed)))
+            l0 = float((codes[task.token] > 0).sum() / len(task.token)) if name != ACTIVATIONS else float("nan")
+            sizes = {"n_classes": task.n_classes, "n_tokens": len(task.token), "n_units": task.n_units}
+            of = {"label": task.label, "level": task.level, "chance": 1 / task.n_classes, "l0": l0, **sizes}
+            scores.append(Score(sae=name, group=group, accuracy=fitted.accuracy, low=low, high=high, **of))
+    for task in tasks if len(loaded) > 1 else ():
         for group in GROUPS:
-            pair = [probes.get((name, group, task.label)) for name in names[:2]]
-            if pair[0] is None or pair[1] is None:
-                continue
-            low, high = map(float, percentile_interval(pair[0].draws(seed) - pair[1].draws(seed)))
-            gain = pair[0].accuracy - pair[1].accuracy
-            gains.append(Gain(group, task.label, levels[task.label], gain, low, high))
-    return Separation(tuple(scores), tuple(gains), {**skipped, **token_skipped})
+            first, second = (probes.get((name, group, task.label)) for name in list(loaded)[:2])
+            if first is not None and second is not None:
+                low, high = map(float, percentile_interval(first.draws(seed) - second.draws(seed)))
+                gains.append(Gain(group, task.label, task.level, first.accuracy - second.accuracy, low, high))
+    return Separation(tuple(scores), tuple(gains), skipped)
 
 
 def _sample(
@@ -252,8 +232,6 @@ def _sample(
     """Activations (n, d_model) and places of response tokens of a reader, without the outliers of any of these SAEs;
     without SAEs, up to 10 times the median norm."""
     store.reader_info(reader)
-    if per_trajectory < 1:
-        raise TsaeError(f"{per_trajectory} tokens a trajectory are none", where="separation")
     windows = Windows(store, site, span="response", held_out=None)
     texts = spread([t for t in counted_texts(windows) if windows.shards[t.shard].reader == reader], max_trajectories)
     limits = [sae.outliers for sae in limited] or [windows.norms.beyond]
@@ -281,11 +259,8 @@ def _inputs(saes: Mapping[str, TemporalSAE], x: np.ndarray) -> list[tuple[str, s
     for name, sae in saes.items():
         with torch.no_grad():
             parts = torch.from_numpy(x).split(8192)
-            codes = sp.csr_array(
-                sp.vstack(
-                    [sp.csr_array(sae.encode(part.to(sae.W_dec.device)).double().cpu().numpy()) for part in parts]
-                )
-            )
+            dense = (sae.encode(part.to(sae.W_dec.device)).double().cpu().numpy() for part in parts)
+            codes = sp.csr_array(sp.vstack([sp.csr_array(part) for part in dense]))
         d_high = sae.config.d_high
         if d_high < sae.config.d_sae:
             found += [(name, "high", codes[:, :d_high]), (name, "low", codes[:, d_high:])]
@@ -311,71 +286,43 @@ class Places(NamedTuple):
     """(n,) position in the response."""
 
 
-def trajectory_tasks(
-    rollouts: Rollouts, places: Places, max_problems: int, seed: int
-) -> tuple[list[Task], dict[str, str]]:
-    """Tasks about trajectories: band, outcome, behaviours, problem; and the reasons of labels that cannot be probed.
-
-    Args:
-        rollouts: that the tokens are of.
-        places: of the tokens.
-        max_problems: classes of the label "problem".
-        seed: of the folds.
-    """
-    frame = rollouts.frame
-    problem = np.unique(frame.problem_id.to_numpy(), return_inverse=True)[1]
-    found: dict[str, Task | str] = {}
-    band = np.array([BANDS.index(b) if b in BANDS else -1 for b in frame.band])
-    found["band"] = _between("band", band[places.row], problem[places.row], seed)
-    outcome = np.array([{"failure": 0, "success": 1}.get(o, -1) for o in frame.outcome])
-    found["outcome"] = _within("outcome", outcome[places.row], problem[places.row], seed)
-    for name in rollouts.info.get("behaviours", []):
-        values = frame[name].to_numpy(dtype=float)
-        if set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}:
-            code = np.where(np.isnan(values), -1, values).astype(int)
-            found[name] = _within(name, code[places.row], problem[places.row], seed)
-    found["problem"] = _which_problem(problem, places.row, max_problems, seed)
-    return _tasks_and_reasons(found)
-
-
-def _tasks_and_reasons(found: Mapping[str, Task | str]) -> tuple[list[Task], dict[str, str]]:
-    """The tasks, and the reasons of the labels that cannot be probed."""
-    tasks = [task for task in found.values() if isinstance(task, Task)]
-    return tasks, {label: reason for label, reason in found.items() if isinstance(reason, str)}
-
-
-def token_tasks(
+def _tasks(
     rollouts: Rollouts,
     places: Places,
+    max_problems: int,
     max_tokens: int,
     annotator: Annotator | None,
     token_strings: Sequence[str] | None,
     seed: int,
-) -> tuple[list[Task], dict[str, str]]:
-    """Tasks about tokens: identity and class; and the reasons of labels that cannot be probed.
-
-    Args:
-        rollouts: that the tokens are of.
-        places: of the tokens.
-        max_tokens: classes of the label "identity", the commonest tokens.
-        annotator: gives the label "class"; needs token_strings.
-        token_strings: text of every token id.
-        seed: of the folds.
-    """
-    problem = np.unique(rollouts.frame.problem_id.to_numpy(), return_inverse=True)[1][places.row]
+) -> dict[str, Task | str]:
+    """The task of every label, or why it cannot be probed; arguments as for `separation`."""
+    frame = rollouts.frame
+    problem = np.unique(frame.problem_id.to_numpy(), return_inverse=True)[1]
+    of_token = problem[places.row]
+    band = np.array([BANDS.index(b) if b in BANDS else -1 for b in frame.band])
+    outcome = np.array([{"failure": 0, "success": 1}.get(o, -1) for o in frame.outcome])
+    found = {
+        "band": _between("band", band[places.row], of_token, seed),
+        "outcome": _within("outcome", outcome[places.row], of_token, seed),
+    }
+    for name in rollouts.info.get("behaviours", []):
+        values = frame[name].to_numpy(dtype=float)
+        if set(np.unique(values[~np.isnan(values)])) <= {0.0, 1.0}:
+            code = np.where(np.isnan(values), -1, values).astype(int)
+            found[name] = _within(name, code[places.row], of_token, seed)
+    found["problem"] = _which_problem(problem, places.row, max_problems, seed)
     labels = {"identity": places.token_id}
     if annotator is not None:
         if token_strings is None:
             raise TsaeError("an annotator needs the text of tokens", where="separation", fix="Give token_strings.")
         labels["class"] = _classes(rollouts, places, annotator, token_strings)
-    found: dict[str, Task | str] = {}
     for label, values in labels.items():
         names, code, count = np.unique(values, return_inverse=True, return_counts=True)
         common = np.argsort(-count, kind="stable")[:max_tokens]
         rank = np.full(len(names), -1)
         rank[common] = np.arange(len(common))
-        found[label] = _between(label, rank[code], problem, seed)
-    return _tasks_and_reasons(found)
+        found[label] = _between(label, rank[code], of_token, seed)
+    return found
 
 
 def _classes(rollouts: Rollouts, places: Places, annotator: Annotator, token_strings: Sequence[str]) -> np.ndarray:
@@ -457,6 +404,11 @@ class Task:
     """(n,) what falls into one fold, and is drawn in the bootstrap: 0 … n_units − 1."""
     fold: np.ndarray
     """(n_units,) fold of each unit."""
+
+    @property
+    def level(self) -> str:
+        """trajectory or token."""
+        return "token" if self.label in ("identity", "class") else "trajectory"
 
     @property
     def n_classes(self) -> int:
@@ -600,13 +552,7 @@ def minimize(loss: Callable[[np.ndarray], tuple[float, np.ndarray]], start: np.n
 
 
 def folds(n_units: int, n_folds: int, seed: int, *, within: np.ndarray | None = None) -> np.ndarray:
-    """(n_units,) a random fold for every unit, of equal sizes; `within` spreads each class of units over the folds.
-
-    Raises:
-        TsaeError: where there are fewer units than two.
-    """
-    if n_units < 2:
-        raise TsaeError(f"{n_units} units cannot be split into folds", where="probes", fix="Use more problems.")
+    """(n_units,) a random fold for every unit, of equal sizes; `within` spreads each class of units over the folds."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(n_units)
     if within is not None:

@@ -71,9 +71,8 @@ def starting_config(
             where="start",
             fix="Start from an SAE that takes them as they are too.",
         )
-    config = config or _own_config(start, store)
-    if isinstance(config, ForeignConfig):
-        raise TsaeError("a ForeignConfig says what an SAE is, not how to train it", where="sae", fix="Leave it out.")
+    if config is None or isinstance(config, ForeignConfig):  # which says what an SAE is, not how it is trained
+        config = _own_config(start, store)
     asked, found = ((c.d_sae, c.group_bounds) for c in (config, start.config))
     if asked != found:
         raise TsaeError(
@@ -132,13 +131,6 @@ def trainable(start: TemporalSAE, config: SAEConfig) -> TemporalSAE:
 _TOKENS = 16_384
 
 
-def warm_start_config(published: TemporalSAE) -> SAEConfig:
-    """The config of a T-SAE that starts from it where none is given: the default, no wider than what is there."""
-    config = SAEConfig()
-    d_sae = min(config.d_sae, published.config.d_sae)
-    return replace(config, d_sae=d_sae, k=min(config.k, d_sae))
-
-
 @torch.no_grad()
 def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAEConfig | None = None) -> TemporalSAE:
     """The T-SAE before its first step.
@@ -152,7 +144,9 @@ def warm_start(published: TemporalSAE | str | Path, store: Source, config: SAECo
         TsaeError: where the SAE does not fit the store, or is narrower than what is asked for.
     """
     published = TemporalSAE.of(published)
-    config = config or warm_start_config(published)
+    if config is None:
+        d_sae = min(SAEConfig().d_sae, published.config.d_sae)
+        config = SAEConfig(d_sae=d_sae, k=min(SAEConfig().k, d_sae))
     if config.d_sae > published.config.d_sae:
         what = f"has {published.config.d_sae} latents, and d_sae={config.d_sae} are asked for"
         raise TsaeError(what, where="init_from", fix=f"Ask for as many or fewer (--d-sae {published.config.d_sae}).")

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,7 +158,7 @@ class _Run:
     def __init__(self, windows: Windows, unseen: np.ndarray | None, plan: Plan, processes: Processes) -> None:
         self.windows, self.unseen, self.plan, self.processes = windows, unseen, plan, processes
         self.row: dict[str, float] = {}
-        self.log: MetricLog | None = None
+        self.log: Any = None
         if plan.training.log_to is not None and processes.first:
             shown = {"sae": asdict(plan.config), "training": asdict(plan.training), "inputs": public(plan.inputs)}
             name, id = (None, None) if plan.folder is None else (plan.folder.path.name, plan.folder.id)
@@ -240,7 +240,7 @@ def train_many(
     Args:
         store: activations.
         sae: what the SAEs are; defaults of `SAEConfig`.
-        sites: TransformerLens names; by default the training's, or all of the store.
+        sites: TransformerLens names, in place of the training's; by default that one, or all of the store.
         seeds: of the initial weights; by default the training's. The data's order is that of the training's data_seed,
             or of its seed, for all of them.
         to: folder for one folder per training, `run_name` tells which; None keeps them in memory.
@@ -251,21 +251,19 @@ def train_many(
         (site, seed) -> SAE.
 
     Raises:
-        TsaeError: as `train`; for no site or seed, and for sites beside a training's own.
+        TsaeError: as `train`.
     """
     store = store if isinstance(store, Source) else ActivationStore(store)
     training = training or TrainingConfig()
-    if sites is not None and training.site is not None:
-        what = f"both site={training.site} and sites={', '.join(sites)} are asked for"
-        raise TsaeError(what, where="train_many", fix="Leave one out.")
-    wanted = list(dict.fromkeys(sites if sites is not None else [training.site] if training.site else store.sites))
-    numbers = list(dict.fromkeys(seeds if seeds is not None else [training.seed]))
+    every = [training.site] if training.site else store.sites
+    wanted = list(dict.fromkeys(every if sites is None else sites))
+    numbers = list(dict.fromkeys([training.seed] if seeds is None else seeds))
     if not wanted or not numbers:
         raise TsaeError(f"{len(wanted)} sites and {len(numbers)} seeds make no training", where="train_many")
     data_seed = training.seed if training.data_seed is None else training.data_seed
     plans = {}
     for site in wanted:
-        store.d_model(site)  # An unknown site is said before anything is trained.
+        store.d_model(site)  # An unknown site is refused before anything is trained.
         for seed in numbers:
             one = replace(training, site=site, seed=seed, data_seed=data_seed)
             folder = None if to is None else as_path(to) / run_name(site, seed)
@@ -274,15 +272,8 @@ def train_many(
 
 
 def run_name(site: str, seed: int) -> str:
-    """Name of a training's folder: blocks.14.hook_resid_post-seed0.
-
-    Raises:
-        TsaeError: for a site whose name would lead elsewhere.
-    """
-    name = f"{site}-seed{seed}"
-    if Path(name).name != name:
-        raise TsaeError(f"the site {site!r} cannot name a folder", where="train_many")
-    return name
+    """Name of a training's folder: blocks.14.hook_resid_post-seed0."""
+    return f"{site}-seed{seed}".replace("/", "-")
 
 
 @dataclass(frozen=True)
@@ -328,11 +319,9 @@ class Plan:
 
     def windows(self, store: Source) -> Windows:
         """Windows of the problems to train on."""
-        training = self.training
-        partner = training.partner if self.config.temporal_weight > 0 else None
-        return store.windows(
-            self.site, held_out=False, partner=partner, step_ends=training.step_ends, **self._window_options()
-        )
+        training, partner = self.training, self.training.partner if self.config.temporal_weight > 0 else None
+        options = {"partner": partner, "step_ends": training.step_ends, **self._window_options()}
+        return store.windows(self.site, held_out=False, **options)
 
     def unseen(self, store: Source) -> np.ndarray | None:
         """(n, d_model) tokens of the problems that training leaves out; None where these are too few to go by."""
@@ -345,15 +334,8 @@ class Plan:
 
     def _window_options(self) -> dict[str, Any]:
         """Options that both kinds of windows share."""
-        training = self.training
-        assert training.data_seed is not None
-        return {
-            "span": training.span,
-            "window": training.window,
-            "max_norm": training.max_norm,
-            "balance": training.balance,
-            "seed": training.data_seed,
-        }
+        shared = ("span", "window", "max_norm", "balance")
+        return {name: getattr(self.training, name) for name in shared} | {"seed": self.training.data_seed}
 
 
 def _only_site(store: Source) -> str:
@@ -363,24 +345,8 @@ def _only_site(store: Source) -> str:
     return store.sites[0]
 
 
-_NEEDS = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "torch.utils.tensorboard"}
-"""By name: the module."""
-
-
-class MetricLog(Protocol):
-    """Takes the metrics of one training."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> Any:
-        """Take the metrics of a step."""
-        ...
-
-    def finish(self) -> Any:
-        """The training is over."""
-        ...
-
-
-def open_log(target: str, config: Mapping[str, Any], name: str | None, id: str | None) -> MetricLog:
-    """A log of one training.
+def open_log(target: str, config: Mapping[str, Any], name: str | None, id: str | None) -> Any:
+    """A log of one training, with `log(metrics, step)` and `finish()`.
 
     Args:
         target: `TrainingConfig.log_to`.
@@ -394,7 +360,7 @@ def open_log(target: str, config: Mapping[str, Any], name: str | None, id: str |
     """
     tool, _, where = target.partition(":")
     try:
-        module = import_module(_NEEDS[tool])
+        module = import_module("torch.utils.tensorboard" if tool == "tensorboard" else tool)
     except ImportError as error:
         raise TsaeError(
             f"logging to {target} needs the package {tool}",
@@ -404,12 +370,10 @@ def open_log(target: str, config: Mapping[str, Any], name: str | None, id: str |
     if tool == "tensorboard":
         return _TensorBoard(module, Path(where) / (name or "sae"), config)
     settings: dict[str, Any] = {"project": where, "config": dict(config), "name": name}
-    settings["resume"] = "allow" if id else "never"
     if tool == "trackio":
-        return module.init(**settings)
+        return module.init(**settings, resume="allow" if id else "never")
     # Several trainings of one process are several runs.
-    settings |= {"id": id, "resume": settings["resume"] if id else None, "reinit": "create_new"}
-    return module.init(**settings)
+    return module.init(**settings, id=id, resume="allow" if id else None, reinit="create_new")
 
 
 class _TensorBoard:
