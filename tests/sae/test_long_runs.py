@@ -286,7 +286,7 @@ def test_damaged_and_foreign_folders_are_refused(
     write_json(other / "run.json", with_checksum({"stage": "encode", "config": {}, "inputs": {}}))
     with pytest.raises(TsaeError, match="holds the result of 'encode'"):
         run(store.path, other)
-    with pytest.raises(TsaeError, match="save_every_steps=0 is less than 1"):
+    with pytest.raises(TsaeError, match="save_every_steps=0"):
         TrainingConfig(save_every_steps=0)
 
 
@@ -485,7 +485,7 @@ def test_logs_are_asked_for_by_name(
     monkeypatch.setitem(sys.modules, tool, None)
     with pytest.raises(TsaeError, match=rf"needs the package {tool}.*pip install {tool}"):
         train(store, CONFIG, training=replace(TRAINING, log_to=target), progress=False)
-    with pytest.raises(TsaeError, match="log_to='mlflow:p' is none of wandb:PROJECT"):
+    with pytest.raises(TsaeError, match="log_to='mlflow:p'"):
         replace(TRAINING, log_to="mlflow:p")
 
 
