@@ -208,9 +208,8 @@ def separation(
             probes[name, group, task.label] = fitted = probe(codes, task)
             low, high = map(float, percentile_interval(fitted.draws(seed)))
             l0 = float((codes[task.token] > 0).sum() / len(task.token)) if name != ACTIVATIONS else float("nan")
-            sizes = {"n_classes": task.n_classes, "n_tokens": len(task.token), "n_units": task.n_units}
-            of = {"label": task.label, "level": task.level, "chance": 1 / task.n_classes, "l0": l0, **sizes}
-            scores.append(Score(sae=name, group=group, accuracy=fitted.accuracy, low=low, high=high, **of))
+            of, sizes = (name, group, task.label, task.level), (task.n_classes, len(task.token), task.n_units)
+            scores.append(Score(*of, fitted.accuracy, low, high, 1 / task.n_classes, l0, *sizes))
     for task in tasks if len(loaded) > 1 else ():
         for group in GROUPS:
             first, second = (probes.get((name, group, task.label)) for name in list(loaded)[:2])
