@@ -25,7 +25,7 @@ from tsae.checkpoints.tokenizers import token_strings
 from tsae.claims.evidence import StepCheck, attribution_in
 from tsae.claims.run_claims import Claims, claims_before, claims_of
 from tsae.diff.baselines import baselines
-from tsae.diff.config import DiffConfig, need_settings
+from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, logit_effects
@@ -193,7 +193,7 @@ def analyse(
 
     if (to / "diff" / "diff.json").is_file():
         diff = tsae.FeatureDiff.load(to / "diff", features=features)
-        need_settings(diff.info["config"], diffing or DiffConfig(), to / "diff")
+        (diffing or DiffConfig()).need_same(diff.info["config"], to / "diff")
     else:
         strings = token_strings(series.base.load_tokenizer())
         diff = tsae.feature_diff(

@@ -391,36 +391,6 @@ def test_a_label_that_fails_hides_no_other(diff: FeatureDiff) -> None:
     assert (found.table.control <= 0.6).all()
 
 
-DAMAGES: dict[str, Any] = {
-    "shown int": lambda t: t.assign(shown=t.shown.astype(int)),
-    "shown str": lambda t: t.assign(shown="false"),
-    "shown null": lambda t: t.assign(shown=[None, True, True, False]),
-    "feature twice": lambda t: pd.concat([t, t]),
-    "feature str": lambda t: t.assign(feature=t.feature.astype(str)),
-    "feature negative": lambda t: t.assign(feature=t.feature - 1),
-    "label int": lambda t: t.assign(label=5),
-    "label null": lambda t: t.assign(label=None),
-    "score 7": lambda t: t.assign(score=7.0),
-    "score infinite": lambda t: t.assign(score=-math.inf),
-    "control str": lambda t: t.assign(control="high"),
-    "no note": lambda t: t.drop(columns="note"),
-    "no sae": lambda i: {k: v for k, v in i.items() if k != "sae"},
-    "sae list": lambda i: {**i, "sae": ["abc"]},
-    "labeller null": lambda i: {**i, "labeller": None},
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_labels_are_refused(damage: str, diff: FeatureDiff, tmp_path: Path) -> None:
-    found = explain(diff, CONFIG, to=tmp_path, progress=False)
-    of_info = damage.split()[-2] in ("no", "sae", "labeller") and damage != "no note"
-    table = found.table if of_info else DAMAGES[damage](found.table)
-    info = DAMAGES[damage](found.info) if of_info else found.info
-    Explanations(table, info).save(tmp_path)
-    with pytest.raises(TsaeError, match=r"explanations\.\w+: cannot be read .* Make it again with `tsae explain`"):
-        Explanations.load(tmp_path)
-
-
 def test_control_characters_are_shown_as_such(diff: FeatureDiff) -> None:
     found = explain(diff, CONFIG, progress=False)
     shown = repr(replace(found, info={**found.info, "labeller": "evil\x1b[31m\u202e"}))

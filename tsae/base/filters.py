@@ -1,9 +1,12 @@
-"""Arguments that take one value or several."""
+"""Arguments that take one value or several, and the rows of a table that lead it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def several(value: Any) -> tuple[Any, ...]:
@@ -11,3 +14,9 @@ def several(value: Any) -> tuple[Any, ...]:
     # Arrays of no dimension have __iter__, too.
     single = isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return (value,) if single else tuple(value)
+
+
+def strongest(table: pd.DataFrame, column: str, n: int | None = None) -> pd.DataFrame:
+    """The n rows (or all) with the largest size in a column, the largest first; ties stay in their order."""
+    order = table[column].abs().sort_values(ascending=False, kind="stable").index
+    return table.loc[order].head(len(table) if n is None else n).reset_index(drop=True)

@@ -83,7 +83,7 @@ def insertion(
     from tqdm.auto import tqdm
 
     config = config or InsertionConfig()
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features = FeatureTable.of(features)
     sae = TemporalSAE.of(sae, device=config.device)
     chosen = [int(feature) for feature in chosen]
     check_sae(sae, features)
@@ -125,7 +125,7 @@ def insert_discoveries(
         wanted.setdefault(diff.base, []).append(int(row.feature))
     if not wanted:
         raise TsaeError("nothing was discovered, so that there is no feature to test", where="insertion")
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features = FeatureTable.of(features)
     sae = TemporalSAE.of(sae)
     parts = [insertion(series[reader], sae, features, sorted(set(chosen))) for reader, chosen in wanted.items()]
     return pd.concat(parts, ignore_index=True)

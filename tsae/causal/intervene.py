@@ -94,7 +94,7 @@ def intervene(
             fit the checkpoint's width, blocks or tokenizer; or the problems are of another tokenizer.
     """
     config = config or InterventionConfig()
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features = FeatureTable.of(features)
     device = config.sampling.device
     sae = TemporalSAE.of(sae, device=device)
     chosen = tuple(map(_whole, chosen))

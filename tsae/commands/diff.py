@@ -203,7 +203,7 @@ class Reinforcement:
                 # An earlier call may have written predictions, of another diff.
                 writers: dict[str, Callable[[Path], object] | None] = {"predicted.parquet": None}
                 writers |= {f"{name}.parquet": partial(write_table, table=table) for name, table in tables.items()}
-                say_wrote(write_whole(self.to, PUSHED, found.made_from, writers))
+                say_wrote(write_whole(self.to, PUSHED, found.source.made_from, writers))
             write(tables)
 
 

@@ -104,8 +104,7 @@ def dynamics(features: FeatureTable | str | Path, config: DiffConfig | None = No
     Returns:
         None where no run has two steps.
     """
-    config = config or DiffConfig()
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features, config = FeatureTable.of(features), config or DiffConfig()
     runs = run_steps(features)
     if not runs:
         return None

@@ -237,12 +237,6 @@ def _moved(diff: FeatureDiff, config: ExplainConfig) -> dict[int, str | None]:
 
 
 FILE, _TABLE = "explanations.json", "explanations.parquet"
-_SCORES = ("detection", "fuzzing", "score", "control_detection", "control_fuzzing", "control", "answered")
-_KINDS = {
-    **dict.fromkeys(("feature", "n_detection", "n_fuzzing"), "integer"), **dict.fromkeys(("label", "note"), "string"),
-    **dict.fromkeys(_SCORES, "floating"), "shown": "boolean",
-}  # fmt: skip
-"""Columns, and what pandas infers of their values."""
 _FIX = "Make it again with `tsae explain`."
 
 
@@ -311,37 +305,12 @@ class Explanations(Tables):
         """Read a folder that `save` wrote.
 
         Raises:
-            TsaeError: where a file is missing or damaged, or holds what no labels are.
+            TsaeError: where a file is missing or damaged.
         """
         folder = as_path(folder)
         info = read_whole(folder, (FILE, _TABLE), _FIX, "Make it with `tsae explain`.")
-        with reading(folder / FILE, _FIX):
-            if not isinstance(info["labeller"], str) or not isinstance(info["sae"], str | None):
-                raise ValueError("its labeller or its SAE is no text")
         with reading(folder / _TABLE, _FIX):
-            table = pd.read_parquet(folder / _TABLE)
-            _check(table)
-        return cls(table, info)
-
-
-def _check(table: pd.DataFrame) -> None:
-    """Refuse what is no table of labels.
-
-    Raises:
-        ValueError: where a column is missing or of another kind, a feature is there twice, or a score is none.
-    """
-    missing = [name for name in _KINDS if name not in table]
-    if missing:
-        raise ValueError(f"it is no table of labels: it has no column {missing[0]}")
-    for name, kind in _KINDS.items():
-        found = pd.api.types.infer_dtype(table[name], skipna=False)
-        if len(table) and found != kind:
-            raise ValueError(f"its column {name} holds {found} values, expected {kind} ones")
-    if table.feature.duplicated().any() or (table.feature < 0).any():
-        raise ValueError("it has a feature twice, or a negative one")
-    scores = table[list(_SCORES)]
-    if not (scores.isna() | ((scores >= 0) & (scores <= 1))).all(axis=None):
-        raise ValueError("it has scores beyond 0 to 1")
+            return cls(pd.read_parquet(folder / _TABLE), info)
 
 
 SOURCE = "rules of tokens and positions"

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from tsae.base import display
 from tsae.base.files import as_path, reading
-from tsae.base.filters import several
+from tsae.base.filters import several, strongest
 from tsae.base.provenance import versions
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
@@ -72,8 +72,7 @@ def feature_diff(
         TsaeError: where a band that is asked for is empty, stability or steps belong to another SAE, or families are
             given without an annotator.
     """
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    config = config or DiffConfig()
+    features, config = FeatureTable.of(features), config or DiffConfig()
     stable = _stability_of(features, stability)
     if families is not None and annotator is None:
         raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
@@ -141,7 +140,7 @@ def _stability_of(features: FeatureTable, given: Stability | str | Path | None) 
 
 
 def _steps_of(features: FeatureTable, given: FeatureTable | str | Path) -> FeatureTable:
-    steps = given if isinstance(given, FeatureTable) else FeatureTable.load(given)
+    steps = FeatureTable.of(given)
     expected, found = (table.info["sae"].get("weights") for table in (features, steps))
     if expected != found or steps.n_features != features.n_features:
         raise TsaeError(
@@ -331,8 +330,7 @@ class FeatureDiff(Tables):
         else:
             parts = [self.main_shift(checkpoint, discoveries=True) for checkpoint in self.checkpoints]
             table = pd.concat(parts, ignore_index=True) if parts else self.table(discoveries=True, kind="shift")
-        order = table.delta.abs().sort_values(ascending=False, kind="stable").index
-        return table.reindex(order).head(n).reset_index(drop=True)
+        return strongest(table, "delta", n)
 
     def main_part(self, checkpoint: str) -> str | None:
         """The shift that speaks for a checkpoint: total, or same_trajectories where total cannot be drawn.
@@ -415,9 +413,8 @@ class FeatureDiff(Tables):
     def feature(self, feature: int) -> Feature:
         """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
         if feature not in self.features.index:
-            raise TsaeError(
-                f"no feature {feature}; there are 0 to {len(self.features) - 1}", where="FeatureDiff.feature"
-            )
+            what = f"no feature {feature}; there are 0 to {len(self.features) - 1}"
+            raise TsaeError(what, where="FeatureDiff.feature")
         table = self.table()
         return Feature(
             feature,
@@ -516,20 +513,9 @@ class FeatureDiff(Tables):
             if file.is_file():
                 with reading(file, fix):
                     tables[name] = pd.read_parquet(file)
-        if features is not None:
-            of, sae, given_sae = features.rollouts, info.get("sae") or {}, features.info.get("sae") or {}
-            made_from = {
-                "rollouts": (info.get("rollouts"), of.fingerprint),
-                "labels": (info.get("labels"), of.labels_fingerprint),
-                "SAE": (sae.get("weights"), given_sae.get("weights")),
-            }
-            for what, (known, given) in made_from.items():
-                if known is not None and given not in (known, None):
-                    raise TsaeError(
-                        f"was drawn from other features (of other {what}) than these",
-                        where=folder,
-                        fix="Give the features that `tsae diff` read.",
-                    )
+        if features is not None and (other := features.differing(info)) is not None:
+            what = f"was drawn from other features (of other {other}) than these"
+            raise TsaeError(what, where=folder, fix="Give the features that `tsae diff` read.")
         return cls(**tables, info=info, source=features)
 
 

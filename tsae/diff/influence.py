@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -41,7 +41,7 @@ from tsae.activations.forward_batches import plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
 from tsae.base.files import as_path, reading
-from tsae.base.filters import several
+from tsae.base.filters import several, strongest
 from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.hooks import Site, check_sites, decoder_blocks, positions
@@ -90,9 +90,7 @@ def influence(
     # Fused attention has no forward differentiation.
     model = ModelLoader(device=config.device, dtype=config.model_dtype, attention="eager").load(checkpoint)
     special = _check(checkpoint, model, sae, features, (rollouts, on))
-    advantages = _advantages(rollouts)
-    targets = Fixed.of(on, special, checkpoint, config)
-    score = _score_weights(rollouts, advantages, config)
+    targets, score = Fixed.of(on, special, checkpoint, config), _score_weights(rollouts, config)
     columns = torch.as_tensor(list(features), device=config.device)
     forward = Forward(model, sae, config.temperature)
     weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -107,19 +105,16 @@ def influence(
                     along = forward.score_along(weights, gradient, ids, mask, response)
                     found[part][rows, j] = along.double().cpu().numpy() * score[rows]
             bar.update()
-    for part, values in found.items():
-        if not np.isfinite(values).all():
-            row, j = np.argwhere(~np.isfinite(values))[0]
-            raise TsaeError(
-                f"the {part} influence of trajectory {row} on feature {features[j]} is not finite",
-                where=checkpoint.path,
-                fix="Check that checkpoint's weights, or compute in another precision (model_dtype).",
-            )
     frame = rollouts.frame[["problem_id", "policy", "band", "outcome", "advantage", "response_length"]]
     frame = frame.assign(trajectory=np.arange(len(rollouts)))[["trajectory", *frame.columns]]
     columns_of = [{"representation": r, "policy_part": p} for r, p in zip(*(x.T for x in found.values()), strict=True)]
     table = pd.concat([frame.assign(feature=f, **parts) for f, parts in zip(features, columns_of, strict=True)])
     table["total"] = table.representation + table.policy_part
+    if len(wrong := table[~np.isfinite(table.total)]):
+        row = wrong.iloc[0]
+        what = f"the influence of trajectory {row.trajectory} on feature {row.feature} is not finite"
+        fix = "Check that checkpoint's weights, or compute in another precision (model_dtype)."
+        raise TsaeError(what, where=checkpoint.path, fix=fix)
     return Influence(
         table.reset_index(drop=True),
         {
@@ -143,23 +138,17 @@ def _check(
     """Check that everything fits together, and return the special token ids of the checkpoint's tokenizer."""
     folder = folder_of(checkpoint)
     if not is_gguf(folder) and is_adapter(folder):
-        raise TsaeError(
-            "is an adapter", where=checkpoint.path, fix="Merge it into its base: influence is of all weights."
-        )
+        fix = "Merge it into its base: influence is of all weights."
+        raise TsaeError("is an adapter", where=checkpoint.path, fix=fix)
     config = model.config.get_text_config()
     check_sites([sae.site], config.num_hidden_layers, checkpoint.path)
     if sae.d_model != config.hidden_size:
         what = f"the SAE has d_model {sae.d_model}, the model {config.hidden_size}"
         raise TsaeError(what, where=checkpoint.path, fix="Give the SAE that was trained on this model's activations.")
-    wrong = [f for f in features if not isinstance(f, SupportsIndex) or not 0 <= int(f) < sae.config.d_sae]
-    if wrong or not len(features) or len(set(features)) < len(features):
-        raise TsaeError(
-            f"no feature {wrong[0]}; there are 0 to {sae.config.d_sae - 1}"
-            if wrong
-            else "features are none, or repeated",
-            where="features",
-            fix="Give indices of features, each once.",
-        )
+    missing = [f for f in features if f not in range(sae.config.d_sae)]
+    if missing or not len(features) or len(set(features)) < len(features):
+        what = f"no feature {missing[0]}; there are 0 to {sae.config.d_sae - 1}" if missing else "none, or one twice"
+        raise TsaeError(what, where="features", fix="Give indices of features, each once.")
     tokenizer = load_tokenizer(checkpoint)
     for given in rollouts:
         check_tokenizer(checkpoint, given, tokenizer)
@@ -167,22 +156,17 @@ def _check(
     return list(tokenizer.all_special_ids)
 
 
-def _advantages(rollouts: Rollouts) -> np.ndarray:
+def _score_weights(rollouts: Rollouts, config: InfluenceConfig) -> np.ndarray:
+    """(n,) what multiplies Σ_t ∇ log π of every sample in the step of the whole batch."""
     advantages = rollouts.frame.advantage.to_numpy(dtype=float)
     missing = ~np.isfinite(advantages)
-    if missing.any():
+    if missing.any() or not advantages.any():
+        what = f"{missing.sum()} of {len(advantages)} trajectories have no advantage (first: row {missing.argmax()})"
         raise TsaeError(
-            f"{missing.sum()} of {len(advantages)} trajectories have no advantage (first: row {missing.argmax()})",
+            what if missing.any() else "all advantages are 0, so that no sample pushes anything",
             where=rollouts.origin,
             fix="Set advantages from rewards (Rollouts.with_advantages), or drop these rows.",
         )
-    if not advantages.any():
-        raise TsaeError("all advantages are 0, so that no sample pushes anything", where=rollouts.origin)
-    return advantages
-
-
-def _score_weights(rollouts: Rollouts, advantages: np.ndarray, config: InfluenceConfig) -> np.ndarray:
-    """(n,) what multiplies Σ_t ∇ log π of every sample in the step of the whole batch."""
     if config.loss_type == "dapo":
         return advantages / rollouts.n_sampled.sum()
     # InfluenceConfig demands a length for dr_grpo, and only there.
@@ -232,9 +216,7 @@ class Influence(Tables):
         for one in several(feature):
             if not (self.table.feature == one).any():
                 raise TsaeError(f"feature {one} was not asked for", where="Influence.top")
-        found = self.table[self.table.feature.isin(several(feature))]
-        order = found.total.abs().sort_values(ascending=False, kind="stable").index
-        return found.loc[order].head(n).reset_index(drop=True)
+        return strongest(self.table[self.table.feature.isin(several(feature))], "total", n)
 
     def save(self, folder: str | Path) -> Path:
         """Write influence.parquet, and influence.json last."""

@@ -84,7 +84,7 @@ def noise_null(
         TsaeError: where the SAE is not that of the table, the series lacks a checkpoint of it, or one cannot be loaded,
             and where the tokenizer has other special tokens, which do not count in the table.
     """
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features = FeatureTable.of(features)
     sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
     config = config or DiffConfig()
     if config.noise_draws == 0:

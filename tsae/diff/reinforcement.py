@@ -53,7 +53,7 @@ from scipy.stats import rankdata
 from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
-from tsae.base.filters import several
+from tsae.base.filters import several, strongest
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.table_export import Tables
 from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader
@@ -94,8 +94,7 @@ def reinforcement(
         TsaeError: where an advantage is missing or not finite, no group has rollouts that differ in advantage, or the
             span is within the prompt.
     """
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
-    config = config or DiffConfig()
+    features, config = FeatureTable.of(features), config or DiffConfig()
     if config.within_prompt:
         raise TsaeError(
             f"span={config.span!r} is the same for all rollouts of a problem, and no advantage goes with it",
@@ -297,20 +296,17 @@ class Reinforcement(Tables):
         self._check(gradient)
         table = self.table[self.table.part.isin(several(part)) & (self.table.gradient == gradient)]
         table = table[table.q <= self.config.q]
-        order = table.delta.abs().sort_values(ascending=False, kind="stable").index
-        return table.loc[order].head(n).reset_index(drop=True)
+        return strongest(table, "delta", n)
 
     def of_groups(self, feature: int, *, gradient: Gradient = "natural") -> pd.DataFrame:
         """`groups` with their share of one feature's reinforcement, the largest first."""
         self._check(gradient)
         share = self.per_group[gradient]
         if not 0 <= feature < share.shape[1]:
-            raise TsaeError(
-                f"no feature {feature}; there are 0 to {share.shape[1] - 1}", where="Reinforcement.of_groups"
-            )
+            what = f"no feature {feature}; there are 0 to {share.shape[1] - 1}"
+            raise TsaeError(what, where="Reinforcement.of_groups")
         found = self.groups.assign(reinforcement=share[:, [feature]].toarray()[:, 0])
-        order = found.reinforcement.abs().sort_values(ascending=False, kind="stable").index
-        return found.loc[order].reset_index(drop=True)
+        return strongest(found, "reinforcement")
 
     def _check(self, gradient: Gradient) -> None:
         if gradient not in self.per_group:
@@ -319,12 +315,6 @@ class Reinforcement(Tables):
                 where="Reinforcement",
                 fix="Give series=…, so that the checkpoints read the responses that they sampled.",
             )
-
-    @property
-    def made_from(self) -> dict[str, str | None]:
-        """Fingerprints of the rollouts, of their labels, and of the SAE's weights where they are known."""
-        of, sae = self.source.rollouts, self.source.info.get("sae") or {}
-        return {"rollouts": of.fingerprint, "labels": of.labels_fingerprint, "sae": sae.get("weights")}
 
     @one_blas_thread
     def compare(self, diff: Realised) -> pd.DataFrame:
@@ -353,13 +343,8 @@ class Reinforcement(Tables):
         Raises:
             TsaeError: where the diff is of other rollouts.
         """
-        of = {"rollouts": diff.info["rollouts"], "labels": diff.info.get("labels")}
-        of |= {"sae": (diff.info.get("sae") or {}).get("weights")}
-        for name, known in self.made_from.items():
-            if None not in (known, of[name]) and known != of[name]:
-                raise TsaeError(
-                    f"is a diff of other {name}", where="Reinforcement.compare", fix="Give that of the same."
-                )
+        if (other := self.source.differing(diff.info)) is not None:
+            raise TsaeError(f"is a diff of other {other}", where="Reinforcement.compare", fix="Give that of the same.")
         tested = self.table.feature.unique()
         records = [
             record

@@ -197,6 +197,25 @@ class FeatureTable:
         if "n_experts" in sae or sae.get("weights") != weights or self.n_features != d_sae:
             raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
 
+    @property
+    def made_from(self) -> dict[str, str | None]:
+        """Fingerprints of the rollouts, of their labels, and of the SAE's weights where they are known."""
+        return {
+            "rollouts": self.rollouts.fingerprint,
+            "labels": self.rollouts.labels_fingerprint,
+            "sae": (self.info.get("sae") or {}).get("weights"),
+        }
+
+    def differing(self, info: Mapping[str, Any]) -> str | None:
+        """Which of rollouts, labels and SAE a result was computed from that are not this table's; None where all fit.
+
+        Args:
+            info: of the result. What it or this table does not know is taken to fit.
+        """
+        known = {**info, "sae": (info.get("sae") or {}).get("weights")}
+        both = ((name, mine, known.get(name)) for name, mine in self.made_from.items())
+        return next((name for name, mine, other in both if None not in (mine, other) and mine != other), None)
+
     def need_weights(self, checkpoint: Checkpoint) -> None:
         """Check that a checkpoint is the reader of its id.
 
@@ -317,6 +336,11 @@ class FeatureTable:
             else:
                 removed(folder / name)  # at the URL, too
         return folder
+
+    @classmethod
+    def of(cls, given: FeatureTable | str | Path) -> FeatureTable:
+        """The table itself, or that of a folder."""
+        return given if isinstance(given, FeatureTable) else cls.load(given)
 
     @classmethod
     def load(cls, folder: str | Path) -> FeatureTable:

@@ -57,7 +57,7 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
         TsaeError: where an outcome is unknown, too few problems have both successes and failures, or the features are
             of no SAE.
     """
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features = FeatureTable.of(features)
     config = config or CreditConfig()
     reader = config.reader or features.readers[0]
     rows = features.rows(reader=reader, policy=reader)

@@ -66,7 +66,7 @@ def write_credit(
     Raises:
         TsaeError: where the features are of another SAE, the reference read nothing, or advantages are missing.
     """
-    features = features if isinstance(features, FeatureTable) else FeatureTable.load(features)
+    features = FeatureTable.of(features)
     shaping = shaping or ShapingConfig()
     ours, theirs = credit.info["sae"].get("weights"), features.info["sae"].get("weights")
     if ours != theirs:
