@@ -165,7 +165,7 @@ def test_a_diff_shows_more_where_it_is_asked(shell: Shell, pipeline: Path, tmp_p
         "diff --features {p}/features --to {t}/diff --tokenizer {p}/series --annotator support.cli:classes --families "
         "--store {p}/acts --compare {p}/diff --markdown {t}/diff.md --fdr by --n-permutations 500 --n-bootstrap 200"
     )
-    for text in ("Families of features", "linear probe", "Against"):
+    for text in ("Δ of families", "linear probe", "Against"):
         assert text in printed
     assert (tmp_path / "diff" / "baselines.parquet").is_file()
     assert (tmp_path / "diff.md").read_text(encoding="utf-8").startswith("| kind | checkpoint |")

@@ -23,7 +23,7 @@ from tsae.base.seal import seal
 from tsae.causal.intervention import folders_of_tests
 from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.judging import between
-from tsae.claims.run_claims import TESTS, Claims, claims_of
+from tsae.claims.run_claims import Claims, claims_of
 from tsae.commands.report import files_of_page
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.entry import hash64
@@ -526,7 +526,7 @@ def test_replayed_bands_stand_in_for_runs_on_a_band_and_decide_nothing(tmp_path:
 def test_every_claim_has_a_test_and_untestable_ones_say_why(tmp_path: Path) -> None:
     folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, 1))), RUN)
     found = claims_of(folder)
-    assert "".join(one["claim"] for one in found.records) == "abcdefghijklmnopqrstuvwxyz" == "".join(TESTS)
+    assert "".join(one["claim"] for one in found.records) == "abcdefghijklmnopqrstuvwxyz"
     for one in found.records:
         assert bool(one["parts"]) != bool(one["needs"] and one["add"])
     assert {one["unit"] for record in found.records for one in record["parts"]} == {"problems"}

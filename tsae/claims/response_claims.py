@@ -174,14 +174,6 @@ def _pass_at(counts: pd.DataFrame, k: int) -> pd.Series:
     return pd.Series(estimate(counts.n.to_numpy(), counts.right.to_numpy(), k), index=counts.index)
 
 
-SUCCESS: dict[str, Callable[[Evidence], Judgement]] = {
-    "a": inverted_u,
-    "b": hard_harms,
-    "k": difficulty_drifts,
-    "n": base_overtakes,
-}
-
-
 _GROUP = 4
 """Fewest responses of a group in which a success can be called lone."""
 _BLOCKS = 6
@@ -388,13 +380,6 @@ def _by_problem(frame: pd.DataFrame, name: str) -> pd.Series:
     return frame[name].astype(float).groupby(frame.problem_id).mean()
 
 
-LOGGED: dict[str, Callable[[Evidence], Judgement]] = {
-    "c": lone_successes,
-    "d": behaviour_first,
-    "j": one_format_wins,
-}
-
-
 _RIGHT, _DIRECT = "right − wrong", "log-likelihood, direct answer"
 _CAVEAT = (
     "From a mixed run that was replayed with the samples of one band alone: one run, so nothing is decided. Changes of "
@@ -403,7 +388,7 @@ _CAVEAT = (
 _AGAIN = "`tsae attribute … --to ANALYSIS/attribution` of a run on all three bands, with a log of every step"
 
 
-def _inverted_u(run: Evidence) -> Judgement:
+def inverted_u_replayed(run: Evidence) -> Judgement:
     """a: right − wrong over all bands, by medium samples alone − by easy or hard ones alone."""
     of = _alone(run, _RIGHT).mean()
     parts = [
@@ -413,7 +398,7 @@ def _inverted_u(run: Evidence) -> Judgement:
     return _judged("a", parts, "right responses minus that in wrong ones")
 
 
-def _hard_harms(run: Evidence) -> Judgement:
+def hard_harms_replayed(run: Evidence) -> Judgement:
     """b: right − wrong on easy and on medium problems falls by hard samples alone."""
     table = _alone(run, _RIGHT)
     parts = [
@@ -425,7 +410,7 @@ def _hard_harms(run: Evidence) -> Judgement:
     return _judged("b", parts, "right responses minus that in wrong ones")
 
 
-def _easy_direct(run: Evidence) -> Judgement:
+def easy_direct_replayed(run: Evidence) -> Judgement:
     """e: direct answers become likelier by easy samples alone."""
     value = _alone(run, _DIRECT)["easy"].mean()
     part = Part("Easy samples alone make direct answers likelier.", (value,), REPLAYED)
@@ -446,6 +431,3 @@ def _judged(key: str, parts: list[Part], what: str) -> Judgement:
     if not parts:
         raise Missing("replays with one band alone, with accuracy on each band", _AGAIN)
     return Judgement(CLAIMS[key], tuple(parts), caveat=_CAVEAT.format(what=what), whole=False)
-
-
-BY_REPLAY: dict[str, Callable[[Evidence], Judgement]] = {"a": _inverted_u, "b": _hard_harms, "e": _easy_direct}

@@ -21,19 +21,39 @@ from tsae.base.files import as_path, read_object, reading, write_json, writing
 from tsae.base.provenance import versions
 from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.table_export import Tables
+from tsae.claims import inside_claims, response_claims
 from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
-from tsae.claims.inside_claims import CHECKED, FEATURES, FURTHER, INSIDE
 from tsae.claims.judging import Judgement, untestable
 from tsae.claims.literature import CLAIMS
-from tsae.claims.response_claims import BY_REPLAY, LOGGED, SUCCESS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 
 FILE = "claims.json"
-TESTS: dict[str, Callable[[Evidence], Judgement]] = dict(
-    sorted({**SUCCESS, **LOGGED, **FEATURES, **INSIDE, **FURTHER}.items())
-)
-"""The test of every claim, by its letter."""
+TESTS: dict[str, Callable[[Evidence], Judgement]] = {
+    "a": response_claims.inverted_u,
+    "b": response_claims.hard_harms,
+    "c": response_claims.lone_successes,
+    "d": response_claims.behaviour_first,
+    "e": inside_claims.easy_direct,
+    "f": inside_claims.hard_rare,
+    "g": inside_claims.medium_both,
+    "j": response_claims.one_format_wins,
+    "k": response_claims.difficulty_drifts,
+    "n": response_claims.base_overtakes,
+    "o": inside_claims.sparser_when_hard,
+    "p": inside_claims.coherent_not_valid,
+    "q": inside_claims.errors_breed_errors,
+    "v": inside_claims.pruning_easy,
+}
+"""The test of every claim that one run can test, by its letter."""
+REPLAYED: dict[str, Callable[[Evidence], Judgement]] = {
+    "a": response_claims.inverted_u_replayed,
+    "b": response_claims.hard_harms_replayed,
+    "e": response_claims.easy_direct_replayed,
+}
+"""What replays of a mixed run with one band alone say, where a claim's own test lacks something."""
+CHECKED = ("p", "q")
+"""Claims that need to know which steps are right."""
 ONE_RUN = (
     "One training run: problems are the unit, so this says what this run did, not what such training does. Other seeds "
     "may differ."
@@ -141,12 +161,12 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
     Raises:
         TsaeError: where the folder is no run's or what is in it is damaged, and for an unknown letter.
     """
-    if unknown := [key for key in only if key not in TESTS]:
+    if unknown := [key for key in only if key not in CLAIMS]:
         raise TsaeError(
-            f"no claim {unknown[0]!r}; there are {', '.join(TESTS)}", where="claims", fix="Give its letter."
+            f"no claim {unknown[0]!r}; there are {', '.join(CLAIMS)}", where="claims", fix="Give its letter."
         )
     evidence = Evidence(as_path(run), check)
-    records = tuple(_judged(key, evidence).record() for key in TESTS if key in (only or TESTS))
+    records = tuple(_judged(key, evidence).record() for key in CLAIMS if key in (only or CLAIMS))
     inputs = evidence.of_answers
     with suppress(Missing):
         inputs = {**inputs_of(evidence.diff), **inputs}
@@ -155,15 +175,18 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
 
 
 def _judged(key: str, run: Evidence) -> Judgement:
+    claim = CLAIMS[key]
+    if claim.needs:
+        return untestable(claim, claim.needs, claim.add)
     try:
-        if not run.diff.final_checkpoints and key not in FURTHER:
+        if not run.diff.final_checkpoints:
             raise Missing("a checkpoint beside the base", "a run whose folder has one")
         return TESTS[key](run)
     except Missing as lacking:
         with suppress(Missing):
-            if key in BY_REPLAY:
-                return BY_REPLAY[key](run)
-        return untestable(CLAIMS[key], lacking.needs, lacking.add)
+            if key in REPLAYED:
+                return REPLAYED[key](run)
+        return untestable(claim, lacking.needs, lacking.add)
 
 
 def _check(records: Sequence[Mapping[str, Any]]) -> None:
