@@ -293,26 +293,27 @@ def test_sites_outside_the_residual_stream_and_transcoders_are_refused(tmp_path:
         shutil.rmtree(folder)
     folder = shutil.copytree(PUBLISHED / "dictionary_learning-BatchTopKSAE", tmp_path / "crosscoder")
     (folder / "config.json").write_text(json.dumps({"trainer": {"dict_class": "CrossCoder", "layer": 3}}))
-    refused(folder, "is a CrossCoder, which is no SAE")
+    refused(folder, "is a CrossCoder")
 
 
 def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
     file = tmp_path / "SAE-Res-Qwen3-1.7B-Base-W32K-L0_5" / "layer4.sae.pt"
     file.parent.mkdir()
-    torch.save({"W_enc": torch.nn.Linear(2, 2)}, file)
-    refused(file, "it needs pickle, which may run code, and is not loaded. Ask its makers for safetensors")
+    for content, message in (
+        ({"W_enc": torch.nn.Linear(2, 2)}, "it needs pickle, which may run code"),
+        ([1, 2], "cannot be read"),
+        ({"W_enc": torch.zeros(2, 2)}, "W_dec"),
+    ):
+        torch.save(content, file)
+        refused(file, message)
     file.write_bytes(b"no file of torch")
     refused(file, "needs pickle|is no file of torch.save")
-    torch.save([1, 2], file)
-    refused(file, "holds a list, expected a dictionary")
-    torch.save({"W_enc": torch.zeros(2, 2)}, file)
-    refused(file, r"has no tensor 'W_dec'; it holds W_enc")
     torch.save({"other": torch.zeros(2)}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "is no file of Qwen-Scope")
     np.savez(tmp_path / "params.npz", W_enc=np.array([object()]))
     refused(tmp_path, "params.npz: cannot be read")
     np.savez_compressed(tmp_path / "params.npz", W_enc=np.zeros((1000, 1000)))
-    refused(tmp_path, r"its part W_enc\.npy unpacks to 8,000,128 bytes")
+    refused(tmp_path, r"unpacks to 8,000,128 bytes")
 
 
 @pytest.mark.parametrize(
@@ -337,21 +338,13 @@ def test_of_what_a_path_says_the_last_counts(write: Any, path: str, site: str | 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"d_model": 4096}, "its config names d_model 4096, its weights have 8"),
-        ({"d_model": -8}, "d_model is -8, expected a whole number"),
-        ({"d_model": True}, "d_model is True, expected a whole number"),
-        *[
-            ({"dataset_average_activation_norm": {"in": norm}}, message)
-            for norm, message in (
-                (-4, "is -4, expected a finite number above 0"),
-                (0, "is 0, expected a finite number above 0"),
-                (True, "is True, expected a finite number above 0"),
-                (float("inf"), "is inf, expected a finite number above 0"),
-                (1e-300, "holds values that are no finite numbers"),
-            )
-        ],
-        ({"jump_relu_threshold": float("nan")}, "jump_relu_threshold is nan, expected a finite number"),
-        ({"jump_relu_threshold": 1e300}, "threshold holds values that are no finite numbers"),
+        ({"d_model": 4096}, "names d_model 4096"),
+        ({"d_model": True}, "d_model is True"),
+        ({"dataset_average_activation_norm": {"in": 0}}, "is 0, expected a finite number above 0"),
+        ({"dataset_average_activation_norm": {"in": float("inf")}}, "is inf"),
+        ({"dataset_average_activation_norm": {"in": 1e-300}}, "finite"),
+        ({"jump_relu_threshold": float("nan")}, "jump_relu_threshold is nan"),
+        ({"jump_relu_threshold": 1e300}, "threshold .*finite"),
         ({"hook_point_in": ["blocks.4.hook_resid_post"]}, r"names the site \['blocks"),
     ],
 )
@@ -362,16 +355,13 @@ def test_a_factor_of_normalisation_is_checked(changed: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("folder", "changed", "message"),
     [
-        ("llamascopium-relu-dataset-wise", {"use_decoder_bias": "false"}, "use_decoder_bias is 'false', expected true"),
-        ("llamascopium-relu-dataset-wise", {"sparsity_include_decoder_norm": 0}, "decoder_norm is 0, expected true"),
-        ("llamascopium-relu-dataset-wise", {"d_model": 16}, "its config names d_model 16, its weights have 8"),
-        ("llamascopium-topk-dataset-wise", {"top_k": 2.9}, r"top_k is 2\.9, expected a whole number"),
-        ("sparsify", {"k": True}, "k is True, expected a whole number"),
-        ("sparsify", {"transcode": "false"}, "transcode is 'false', expected true or false"),
+        ("llamascopium-relu-dataset-wise", {"use_decoder_bias": "false"}, "use_decoder_bias is 'false'"),
+        ("llamascopium-relu-dataset-wise", {"d_model": 16}, "names d_model 16, its weights have 8"),
+        ("llamascopium-topk-dataset-wise", {"top_k": 2.9}, r"top_k is 2\.9"),
+        ("sparsify", {"k": True}, "k is True"),
+        ("sparsify", {"transcode": "false"}, "transcode is 'false'"),
         ("dictionary_learning-AutoEncoderTopK", {"k": 11}, r"k is 11, and 3 in ae\.pt"),
-        ("dictionary_learning-AutoEncoderTopK", {"k": 3.0}, r"k is 3\.0, expected a whole number"),
-        ("dictionary_learning-AutoEncoder", {"layer": 3.9}, r"layer is 3\.9, expected a whole number"),
-        ("dictionary_learning-AutoEncoder", {"layer": True}, "layer is True, expected a whole number"),
+        ("dictionary_learning-AutoEncoder", {"layer": 3.9}, r"layer is 3\.9"),
         ("dictionary_learning-AutoEncoder", {"submodule_name": "x\x1b[31m"}, "names the site"),
     ],
 )
@@ -390,12 +380,11 @@ def test_config_values_are_not_rounded_or_guessed(
     ("folder", "changed", "message"),
     [
         ("openai-relu", {"activation": "Identity"}, "its activation is 'Identity'"),
-        ("openai-relu", {"activation": "topk"}, "its activation is 'topk'"),
         ("openai-topk", {"activation_state_dict": {"k": 3, "postact_fn": "Identity"}}, "is 'TopK with Identity'"),
-        ("openai-topk", {"activation_state_dict": {"k": 2.9, "postact_fn": "ReLU"}}, r"k is 2\.9, expected"),
-        ("openai-relu", {"latent_bias": torch.ones(())}, r"b_enc has shape \(\), expected \(12,\)"),
+        ("openai-topk", {"activation_state_dict": {"k": 2.9, "postact_fn": "ReLU"}}, r"k is 2\.9"),
+        ("openai-relu", {"latent_bias": torch.ones(())}, r"b_enc has shape \(\)"),
         ("openai-relu", {"latent_bias": torch.ones(S, dtype=torch.int64)}, r"b_enc holds torch\.int64"),
-        ("openai-relu", {"pre_bias": torch.full((D,), float("inf"))}, "b_dec holds values that are no finite numbers"),
+        ("openai-relu", {"pre_bias": torch.full((D,), float("inf"))}, "b_dec .*finite"),
         ("openai-relu", {"encoder.weight": torch.zeros(1).expand(S, D)}, "stands for more numbers than the file holds"),
         ("openai-relu", {"unused": [{"a": torch.zeros(1).expand(10**10)}]}, "stands for more numbers than the file"),
         ("openai-relu", {"encoder.weight": torch.empty(S, D, device="meta")}, "float32 on meta"),

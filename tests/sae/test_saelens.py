@@ -249,37 +249,27 @@ def test_a_tsae_that_sae_lens_changed_keeps_its_groups(sae: TemporalSAE, x: torc
     ("change", "message"),
     [
         ({"normalize_activations": "expected_average_only_in"}, "fold_activation_norm_scaling_factor"),
-        ({"normalize_activations": "covariance_whitening"}, "fold_activation_whitening"),
+        ({"normalize_activations": ["none"]}, r"normalised by \['none'\]"),
         ({"reshape_activations": "hook_z"}, "reads attention heads"),
-        ({"architecture": "matching_pursuit"}, "the architecture 'matching_pursuit' cannot be computed here"),
+        ({"architecture": "matching_pursuit"}, "'matching_pursuit' cannot be computed here"),
         ({"architecture": "skip_transcoder"}, "is a transcoder"),
-        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "blocks.1.hook_mlp_out"}}, "captured between blocks"),
-        ({"metadata": {}}, "does not say where its activations come from"),
-        ({"metadata": {"sae_lens_version": "6.54.0"}}, "does not say where its activations come from"),
-        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": LENS_SITE, "hook_head_index": 2}}, "attention heads"),
-        ({"d_sae": 12}, "the file of weights does not fit the config"),
-        ({"d_in": 10**15}, r"does not fit the config \(W_enc has shape \(48, 160\), expected \(10+, 160\)\)"),
-        ({"d_in": -1}, "d_in is -1, expected a whole number of at least 1"),
-        ({"d_in": 48.0}, r"d_in is 48\.0, expected a whole number"),
-        ({"d_sae": True}, "d_sae is True, expected a whole number"),
-        ({"architecture": "topk", "k": 2.9}, r"k is 2\.9, expected a whole number"),
-        ({"architecture": "topk"}, "k is None, expected a whole number"),
-        ({"architecture": "topk", "k": 161}, r"does not fit the config \(k is 161, of 160 latents\)"),
-        ({"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false', expected true or false"),
-        ({"apply_b_dec_to_input": None}, "apply_b_dec_to_input is None, expected true or false"),
-        ({"rescale_acts_by_decoder_norm": "false"}, "rescale_acts_by_decoder_norm is 'false', expected true or false"),
-        ({"normalize_activations": False}, "expects activations normalised by False"),
-        ({"normalize_activations": "None"}, "expects activations normalised by 'None'"),
-        ({"normalize_activations": ["none"]}, r"expects activations normalised by \['none'\]"),
-        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": ["a"]}}, r"names the site \['a'\], expected a name"),
-        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "x\x1b[31m"}}, "names the site 'x.x1b"),
-        ({"metadata": {"sae_lens_version": "6.54.0", "hook_name": "x" * 300}}, "names the site 'xxx"),
-        ({"metadata": [1]}, "is not an SAE's"),
-        ({"metadata": {**OURS, "tsae": 5}}, "the file of weights does not fit the config"),
+        ({"metadata": {**OURS, "hook_name": "blocks.1.hook_mlp_out"}}, "captured between blocks"),
+        ({"metadata": {**OURS, "hook_name": None}}, "does not say where its activations come from"),
+        ({"metadata": {**OURS, "hook_head_index": 2}}, "attention heads"),
+        ({"metadata": {**OURS, "hook_name": "x\x1b[31m"}}, "names the site 'x.x1b"),
+        ({"metadata": {**OURS, "hook_name": "x" * 300}}, "names the site 'xxx"),
+        ({"metadata": [1]}, "cannot be read"),
+        ({"metadata": {**OURS, "tsae": 5}}, "does not fit the config"),
         ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "k": 2.5}}}}, r"k=2\.5"),
-        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 10**14, "k": 2}}}}, "its metadata names 10+ latents"),
-        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 160, "groups": [float("nan")]}}}}, "groups.0=nan"),
-        ({"d_in": "wide"}, "d_in is 'wide', expected a whole number of at least 1"),
+        ({"metadata": {**OURS, "tsae": {"sae": {"d_sae": 10**14, "k": 2}}}}, "names 10+ latents"),
+        ({"d_sae": 12}, "does not fit the config"),
+        ({"d_in": 10**15}, r"does not fit the config \(W_enc has shape \(48, 160\), expected \(10+, 160\)\)"),
+        ({"d_in": -1}, "d_in is -1"),
+        ({"d_in": 48.0}, r"d_in is 48\.0"),
+        ({"d_sae": True}, "d_sae is True"),
+        ({"architecture": "topk"}, "k is None"),
+        ({"architecture": "topk", "k": 161}, "k is 161, of 160 latents"),
+        ({"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false'"),
     ],
 )
 def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -295,23 +285,17 @@ def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     with pytest.raises(TsaeError, match=message):
         TemporalSAE.load(tmp_path)
-    (tmp_path / "sae_weights.safetensors").unlink()
-    with pytest.raises(TsaeError, match=r"holds no sae_weights\.safetensors"):
-        TemporalSAE.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("architecture", "name", "value", "message"),
     [
-        ("jumprelu", "W_enc", float("inf"), "W_enc holds values that are no finite numbers"),
-        ("jumprelu", "b_dec", float("nan"), "b_dec holds values that are no finite numbers"),
-        ("jumprelu", "threshold", -float("inf"), "threshold holds values that are no finite numbers"),
-        ("jumprelu", "W_dec", 1e300, "W_dec holds values that are no finite numbers"),  # too large for float32
-        ("gated", "r_mag", 200.0, "W_enc holds values that are no finite numbers"),  # its exponential is
-        ("gated", "b_gate", torch.zeros(1), r"b_gate has shape \(1,\), expected \(160,\)"),
-        ("topk", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.complex64), r"W_enc holds torch\.complex64, expected"),
-        ("topk", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.int64), r"W_enc holds torch\.int64, expected"),
-        ("standard", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.bool), r"W_enc holds torch\.bool, expected"),
+        ("jumprelu", "W_enc", float("inf"), "W_enc .*finite"),
+        ("jumprelu", "threshold", -float("inf"), "threshold .*finite"),
+        ("jumprelu", "W_dec", 1e300, "W_dec .*finite"),  # too large for float32
+        ("gated", "r_mag", 200.0, "W_enc .*finite"),  # its exponential is
+        ("gated", "b_gate", torch.zeros(1), r"b_gate has shape \(1,\)"),
+        ("topk", "W_enc", torch.zeros(D_IN, D_SAE, dtype=torch.int64), r"W_enc holds torch\.int64"),
         ("jumprelu", "topk_threshold", torch.ones(()), "Unexpected key.*topk_threshold"),
     ],
 )
@@ -373,14 +357,11 @@ def test_what_a_config_says_is_computed_counts_also_where_its_metadata_name_a_ts
     ("change", "message"),
     [
         ({"activation_fn_str": "tanh-relu"}, "its activation function is 'tanh-relu'"),
-        ({"activation_fn_kwargs": 5, "activation_fn_str": "topk"}, "is not an SAE's"),
-        ({"activation_fn_kwargs": {"k": 2.9}, "activation_fn_str": "topk"}, r"k is 2\.9, expected a whole number"),
-        ({"architecture": ["standard"]}, "is not an SAE's"),
-        ({"architecture": "other"}, "."),
+        ({"activation_fn_kwargs": 5, "activation_fn_str": "topk"}, r"cfg\.json: cannot be read"),
+        ({"activation_fn_kwargs": {"k": 2.9}, "activation_fn_str": "topk"}, r"k is 2\.9"),
+        ({"architecture": ["standard"]}, "cannot be read"),
         ({"hook_point": ["a"]}, r"names the site \['a'\]"),
-        ({"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false'"),
-        ({"d_in": 48.5}, r"d_in is 48\.5"),
-        ({"sae_lens_version": "zz"}, "is not an SAE's"),
+        ({"sae_lens_version": "zz"}, "cannot be read"),
     ],
 )
 def test_values_of_no_use_in_configs_before_version_6_are_refused(

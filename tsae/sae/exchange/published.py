@@ -95,16 +95,11 @@ def _tensors(file: Path) -> dict[str, Any]:
         refused="Ask its makers for safetensors, or save its state_dict() of plain tensors again.",
         damaged=_AGAIN,
     )
-    if not isinstance(found, dict):
-        raise TsaeError(f"holds a {type(found).__name__}, expected a dictionary of tensors", where=file)
-    return found
+    return dict(found)
 
 
 def _renamed(found: Mapping[str, Any], names: Mapping[str, str], where: Path) -> Weights:
     """Weights by our names, as float32 and of shapes that go together; a name that ends in .T is transposed."""
-    missing = [name for name in (theirs.removesuffix(".T") for theirs in names.values()) if name not in found]
-    if missing:
-        raise TsaeError(f"has no tensor {missing[0]!r}; it holds {_names(found)}", where=where, fix=_AGAIN)
     chosen = {ours: found[theirs.removesuffix(".T")] for ours, theirs in names.items()}
     weights = {ours: v.T if names[ours].endswith(".T") else v for ours, v in as_weights(chosen, where).items()}
     with reading(where, _AGAIN):
@@ -202,9 +197,7 @@ def _gemma(folder: Path, weights: Weights, site: str | None, kind: str | None) -
 
 def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
     found, file = _tensors(folder / "ae.pt"), folder / "config.json"
-    trainer = read_object(file, _AGAIN).get("trainer")
-    if not isinstance(trainer, dict):
-        raise TsaeError("has no trainer, as dictionary_learning writes it", where=file, fix=_AGAIN)
+    trainer = dict(read_object(file, _AGAIN)["trainer"])
     kind = str(trainer.get("dict_class"))
     submodule = str(trainer.get("submodule_name") or "resid_post")
     if site is None and trainer.get("layer") is not None:
@@ -226,11 +219,8 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
         ),
     }  # fmt: skip
     if kind not in kinds:
-        raise TsaeError(
-            f"is a {kind}, which is no SAE that can be computed here",
-            where=file,
-            fix=f"Use one of {', '.join(kinds)}.",
-        )
+        what = f"is a {kind}, which cannot be computed here"
+        raise TsaeError(what, where=file, fix=f"Use one of {', '.join(kinds)}.")
     names, architecture, more = kinds[kind]
     if architecture == "topk":
         told = [whole(has["k"], "k", file) for has in (trainer, found) if has.get("k") is not None]
@@ -251,12 +241,9 @@ def _sparsify(folder: Path, site: str | None) -> FoundSAE:
     if transcodes or skips or "W_skip" in found:
         raise transcoder(folder)
     if config.get("activation", "topk") != "topk" or signed:
-        raise TsaeError(
-            f"selects latents by {str(config.get('activation'))[:60]}{' with signs' if signed else ''}, "
-            "which is not computed here",
-            where=folder / "cfg.json",
-            fix="Use one with activation topk.",
-        )
+        kind = f"{str(config.get('activation'))[:60]}{' with signs' if signed else ''}"
+        what = f"selects latents by {kind}, which is not computed here"
+        raise TsaeError(what, where=folder / "cfg.json", fix="Use one with activation topk.")
     if site is None:
         block = _BLOCK.search(folder.absolute().name)
         site = _block(block[1]) if block else f"hook_{folder.name}" if re.search(r"mlp|attn", folder.name) else None

@@ -44,8 +44,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tsae.base.disk.tensors import write_tensors
-from tsae.base.files import write_json
-from tsae.base.untrusted import parse_json
+from tsae.base.files import read_object, reading, write_json
 from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -187,14 +186,8 @@ def load_folder(folder: Path, site: str | None = None) -> FoundSAE:
     Raises:
         TsaeError: where a file is missing or damaged, or the SAE cannot be computed here (see the top of the module).
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise TsaeError(f"holds no {name}", where=folder, fix="Save it with sae_lens's save_model.")
-    try:
-        config = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        config = _since_version_6(config, folder)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_config(folder, error) from error
+    with reading(folder / CONFIG_FILE, _SAVE):
+        config = _since_version_6(read_object(folder / CONFIG_FILE, _SAVE), folder)
     return from_lens(config, load_weights(folder / WEIGHTS_FILE), folder, site)
 
 
@@ -204,11 +197,9 @@ def load_weights(file: Path) -> dict[str, torch.Tensor]:
     Raises:
         TsaeError: where it cannot be read.
     """
-    try:
+    with reading(file, "Fetch it again."):
         found = load_file(file)
-        return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise TsaeError(f"{file.name} cannot be read ({error})", where=file.parent, fix="Fetch it again.") from error
+    return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
 
 
 def from_lens(
@@ -293,10 +284,6 @@ def transcoder(where: str | Path) -> TsaeError:
         where=where,
         fix="Use an SAE of the residual stream.",
     )
-
-
-def _no_config(where: str | Path, error: Exception) -> TsaeError:
-    return TsaeError(f"{CONFIG_FILE} is not an SAE's ({type(error).__name__}: {error})", where=where)
 
 
 def _since_version_6(config: dict[str, Any], folder: Path) -> dict[str, Any]:
