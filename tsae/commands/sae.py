@@ -8,7 +8,6 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from pydantic import Field
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -81,11 +80,11 @@ class Train:
             beginning: dict[str, Any] = {"start": self.start, "init_from": self.init_from}
             saes[self.to] = tsae.train(store, self.sae, **beginning, to=self.to, training=training)
         elif self.start is not None or self.init_from is not None:
-            raise TsaeError(
-                "a start has one site, and no seed of initial weights",
-                where="--init-from" if self.start is None else "--start",
-                fix="Leave out --seeds and --sites, or the start.",
+            where, fix = (
+                "--init-from" if self.start is None else "--start",
+                "Leave out --seeds and --sites, or the start.",
             )
+            raise TsaeError("a start has one site, and no seed of initial weights", where=where, fix=fix)
         else:
             seeds, sites = self.seeds or None, self.sites or None
             many = tsae.train_many(store, self.sae, sites=sites, seeds=seeds, to=self.to, training=training)
@@ -140,29 +139,22 @@ class Evaluate:
 
         sae, store = tsae.TemporalSAE.load(self.sae), tsae.ActivationStore(self.store).subset(self.subset)
         series = load_series(*self.series) if self.series else None
-        found = tsae.evaluate(
-            sae,
-            store,
-            span=self.span,
-            held_out=None if self.all_problems else True,
-            max_norm=self.max_norm,
-            series=series,
-        )
+        held_out = None if self.all_problems else True
+        found = tsae.evaluate(sae, store, span=self.span, held_out=held_out, max_norm=self.max_norm, series=series)
         content: dict[str, Any] = {"evaluation": found.as_dict()}
         if store.selection.as_dict():
             content["subset"] = store.selection.as_dict()
-        stable = None
         with as_json(self.json) as write:
             print(found)
             if self.baseline is not None:
+                annotator = None if self.annotator is None else find_annotator(self.annotator)
+                strings = None if series is None else token_strings(series.base.load_tokenizer())
                 separated = tsae.separation(
-                    {"SAE": sae, "baseline": self.baseline},
-                    store,
-                    annotator=None if self.annotator is None else find_annotator(self.annotator),
-                    token_strings=None if series is None else token_strings(series.base.load_tokenizer()),
+                    {"SAE": sae, "baseline": self.baseline}, store, annotator=annotator, token_strings=strings
                 )
                 content["separation"] = separated.as_dict()
                 print(f"\n{separated}")
+            stable = None
             if self.seeds:
                 others = [other for other in self.seeds if other.resolve() != self.sae.resolve()]
                 stable = tsae.stability(sae, others)
@@ -172,7 +164,7 @@ class Evaluate:
             if stable is not None and self.sae.is_dir():
                 _keep(stable, self.sae)
             elif stable is not None:
-                print(f"{self.sae} is no folder, so that stability.json is not kept")
+                print(f"{self.sae} is not a folder, so that stability.json is not kept")
 
 
 @config
@@ -259,9 +251,8 @@ class Crosscoder:
                 found.save(self.to)
             if not first_process():
                 return
-            changes = crosscoder_changes(
-                found, pair, span=self.training.span, held_out=None if self.all_problems else True
-            )
+            held_out = None if self.all_problems else True
+            changes = crosscoder_changes(found, pair, span=self.training.span, held_out=held_out)
             print(changes)
             say_wrote(self.to, found)
             write({"compared": changes.compared, "fve": changes.fve, "latents": changes.table()})
@@ -270,15 +261,15 @@ class Crosscoder:
 def start_as_default(args: Sequence[str]) -> Train | None:
     """The config of the SAE that --start names, for defaults in place of SAEConfig's; None without --start."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--start", type=Path)
-    parser.add_argument("--store", type=Path)
+    for name in ("--start", "--store", "--to"):
+        parser.add_argument(name, type=Path)
     found, _ = parser.parse_known_args(args)
-    if found.start is None or found.store is None:
+    if None in (found.start, found.store, found.to):
         return None
     from tsae.sae.training.finetuning import starting_config
 
     config = starting_config(tsae.TemporalSAE.load(found.start), tsae.ActivationStore(found.store))
-    return Train(store=tyro.MISSING, to=tyro.MISSING, sae=config)
+    return Train(to=found.to, sae=config)
 
 
 def _source(options: Train | Encode, command: str, site: str | None) -> tsae.ActivationStore | tsae.LiveSource:
@@ -299,11 +290,9 @@ def _training(options: Train, store: tsae.ActivationStore | tsae.LiveSource) -> 
     if options.tokenizer is None and options.step_text is None:
         return training
     if options.tokenizer is None or training.partner != "step" or training.step_ends:
-        raise TsaeError(
-            "--tokenizer and --step-text say together what ends a step of --partner step without --step-ends",
-            where="tsae train",
-            fix="Give --partner step with --tokenizer or with --step-ends, or none of these.",
-        )
+        what = "--tokenizer and --step-text name together what ends a step of --partner step without --step-ends"
+        fix = "Give --partner step with --tokenizer or with --step-ends, or none of these."
+        raise TsaeError(what, where="tsae train", fix=fix)
     from tsae.activations.reading_plan import check_tokenizer
 
     checkpoint = load_series(options.tokenizer).base
