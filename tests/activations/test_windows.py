@@ -175,7 +175,7 @@ def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
 
 def test_steps_that_divide_nothing_are_refused(steps: tuple[ActivationStore, list[Token]], tmp_path: Path) -> None:
     store, _ = steps
-    with pytest.raises(TsaeError, match=r'partner="step" needs the ids of the tokens that end a step.*tokens_with'):
+    with pytest.raises(TsaeError, match=r"steps need step_ends.*tokens_with"):
         Windows(store, SITE, partner="step")
     with pytest.raises(TsaeError, match=r"step_ends=\(12,\) divide no trajectory into steps"):
         Windows(store, SITE, partner="step", step_ends=(12,))
@@ -442,10 +442,10 @@ def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
     store, _ = numbered_store(tmp_path / "acts", [Text([1], [2] * 9) for _ in range(12)])
     for shard in store.shards():
         overwrite(store, shard, SITE, 0)
-    with pytest.raises(TsaeError, match=r"all of \d+ tokens have the same activations at x\.site"):
+    with pytest.raises(TsaeError, match="all tokens have the same activations"):
         _ = Windows(store, SITE).norms
     other, _ = numbered_store(tmp_path / "other", [Text([1], [2] * 9) for _ in range(12)])
-    with pytest.raises(TsaeError, match=r"no token at x\.site is within 1e-09 times the median norm"):
+    with pytest.raises(TsaeError, match=r"no token is within 1e-09 times the median norm"):
         _ = Windows(other, SITE, max_norm=1e-9).norms
     for shard in other.shards():
         with np.errstate(over="ignore"):
@@ -454,7 +454,7 @@ def test_activations_that_are_all_zero_are_refused(tmp_path: Path) -> None:
         _ = Windows(other, SITE).norms
     for shard in other.shards():
         overwrite(other, shard, SITE, 3)
-    with pytest.raises(TsaeError, match=r"all of \d+ tokens have the same activations at x\.site"):
+    with pytest.raises(TsaeError, match="all tokens have the same activations"):
         train(other, SAEConfig(d_sae=8, k=2), training=TrainingConfig(tokens=64, batch_tokens=32), progress=False)
 
 

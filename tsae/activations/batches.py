@@ -42,7 +42,7 @@ import numpy as np
 
 from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis, Partner
-from tsae.activations.shard import DTYPES, REPAIR, Shard, as_float32, as_torch
+from tsae.activations.shard import DTYPES, REPAIR, Shard, as_torch
 from tsae.activations.spans import TokenSpan
 from tsae.activations.windows import (
     Mixture,
@@ -138,14 +138,10 @@ class Windows:
         balance: Sequence[Axis] = (),
         seed: int = 0,
     ) -> None:
-        if window < 2:
-            raise TsaeError(f"window={window} holds no pair of adjacent tokens", where="window", fix="Use at least 2.")
-        if partner == "step" and not step_ends:
-            raise TsaeError(
-                'partner="step" needs the ids of the tokens that end a step',
-                where="TrainingConfig.step_ends",
-                fix='Give them, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.',
-            )
+        if window < 2 or (partner == "step" and not step_ends):
+            what = f"window={window}, partner={partner!r}: a window holds 2 tokens or more, and steps need step_ends"
+            fix = 'Give step_ends, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.'
+            raise TsaeError(what, where="TrainingConfig", fix=fix)
         self.store, self.site, self.window, self.partner, self.seed = store, site, window, partner, seed
         self.max_norm = max_norm
         self.d_model = store.d_model(site)
@@ -239,11 +235,16 @@ class Windows:
 
     def _inside(self, place: np.ndarray) -> np.ndarray:
         """(n,) bool: tokens that are no outliers."""
-        return self._outliers.inside(place)
+        return np.asarray(self._outliers[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 0)
 
     @cached_property
-    def _outliers(self) -> OutlierMask:
-        return OutlierMask(self.shards, self._places.base, self.site, self.norms)
+    def _outliers(self) -> np.ndarray:
+        """Which tokens are outliers, in one bit a token."""
+        found = np.zeros(self._places.base[-1], dtype=bool)
+        for shard, low in zip(self.shards, self._places.base, strict=False):
+            read = partial(shard.read, self.site)
+            found[low : low + shard.n_tokens] = self.norms.outliers(shard.norms(self.site), read)
+        return np.packbits(found, bitorder="little")
 
     def refuse_not_finite(self, x: torch.Tensor, trajectory: np.ndarray) -> None:
         """Name a token that is not finite, if there is one.
@@ -259,7 +260,7 @@ class Windows:
         """
         rows = trajectory[~x.isfinite().all(dim=1).numpy()]
         if len(rows):
-            raise_where_not_finite(self.store, self.shards, self.site, rows)
+            raise TsaeError(f"{self.site} is not finite in trajectory {rows[0]}", where=self.store.path, fix=REPAIR)
 
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
@@ -450,47 +451,14 @@ def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> N
     limit = max_norm * median if median else 0.0  # not infinity times 0
     inside = norm <= limit
     mean = float(norm[inside].mean()) if inside.any() else 0.0
-    if not np.isfinite([median, mean]).all():
-        what = f"activations at {site} are so large that their norms are beyond float32"
-        raise TsaeError(what, where=store.path, fix="Check the checkpoints, and max_norm (--max-norm).")
-    if not inside.any():
-        what = f"no token at {site} is within {max_norm:g} times the median norm"
-        raise TsaeError(what, where=store.path, fix="Raise max_norm (--max-norm).")
-    if (x[inside] == x[inside][:1]).all():
-        what = f"all of {inside.sum()} tokens have the same activations at {site}: there is nothing to learn"
-        raise TsaeError(what, where=store.path, fix="Check the checkpoints and the site.")
+    wrong = {
+        "activations are so large that their norms are beyond float32": not np.isfinite([median, mean]).all(),
+        f"no token is within {max_norm:g} times the median norm": not inside.any(),
+        "all tokens have the same activations: there is nothing to learn": (x[inside] == x[inside][:1]).all(),
+    }
+    if what := next((what for what, found in wrong.items() if found), None):
+        raise TsaeError(f"at {site} {what}", where=store.path, fix="Check the checkpoints, site and max_norm.")
     return NormStats(median, mean, limit, float(1 - inside.mean()), centre)
-
-
-class OutlierMask:
-    """Which tokens of some shards are outliers, in one bit a token."""
-
-    def __init__(self, shards: Sequence[Shard], base: np.ndarray, site: str, norms: NormStats) -> None:
-        found = np.zeros(base[-1], dtype=bool)
-        for shard, low, high in zip(shards, base[:-1], base[1:], strict=True):
-            found[low:high] = norms.outliers(shard.norms(site), partial(shard.read, site))
-        self._bits = np.packbits(found, bitorder="little")
-
-    def inside(self, place: np.ndarray) -> np.ndarray:
-        """(n,) bool: tokens that are no outliers, given by their places."""
-        return np.asarray(self._bits[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 0)
-
-
-def raise_where_not_finite(store: Catalogue, shards: Sequence[Shard], site: str, rows: np.ndarray) -> None:
-    """Name the first token that is not finite among the trajectories of given row ids, if there is one.
-
-    Raises:
-        TsaeError: says where the token is.
-    """
-    for shard in shards:
-        for place in np.flatnonzero(np.isin(shard.trajectory, rows)):
-            low, high = shard.offsets[place : place + 2]
-            bad = np.flatnonzero(~np.isfinite(as_float32(shard.raw(site)[low:high], shard.dtype)).all(axis=1))
-            if len(bad):
-                row = int(shard.trajectory[place])
-                problem = store.rollouts.table["problem_id"][row].as_py()
-                what = f"{site} is not finite in trajectory {row} (problem {problem}), token {bad[0]}"
-                raise TsaeError(what, where=shard.path, fix=REPAIR)
 
 
 _EVERY = 64

@@ -148,25 +148,14 @@ def stored_texts(
         )
     stored = value.to(getattr(torch, dtype))
     if not torch.isfinite(stored).all():
-        for t, computed in batch.each(site):
-            if not torch.isfinite(computed.to(stored.dtype)).all():
-                _raise_not_finite(computed, site, dtype, piece.reader, checkpoint, rollouts, int(piece.rows[t]))
+        each = zip(batch.each(site), stored.split(batch.lengths), strict=True)
+        t, computed = next(read for read, kept in each if not torch.isfinite(kept).all())
+        row = int(piece.rows[t])
+        what, fix = "are not finite", "Check that checkpoint's weights, or compute in float32 (--model-dtype float32)."
+        if bool(torch.isfinite(computed).all()):
+            what, fix = f"overflow {dtype}", "Store bfloat16 or float32 (--dtype)."
+        what = f"activations up to {computed.abs().max().item():.3g} at {site} {what}"
+        problem = rollouts.table["problem_id"][row].as_py()
+        what += f" while reader {piece.reader} reads trajectory {row} (problem {problem})"
+        raise TsaeError(what, where=checkpoint, fix=fix)
     yield from zip(batch.texts.tolist(), stored.cpu().split(batch.lengths), strict=True)
-
-
-def _raise_not_finite(
-    value: torch.Tensor, site: str, dtype: str, reader: str, checkpoint: str, rollouts: Rollouts, row: int
-) -> None:
-    problem = rollouts.table["problem_id"][row].as_py()
-    if bool(torch.isfinite(value).all()):
-        raise TsaeError(
-            f"activations up to {value.abs().max().item():.3g} at {site} overflow {dtype} "
-            f"(trajectory {row}, problem {problem})",
-            where=checkpoint,
-            fix="Store bfloat16 or float32 (--dtype).",
-        )
-    raise TsaeError(
-        f"activations at {site} are not finite while reader {reader} reads trajectory {row} (problem {problem})",
-        where=checkpoint,
-        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-    )

@@ -31,7 +31,7 @@ take 4 bytes for every token of every reader, and the index 12 bytes a window.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +47,7 @@ from tsae.activations.reading_plan import cut, open_base, open_reader
 from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
 from tsae.activations.shards.manifest import FORMAT, VERSION
 from tsae.activations.store import Source
-from tsae.activations.windows import Mixture, Places, Rows, cut_windows, token_places
+from tsae.activations.windows import Rows, cut_windows, token_places
 from tsae.base.torchrun import world_size
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.hooks import HuggingFaceReader
@@ -162,23 +162,16 @@ class LiveSource(Source):
                 return
             except OutOfMemory as error:
                 n = len(error.texts)
-                if n == 1:
-                    raise TsaeError(
-                        f"trajectory {rows[int(error.texts[0])]} does not fit into memory by itself while reader "
-                        f"{reader} reads",
-                        where=where,
-                        fix="Leave it out, hold fewer models (--live.models), or use a device with more memory.",
-                    ) from error
                 # Other batches give other last bits. Every process starts from weights that it computes from the first
                 # buffer, and these must be the same in all.
-                if world_size() > 1:
-                    raise TsaeError(
-                        f"{n} trajectories do not fit into memory together while reader {reader} reads, and several "
-                        "processes have to read alike",
-                        where=where,
-                        fix=f"Lower batch_tokens={self.config.batch_tokens} (--live.batch-tokens), or hold fewer "
-                        "models (--live.models).",
-                    ) from error
+                if n == 1 or world_size() > 1:
+                    what = f"{n} trajectories (first: {rows[int(error.texts[0])]}) do not fit into memory together"
+                    what += f" while reader {reader} reads"
+                    fix = (
+                        "Hold fewer models (--live.models), use a device with more memory, or leave them out. Several "
+                        f"processes have to read alike: lower batch_tokens={self.config.batch_tokens}."
+                    )
+                    raise TsaeError(what, where=where, fix=fix) from error
             budget = max(1, budget // 2)
             self.was_short(reader, budget)
             warnings.warn(
@@ -258,21 +251,8 @@ class LiveWindows(Windows):
 
     @cached_property
     def _portions(self) -> Portions:
-        readers = [self.store.readers.index(shard.reader) for shard in self.shards]
-        found = Portions(
-            self._places,
-            self.segments,
-            np.array(readers)[self.segments[:, 0]],
-            self.mixture,
-            lambda n_tokens: self.store.budget(min(n_tokens, self._most)),
-            self._most,
-            self.window,
-            self.seed,
-        )
-        if found.size.max() > self._most:
-            what = f"a trajectory of {found.size.max()} counted tokens does not fit into buffer_tokens={self._most}"
-            raise TsaeError(what, where="LiveConfig", fix="Raise buffer_tokens, or leave such trajectories out.")
-        return found
+        readers = np.array([self.store.readers.index(shard.reader) for shard in self.shards])
+        return Portions(self, readers[self.segments[:, 0]], self._most)
 
     @usual_state()
     def _fill(self, portions: np.ndarray) -> None:
@@ -343,14 +323,9 @@ class Portions:
     """The portions of a training.
 
     Args:
-        places: of all tokens.
-        segments: (n_segments, 3) shard, first token and number of counted tokens.
+        windows: of the training.
         reader: (n_segments,) number of the reader.
-        mixture: of the segments.
-        budget: from the tokens that a reader reads of a cell, those of a forward pass, with padding.
         most: tokens that are held at most.
-        window: tokens of a window.
-        seed: of the order.
 
     Attributes:
         texts: of every portion, the indices of its texts.
@@ -361,19 +336,10 @@ class Portions:
         of_text: (n_texts,) portion of a text; -1 for a text without counted tokens.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        segments: np.ndarray,
-        reader: np.ndarray,
-        mixture: Mixture,
-        budget: Callable[[int], int],
-        most: int,
-        window: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, windows: LiveWindows, reader: np.ndarray, most: int) -> None:
+        places, segments, mixture = windows._places, windows.segments, windows.mixture
         self._places, self._segments, self._mixture = places, segments, mixture
-        self._most, self._window, self._seed = most, window, seed
+        self._most, self._window, self._seed = most, windows.window, windows.seed
         self._known: tuple[int, np.ndarray | None] = (0, None)  # an epoch and what it finds
         text_of_segment = self._text_of(segments)
         present, first = np.unique(text_of_segment, return_index=True)
@@ -384,7 +350,7 @@ class Portions:
         readers, cells = [], []
         for kind in np.unique(kinds, axis=0):
             mine = np.flatnonzero((kinds == kind).all(axis=1))
-            of_pass = budget(int(lengths[mine].sum()))
+            of_pass = windows.store.budget(min(int(lengths[mine].sum()), most))
             for batch in plan_batches(lengths[mine], of_pass):
                 self.texts.append(present[mine[np.sort(batch)]])
                 self.budgets.append(of_pass)
@@ -395,6 +361,9 @@ class Portions:
         self.of_text[np.concatenate(self.texts)] = np.repeat(np.arange(len(readers)), list(map(len, self.texts)))
         self._of_segment = self.of_text[text_of_segment]
         self.size = np.bincount(self._of_segment, weights=segments[:, 2]).astype(np.int64)
+        if self.size.max() > most:
+            what = f"a trajectory of {self.size.max()} counted tokens does not fit into buffer_tokens={most}"
+            raise TsaeError(what, where="LiveConfig", fix="Raise buffer_tokens, or leave such trajectories out.")
         by_portion = np.argsort(self._of_segment, kind="stable")
         bounds = np.searchsorted(self._of_segment[by_portion], np.arange(1, len(readers)))
         self.segments_of = np.split(by_portion, bounds)

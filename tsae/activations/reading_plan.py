@@ -50,13 +50,9 @@ def plan_readers(ids: Sequence[str], rollouts: Rollouts, config: ReadingConfig) 
     own = plan == "own"
     missing = next((id for id in (ids if own else [base]) if id not in policies), None)
     if missing is not None:
-        raise TsaeError(
-            f"no trajectory was sampled by {'' if own else 'the base '}{missing!r}; policies are {', '.join(policies)}",
-            where="CaptureConfig.plan",
-            fix="Sample from it too, leave that checkpoint out, or use another plan."
-            if own
-            else 'Sample from the base too, or use plan="all".',
-        )
+        what = f"no trajectory was sampled by {missing!r}; policies are {', '.join(policies)}"
+        fix = "Sample from it too, or leave that checkpoint out." if own else 'Sample from the base, or use plan="all".'
+        raise TsaeError(what, where="CaptureConfig.plan", fix=fix)
     if own:
         return {id: _rows_of([id], rollouts) for id in ids}
     return {id: everything if id == base else _rows_of([base, id], rollouts) for id in ids}
@@ -137,23 +133,17 @@ def check_tokenizer(
     if not others and checkpoint.base is not None:
         others = [checkpoint.base.load_tokenizer()]
     theirs = noted_tokens(rollouts.info, [*map(tokens_by_id, others), own])
-    if theirs is None:
-        raise TsaeError(
-            f"its tokenizer ({found}) is not the one that the trajectories were tokenised with ({expected})",
-            where=checkpoint.path,
-            fix="Use rollouts tokenised for this model; import the log again with its tokenizer.",
-        )
-    other = [id for id in {*own, *theirs} if own.get(id) != theirs.get(id)]
-    if (place := first_with(rollouts, lambda ids: np.isin(ids, other), rows)) is not None:
-        row, id = place
-        here, there = (repr(of[id])[:60] if id in of else "no token" for of in (own, theirs))
-        raise TsaeError(
-            f"trajectory {row} holds token id {id}: {there} to the tokenizer of the trajectories, {here} to that of "
-            f"{checkpoint.id}",
-            where=checkpoint.path,
-            fix="Leave out trajectories with this token, or that checkpoint.",
-        )
-    return tokenizer
+    what = f"its tokenizer ({found}) is not the one that the trajectories were tokenised with ({expected})"
+    if theirs is not None:
+        other = [id for id in {*own, *theirs} if own.get(id) != theirs.get(id)]
+        place = first_with(rollouts, lambda ids: np.isin(ids, other), rows)
+        if place is None:
+            return tokenizer
+        here, there = (repr(of[place[1]])[:60] if place[1] in of else "no token" for of in (own, theirs))
+        what = f"trajectory {place[0]} holds token id {place[1]}: {there} to the tokenizer of the trajectories, {here}"
+        what += f" to that of {checkpoint.id}"
+    fix = "Leave out trajectories with this token, or import the log again with this checkpoint's tokenizer."
+    raise TsaeError(what, where=checkpoint.path, fix=fix)
 
 
 def first_with(
@@ -187,16 +177,12 @@ def check_text_alone(rollouts: Rollouts, config: Any) -> None:
         config: the model's, which names the ids of its placeholders.
     """
     names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
-    ids = {getattr(config, name, None): name.partition("_")[0] for name in names}
-    ids.pop(None, None)
-    for id, kind in ids.items():
-        for name in ("prompt_ids", "response_ids"):
-            if bool(pc.any(pc.equal(pc.list_flatten(rollouts.table[name]), id)).as_py()):
-                raise TsaeError(
-                    f"{name} holds token {id}, which stands for {kind} input; images, video and sound are not read",
-                    where=rollouts.origin,
-                    fix="Leave these trajectories out: as text alone the model would read something else.",
-                )
+    kinds = {id: name.partition("_")[0] for name in names if (id := getattr(config, name, None)) is not None}
+    if kinds and (place := first_with(rollouts, lambda ids: np.isin(ids, list(kinds)))) is not None:
+        row, id = place
+        what = f"trajectory {row} holds token {id}, which stands for {kinds[id]} input; images, video and sound"
+        fix = "Leave these trajectories out: as text alone the model would read something else."
+        raise TsaeError(f"{what} are not read", where=rollouts.origin, fix=fix)
 
 
 def check_context(
@@ -218,18 +204,14 @@ def check_context(
     """
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     longest = int(lengths.argmax() if rows is None else rows[lengths[rows].argmax()])
+    what = None
     if context is not None and lengths[longest] > context:
         what = f"trajectory {longest} has {lengths[longest]} tokens, more than {of}'s context of {context}"
-        raise TsaeError(what, where=rollouts.origin, fix="Leave out trajectories longer than the context.")
-    if vocabulary is None:
-        return
-    place = first_with(rollouts, lambda ids: (ids < 0) | (ids >= vocabulary), rows)
-    if place is not None:
-        raise TsaeError(
-            f"trajectory {place[0]} holds token id {place[1]}, outside {of}'s vocabulary of {vocabulary}",
-            where=rollouts.origin,
-            fix="These trajectories were tokenised for another model; import them with this model's tokenizer.",
-        )
+    elif vocabulary is not None and (place := first_with(rollouts, lambda ids: (ids < 0) | (ids >= vocabulary), rows)):
+        what = f"trajectory {place[0]} holds token id {place[1]}, outside {of}'s vocabulary of {vocabulary}"
+    if what is not None:
+        fix = "Leave out such trajectories, or import the log again with this model's tokenizer."
+        raise TsaeError(what, where=rollouts.origin, fix=fix)
 
 
 _THREADS = 4

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +128,13 @@ class Shard:
 
 
 def open_shard(
-    path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any], *, outline: bool = False
+    path: Path,
+    manifest: Mapping[str, Any],
+    reader: str,
+    record: Mapping[str, Any],
+    *,
+    lengths: np.ndarray | None = None,
+    outline: bool = False,
 ) -> Shard:
     """Open a shard of a store, finished or not, and check that it is what the manifest's record says.
 
@@ -137,6 +143,7 @@ def open_shard(
         manifest: of the store.
         reader: of the shard.
         record: the shard's in the manifest.
+        lengths: (n_trajectories,) tokens of every trajectory of the rollouts, to which the shard's must belong.
         outline: leave out the checksum, which reads the whole file; see `Shard.checked`.
 
     Raises:
@@ -147,68 +154,34 @@ def open_shard(
     origin = next(r for r in manifest["readers"] if r["id"] == reader)
     expected = {"weights": origin["weights"], "rollouts": manifest["rollouts"]}
     attributes, places = opened(path)
-    for name, found in attributes.items():
-        if name in expected and expected[name] not in (None, found):
-            whose = "another model" if name == "weights" else "other rollouts"
-            raise TsaeError(
-                f"is the shard of {whose} ({name} {found}, expected {expected[name]})", where=path, fix=REPAIR
-            )
-    shard = Shard(
-        path=path,
-        reader=reader,
-        dtype=manifest["dtype"],
-        token_ids=mapped(path, places, "token_ids"),
-        offsets=np.asarray(mapped(path, places, "offsets")),
-        trajectory=np.asarray(mapped(path, places, "trajectory")),
-        places=places,
-        sha256=record["sha256"],
-    )
-    wrong = next(_faults(shard, manifest["sites"], record["n_tokens"]), None)
-    if wrong is not None:
-        raise TsaeError(wrong, where=path, fix=REPAIR)
+    arrays = {name: mapped(path, places, name) for name in ("token_ids", "offsets", "trajectory")}
+    arrays |= {name: np.asarray(arrays[name]) for name in ("offsets", "trajectory")}
+    shard = Shard(path, reader, manifest["dtype"], **arrays, places=places, sha256=record["sha256"])
+    other = [name for name, found in attributes.items() if expected.get(name) not in (None, found)]
+    if other or not _is_whole(shard, manifest["sites"], record["n_tokens"], lengths):
+        what = f"is the shard of other {' and '.join(other)}" if other else "its datasets are not those of the manifest"
+        raise TsaeError(what, where=path, fix=REPAIR)
     return shard if outline else shard.checked()
 
 
-def check_trajectories(shard: Shard, lengths: np.ndarray) -> None:
-    """Refuse a shard whose trajectories are not some of the rollouts, each once.
-
-    Args:
-        shard: of a store.
-        lengths: (n_trajectories,) tokens of every trajectory of the store's rollouts.
-
-    Raises:
-        TsaeError: where one is not there, comes twice, or has another number of tokens.
-    """
-    rows = shard.trajectory
-    if len(rows) and rows.max() >= len(lengths):
-        raise TsaeError(f"names the trajectory {rows.max()} of {len(lengths)}", where=shard.path, fix=REPAIR)
-    if len(np.unique(rows)) < len(rows) or not np.array_equal(np.diff(shard.offsets), lengths[rows]):
-        raise TsaeError("its trajectories are not those of the store's rollouts", where=shard.path, fix=REPAIR)
-
-
-def _faults(shard: Shard, sites: Mapping[str, Any], n_tokens: int) -> Iterator[str]:
-    for name in ("token_ids", "offsets", "trajectory"):
-        found = getattr(shard, name)
-        if found.ndim != 1 or found.dtype.kind != "i":
-            yield f"/{name} has shape {found.shape} of {found.dtype}, expected whole numbers in one row"
-    offsets, trajectory = shard.offsets, shard.trajectory
-    if len(offsets) != len(trajectory) + 1 or offsets[0] != 0 or (np.diff(offsets) < 1).any():
-        yield f"/offsets do not divide its tokens among its {len(trajectory)} trajectories"
-    if len(trajectory) and trajectory.min() < 0:
-        yield f"names the trajectory {trajectory.min()}"
-    if shard.n_tokens != n_tokens:
-        yield f"has {shard.n_tokens} tokens, expected {n_tokens}"
-    if len(shard.token_ids) != n_tokens:
-        yield f"has {len(shard.token_ids)} token ids, expected {n_tokens}"
+def _is_whole(shard: Shard, sites: Mapping[str, Any], n_tokens: int, lengths: np.ndarray | None) -> bool:
+    """Whether a shard has so many tokens of all its sites, and its trajectories are some of the rollouts, each once."""
+    offsets, rows = shard.offsets, shard.trajectory
+    if any(found.ndim != 1 or found.dtype.kind != "i" for found in (shard.token_ids, offsets, rows)):
+        return False
     for site, info in sites.items():
-        raw, shape = shard.raw(site), (n_tokens, info["d_model"])
-        if raw.shape != shape:
-            yield f"{site} has shape {raw.shape}, expected {shape}"
-        if raw.dtype != DTYPES[shard.dtype]:
-            yield f"{site} is stored as {raw.dtype}, expected {shard.dtype}"
-        norms = shard.norms(site)
-        if norms.shape != (n_tokens,) or norms.dtype != np.float32:
-            yield f"{site} has norms of shape {norms.shape} of {norms.dtype}, expected {n_tokens} of float32"
+        raw, norms = shard.raw(site), shard.norms(site)
+        if raw.dtype != DTYPES[shard.dtype] or raw.shape != (n_tokens, info["d_model"]):
+            return False
+        if norms.dtype != np.float32 or norms.shape != (n_tokens,):
+            return False
+    if shard.token_ids.shape != (n_tokens,) or len(offsets) != len(rows) + 1:
+        return False
+    if (offsets[0], offsets[-1]) != (0, n_tokens) or (np.diff(offsets) < 1).any():
+        return False
+    if (rows < 0).any() or len(np.unique(rows)) < len(rows):
+        return False
+    return lengths is None or bool((rows < len(lengths)).all() and (np.diff(offsets) == lengths[rows]).all())
 
 
 def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:

@@ -34,7 +34,7 @@ import numpy as np
 from tsae.activations.batches import Windows
 from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis
-from tsae.activations.shard import Shard, check_trajectories, open_shard
+from tsae.activations.shard import Shard, open_shard
 from tsae.activations.shards.checksums import stored_rollouts
 from tsae.activations.shards.manifest import inside, read_manifest
 from tsae.base.remote.mirror import local
@@ -103,9 +103,7 @@ class ActivationStore(Source):
             if reader is None or record["id"] == reader:
                 for shard in record["shards"]:
                     file = inside(self.path, shard["file"])
-                    found = open_shard(file, self.manifest, record["id"], shard, outline=True)
-                    check_trajectories(found, self._lengths)
-                    yield found
+                    yield open_shard(file, self.manifest, record["id"], shard, lengths=self._lengths, outline=True)
 
     @cached_property
     def _lengths(self) -> np.ndarray:

@@ -34,6 +34,7 @@ from safetensors.torch import load
 
 from tsae.activations.config import StatesConfig
 from tsae.activations.forward_batches import Batch, Misread, OutOfMemory, read_batches
+from tsae.base.files import writing
 from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks
 from tsae.errors import TsaeError
 from tsae.rollouts.inference_server import Endpoint
@@ -133,33 +134,22 @@ class StatesReader:
         path = self._path(answer)
         found = self._when_written(text, path)
         # Also when they are refused next, or the folder fills up.
-        try:
-            for file in (path, _lock_of(path)):
+        for file in (path, _lock_of(path)):
+            with writing(file, "Let the server write as the user who reads, or the folder fills up."):
                 file.unlink(missing_ok=True)
-        except OSError as error:
-            raise TsaeError(
-                f"cannot be deleted ({error.strerror})",
-                where=path,
-                fix="Let the server write as the user who reads, or the folder fills up.",
-            ) from error
         return self._checked(text, ids, found)
 
     def _path(self, answer: Any) -> Path:
         """Where the states are. The server's word is not enough to read, and delete, a file somewhere else."""
         try:
-            named = answer["kv_transfer_params"]["hidden_states_path"]
-            path = Path(named).resolve()
+            path = Path(answer["kv_transfer_params"]["hidden_states_path"]).resolve()
         # No file, no path, or a link that leads to itself.
-        except (KeyError, TypeError, OSError, ValueError, RuntimeError) as error:
-            raise TsaeError(
-                "names no file of hidden states", where=self.endpoint.url, fix=f"Start it as: {START}."
-            ) from error  # fmt: skip
+        except (KeyError, TypeError, OSError, ValueError, RuntimeError):
+            path = Path("/")
         if not path.is_relative_to(self.folder):
-            raise TsaeError(
-                f"writes hidden states to {named!r}, outside of {self.folder}",
-                where=self.endpoint.url,
-                fix="Give its shared_storage_path as --server.folder, by the same path on both sides.",
-            )
+            what = f"names no file of hidden states in {self.folder}, but {path}"
+            fix = f"Give its shared_storage_path as --server.folder, the same on both sides. Start it as: {START}."
+            raise TsaeError(what, where=self.endpoint.url, fix=fix)
         return path
 
     def _when_written(self, text: int, path: Path) -> dict[str, torch.Tensor]:
@@ -183,40 +173,25 @@ class StatesReader:
             wait = min(2 * wait, self.server.first_wait)
 
     def _checked(self, text: int, ids: list[int], found: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        missing = {"hidden_states", "token_ids"} - found.keys()
-        if missing:
+        if missing := {"hidden_states", "token_ids"} - found.keys():
             self.refuse(text, f"lack {' and '.join(sorted(missing))}; the file holds {', '.join(sorted(found))}")
-        states, read = found["hidden_states"], found["token_ids"].flatten().tolist()
-        if states.ndim != 3:
-            self.refuse(text, f"have the shape {tuple(states.shape)}, expected (tokens, layers, d_model)")
+        states = found["hidden_states"]
+        read, shape, precision = found["token_ids"].flatten().tolist(), tuple(states.shape), _precision(states)
+        fix = (
+            "Start the server with --no-enable-prefix-caching and --no-enable-chunked-prefill, and give its "
+            "eagle_aux_hidden_state_layer_ids as --server.layers."
+        )
         if read != ids:
             self.refuse(text, f"are of other token ids: {len(read)}, expected the trajectory's {len(ids)}")
-        if len(states) != len(ids):
-            self.refuse(
-                text,
-                f"are of {len(states)} tokens, expected {len(ids)}",
-                "Start the server with --no-enable-prefix-caching and --no-enable-chunked-prefill.",
-            )
-        if states.shape[1] != len(self.layers):
-            self.refuse(
-                text,
-                f"are of {states.shape[1]} layers, expected {len(self.layers)} ({', '.join(map(str, self.layers))})",
-                "Give the server's eagle_aux_hidden_state_layer_ids as --server.layers.",
-            )
-        if states.shape[2] != self.d_model:
-            self.refuse(text, f"have d_model {states.shape[2]} at {', '.join(self.ids)}, expected {self.d_model}")
-        precision = _precision(states)
+        if shape != (expected := (len(ids), len(self.layers), self.d_model)):
+            self.refuse(text, f"have the shape {shape}, expected {expected} (tokens, layers, d_model)", fix)
         if not states.is_floating_point() or torch.finfo(states.dtype).eps > torch.finfo(self.dtype).eps:
-            self.refuse(
-                text,
-                f"are {precision}, and the store is {str(self.dtype).removeprefix('torch.')}",
-                f"Store what the server computes (--dtype {precision}), or start it with a finer --dtype.",
-            )
-        if not bool(torch.isfinite(states).all()):
-            self.refuse(text, "are not finite")
-        empty = (states[:, [i for i, layer in enumerate(self.layers) if layer > 0]] == 0).all(-1)
-        if bool(empty.any()):
-            self.refuse(text, f"are all zero on token {int(empty.any(-1).nonzero()[0])}")
+            fix = f"Store what the server computes (--dtype {precision}), or start it with a finer --dtype."
+            self.refuse(text, f"are {precision}, and the store is {str(self.dtype).removeprefix('torch.')}", fix)
+        # Layer 0 are embeddings, which a model may have zeros among.
+        empty = (states[:, [i for i, layer in enumerate(self.layers) if layer > 0]] == 0).all(-1).any(-1)
+        if bad := (empty | ~states.isfinite().all(-1).all(-1)).nonzero().flatten().tolist():
+            self.refuse(text, f"are all zero, or not finite, on token {bad[0]}")
         return states
 
     def refuse(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tsae.activations.shard import check_trajectories, open_shard
+from tsae.activations.shard import open_shard
 from tsae.activations.shards.manifest import inside, read_manifest
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
@@ -52,7 +52,7 @@ def _damage(
     """What is wrong with a shard; empty where nothing is."""
     try:
         file = inside(path, record["file"])
-        check_trajectories(open_shard(file, manifest, reader, record), lengths)
+        open_shard(file, manifest, reader, record, lengths=lengths)
     except TsaeError as error:
         return error.what
     except OSError as error:
