@@ -460,7 +460,7 @@ def test_what_cannot_be_read_in_smaller_batches_is_refused(
     monkeypatch.delenv("WORLD_SIZE")
     short_of_memory(monkeypatch, 5, ERRORS[0])
     smaller = pytest.warns(RuntimeWarning, match="was short of memory")
-    with smaller, pytest.raises(TsaeError, match=r"trajectory \d+ do not fit into memory together while reader"):
+    with smaller, pytest.raises(TsaeError, match=r"1 trajectories \(first: \d+\) do not fit into memory"):
         list(windows.epoch(1, 64))
 
 
