@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -64,19 +65,15 @@ class EndpointConfig:
     """Seconds that a server may take for one response, a day at most."""
 
     def __post_init__(self) -> None:
-        where = type(self).__name__
-        if not self.url:
-            return
-        fix = f"Give one such as http://localhost:8000/v1. A key goes into ${KEY}."
-        if {"?", "#"} & set(self.url):
-            raise TsaeError("has a query, or a part after #, expected an address alone", where=f"{where}.url", fix=fix)
         try:
             parts = urlsplit(self.url)
             known = self.url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
         except ValueError:  # such as a port that is none
             known = False
-        if not known:
-            raise TsaeError(f"{self.url!r} is no address", where=f"{where}.url", fix=fix)
+        if self.url and (not known or {"?", "#"} & set(self.url)):  # A query may hold a key.
+            what = f"{re.split('[?#]', self.url)[0]!r} is not an address alone, or has a query or a part after #"
+            fix = f"Give one such as http://localhost:8000/v1. A key goes into ${KEY}."
+            raise TsaeError(what, where=f"{type(self).__name__}.url", fix=fix)
 
 
 @config

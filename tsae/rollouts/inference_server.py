@@ -15,17 +15,41 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, FiniteFloat, StrictInt, StrictStr, ValidationError
 
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, without_secrets
 from tsae.rollouts.config import KEY, EndpointConfig, SamplingConfig, ServerConfig
 from tsae.rollouts.generation import Request, Response
-from tsae.rollouts.logs.entry import is_finite
 from tsae.rollouts.problems import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class _LogProbs(BaseModel):
+    token_logprobs: list[FiniteFloat | None] | None = None
+
+
+class _Choice(BaseModel):
+    text: StrictStr
+    finish_reason: Any = None
+    stop_reason: Any = None
+    token_ids: list[StrictInt] | None = None
+    prompt_token_ids: list[StrictInt] | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Completion(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+    usage: _Usage | None = None
 
 
 _SHAPES = ("ids, and all settings", "ids", "text")
@@ -133,51 +157,39 @@ class Server:
 
     def _response(self, prompt: list[int], body: Any) -> Response:
         try:
-            choice = body["choices"][0]
-            text, reason = choice["text"], str(choice.get("finish_reason") or "unknown")
-            usage = body.get("usage") or {}
-            ids, read = choice.get("token_ids"), choice.get("prompt_token_ids")
-            logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-            stop = choice.get("stop_reason")
-            n_read, n_sampled = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise TsaeError(
-                f"gives no completion ({type(error).__name__}: {error})", where=self.url, fix="Check its log."
-            ) from error
-        if not isinstance(text, str):
-            raise TsaeError(f"gives a text that is a {type(text).__name__}", where=self.url, fix="Check its log.")
-        for name, given_ids in (("token_ids", ids), ("prompt_token_ids", read)):
-            if given_ids is not None and not _are_ids(given_ids):
-                raise TsaeError(f"gives {name} that are no list of token ids", where=self.url, fix="Check its log.")
-        if (read is not None and read != prompt) or n_read not in (None, len(prompt)):
-            raise TsaeError(
-                f"read another prompt than was sent: {len(read) if n_read is None else n_read} tokens, expected "
-                f"{len(prompt)}",
-                where=self.url,
-                fix="Give the checkpoint that it serves; its tokenizer is another one, or adds tokens of its own.",
-            )
+            answer = _Completion.model_validate(body)
+        except ValidationError as error:
+            found = error.errors(include_url=False)[0]
+            place = ".".join(map(str, found["loc"]))
+            raise self._wrong(f"gives no completion ({place}: {found['msg']})", "Check its log.") from error
+        choice, usage = answer.choices[0], answer.usage or _Usage()
+        text, reason, ids, read = choice.text, choice.finish_reason, choice.token_ids, choice.prompt_token_ids
+        if (read is not None and read != prompt) or usage.prompt_tokens not in (None, len(prompt)):
+            n = len(read or ()) if usage.prompt_tokens is None else usage.prompt_tokens
+            raise self._wrong(f"read another prompt than was sent: {n} tokens, expected {len(prompt)}")
         exact = ids is not None
-        found = list(ids) if exact else tokenize(self.tokenizer, text, add_special_tokens=False)
-        if found and not 0 <= min(found) <= max(found) < len(self.tokenizer):
-            what = f"gives token id {max(found)}, and the checkpoint's tokenizer has {len(self.tokenizer)}"
-            raise TsaeError(what, where=self.url, fix="Give the checkpoint that it serves.")
-        if exact and not _same_text(text, str(self.tokenizer.decode(found, skip_special_tokens=True))):
-            what = f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})"
-            raise TsaeError(what, where=self.url, fix="Give the checkpoint that it serves.")
-        if reason == "stop" and not (found and found[-1] in self.ends):
-            found.append(stop if isinstance(stop, int) and stop in self.ends else self.ends[0])
-        if not found:
-            raise TsaeError("gave a response without any token", where=self.url, fix="Raise max_new_tokens.")
-        given = None
-        if exact and isinstance(logprobs, list) and len(logprobs) == len(found) and None not in logprobs:
-            # With NaN among them, they would differ from the checkpoint's by no number.
-            if not all(map(is_finite, logprobs)):
-                what = "gives log-probabilities that are no finite numbers"
-                raise TsaeError(what, where=self.url, fix="Check its log.")
-            given = tuple(map(float, logprobs))
+        found_ids = list(ids or ()) if exact else tokenize(self.tokenizer, text, add_special_tokens=False)
+        if found_ids and not 0 <= min(found_ids) <= max(found_ids) < len(self.tokenizer):
+            what = f"gives token id {max(found_ids)}, and the checkpoint's tokenizer has {len(self.tokenizer)}"
+            raise self._wrong(what)
+        if exact and not _same_text(text, str(self.tokenizer.decode(found_ids, skip_special_tokens=True))):
+            raise self._wrong(f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})")
+        if reason == "stop" and not (found_ids and found_ids[-1] in self.ends):
+            stop = choice.stop_reason
+            found_ids.append(stop if isinstance(stop, int) and stop in self.ends else self.ends[0])
+        if not found_ids:
+            raise self._wrong("gave a response without any token", "Raise max_new_tokens.")
+        logprobs, given = (choice.logprobs or _LogProbs()).token_logprobs, None
+        if exact and logprobs is not None and len(logprobs) == len(found_ids) and None not in logprobs:
+            given = tuple(value for value in logprobs if value is not None)
         # Without ids, a text whose tokens are as many as were sampled; a server may count the end or not.
-        fits = exact or n_sampled in (None, len(found), len(found) - (found[-1] in self.ends))
-        return Response(tuple(found), "stop" if reason == "stop" else "length", given, exact, fits)
+        fits = exact or usage.completion_tokens in (None, len(found_ids), len(found_ids) - (found_ids[-1] in self.ends))
+        return Response(tuple(found_ids), "stop" if reason == "stop" else "length", given, exact, fits)
+
+    def _wrong(
+        self, what: str, fix: str = "Give the checkpoint that it serves; its tokenizer is another one, or adds tokens."
+    ) -> TsaeError:
+        return TsaeError(what, where=self.url, fix=fix)
 
     def _collected(self, number: int, futures: list[Future[Response]]) -> tuple[int, list[Response]]:
         return number, [future.result() for future in futures]
@@ -185,11 +197,6 @@ class Server:
     def _seed(self, name: str, number: int) -> int:
         digest = hashlib.sha256(f"{self.config.seed}/{name}/{number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
-
-
-def _are_ids(value: Any) -> bool:
-    """Whether it is a list of whole numbers."""
-    return isinstance(value, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in value)
 
 
 def _same_text(theirs: str, ours: str) -> bool:

@@ -8,9 +8,9 @@ Token ids of prompts: apply the chat template, unless that has been done, and to
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,9 +61,8 @@ def read_problems(path: str | Path) -> list[Problem]:
         try:
             record = parse_line(line)
             level = None if record.get("level") is None else str(record["level"])
-            problem = Problem(_text(record, "id"), record["prompt"], _text(record, "answer"), level)
-            if not isinstance(problem.prompt, str):
-                raise TypeError(f"the prompt is a {type(problem.prompt).__name__}")
+            prompt = _text(record, "prompt", str)
+            problem = Problem(_text(record, "id"), prompt, _text(record, "answer"), level)
             for text in (problem.id, problem.prompt, problem.answer, level or ""):
                 text.encode()  # A lone surrogate, which no table can hold, is said before anything is sampled.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -97,13 +96,11 @@ def parse_line(line: bytes) -> Any:
     return parse_json(line.decode("utf-8-sig"), names_once=True)
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
-    """A text, or a number as one."""
+def _text(record: Mapping[str, Any], name: str, kinds: Any = str | int | float) -> str:
+    """A text, or a finite number as one."""
     value = record[name]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError(f"the {name} is a {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"the {name} is {value}")
+    if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, float) and not isfinite(value)):
+        raise TypeError(f"the {name} is {value!r:.40}")
     return str(value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,34 +150,34 @@ def checked(table: pa.Table, where: str) -> pa.Table:
             finite or larger than 1e100.
     """
     table = typed(table.replace_schema_metadata(None), where)
-    if table.num_rows == 0:
-        raise TsaeError("holds no trajectories", where=where, fix="Give at least one trajectory.")
-    for name in _REQUIRED:
-        if table[name].null_count:
-            raise TsaeError(f"{table[name].null_count} rows have no {name}", where=where, fix="Fill or drop them.")
-    for name, allowed in (("outcome", OUTCOMES), ("band", BANDS)):
-        unknown = sorted(set(table[name].unique().to_pylist()) - {*allowed, None})
-        if unknown:
-            what = f"{name} {unknown[0]!r} is none of {', '.join(allowed)}"
-            raise TsaeError(what, where=where, fix=f"Correct {name}.")
-    for name in ("prompt_ids", "response_ids"):
-        nulls = sum(chunk.flatten().null_count for chunk in table[name].chunks)
-        if nulls:
-            raise TsaeError(f"{name} holds {nulls} null token ids", where=where, fix="Drop those trajectories.")
-        if any((ids := chunk.flatten().to_numpy()).size and ids.min() < 0 for chunk in table[name].chunks):
-            fix = "Read the table with a checkpoint and an ImportConfig, which leaves padding out."
-            raise TsaeError(f"{name} holds mask values below 0, not token ids alone", where=where, fix=fix)
-        empty = np.flatnonzero(list_lengths(table[name]) == 0)
-        if len(empty):
-            what = f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})"
-            raise TsaeError(what, where=where, fix="Drop them, or check the tokenizer that they were tokenised with.")
-    reward = table["reward"].to_numpy()
-    bad = np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))
-    if len(bad):
-        raise TsaeError(f"{len(bad)} rewards are not finite (first: row {bad[0]})", where=where, fix="Drop those rows.")
-    huge = np.flatnonzero(np.abs(reward) > LARGEST_REWARD)
-    if len(huge):
-        what = f"{len(huge)} rewards are larger than {LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
-        raise TsaeError(what, where=where, fix="Scale rewards down: the squares of such numbers are not finite.")
+    for what, fix in _faults(table):
+        raise TsaeError(what, where=where, fix=fix)
     check_parts(table, where)
     return table
+
+
+def _faults(table: pa.Table) -> Iterator[tuple[str, str]]:
+    """(what is wrong with the values of a table, what to do)."""
+    if table.num_rows == 0:
+        yield "holds no trajectories", "Give at least one trajectory."
+    for name in _REQUIRED:
+        if table[name].null_count:
+            yield f"{table[name].null_count} rows have no {name}", "Fill or drop them."
+    for name, allowed in (("outcome", OUTCOMES), ("band", BANDS)):
+        for unknown in sorted(set(table[name].unique().to_pylist()) - {*allowed, None}):
+            yield f"{name} {unknown!r} is none of {', '.join(allowed)}", f"Correct {name}."
+    for name in ("prompt_ids", "response_ids"):
+        if nulls := sum(chunk.flatten().null_count for chunk in table[name].chunks):
+            yield f"{name} holds {nulls} null token ids", "Drop those trajectories."
+        if any((ids := chunk.flatten().to_numpy()).size and ids.min() < 0 for chunk in table[name].chunks):
+            fix = "Read the table with a checkpoint and an ImportConfig, which leaves padding out."
+            yield f"{name} holds mask values below 0, not token ids alone", fix
+        if len(empty := np.flatnonzero(list_lengths(table[name]) == 0)):
+            what = f"{len(empty)} trajectories have empty {name} (first: row {empty[0]})"
+            yield what, "Drop them, or check the tokenizer that they were tokenised with."
+    reward = table["reward"].to_numpy()
+    if len(bad := np.flatnonzero(~np.isfinite(reward) & ~np.asarray(table["reward"].is_null()))):
+        yield f"{len(bad)} rewards are not finite (first: row {bad[0]})", "Drop those rows."
+    if len(huge := np.flatnonzero(np.abs(reward) > LARGEST_REWARD)):
+        what = f"{len(huge)} rewards are larger than {LARGEST_REWARD:g}, such as {reward[huge[0]]:g} in row {huge[0]}"
+        yield what, "Scale rewards down: the squares of such numbers are not finite."

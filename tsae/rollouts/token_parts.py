@@ -47,6 +47,7 @@ user's turn, what a template writes between turns."""
 COLUMN = "parts"
 FIELD = pa.field(COLUMN, pa.list_(pa.int8()))
 _ROWS = 1024
+_KNOWN = pa.array([ANSWER, THINKING, OTHER], pa.int8())
 
 
 class TokenParts:
@@ -128,21 +129,15 @@ def check_parts(table: pa.Table, where: str) -> None:
         return
     lengths, known = list_lengths(table["response_ids"]), ~np.asarray(table[COLUMN].is_null())
     found = list_lengths(table[COLUMN])
-    wrong = np.flatnonzero(known & (found != lengths))
-    if len(wrong):
+    what = ""
+    if len(wrong := np.flatnonzero(known & (found != lengths))):
         what = f"row {wrong[0]} has {found[wrong[0]]} parts for {lengths[wrong[0]]} response tokens"
-        raise TsaeError(what, where=where, fix="Give one part a response token, or null.")
-    for chunk in table[COLUMN].chunks:
-        values = chunk.flatten()
-        if len(values) and (values.null_count or pc.min(values).as_py() < ANSWER or pc.max(values).as_py() > OTHER):
-            raise TsaeError(
-                f"{COLUMN} holds values other than {ANSWER} (answer), {THINKING} (thinking) and {OTHER} (not sampled)",
-                where=where,
-                fix="Correct that column.",
-            )
-    empty = np.flatnonzero(count_sampled(table) == 0)
-    if len(empty):
-        raise TsaeError(f"row {empty[0]} has no sampled token", where=where, fix="Drop that trajectory.")
+    elif not all(pc.all(pc.is_in(chunk.flatten(), _KNOWN)).as_py() is not False for chunk in table[COLUMN].chunks):
+        what = f"{COLUMN} holds values other than {ANSWER} (answer), {THINKING} (thinking) and {OTHER} (not sampled)"
+    elif len(empty := np.flatnonzero(count_sampled(table) == 0)):
+        what = f"row {empty[0]} has no sampled token"
+    if what:
+        raise TsaeError(what, where=where, fix=f"Correct the column {COLUMN}: one part a response token, or null.")
 
 
 def count_sampled(table: pa.Table) -> np.ndarray:

@@ -394,7 +394,7 @@ def test_log_probabilities_of_nemo_rl(chat: Checkpoint, tmp_path: Path) -> None:
     [
         ({"token_loss_mask": [[0] * 16]}, "no token is marked as sampled"),
         ({"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
-        ({"token_ids": [["a"] * 16]}, "token_ids is no list of token ids"),
+        ({"token_ids": [["a"] * 16]}, "token_ids is .*expected a list of token ids"),
         ({"token_ids": [[1, 2, 99] + [0] * 13]}, "token id 99; the tokenizer of .* has 0 to 19"),
         ({"rewards": [float("nan")]}, "has no reward"),
         ({"rewards": [float("inf")]}, "rewards is inf"),
@@ -497,7 +497,7 @@ def test_prime_rls_subsets_are_not_mixed(chat: Checkpoint) -> None:
         (lambda t: [n.update(token_ids=[], mask=[]) for n in t["nodes"]], "no token ids"),
         (lambda t: t.update(rewards={"correct": None}), "has no reward"),
         (lambda t: t.update(rewards={"correct": {"score": "x"}}), "correct is 'x'"),
-        (lambda t: t.update(nodes="x"), "nodes is no list"),
+        (lambda t: t.update(nodes="x"), "not built as its trainer writes it"),
         (lambda t: t.update(id="trace-2"), "comes here again"),
     ],
 )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -197,22 +197,21 @@ class Fields:
             raise self.error(f"has no {name}; its columns are {', '.join(self.row)}", fix)
         return self.row[name]
 
+    def _wrong(self, name: str, value: Any, expected: str) -> NoReturn:
+        shown = _LONG if isinstance(value, int) and not is_finite(value) else repr(value)[:80]
+        raise self.error(f"{name} is {shown}, expected {expected}")
+
     def text(self, name: str) -> str:
         """A text that must be there."""
         value = self.need(name)
-        if not isinstance(value, str):
-            raise self.error(f"{name} is a {type(value).__name__}, expected a text", "Correct that row.")
-        return value
+        return value if isinstance(value, str) else self._wrong(name, value, "a text")
 
     def number(self, name: str) -> float | None:
         """A finite number, or its text; see `read_number`."""
         value = read_number(self.row.get(name))
-        if value is None:
-            return None
-        if not is_finite(value):
-            shown = _LONG if isinstance(value, int) else repr(value)[:80]
-            raise self.error(f"{name} is {shown}, expected a finite number")
-        return float(value)
+        if value is not None and not is_finite(value):
+            self._wrong(name, value, "a finite number")
+        return None if value is None else float(value)
 
     def score(self, name: str) -> float | None:
         """A reward; NaN, which is how torch and pandas write that there is none, becomes None."""
@@ -237,19 +236,16 @@ class Fields:
         if value is None and not needed:
             return None
         if not is_finite(value) or int(value) != value or not is_finite(int(value)):
-            shown = _LONG if isinstance(logged, int) and not is_finite(logged) else repr(logged)[:80]
-            raise self.error(f"{name} is {shown}, expected a whole number of at most 63 bits", "Correct that row.")
+            self._wrong(name, logged, "a whole number of at most 63 bits")
         return int(value)
 
     def truth(self, name: str) -> bool | None:
         """True or false: a flag, 0 or 1, or the text of one."""
         value = read_number(self.row.get(name))
-        if value is None:
-            return None
         # True == 1 == 1.0, so that the flags of other languages and of pandas are understood.
-        if value in (0, 1):
-            return bool(value)
-        raise self.error(f"{name} is {repr(value)[:80]}, expected true or false")
+        if value is not None and value not in (0, 1):
+            self._wrong(name, value, "true or false")
+        return None if value is None else bool(value)
 
     def label(self, name: str, called: str = "") -> str | None:
         """A name, given as a text or a number; NaN, which is how pandas writes that there is none, becomes None.
@@ -262,9 +258,7 @@ class Fields:
         if value is None or isinstance(value, str):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in (math.inf, -math.inf):
-            raise self.error(
-                f"{called or name} is {repr(value)[:80]}, expected a text or a number", "Correct that row."
-            )
+            self._wrong(called or name, value, "a text or a number")
         if isinstance(value, float):
             # If one is missing, pandas makes floats of whole numbers.
             return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
@@ -274,7 +268,7 @@ class Fields:
         """The object in a column; an empty one if there is none."""
         found = self.row.get(name)
         if found is not None and not isinstance(found, Mapping):
-            raise self.error(f"{name} is a {type(found).__name__}, expected an object", "Correct that row.")
+            self._wrong(name, found, "an object")
         return self.inside(found or {})
 
     def marks(self, name: str, called: str = "") -> np.ndarray:
@@ -282,7 +276,7 @@ class Fields:
         value = read_numbers(self.need(name))
         found = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros((0, 0))
         if found.ndim != 1 or (len(found) and found.dtype.kind not in "biuf") or not np.isfinite(found).all():
-            raise self.error(f"{called or name} is no list of marks, one a token", "Correct that row.")
+            self._wrong(called or name, value, "a list of marks, one a token")
         return np.asarray(found > 0)
 
     def ids(self, name: str) -> np.ndarray:
@@ -295,7 +289,7 @@ class Fields:
         # numpy takes True among integers for 1.
         flags = isinstance(value, (list, tuple)) and any(isinstance(id, bool) for id in value)
         if found.ndim != 1 or flags or (len(found) and found.dtype.kind != "i"):
-            raise self.error(f"{name} is no list of token ids", "Correct that row.")
+            self._wrong(name, value, "a list of token ids")
         return found.astype(np.int64)
 
     def optional_ids(self, name: str) -> np.ndarray | None:

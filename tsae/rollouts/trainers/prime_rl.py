@@ -78,13 +78,9 @@ def _split(row: Fields) -> Iterator[Fields]:
     if streamed and row.row.get("kind", _work(row).row.get("type", wanted)) != wanted:
         return
     traces = row.row.get("traces", [row.row])
-    if not isinstance(traces, list):
-        raise row.error("traces is no list", "Correct that line.")
     if not traces:
         raise row.unusable("errored", "the episode failed before it had a trace")
     for trace in traces:
-        if not isinstance(trace, dict):
-            raise row.error("traces holds what is no object", "Correct that line.")
         yield row.inside({**trace, _EPISODE: row})
 
 
@@ -148,10 +144,8 @@ def _trace_entry(trace: Fields) -> Entry | None:
 def _path(trace: Fields) -> list[Fields]:
     """The messages from the root to the only leaf."""
     nodes = trace.need("nodes")
-    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
-        raise trace.error("nodes is no list of messages", "Correct that line.")
     parents = [node.get("parent") for node in nodes]
-    if any(p is not None and not (isinstance(p, int) and 0 <= p < i) for i, p in enumerate(parents)):
+    if any(p is not None and not 0 <= p < i for i, p in enumerate(parents)):
         raise trace.error("a node's parent does not come before it", "Correct that line.")
     # A graph without branches lists its messages in order.
     if parents != [None, *range(len(nodes) - 1)]:
