@@ -218,7 +218,7 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     from transformers import LlamaForCausalLM, TrainerCallback
 
     import tsae
-    from tsae.rl.curriculum import Curriculum, write_history
+    from tsae.rl.curriculum import Curriculum
     from tsae.rl.trl import FeatureGRPOTrainer
     from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 
@@ -267,7 +267,7 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> None:
     trainer.model.save_pretrained(kept)
     tsae.testbed.make_tokenizer().save_pretrained(kept)
     if curriculum is not None:
-        write_history(curriculum, result_of.with_suffix(".parquet"))
+        curriculum.history().to_parquet(result_of.with_suffix(".parquet"))
     seconds = time.monotonic() - started
     result = {"arm": arm, "seed": seed, "seconds": seconds, "measured": measured, "shaping": shaping_of(arm)}
     write_json(result_of, result)

@@ -345,7 +345,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an advantage that is no number": (_with(_nan), "the gradient of step 2 is not finite"),
     "steps that are missing": (
-        _with(lambda log: log.with_column("step", [None, *log.frame["step"].tolist()[1:]])), "1 of 48 rows have no step"
+        _with(lambda log: log.with_column("step", [None, *log.frame["step"].tolist()[1:]])), "rows have no whole number"
     ),
     "tokens of another model": (
         _texts(lambda ids: [[10_000] * len(one) for one in ids]), "outside the model's vocabulary"

@@ -64,7 +64,7 @@ def same(loss: PolicyLoss, made: Generation, expected: torch.Tensor) -> None:
     rows, n_tokens = np.concatenate(made.parts), made.tokens.mask.sum(1).numpy()
     step, ends = made.of(rows), np.cumsum([len(part) for part in made.parts])
     step.ref, step.sampler = step.ref if loss.needs_ref else None, step.sampler if loss.needs_sampler else None
-    if loss.needs_entropy:
+    if loss.top_entropy_quantile < 1:
         step.kept = torch.cat([loss.entropy_kept(made.entropy[p], made.tokens.mask[p]) for p in made.parts])
     whole = {"tokens_of_generation": int(n_tokens.sum()), "rows_of_generation": len(n_tokens)}
     weights = loss.weights(n_tokens[rows], np.split(np.arange(len(rows)), ends[:-1]), **whole)

@@ -18,7 +18,7 @@ from tsae.errors import TsaeError
 from tsae.rl import credit_fitting
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit import Credit, plausibility, rebalanced, shape_advantages, token_weights
-from tsae.rl.credit_fitting import ResponseTokens, _split, credit_from_tokens, fit_credit
+from tsae.rl.credit_fitting import ResponseTokens, _split, fit_credit
 from tsae.rl.exporting import write_credit
 
 
@@ -122,7 +122,7 @@ def test_problems_beyond_the_reference_do_not_count() -> None:
 
 
 def test_outcomes_that_nobody_checked_are_refused() -> None:
-    with pytest.raises(TsaeError, match=r"of 320 of 320 rollouts of the reference nothing says.*--outcome"):
+    with pytest.raises(TsaeError, match="320 of 320 rollouts"):
         fit_credit(world(outcome="unknown"))
 
 
@@ -376,19 +376,6 @@ def test_advantages_add_up_to_nothing_within_a_step(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense_are_refused(make: Any, message: str) -> None:
     with pytest.raises(TsaeError, match=message):
         make()
-
-
-def test_credit_from_tokens_in_memory_is_that_of_the_table() -> None:
-    table = world()
-    reader = table.readers[0]
-    tokens = ResponseTokens.of(table, table.rows(reader=reader, policy=reader))
-    fitted = fit_credit(table, CreditConfig())
-    found = credit_from_tokens(tokens, fitted.info["sae"], CreditConfig(reader=reader))
-    assert found.info == fitted.info
-    for name in ("feature", "pair_keys", "pair_values", "token"):
-        torch.testing.assert_close(getattr(found, name), getattr(fitted, name))
-    with pytest.raises(TsaeError, match="FeatureTable"):
-        credit_from_tokens(tokens, fitted.info["sae"], CreditConfig(estimator="effects"))
 
 
 def test_scores_take_no_more_memory_for_a_wider_sae(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,13 +239,13 @@ def share_of_rows(split: Shares, n: int) -> np.ndarray:
 def fact_table(split: Shares, rollouts: Rollouts, shown: Sequence[int]) -> pd.DataFrame:
     """Rows of the samples, with texts of those that are shown and of the largest shares."""
     rows, first = np.unique(split.rows, return_index=True)
-    of_rows, told = share_of_rows(split, len(rollouts))[rows], set(shown)
+    of_rows, shown_rows = share_of_rows(split, len(rollouts))[rows], set(shown)
     for values in of_rows.T:
         order = np.argsort(values, kind="stable")
-        told |= set(rows[[*order[:TEXTS], *order[-TEXTS:]]].tolist())
+        shown_rows |= set(rows[[*order[:TEXTS], *order[-TEXTS:]]].tolist())
     frame = rollouts.frame.iloc[rows]
     texts = {name: frame[name].astype(object) for name in ("problem_id", "outcome")}
-    mine = np.isin(rows, list(told))
+    mine = np.isin(rows, list(shown_rows))
     texts |= {name: frame[name].astype(object).where(mine) for name in ("prompt", "response")}
     columns = {name: values.where(values.notna(), None).to_numpy() for name, values in texts.items()}
     columns |= {name: frame[name].to_numpy(dtype=float) for name in ("reward", "advantage")}

@@ -155,7 +155,7 @@ class _Part:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """(B, …) of the other weights."""
     rest: list[tuple[torch.nn.Module, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Modules that are no linear layers, what they read and what came back, until the hooks are gone."""
+    """Modules that are not linear layers, what they read and what came back, until the hooks are gone."""
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
         self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient

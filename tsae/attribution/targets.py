@@ -149,17 +149,14 @@ class LogLikelihood:
         return found
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
-        found = torch.zeros(len(self.names), len(trained))
-        for batch in self._batches(trained):
-            found += _jacobian(trained, partial(self._sum, trained, batch)).to(found)
-        return found
+        return _summed(trained, self._sum, self._batches(trained))
 
 
 class FeatureMeans:
     """Mean activations of features on the response tokens of fixed trajectories, in which problems count alike.
 
     A code jumps at the SAE's threshold, and no derivative sees that: what a sample moves past the threshold would be
-    nobody's share. So the jump is a sigmoid whose width is a share of the threshold; `activations` keeps the jump.
+    nobody's share. So the jump is a sigmoid whose width is a share of the threshold; `each` can keep the jump.
 
     Args:
         sae: its site is where the features live.
@@ -257,16 +254,8 @@ class FeatureMeans:
         found: np.ndarray = self.weight @ self.each(trained, self.fixed)
         return found
 
-    def activations(self, trained: TrainedWeights) -> np.ndarray:
-        """(n_features,) means of the SAE's own codes."""
-        found: np.ndarray = self.weight @ self.each(trained, self.fixed, soft=False)
-        return found
-
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
-        found = torch.zeros(len(self.names), len(trained))
-        for batch in self._padded(trained, self.fixed):
-            found += _jacobian(trained, partial(self._sum, trained, batch)).to(found)
-        return found
+        return _summed(trained, self._sum, self._padded(trained, self.fixed))
 
 
 class _Enough(Exception):
@@ -285,6 +274,14 @@ class Together:
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
         return torch.cat([part.gradients(trained) for part in self.parts])
+
+
+def _summed(
+    trained: TrainedWeights, values: Callable[[TrainedWeights, Batch], torch.Tensor], batches: Iterator[Batch]
+) -> torch.Tensor:
+    """(n, P) of the sum of `values(trained, batch)` over batches."""
+    each = (_jacobian(trained, partial(values, trained, batch)) for batch in batches)
+    return sum(each, start=next(each))
 
 
 def _jacobian(trained: TrainedWeights, values: Callable[[], torch.Tensor]) -> torch.Tensor:

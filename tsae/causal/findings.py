@@ -108,7 +108,7 @@ def causal_tests(
             rollouts say.
         seed: responses are drawn with the one after it.
         device: that generates.
-        minutes: no test is begun that would not be finished by then, by the time of the slowest before it. The same
+        minutes: no test starts that would take longer than is left, if it is as slow as the slowest before. The same
             call makes the missing ones later.
         progress: show bars.
     """

@@ -78,7 +78,7 @@ def insertion(
           measured.
 
     Raises:
-        TsaeError: where the checkpoint is no reader, or the SAE, the checkpoint and the table do not fit together.
+        TsaeError: where the checkpoint is not a reader, or the SAE, the checkpoint and the table do not fit together.
     """
     from tqdm.auto import tqdm
 

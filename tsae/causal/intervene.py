@@ -85,7 +85,7 @@ def intervene(
         donor: whose features are transplanted (mode "transplant"), such as the run's last checkpoint where the base
             generates. Both models are held at once.
         exclude: features that are not drawn as random ones, such as others of the same family.
-        describe: adds behaviours of one's own (columns named in ``info["behaviours"]``) to those that are read off the
+        describe: adds further behaviours (columns named in ``info["behaviours"]``) to those that are read off the
             texts, such as `tsae.testbed.classes.with_behaviours`.
         progress: show bars.
 
@@ -192,7 +192,7 @@ def check_features(chosen: tuple[int, ...], n_features: int) -> None:
 
 def _whole(feature: SupportsIndex) -> int:
     if not isinstance(feature, SupportsIndex):
-        raise TsaeError(f"{feature!r} is no feature, expected a whole number", where="features")
+        raise TsaeError(f"{feature!r} is not a feature number", where="features")
     return int(feature)
 
 

@@ -138,7 +138,7 @@ class Intervention(Tables):
     band                         all, and the bands of the problems
     behaviour                    accuracy, response_length (tokens), direct_answer, …: `tsae.rollouts.behaviours`
     mean, low, high              over problems of the mean over a problem's responses; bootstrap over problems
-    wilson_low, wilson_high      of the share of responses, taken as independent; NaN for what is no share
+    wilson_low, wilson_high      of the share of responses, taken as independent; NaN for behaviours that are not shares
     n_problems, n_trajectories
     change, change_low, _high    paired over the n_paired problems: condition − none; bootstrap over problems. Of
                                  random and same_norm the mean over the sets that were drawn, taken as they are
@@ -305,8 +305,7 @@ class Intervention(Tables):
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
         info = read_whole(folder, _FILES, "Run it again.", "Make it with `tsae causal`.")
-        if info.pop("record", None) is None:
-            raise TsaeError("is no causal test's: it has no record", where=folder / "causal.json", fix="Run it again.")
+        info.pop("record", None)
         with reading(folder / "outcomes.parquet", "Run it again."):
             outcomes = pd.read_parquet(folder / "outcomes.parquet")
         return cls(outcomes=outcomes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)

@@ -57,7 +57,7 @@ class TsaeCallback(TrainerCallback):
     """Writes a run log while GRPOTrainer trains. It registers itself with the trainer.
 
     Args:
-        trainer: a GRPOTrainer that has not begun.
+        trainer: a GRPOTrainer before its training starts.
         folder: of the log; by default tsae in the trainer's output_dir.
         targets: what a `Recorder` follows, if anything: what every sample does to it, as the training runs.
         refresh: steps between two gradients of the targets.
@@ -125,7 +125,7 @@ class TsaeCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step and self.targets is not None:
             raise TsaeError(
-                f"the training goes on after step {state.global_step}, and targets are followed from the start",
+                f"the training resumes after step {state.global_step}, and targets are followed from the start",
                 where="TsaeCallback",
                 fix="Give no targets, or train from the start.",
             )

@@ -202,10 +202,10 @@ class Credit:
 
 
 def sae_of(features: FeatureTable, *names: str) -> dict[str, Any]:
-    """What features say of their SAE.
+    """Facts of the SAE that features were encoded with.
 
     Raises:
-        TsaeError: where they do not say all of it.
+        TsaeError: where a name is missing.
     """
     found = features.info["sae"]
     if not set(names) <= set(found):

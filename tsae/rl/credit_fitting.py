@@ -78,26 +78,6 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
     return _judged(credit, tokens, learning, testing) if credit.significant else credit
 
 
-def credit_from_tokens(tokens: ResponseTokens, sae: dict[str, Any], config: CreditConfig | None = None) -> Credit:
-    """As `fit_credit`, from tokens in memory: credit that is learned again while a policy is trained.
-
-    Args:
-        tokens: with codes of any reader.
-        sae: its fingerprint ("weights"), site, d_model and d_sae.
-        config: defaults of `CreditConfig`; not "effects", which needs a FeatureTable.
-
-    Raises:
-        TsaeError: for "effects", or where too few problems have both successes and failures.
-    """
-    config = config or CreditConfig()
-    if config.estimator == "effects":
-        raise TsaeError('"effects" needs a FeatureTable', where="CreditConfig", fix="Use action or value.")
-    reader = config.reader or "policy"
-    learning, testing = _split(tokens.frame, config, reader)
-    credit = _regressed(tokens, learning, config, _info(tokens, learning, testing, sae, reader))
-    return _judged(credit, tokens, learning, testing)
-
-
 def _info(
     tokens: ResponseTokens, learning: np.ndarray, testing: np.ndarray, sae: dict[str, Any], reader: str
 ) -> dict[str, Any]:
@@ -138,7 +118,7 @@ class ResponseTokens:
         unknown = int((frame.outcome == "unknown").sum())
         if unknown:
             raise TsaeError(
-                f"of {unknown} of {len(frame)} rollouts of the reference nothing says whether they succeeded",
+                f"{unknown} of {len(frame)} rollouts of the reference have no known outcome",
                 where=features.origin,
                 fix="Verify the answers (--verifier), or name the reward that means success when the log is read "
                 "(--outcome).",

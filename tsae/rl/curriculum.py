@@ -21,13 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from tsae.base.table_export import write_table
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig
 
@@ -59,7 +57,7 @@ class Curriculum:
         parents: id of the original problem by the id of its reformulation.
 
     Raises:
-        TsaeError: where an id is no text or comes twice, there are none, or parents go round in a circle.
+        TsaeError: where an id is not a text or comes twice, there are no problems, or parents form a circle.
     """
 
     def __init__(
@@ -264,8 +262,3 @@ def draw_history(history: pd.DataFrame, window: int = 10) -> go.Figure:
     figure.update_yaxes(title_text="of the drawn", row=2, col=1)
     figure.update_xaxes(title_text="step", row=2, col=1)
     return figure
-
-
-def write_history(curriculum: Curriculum, path: str | Path) -> Path:
-    """Write `Curriculum.history` as Parquet."""
-    return write_table(path, curriculum.history())

@@ -15,7 +15,7 @@ Only numbers in digits are hidden ("1,200", "2.5", "$3", "20%"). Words such as "
 is left out, with the reason, where
 
 1. *part of something*: it belongs to a fraction, a ratio, a time, a date, a range, an ordinal, a mixed number or a code
-   ("1/2", "3:30", "5-10", "2nd", "2 1/2", "B12", "24-hour"): alone it is no quantity;
+   ("1/2", "3:30", "5-10", "2nd", "2 1/2", "B12", "24-hour"): alone it is not a quantity;
 2. *year*: it is a whole number from 1900 to 2099 without a unit sign;
 3. *label*: it names something ("Room 5", "page 12", "#3", "Grade 4"): nothing is computed from it;
 4. *twice*: the question has its value again, in digits or in words, so that X is given away or unclear;
@@ -30,7 +30,7 @@ is left out, with the reason, where
 10. *has an X*: the question has an X of its own;
 11. *too long*: it has more than 100 characters.
 
-A question whose answer is no number is left out. docs/measured.md lists what the rules cannot see.
+A question whose answer is not a number is left out. docs/measured.md lists what the rules cannot see.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read_reformulations(path: str | Path) -> list[Reformulation]:
     """Read what `write_reformulations` wrote.
 
     Raises:
-        TsaeError: where the file is no problem file, or a line does not name its parent.
+        TsaeError: where the file is not a problem file, or a line does not name its parent.
     """
     problems = read_problems(path)
     found = []
@@ -253,7 +253,7 @@ def calculations(solution: str) -> list[tuple[list[str], Fraction]]:
 
 
 def evaluate_terms(terms: list[str]) -> Fraction | None:
-    """The exact value of an expression of numbers, + - * / and brackets; None where it is no such expression."""
+    """The exact value of an expression of numbers, + - * / and brackets; None for anything else."""
     # Python refuses leading zeros.
     text = " ".join((term.lstrip("0") or "0") if term[0].isdigit() else term for term in terms)
 

@@ -142,7 +142,7 @@ class FeatureMixin:
             return output
         if self._curriculum is not None:
             # From all processes, so that their samplers stay the same.
-            self._curriculum.update(gather_object([row["problem_id"] for row in inputs]), self._told)
+            self._curriculum.update(gather_object([row["problem_id"] for row in inputs]), self._outcomes)
         if self._credit is not None:
             output["advantages"] = self._credit(inputs, output, self.num_generations)  # type: ignore[attr-defined]
         return output
@@ -156,15 +156,15 @@ class FeatureMixin:
                 fix="Return a number for every completion: advantages of a group need all its rewards.",
             )
         if self._curriculum is not None:
-            told = rewards[:, self._outcome]
-            if not torch.isfinite(told).all():
+            of_outcome = rewards[:, self._outcome]
+            if not torch.isfinite(of_outcome).all():
                 name = self.reward_func_names[self._outcome]  # type: ignore[attr-defined]
                 raise TsaeError(
-                    f"{name} gives a completion no finite reward, so that nothing says whether it is right",
+                    f"{name} gives a completion no finite reward, so whether it is right is not known",
                     where="reward_funcs",
                     fix="Return a number for every completion, or name another reward (CurriculumConfig.outcome).",
                 )
-            self._told = told.tolist()
+            self._outcomes = of_outcome.tolist()
         return rewards
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -189,7 +189,7 @@ def _outcome_of(names: Sequence[str], curriculum: Curriculum) -> int:
     """Index of the reward function that says what is right.
 
     Raises:
-        TsaeError: where it cannot be told from others, or the named one is missing.
+        TsaeError: where it cannot be distinguished from others, or the named one is missing.
     """
     try:
         return list(names).index(outcome_reward(names, curriculum.config.outcome))

@@ -170,9 +170,9 @@ def _load(file: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise TsaeError(f"holds a {type(found).__name__}, expected settings by name", where=file)
     if found.get("format") == RUN_LOG.title:
-        told = {word: found.get(name) for word, name in _OF_RUN_LOG.items()}
-        told["trl_version"] = found.get("versions", {}).get("trl")
-        return found.get("arguments", found) | {word: value for word, value in told.items() if value is not None}
+        known = {word: found.get(name) for word, name in _OF_RUN_LOG.items()}
+        known["trl_version"] = found.get("versions", {}).get("trl")
+        return found.get("arguments", found) | {word: value for word, value in known.items() if value is not None}
     inner = {name: each["value"] for name, each in found.items() if isinstance(each, dict) and "value" in each}
     return inner if len(inner) >= len(found) - 1 and inner else found  # as W&B writes it: `wandb_version` has no value
 
@@ -317,4 +317,4 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
         elif key & 7 in (1, 5):
             place += 8 if key & 7 == 1 else 4
         else:
-            raise ValueError("a record of it is damaged")
+            raise ValueError("one of its records is damaged")

@@ -40,8 +40,8 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     given = words.take("learning_rate=learning_rate weight_decay=weight_decay:0.0")
     given |= words.take("decay_all=set_weight_decay_on_bias_and_norm:true")
     warmup = words.whole("warm_up_steps", default=0) or int(words.number("warmup_ratio") * total)
-    said = words.values.get("max_grad_norm", "")
-    given["max_grad_norm"] = None if said in (None, "None") else words.number("max_grad_norm") or None
+    norm = words.values.get("max_grad_norm", "")
+    given["max_grad_norm"] = None if norm in (None, "None") else words.number("max_grad_norm") or None
     given |= {"schedule": words.choice(_SCHEDULES, "lr_scheduler_type"), "warmup": warmup, "n_steps": total or None}
     loss = words.take("temperature=temperature mask_truncated=mask_truncated_completions:false epsilon=clip_lower:0.2")
     loss |= words.take("epsilon_high=clip_higher beta=beta:0.05")

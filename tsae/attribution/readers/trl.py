@@ -378,8 +378,8 @@ def _dropout(words: Words, beside: Beside) -> bool:
     """Whether forward passes dropped something. TRL trains with dropout where the model has it, unless disable_dropout;
     that switch does not reach the dropout inside of attention."""
     model = {name: value for name, value in beside.model.items() if re.search("dropout|pdrop", name)}
-    said = words.get("lora_dropout", "peft_config.default.lora_dropout", default=0)
-    lora = {"lora_dropout": beside.adapter.get("lora_dropout", said)}
+    given = words.get("lora_dropout", "peft_config.default.lora_dropout", default=0)
+    lora = {"lora_dropout": beside.adapter.get("lora_dropout", given)}
     names = ("attention_dropout",) if words.flag("disable_dropout") else {**model, **lora}
     return any(
         isinstance(value, (int, float)) and value > 0 and not re.match("classifier|summary", name)

@@ -55,8 +55,8 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     updates, processes = words.updates(size["batch"], size["mini"]), size["nodes"] * size["gpus"] // size["split"]
     fixed = size["micro"] and not (engine or size["dynamic"])
     parts = size["mini"] * size["n"] // (processes * size["micro"]) if fixed else 1
-    said = words.take(f"optim={_ACTOR}optim.total_training_steps:0 all=trainer.total_training_steps:0").values()
-    total = next((n for n in said if n > 0), steps)
+    steps_of = words.take(f"optim={_ACTOR}optim.total_training_steps:0 all=trainer.total_training_steps:0").values()
+    total = next((n for n in steps_of if n > 0), steps)
     has = words.take(
         "dropped=filter_groups.enable:false kl=use_kl_in_reward:false std=norm_adv_by_std_in_grpo:true", _ALGO
     )

@@ -192,5 +192,5 @@ class Stepper:
 
     @property
     def carried(self) -> float:
-        """Share of the momentum that goes on to the next step."""
+        """Share of the momentum that the next step keeps."""
         return self.optimiser.momentum if self.optimiser.name == "sgd" else self.optimiser.betas[0]

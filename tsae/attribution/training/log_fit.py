@@ -39,7 +39,7 @@ def check_settings(
         rollouts: the log.
         rows_by_step: rows of every generation, by the first step that used it.
         settings: of the run.
-        notes: gets what is said of a log that fits.
+        notes: gets a sentence for everything that was assumed or computed.
         history: what the trainer logged beside (`tsae.attribution.training.order.read_history`).
 
     Raises:
@@ -58,9 +58,9 @@ def check_settings(
     return _cut_off(rollouts, rows, settings, notes)
 
 
-def _contradiction(settings: RunSettings, said: str, found: str) -> TsaeError:
+def _contradiction(settings: RunSettings, stated: str, found: str) -> TsaeError:
     return TsaeError(
-        f"say {said}, but {found}",
+        f"say {stated}, but {found}",
         where=settings.source,
         fix="Give the settings of the run that wrote this log, or the log that these settings made.",
     )

@@ -192,11 +192,6 @@ class PolicyLoss:
         return self.beta != 0 and self.kl_to == "ref"
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether tokens are chosen by the policy's entropy."""
-        return self.top_entropy_quantile < 1
-
-    @property
     def needs_sampler(self) -> bool:
         """Whether the sampler's own log-probabilities are needed."""
         of_kl = self.beta != 0 and "sampler" in (self.kl_to, self.kl_corrected_to if self.kl_corrected else "")

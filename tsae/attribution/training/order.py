@@ -12,7 +12,7 @@ as they were before the shuffle. Where a step uses a part of a generation, the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -120,26 +120,20 @@ def plan_updates(
     )
 
 
-def batches_of(rollouts: Rollouts, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, np.ndarray]:
+def batches_of(rollouts: Rollouts) -> dict[int, np.ndarray]:
     """Rows by the step of the log that trained on them.
 
     Raises:
-        TsaeError: where the log has no steps, or some that are no whole numbers.
+        TsaeError: where the log has no steps, or steps that are not whole numbers.
     """
-    rows = np.arange(len(rollouts)) if rows is None else np.asarray(rows)
     if "step" not in rollouts.frame.columns:
-        raise TsaeError(
-            "the log has no steps", where=rollouts.origin, fix="Import a log that says the step of its rows."
-        )
-    step = rollouts.frame["step"].to_numpy(dtype=float, na_value=np.nan)[rows]
-    if np.isnan(step).any():
-        what = f"{int(np.isnan(step).sum())} of {len(step)} rows have no step"
-        raise TsaeError(what, where=rollouts.origin, fix="Import a log that says the step of every row.")
-    numbers = np.unique(step)
-    if (broken := numbers[~np.isfinite(numbers) | (numbers % 1 != 0)]).size:
-        what = f"has the step {broken[0]:g}, expected whole numbers"
-        raise TsaeError(what, where=rollouts.origin, fix="Number the steps of the optimiser 1, 2, 3, …")
-    return {int(number): rows[step == number] for number in numbers}
+        what = "the log has no steps"
+        raise TsaeError(what, where=rollouts.origin, fix="Import a log that says the step of its rows.")
+    step = rollouts.frame["step"].to_numpy(dtype=float, na_value=np.nan)
+    if (broken := ~np.isfinite(step) | (step % 1 != 0)).any():
+        what = f"{int(broken.sum())} of {len(step)} rows have no whole number as their step"
+        raise TsaeError(what, where=rollouts.origin, fix="Number the steps of the optimiser 1, 2, 3, … in every row.")
+    return {int(number): np.flatnonzero(step == number) for number in np.unique(step)}
 
 
 def read_history(checkpoints: Mapping[int, Path]) -> dict[int, dict[str, Any]]:
@@ -378,7 +372,7 @@ def _shuffled(
 
 
 def counted(settings: RunSettings, name: str) -> int | None:
-    """A fact of the settings that counts something; None where it is not said, or -1."""
+    """A fact of the settings that counts something; None where the settings lack it, or have -1."""
     value = settings.facts.get(name)
     return int(value) if isinstance(value, int | float) and value > 0 else None
 

@@ -62,7 +62,7 @@ class RunSettings:
     loss: PolicyLoss
     batching: Batching = Batching()
     source: str = ""
-    """File that said so."""
+    """The file that these were read from."""
     trainer: str = "trl"
     """Whose words the file uses: trl, verl, open_instruct, prime_rl, nemo_rl, openrlhf, ms_swift."""
     version: str | None = None
