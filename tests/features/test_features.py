@@ -187,7 +187,7 @@ def test_damaged_tables_are_refused(table: FeatureTable, tmp_path: Path) -> None
     folder = Path(shutil.copytree(source, tmp_path / "cut"))
     (folder / "features.h5").write_bytes((source / "features.h5").read_bytes()[:-10])
     resealed(folder)
-    with pytest.raises(TsaeError, match=r"features\.h5 cannot be read"):
+    with pytest.raises(TsaeError, match="cannot be read"):
         FeatureTable.load(folder)
     folder = Path(shutil.copytree(source, tmp_path / "json"))
     for content in ("{", "{}", "[]"):

@@ -354,17 +354,6 @@ class FeatureTable:
             n_features = int(info.pop("n_features"))
         codes, arrays = read_codes(folder, n_features)
         rollouts = Rollouts.read(folder / "rollouts.parquet")
-        with reading(folder / "features.json", "Encode again."):
-            _check_info(info)
-        lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-        for name, n in (("reader", len(info["readers"])), ("trajectory", len(lengths))):
-            found = arrays[name]
-            if len(found) and not 0 <= found.min() <= found.max() < n:
-                what = f"{CODES} names the {name} {found.max() if found.max() >= n else found.min()} of {n}"
-                raise TsaeError(what, where=folder, fix="Encode again.")
-        if not np.array_equal(np.diff(arrays["row_offsets"]), lengths[arrays["trajectory"]]):
-            what = f"{CODES} is not of the trajectories of rollouts.parquet"
-            raise TsaeError(what, where=folder, fix="Encode again.")
         return cls(
             codes=codes,
             rollouts=rollouts,
@@ -373,21 +362,6 @@ class FeatureTable:
             stability=Stability.beside(folder, (info.get("sae") or {}).get("weights")),
             **arrays,
         )
-
-
-def _check_info(info: Mapping[str, Any]) -> None:
-    """Check what all that reads a table takes for granted of features.json.
-
-    Raises:
-        KeyError, TypeError, ValueError: where it is missing, or something else.
-    """
-    if not isinstance(info.get("sae"), dict | None):
-        raise TypeError("sae is no object")
-    if not all(isinstance(reader["id"], str) for reader in info["readers"]):
-        raise TypeError("a reader's id is no text")
-    odd = [id for id in info["special_ids"] if isinstance(id, bool) or not isinstance(id, int)]
-    if odd:
-        raise TypeError(f"special_ids hold {str(odd[0])[:60]!r}, which is no token id")
 
 
 def _digest(mask: np.ndarray) -> str:
@@ -456,55 +430,19 @@ def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.
     """The codes, with their columns and means, and the arrays of `ARRAYS`.
 
     Raises:
-        TsaeError: where a file cannot be read, or they do not fit each other.
+        TsaeError: where a file cannot be read.
     """
-    try:
+    with reading(folder, _FIX):
         file = StoredFile(folder / CODES)
-        for name in ARRAYS:
-            file.need(name, "b" if name == "outlier" else "i")
         arrays = {name: file.read(name) for name in ARRAYS}
         codes = StoredRows(file, "", n_features, None)
-        _check_sizes(arrays, codes.shape[0])
-    except (OSError, KeyError, ValueError) as error:
-        raise _unreadable(folder, CODES, error) from error
-    try:
         codes.columns = StoredColumns(StoredFile(folder / COLUMNS), "columns", codes.shape[0])
-    except (OSError, KeyError, ValueError) as error:
-        raise _unreadable(folder, COLUMNS, error) from error
-    if codes.columns.shape != codes.shape or codes.columns.nnz != codes.nnz:
-        raise TsaeError(f"{COLUMNS} is not that of {CODES}", where=folder, fix=_FIX)
-    try:
-        found = StoredFile(folder / MEANS)
-        n_rows = len(arrays["trajectory"])
-        for name, mask in found.attributes.items():
+        means = StoredFile(folder / MEANS)
+        for name, mask in means.attributes.items():
             span = name.removesuffix("/mask")
-            columns = StoredColumns(found, f"{span}/columns", n_rows)
-            rows = StoredRows(found, f"{span}/rows", n_features, columns)
-            if not rows.shape == columns.shape == (n_rows, n_features):
-                raise ValueError(f"/{span} has means of {rows.shape} and {columns.shape}, expected {n_rows} rows")
-            codes.means[span] = str(mask), rows
-    except (OSError, KeyError, ValueError) as error:
-        raise _unreadable(folder, MEANS, error) from error
+            columns = StoredColumns(means, f"{span}/columns", len(arrays["trajectory"]))
+            codes.means[span] = str(mask), StoredRows(means, f"{span}/rows", n_features, columns)
     return codes, arrays
-
-
-def _check_sizes(arrays: Mapping[str, np.ndarray], n_tokens: int) -> None:
-    """Check that the arrays are of so many tokens, and of equally many rows.
-
-    Raises:
-        ValueError: where they are not.
-    """
-    sizes, ends = {name: len(found) for name, found in arrays.items()}, arrays["row_offsets"]
-    if not sizes["token_ids"] == sizes["outlier"] == n_tokens:
-        raise ValueError(f"it has {n_tokens} tokens, {sizes['token_ids']} ids and {sizes['outlier']} marks of outliers")
-    if not sizes["reader"] == sizes["trajectory"] == sizes["row_offsets"] - 1:
-        raise ValueError(f"it has {sizes['reader']} readers and {sizes['trajectory']} trajectories of rows")
-    if ends[0] != 0 or ends[-1] != n_tokens or (np.diff(ends) < 0).any():
-        raise ValueError(f"/row_offsets do not divide its {n_tokens} tokens")
-
-
-def _unreadable(folder: Path, name: str, error: Exception) -> TsaeError:
-    return TsaeError(f"{name} cannot be read ({str(error).splitlines()[0]})", where=folder, fix=_FIX)
 
 
 def active_counts(features: FeatureTable, mask: np.ndarray) -> np.ndarray:

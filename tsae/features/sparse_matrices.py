@@ -56,17 +56,6 @@ class StoredFile:
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
         self.attributes |= {f"{name}/{key}": value for key, value in words(found)}
 
-    def need(self, name: str, kind: str) -> None:
-        """Check that a dataset is one row of numbers of a kind, as `numpy.dtype.kind` names it.
-
-        Raises:
-            KeyError: there is none of this name.
-            ValueError: where it is something else.
-        """
-        _, shape, dtype = self._places[name]
-        if len(shape) != 1 or dtype.kind != kind:
-            raise ValueError(f"/{name} has shape {shape} of {dtype}")
-
     def length(self, name: str) -> int:
         """Entries of a dataset.
 
@@ -109,11 +98,7 @@ class _Lines:
         prefix = f"{group}/" if group else ""
         self._file, self._width = file, width
         self._indices, self._values, self._offsets = f"{prefix}indices", f"{prefix}values", f"{prefix}offsets"
-        for name, kind in ((self._indices, "i"), (self._values, "f"), (self._offsets, "i")):
-            file.need(name, kind)
         self.n, self.nnz = file.length(self._offsets) - 1, file.length(self._values)
-        if file.length(self._indices) != self.nnz or self.n < 0:
-            raise ValueError("indices and values are not equally many, or there are no offsets")
 
     @cached_property
     def offsets(self) -> np.ndarray:
