@@ -214,7 +214,7 @@ def test_samples_that_push_features_are_named(shell: Shell, pipeline: Path, tmp_
     compared = expected.compare(tsae.FeatureDiff.load(pipeline / "diff"))
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "found" / "predicted.parquet"), compared)
     whole = compared[(compared.predicted_on == "all") & (compared.part == "policy")].iloc[0]
-    assert f"{whole.rho:+.2f} [{whole.low:+.2f}, {whole.high:+.2f}]" in printed
+    assert f"[{whole.low:+.2f}, {whole.high:+.2f}]".replace("-", "−") in printed
     assert "group mixed" in printed
     shell(command)
     assert not (tmp_path / "found" / "predicted.parquet").exists()  # of another diff

@@ -16,7 +16,7 @@ from tsae.base.part import Part
 from tsae.base.remote.mirror import shown
 from tsae.base.torchrun import first_process
 from tsae.base.validation import config
-from tsae.commands.common import as_json, given, load_series, say_wrote
+from tsae.commands.common import as_json, load_series, say_wrote, with_address
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 
@@ -55,7 +55,7 @@ class Capture:
         series = load_series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series.final()
         rollouts = tsae.Rollouts.read(self.rollouts)
-        sites, config, server = list(self.sites), self.config, given(self.server)
+        sites, config, server = list(self.sites), self.config, with_address(self.server)
         # A server computes for one reader; what the others read comes by other commands.
         if self.part is not None or server is not None:
             part = Part() if self.part is None else Part.of(self.part)

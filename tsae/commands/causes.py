@@ -210,11 +210,8 @@ class Influence:
 def _token_id(base: tsae.Checkpoint, text: str) -> int:
     ids: list[int] = base.load_tokenizer().encode(text, add_special_tokens=False)
     if len(ids) != 1:
-        raise TsaeError(
-            f"{text!r} is {len(ids)} tokens, expected one",
-            where="--first-token",
-            fix="Give the text of a single token of this tokenizer.",
-        )
+        fix = "Give the text of a single token of this tokenizer."
+        raise TsaeError(f"{text!r} is {len(ids)} tokens, expected one", where="--first-token", fix=fix)
     return ids[0]
 
 
@@ -227,11 +224,8 @@ def opposed_features(options: Causal) -> list[int]:
     if options.diff is None and options.choose:
         return []
     if options.diff is None or options.raised is None or options.lowered is None:
-        raise TsaeError(
-            "no features chosen",
-            where="tsae causal",
-            fix="Give --choose with numbers, or --diff with --raised and --lowered.",
-        )
+        fix = "Give --choose with numbers, or --diff with --raised and --lowered."
+        raise TsaeError("no features chosen", where="tsae causal", fix=fix)
     diff = tsae.FeatureDiff.load(options.diff, features=tsae.FeatureTable.load(options.features))
     found = diff.opposed(options.raised, options.lowered)
     if found.empty:

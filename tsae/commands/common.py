@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tsae
-from tsae.activations.config import StatesConfig
 from tsae.base.files import write_json
 from tsae.base.provenance import version_of
 from tsae.base.remote.mirror import shown
 from tsae.errors import TsaeError
+from tsae.rollouts.config import EndpointConfig
+
+Server = TypeVar("Server", bound=EndpointConfig)
 
 
 def load_series(*sources: str | Path) -> tsae.CheckpointSeries:
@@ -42,12 +44,25 @@ def own_rollouts(path: Path, policy: str) -> tsae.Rollouts:
     return rollouts.where(policy=policy)
 
 
-def given(server: StatesConfig) -> StatesConfig | None:
-    """A server, if any of its options was given."""
-    return None if server == StatesConfig() else server
+def with_address(server: Server) -> Server | None:
+    """A server, if its address was given.
+
+    Raises:
+        TsaeError: where other options of it were given, and no address.
+    """
+    if server.url or server == type(server)():
+        return server if server.url else None
+    raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
+
+
+def print_part(part: str, missing: int, what: str) -> None:
+    """Print that a part of a command is done."""
+    rest = f"other parts have {missing} {what}" if missing else "so are all others"
+    print(f"part {part} is done; {rest}. The same command without --part puts them together.")
 
 
 def say_wrote(path: Path, what: object | None = None) -> None:
+    """Print what was written."""
     print(f"wrote {shown(path)}" + (f": {what}" if what is not None else ""))
 
 

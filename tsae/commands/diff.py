@@ -14,7 +14,7 @@ import tsae
 from tsae.base.disk.made_by import record_early
 from tsae.base.files import write_text
 from tsae.base.validation import Size, config
-from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.common import as_json, load_series, say_wrote, with_address
 from tsae.diff.config import DiffConfig, ExplainConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
@@ -240,16 +240,12 @@ class Explain:
     def execute(self) -> None:
         from tsae.report.terminal import explanation_text
 
-        server = self.server if self.server.url else None
-        if server is None and self.server != type(self.server)():
-            raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
         features = tsae.FeatureTable.load(self.features or self.diff.parent / "features")
         diff = tsae.FeatureDiff.load(self.diff, features=features)
         assert self.to is not None
         with as_json(self.json) as write:
-            found = tsae.explain(
-                diff, self.config, server=server, to=self.to, say=lambda text: print(text, file=sys.stderr)
-            )
+            server, say = with_address(self.server), partial(print, file=sys.stderr)
+            found = tsae.explain(diff, self.config, server=server, to=self.to, say=say)
             print(explanation_text(found))
             say_wrote(self.to, found)
             write({**found.info, "explanations": found.table})

@@ -77,14 +77,17 @@ def _hide_default(kind: type, name: str, hint: Any) -> None:
 
 
 def _metavar(kind: Any) -> str | None:
-    """PATH for Path, [INT [INT ...]] for tuple[int, ...]; None for what tyro is to name."""
-    parts = typing.get_args(kind)
-    if typing.get_origin(kind) is Annotated:
-        return _metavar(parts[0])
+    """PATH for Path, [INT [INT ...]] for tuple[int, ...]; None where tyro is to name it."""
+    kind, *parts = _plain(kind), *map(_plain, typing.get_args(_plain(kind)))
     if typing.get_origin(kind) is tuple and parts[0] in _WORDS:
         words = [_WORDS[part] for part in parts if part in _WORDS]
         return f"[{words[0]} [{words[0]} ...]]" if parts[-1] is Ellipsis else " ".join(words)
     return _WORDS.get(kind)
+
+
+def _plain(kind: Any) -> Any:
+    """A type without its annotations."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
 
 
 class WrappedOutput(io.TextIOBase):

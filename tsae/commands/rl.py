@@ -110,11 +110,8 @@ class Weights:
 
     def __post_init__(self) -> None:
         if (self.store is None) == (not self.series):
-            raise TsaeError(
-                "the reference's probabilities of the tokens come from a store or from the reference itself",
-                where="tsae credit weights",
-                fix="Give --store or --series, one of them.",
-            )
+            what = "the reference's probabilities of the tokens come from a store or from the reference itself"
+            raise TsaeError(what, where="tsae credit weights", fix="Give --store or --series, one of them.")
 
     def execute(self) -> None:
         from tsae.rl.credit import Credit

@@ -15,7 +15,7 @@ from tsae.base.part import Part
 from tsae.base.plugins import find_function
 from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
 from tsae.base.validation import config
-from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.common import as_json, load_series, print_part, say_wrote, with_address
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig, ServerConfig
@@ -70,15 +70,11 @@ class Sample:
         series = load_series(*self.series)
         chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
         problems, verify = read_problems(self.problems), find_verifier(self.verifier)
-        server = self.server if self.server.url else None
-        if server is None and self.server != type(self.server)():
-            raise TsaeError("is missing", where="--server.url", fix="Give the server's address.")
+        server = with_address(self.server)
         if server is not None and len(chosen) > 1:
-            raise TsaeError(
-                f"a server samples from one checkpoint, and here are {', '.join(c.id for c in chosen)}",
-                where="--server.url",
-                fix="Name one with --checkpoints, and put the files together with `Rollouts.concat`.",
-            )
+            what = f"a server samples from one checkpoint, and here are {', '.join(c.id for c in chosen)}"
+            fix = "Name one with --checkpoints, and put the files together with `Rollouts.concat`."
+            raise TsaeError(what, where="--server.url", fix=fix)
         loader = ModelLoader(device=self.sampling.device)
         pieces = f"{url_of(self.to)}.pieces"
         if self.part is not None:
@@ -87,8 +83,7 @@ class Sample:
                 sample_part(c, problems, self.sampling, part=part, pieces=pieces, server=server, loader=loader)
                 for c in chosen
             )
-            rest = f"other parts have {missing} batches still to sample" if missing else "so are all others"
-            print(f"part {part} is done; {rest}. The same command without --part puts them together.")
+            print_part(self.part, missing, "batches still to sample")
             return
         of_each = [
             tsae.sample(c, problems, self.sampling, verify=verify, server=server, pieces=pieces, loader=loader)

@@ -18,7 +18,7 @@ from tsae.base.part import Part
 from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
 from tsae.base.validation import config
-from tsae.commands.common import as_json, load_series, say_wrote
+from tsae.commands.common import as_json, load_series, print_part, say_wrote
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -200,10 +200,8 @@ class Encode:
         site = None if self.store is not None else tsae.TemporalSAE.load(self.sae).site
         store = _source(self, "tsae encode", site).subset(self.subset)
         if self.part is not None:
-            part = Part.of(self.part)
-            missing = encode_part(self.sae, store, to=self.to, part=part, device=self.device)
-            rest = f"other parts have {missing} shards still to encode" if missing else "so are all others"
-            print(f"part {part} is done; {rest}. The same command without --part joins them.")
+            missing = encode_part(self.sae, store, to=self.to, part=Part.of(self.part), device=self.device)
+            print_part(self.part, missing, "shards still to encode")
             return
         say_wrote(self.to, tsae.encode(self.sae, store, to=self.to, device=self.device))
 
