@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import jinja2
 import pandas as pd
 import yaml
 
@@ -187,20 +188,22 @@ def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Pa
     if stability is not None:
         stability.save(folder)
     base_model = config.base_model or (None if run is None else _base_of(run))
-    others = []
-    if config.dataset:
-        others.append(
-            f"Its codes, and what changed: [{repo}-features](https://huggingface.co/datasets/{repo}-features)."
-        )
-    if config.space:
-        others.append(f"The page of the analysis: [{repo}-report](https://huggingface.co/spaces/{repo}-report).")
     rollouts = _rollouts(run)
+    front = {
+        "license": config.licence,
+        "library_name": "tsae",
+        "tags": [*_TAGS, "temporal-sae", "saelens"],
+        **({} if base_model is None else {"base_model": base_model}),
+    }
+    readers = [] if evaluation is None else [part for part in evaluation.slices if part.by == "reader"]
+    worst = min(readers, key=lambda part: part.fve, default=None)
     with reading(source / "training.json", "Train it again."):
-        card = model_card(
-            repo, sae, licence=str(config.licence), base_model=base_model, rollouts=rollouts, evaluation=evaluation,
-            stability=stability, others=others,
+        _write_card(
+            folder, "model", repo, front, sae=sae, base_model=base_model, dataset=config.dataset, space=config.space,
+            data=_data(sae, rollouts), evaluation=evaluation, stability=stability, worst=worst,
+            worst_reader="" if worst is None else markdown_cell(worst.value), licence=config.licence,
+            slices="" if evaluation is None else markdown_table(evaluation.table()[_SLICES]),
         )  # fmt: skip
-    write_text(folder / "README.md", card)
     return Repository("model", repo, folder)
 
 
@@ -227,10 +230,10 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
     for part in ("features", "diff"):
         _copy_sealed(source / part, folder / part)
     tables = sorted(file.stem for file in (folder / "diff").glob("*.parquet"))
-    rollouts = Rollouts.read(folder / "features" / "rollouts.parquet")
-    write_text(
-        folder / "README.md", dataset_card(name, repo, licence=str(config.licence), tables=tables, rollouts=rollouts)
-    )
+    configs = [{"config_name": table, "data_files": f"diff/{table}.parquet"} for table in tables]
+    front = {"license": config.licence, "tags": list(_TAGS), **({"configs": configs} if configs else {})}
+    data = _facts(_of_rollouts(Rollouts.read(folder / "features" / "rollouts.parquet")))
+    _write_card(folder, "dataset", name, front, model=repo, data=data)
     return Repository("dataset", name, folder)
 
 
@@ -254,7 +257,8 @@ def _space(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
         raise TsaeError("is not there", where=page, fix="Write it with tsae report, or run the analysis again.")
     folder.mkdir(parents=True)
     _copy(page, folder / "index.html")
-    write_text(folder / "README.md", space_card(name, repo, licence=str(config.licence)))
+    front = {"title": name.rpartition("/")[2], "sdk": "static", "app_file": "index.html", "license": config.licence}
+    _write_card(folder, "space", name, front, model=repo)
     return Repository("space", name, folder)
 
 
@@ -304,107 +308,23 @@ def _same(one: Path, other: Path) -> bool:
 
 SAELENS_FOLDER = "saelens"
 _TAGS = ("tsae", "sparse-autoencoder", "mechanistic-interpretability")
-_CITATION = """```bibtex
-@article{bhalla2025temporal,
-  title   = {Temporal Sparse Autoencoders: Leveraging the Sequential Nature of Language for Interpretability},
-  author  = {Bhalla, Usha and Oesterling, Alex and Verdun, Claudio Mayrink and Lakkaraju, Himabindu and
-             Calmon, Flavio P.},
-  journal = {arXiv preprint arXiv:2511.05541},
-  year    = {2025}
-}
-```
-"""
 _SLICES = ["by", "value", "n_tokens", "fve", "fve_high", "cosine", "l0", "alive"]
 
 
-def model_card(
-    repo: str,
-    sae: TemporalSAE,
-    *,
-    licence: str,
-    base_model: str | None,
-    rollouts: Rollouts | None,
-    evaluation: Evaluation | None,
-    stability: Stability | None,
-    others: Sequence[str],
-) -> str:
-    """The README of the model's repository.
-
-    Args:
-        repo: its name.
-        sae: that is pushed.
-        licence: the Hub's name of it.
-        base_model: the Hub's name of the model that was read, where it is known.
-        rollouts: what was read, where it is known.
-        evaluation: on held-out problems, where there is one.
-        stability: over seeds, where it was measured.
-        others: sentences on what else is pushed.
-    """
-    front = {
-        "license": licence,
-        "library_name": "tsae",
-        "tags": [*_TAGS, "temporal-sae", "saelens"],
-        **({} if base_model is None else {"base_model": base_model}),
-    }
-    config, read = sae.config, f"`{base_model}`" if base_model else "a model"
-    parts = [
-        _front(front),
-        f"# {repo.rpartition('/')[2]}\n",
-        f"A temporal sparse autoencoder ([arXiv 2511.05541](https://arxiv.org/abs/2511.05541)) of {read} and of what "
-        f"training with verifiable rewards made of it, at `{sae.site}`: {config.d_sae:,} latents on {sae.d_model:,} "
-        f"dimensions, of which the first {config.d_high:,} are high-level and change slowly from token to token. About "
-        f"{config.k} are active a token. It takes activations as they are.\n",
-        *(f"{sentence}\n" for sentence in others),
-        "## Load\n",
-        f'```python\nimport tsae\n\nsae = tsae.load_sae("{repo}")\n'
-        f"codes = sae.encode(x)  # (n, {sae.d_model}) activations of {sae.site}\n```\n",
-        f'```python\nfrom sae_lens import SAE\n\nsae = SAE.from_pretrained("{repo}", "{SAELENS_FOLDER}")  # the same '
-        "codes, bit for bit\n```\n",
-        f"`tsae run RUN --sae {repo}` analyses a training with it, and `tsae train --init-from {repo}` trains it on.\n",
-        "## Data\n",
-        _facts(_data(sae, rollouts)),
-        "## Measured\n",
-        _measured(evaluation),
-        "## Limits\n",
-        "".join(f"- {sentence}\n" for sentence in _limits(sae, evaluation, stability)),
-        "## Licence\n",
-        f"{licence}, as its makers say. The model that was read, and the data, have licences of their own.\n",
-        "## Citation\n",
-        _CITATION,
-        _made(),
-    ]
-    return "\n".join(parts)
-
-
-def dataset_card(repo: str, model: str, *, licence: str, tables: Sequence[str], rollouts: Rollouts | None) -> str:
-    """The README of the data set's repository; `tables` are Parquet files of the diff, which the Hub shows."""
-    configs = [{"config_name": name, "data_files": f"diff/{name}.parquet"} for name in tables]
-    front = {"license": licence, "tags": list(_TAGS), **({"configs": configs} if configs else {})}
-    text = f"Codes of the SAE [{model}](https://huggingface.co/{model}) and what changed between checkpoints.\n"
-    load = (
-        "```python\nfrom huggingface_hub import snapshot_download\n\nimport tsae\n\n"
-        f'folder = snapshot_download("{repo}", repo_type="dataset")\n'
-        'diff = tsae.FeatureDiff.load(f"{folder}/diff", features=tsae.FeatureTable.load(f"{folder}/features"))\n```\n'
+def _write_card(folder: Path, kind: str, repo: str, front: Mapping[str, Any], **facts: Any) -> None:
+    """Write README.md: front matter for the Hub, and what is known, in Markdown (templates/hub)."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tsae.report", "templates/hub"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
-    known = [] if rollouts is None else [_facts(_of_rollouts(rollouts))]
-    held = "`features/rollouts.parquet` holds the prompts and responses that were read.\n"
-    return "\n".join([_front(front), f"# {repo.rpartition('/')[2]}\n", text, held, *known, "## Load\n", load, _made()])
-
-
-def space_card(repo: str, model: str, *, licence: str) -> str:
-    """The README of the Space's repository."""
-    front = {"title": repo.rpartition("/")[2], "sdk": "static", "app_file": "index.html", "license": licence}
-    return "\n".join(
-        [_front(front), f"What training changed, by [{model}](https://huggingface.co/{model}).\n", _made()]
-    )
-
-
-def _front(content: Mapping[str, Any]) -> str:
-    return f"---\n{yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)}---\n"
-
-
-def _made() -> str:
-    return f"Written by tsae {version_of('tsae')} from what it knows of these files.\n"
+    card = environment.get_template(f"{kind}.md").render(
+        front=yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True), repo=repo,
+        name=repo.rpartition("/")[2], version=version_of("tsae"), saelens=SAELENS_FOLDER, count=count, percent=percent,
+        thousands="{:,}".format, **facts,
+    )  # fmt: skip
+    write_text(folder / "README.md", card)
 
 
 def _facts(facts: Mapping[str, object]) -> str:
@@ -418,7 +338,7 @@ def _of_rollouts(rollouts: Rollouts) -> dict[str, object]:
     }
 
 
-def _data(sae: TemporalSAE, rollouts: Rollouts | None) -> dict[str, object]:
+def _data(sae: TemporalSAE, rollouts: Rollouts | None) -> str:
     info = sae.training_info
     training, norms = info.get("training", {}), info.get("norms", {})
     found: dict[str, object] = {} if rollouts is None else _of_rollouts(rollouts)
@@ -437,43 +357,4 @@ def _data(sae: TemporalSAE, rollouts: Rollouts | None) -> dict[str, object]:
     if "start" in info:
         found["started from"] = f"an SAE with the fingerprint {info['start']}"
     found["fingerprint"] = sae.fingerprint
-    return found
-
-
-def _measured(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return "Not evaluated.\n"
-    table = evaluation.table()
-    rest = (
-        f"{evaluation.n_tokens:,} tokens of {evaluation.n_trajectories:,} trajectories. Smoothness of the high-level "
-        f"latents {evaluation.smoothness_high:.3f} (the paper's measure), {evaluation.smoothness_high_robust:.3f} "
-        "(robust); lower is smoother. FVE is the fraction of variance explained, L0 the number of active latents a "
-        "token.\n"
-    )
-    return f"{markdown_table(table[_SLICES])}\n{rest}"
-
-
-def _limits(sae: TemporalSAE, evaluation: Evaluation | None, stability: Stability | None) -> list[str]:
-    found = ["It was trained on rollouts, not on general text: elsewhere it explains less. tsae warns where it does."]
-    if evaluation is None:
-        found.append("Nothing was measured on problems that training left out.")
-    else:
-        readers = [part for part in evaluation.slices if part.by == "reader"]
-        if readers:
-            worst = min(readers, key=lambda part: part.fve)
-            found.append(
-                f"It explains least of reader {markdown_cell(worst.value)}: {percent(worst.fve)} % of the variance."
-            )
-        silent = percent(1 - evaluation.alive)
-        found.append(f"{silent} % of its latents fired on none of the {evaluation.n_tokens:,} tokens measured.")
-    if sae.norm_limit is not None:
-        found.append(
-            "Tokens beyond the norm limit, such as attention sinks, get no codes in tsae; SAELens encodes them."
-        )
-    if stability is None:
-        found.append("One seed: how many latents other seeds find again was not measured.")
-    else:
-        share = percent(stability.summary()["found_again"])
-        found.append(f"Other seeds find {share} % of its latents again ({count(len(stability.cosine), 'other seed')}).")
-    found.append("Latents have no names. What one stands for is a hypothesis until it was tested causally.")
-    return found
+    return _facts(found)
