@@ -11,7 +11,7 @@ import torch
 
 from support.builders import synthetic_store
 from tsae import SAEConfig, TemporalSAE, TrainingConfig, evaluate, train
-from tsae.activations.batches import NormStats, OutlierMask, Windows, norm_stats
+from tsae.activations.batches import NormStats, Windows, norm_stats
 from tsae.errors import TsaeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
@@ -106,8 +106,7 @@ def test_most_tokens_are_judged_by_their_stored_norms(tmp_path: Path) -> None:
     assert sum(map(len, read)) < 0.01 * len(x)
     for limit in (0.3, 1.0, 1.7):
         assert not wrong(NormStats(1, 1, limit * windows.norms.median, 0, windows.norms.centre))
-    mask = OutlierMask(windows.shards, windows._places.base, SITE, windows.norms)
-    assert mask.inside(np.arange(60)).tolist() == [t % 30 > 0 for t in range(60)]
+    assert windows._inside(np.arange(60)).tolist() == [t % 30 > 0 for t in range(60)]
 
 
 def test_a_centre_is_not_moved_by_many_sinks(tmp_path: Path) -> None:
