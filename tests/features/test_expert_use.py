@@ -189,7 +189,7 @@ def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> Non
     other = expert_use(series.select([RUN]), rollouts, layers=[0], progress=False)
     assert isinstance(again.info["sae"]["weights"], str)
     assert again.info["sae"]["weights"] != other.info["sae"]["weights"]
-    with pytest.raises(TsaeError, match="block 7 has no router; blocks 0, 1, 2 have one"):
+    with pytest.raises(TsaeError, match="routers in the blocks .*0, 1, 2.*, not in 7"):
         expert_use(series, rollouts, layers=[7], progress=False)
     # As numpy counts them.
     assert experts(expert_use(series.select([RUN]), rollouts, layers=np.array([1]), progress=False).info).layer[0] == 1
@@ -202,7 +202,7 @@ def test_layers_that_are_no_list_of_blocks_are_refused(layers: Any, changed: Any
 
 
 def test_a_dense_model_is_refused(series: CheckpointSeries, rollouts: Any) -> None:
-    with pytest.raises(TsaeError, match="has no routers: it is no mixture of experts"):
+    with pytest.raises(TsaeError, match="not a mixture of experts"):
         expert_use(series, rollouts, progress=False)
     with pytest.raises(TsaeError, match="these features are no experts"):
         experts({"sae": {}})

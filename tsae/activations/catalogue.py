@@ -129,16 +129,14 @@ class Catalogue:
         }
         both: dict[str, tuple[str, ...]] = {}
         for axis, values in wanted.as_dict().items():
-            for value in values:
-                if value not in known[axis]:
-                    raise TsaeError(
-                        f"no {axis.removesuffix('s')} {value!r}; there are {', '.join(known[axis])}", where=self.path
-                    )
+            unknown = [value for value in values if value not in known[axis]]
+            if unknown:
+                what = f"no {axis.removesuffix('s')} {unknown[0]!r}; there are {', '.join(known[axis])}"
+                raise TsaeError(what, where=self.path)
             before = getattr(self.selection, axis)
             both[axis] = tuple(value for value in values if not before or value in before)
         found = self._with(Subset(**{**self.selection.as_dict(), **both}))
-        emptied = [axis for axis, values in both.items() if not values]
-        if emptied or not found.readers or not found.rows.any():
+        if not all(both.values()) or not found.readers or not found.rows.any():
             asked = ", ".join(f"{axis} {' '.join(values)}" for axis, values in wanted.as_dict().items())
             raise TsaeError(f"nothing is of {asked}", where=self.path, fix="Choose a larger part.")
         return found

@@ -357,11 +357,10 @@ def _codes(store: Catalogue, axis: str, names: Sequence[str], rows: np.ndarray) 
     codes = np.array([known.get(value, -1) for value in values.tolist()])[rows]
     unknown = rows[codes < 0]
     if len(unknown):
-        fix = "Set bands with `tsae rollouts bands`" if axis == "band" else "Leave those trajectories out"
-        raise TsaeError(
+        what = (
             f"the {axis} of {len(np.unique(unknown))} trajectories is unknown (first: row {unknown[0]}), so that the "
-            f"data cannot be balanced by it",
-            where=store.rollouts.origin,
-            fix=f"{fix} and run the capture again, or balance by something else (--balance)",
         )
+        fix = "Set bands with `tsae rollouts bands`" if axis == "band" else "Leave those trajectories out"
+        fix += " and run the capture again, or balance by something else (--balance)."
+        raise TsaeError(f"{what}the data cannot be balanced by it", where=store.rollouts.origin, fix=fix)
     return codes

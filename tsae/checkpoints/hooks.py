@@ -52,11 +52,8 @@ class Site:
         """Read a TransformerLens name. Raises TsaeError for any other name."""
         match = _SITE.fullmatch(name)
         if match is None:
-            raise TsaeError(
-                f"unknown site {name!r}",
-                where="sites",
-                fix="Use blocks.{L}.hook_resid_post or blocks.{L}.hook_resid_pre, such as blocks.14.hook_resid_post.",
-            )
+            fix = "Use blocks.{L}.hook_resid_post or blocks.{L}.hook_resid_pre, such as blocks.14.hook_resid_post."
+            raise TsaeError(f"unknown site {name!r}", where="sites", fix=fix)
         return cls(layer=int(match[1]), point=match[2])
 
 
@@ -73,12 +70,10 @@ def decoder_blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
 def check_sites(sites: Sequence[str], n_layers: int, where: str) -> list[Site]:
     """Parse site names and check that the model has these blocks."""
     parsed = [Site.parse(name) for name in sites]
-    if not parsed:
-        raise TsaeError("no sites given", where="sites", fix="Give at least one, such as blocks.1.hook_resid_post.")
-    for site in parsed:
-        if site.layer >= n_layers:
-            what = f"{site.name} does not exist: the model has blocks 0 to {n_layers - 1}"
-            raise TsaeError(what, where=where, fix="Choose a block that the model has.")
+    beyond = next((site.name for site in parsed if site.layer >= n_layers), None)
+    if beyond or not parsed:
+        what = f"{beyond} does not exist: the model has blocks 0 to {n_layers - 1}" if beyond else "no sites given"
+        raise TsaeError(what, where=where, fix="Choose a block that the model has, such as blocks.1.hook_resid_post.")
     return parsed
 
 
@@ -132,8 +127,7 @@ class HuggingFaceReader:
         finally:
             for handle in handles:
                 handle.remove()
-        unread = {site.name for site in self.sites} - found.keys()
-        if unread:
+        if unread := {site.name for site in self.sites} - found.keys():
             raise TsaeError(f"the hooks never fired at {', '.join(sorted(unread))}", where=type(self.model).__name__)
         return {name: back(hidden) for name, hidden in found.items()}
 
@@ -383,22 +377,17 @@ def site_names(site: str, model: PreTrainedModel | None = None) -> dict[str, str
     Raises:
         TsaeError: for any other name.
     """
-    place = Site.parse(site)
-    blocks = "model.layers"
+    place, blocks, below = Site.parse(site), "model.layers", "layers"
     if model is not None:
         found = decoder_blocks(model)
         blocks = next(name for name, module in model.named_modules() if module is found)
-    below = blocks
-    if model is not None:
         below = blocks.removeprefix(f"{model.base_model_prefix}.")
-    elif "." in blocks:
-        below = blocks.split(".", 1)[1]
-    output_of = place.layer if place.point == "post" else place.layer - 1
-    end = "output" if place.point == "post" else "input"
+    after = place.point == "post"
+    output_of = place.layer if after else place.layer - 1
     names = {
         "transformer_lens": site,
         "circuit_tracer": site.split(".", 2)[2],
-        "nnsight": f"model.{blocks}[{place.layer}].{end}",
+        "nnsight": f"model.{blocks}[{place.layer}].{'output' if after else 'input'}",
     }
     if output_of >= 0:
         names["delphi"] = f"{below}.{output_of}"

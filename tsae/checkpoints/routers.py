@@ -36,13 +36,11 @@ class RouterReader:
         blocks = enumerate(decoder_blocks(model))
         found = {layer: module for layer, block in blocks for module in _outermost(block)}
         self.where = where = str(model.config._name_or_path)
-        if not found:
-            what = f"{type(model).__name__} has no routers: it is no mixture of experts that is known here"
-            raise TsaeError(what, where=where, fix="Give a mixture of experts, such as Mixtral or Qwen3-MoE.")
         unknown = [layer for layer in layers or () if layer not in found]
-        if unknown:
-            known = ", ".join(map(str, found))
-            raise TsaeError(f"block {unknown[0]} has no router; blocks {known} have one", where=where)
+        if unknown or not found:
+            what = f"{type(model).__name__} has routers in the blocks ({', '.join(map(str, found)) or 'none'})"
+            what += f", not in {unknown[0]}" if unknown else ": it is not a mixture of experts that is known here"
+            raise TsaeError(what, where=where, fix="Give a mixture of experts, such as Mixtral or Qwen3-MoE.")
         self.routers = {layer: found[layer] for layer in (layers or found)}
 
     @torch.no_grad()
@@ -64,19 +62,18 @@ class RouterReader:
 
         def keep(layer: int, output: Any) -> None:
             router = self.routers[layer]
-            told = f"the router of block {layer}, {type(router).__name__},"
-            fix = "Give a mixture of experts whose routers name the chosen ones, such as Mixtral or Qwen3-MoE."
             parts = [p for p in (output if isinstance(output, tuple) else (output,)) if isinstance(p, torch.Tensor)]
-            for part in parts:
-                if part.is_floating_point() and part.numel() % len(real) == 0:
-                    values = part.reshape(len(real), -1)[real.to(part.device)]
-                    if (values.isnan() | values.isposinf()).any():  # scores of what is left out may be -inf
-                        broken = "Leave this checkpoint out: its weights, or its precision, give no numbers."
-                        raise TsaeError(f"{told} gives NaN or infinity", where=self.where, fix=broken)
             try:
+                for part in parts:
+                    if part.is_floating_point() and part.numel() % len(real) == 0:
+                        values = part.reshape(len(real), -1)[real.to(part.device)]
+                        if (values.isnan() | values.isposinf()).any():  # scores of what is left out may be -inf
+                            raise ValueError("gives NaN or infinity")
                 chosen = _chosen(parts, self._top_k(router), real)
             except ValueError as error:
-                raise TsaeError(f"{told} {error}", where=self.where, fix=fix) from error
+                what = f"the router of block {layer}, {type(router).__name__}, {error}"
+                fix = "Give a mixture of experts whose routers name the chosen ones, such as Mixtral or Qwen3-MoE."
+                raise TsaeError(what, where=self.where, fix=fix) from error
             found[str(layer)] = chosen.reshape(*input_ids.shape, -1)
 
         handles = [

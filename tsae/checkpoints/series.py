@@ -56,13 +56,12 @@ class CheckpointSeries:
     def __post_init__(self) -> None:
         ids = [checkpoint.id for checkpoint in self.checkpoints]
         twice = sorted({i for i in ids if ids.count(i) > 1})
-        if twice:
-            raise TsaeError(f"checkpoint ids come twice: {', '.join(twice)}", where=self.name, fix="Make ids unique.")
         bases = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_base]
-        if len(bases) != 1:
+        if twice or len(bases) != 1:
             names = ", ".join(checkpoint.id for checkpoint in bases) or "none"
             what = f"found {len(bases)} base checkpoints ({names}), expected exactly one"
-            raise TsaeError(what, where=self.name, fix="Give exactly one checkpoint with run null.")
+            what = f"checkpoint ids come twice: {', '.join(twice)}" if twice else what
+            raise TsaeError(what, where=self.name, fix="Give unique ids, and exactly one checkpoint with run null.")
         # Stores and tables name their readers in this order, the base first.
         base = replace(bases[0], base=None)
         others = (replace(c, base=base) for c in self.checkpoints if not c.is_base)
@@ -154,17 +153,15 @@ class CheckpointSeries:
             TsaeError: where nothing is found, a path leaves its folder, an adapter is of another base, or there is
                 not exactly one base.
         """
-        if not sources:
-            raise TsaeError("no checkpoints given", where="CheckpointSeries.load", fix="Give a folder of checkpoints.")
         for source in sources:
             with reading(str(source)[:200], "Check the path."):  # it may be too long for one
                 file = as_path(source) / "series.json"
                 there = file.is_file()
-            if there:
-                if len(sources) > 1:
-                    what = "holds a series.json, which names its own base and checkpoints"
-                    raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
+            if there and len(sources) == 1:
                 return cls._from_json(file, without)
+            if there:
+                what = "holds a series.json, which names its own base and checkpoints"
+                raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
         checkpoints, notes = _find([os.fspath(source) for source in sources], without)
         return cls(tuple(checkpoints), as_path(sources[-1]).resolve().name, notes)._checked()
 
@@ -256,7 +253,8 @@ def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Check
     parts = [_expand(source, notes, without) for source in sources]
     found = [checkpoint for part in parts for checkpoint in part]
     if not found:
-        raise TsaeError("no checkpoint is complete", where=", ".join(sources), fix="Wait until one has been written.")
+        what = "no checkpoint is complete" if sources else "no checkpoints given"
+        raise TsaeError(what, where=", ".join(sources) or "CheckpointSeries.load", fix="Give a folder of checkpoints.")
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
     if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1):
