@@ -189,7 +189,7 @@ def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> Non
     other = expert_use(series.select([RUN]), rollouts, layers=[0], progress=False)
     assert isinstance(again.info["sae"]["weights"], str)
     assert again.info["sae"]["weights"] != other.info["sae"]["weights"]
-    with pytest.raises(TsaeError, match="routers in the blocks .*0, 1, 2.*, not in 7"):
+    with pytest.raises(TsaeError, match=r"routers in the blocks .*0, 1, 2.*, not in 7"):
         expert_use(series, rollouts, layers=[7], progress=False)
     # As numpy counts them.
     assert experts(expert_use(series.select([RUN]), rollouts, layers=np.array([1]), progress=False).info).layer[0] == 1
