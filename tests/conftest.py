@@ -20,11 +20,6 @@ from support.servers import Hub, hub_here
 
 pytest.register_assert_rewrite("support.logs")
 
-# The last bits depend on the number of threads: one, before torch is imported here or in a process that a test starts.
-os.environ["OMP_NUM_THREADS"] = "1"
-# TRL's trainers report their use to their makers unless told not to.
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-
 # No pickle is loaded, and nothing asks another machine, here or in a process that a test starts.
 _GUARD = Path(__file__).parent / "support" / "guard"
 _FORBIDDEN = Path(tempfile.mkdtemp(prefix="tsae-guard-")) / "forbidden"
