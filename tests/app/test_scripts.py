@@ -36,7 +36,6 @@ TINY = {
     "check_statements.py": "--draws 2",
     "ordinary_runs.py": "lora ordinary/lora --steps 1 --per-level 4 --ids --labels --save-every-step",
     "run_remedies.py": "--out remedies --quick --seeds 1 --arms plain",
-    "simulate_scale.py": "simulate --parts 8 --workers 2 --draws 2",
     "torture.py": "--cases 4",
 }
 ELSEWHERE = {
@@ -49,7 +48,6 @@ ELSEWHERE = {
     "run_notebooks.py": "app/test_notebooks.py",
     "smollm2_gsm8k.sh": "app/test_demo.py",
     "slow_variance.py": "sae/test_evaluation.py",
-    "soak_watch.py": "app/test_watch.py",
 }
 """Run by another test."""
 NOT_RUN = {

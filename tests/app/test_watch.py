@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soak_watch
 import torch
 from safetensors.numpy import load_file, save_file
 
@@ -346,15 +345,6 @@ def test_a_log_must_hold_what_it_held(tmp_path: Path) -> None:
     ):
         with pytest.raises(TsaeError, match=told):
             check_grown(before, changed.write(tmp_path / "now.parquet"), tmp_path)
-
-
-@pytest.mark.slow
-def test_killed_at_random_it_ends_as_if_undisturbed() -> None:
-    """Of a log of JSON lines, which grows while it is read."""
-    found = soak_watch.main(soak_watch.Options(minutes=0.5, seed=1, kill_seconds=12, step_seconds=2))
-    assert found["different"] == []
-    assert found["kills"] >= 1
-    assert found["updates"] >= 1
 
 
 def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Disturb a process from inside: Python imports this file by itself when its folder is on the path.
 
-``TORMENT`` is ``what:when:folder``. An audit hook counts the moments in which something under the folder is opened for
+``FAULT`` is ``what:when:folder``. An audit hook counts the moments in which something under the folder is opened for
 writing, made, renamed or removed. From moment ``when`` on (for a kill: at that moment) it does ``what``:
 
-- count: write a line to ``TORMENT_COUNT`` at each;
+- count: write a line to ``FAULT_COUNT`` at each;
 - kill, int, term: send the process SIGKILL, SIGINT, SIGTERM;
 - full: let every such call fail, as on a full disk;
 - size-N, files-N, memory-N: let files grow to N bytes, open N more files, take N more bytes of memory.
@@ -40,8 +40,8 @@ def _lower(limited: int, number: int) -> None:
     resource.setrlimit(limited, (number if most == resource.RLIM_INFINITY else min(number, most), most))
 
 
-def begin(torment: str) -> None:
-    what, when, folder = torment.split(":", 2)
+def begin(fault: str) -> None:
+    what, when, folder = fault.split(":", 2)
     left = int(when)
     busy = False
 
@@ -56,7 +56,7 @@ def begin(torment: str) -> None:
         try:
             left -= 1
             if what == "count":
-                with open(os.environ["TORMENT_COUNT"], "a") as stream:
+                with open(os.environ["FAULT_COUNT"], "a") as stream:
                     stream.write(f"{event} {path!r}\n")
             elif what == "full" and left < 0:
                 raise OSError(errno.ENOSPC, "No space left on device", path)
@@ -72,5 +72,5 @@ def begin(torment: str) -> None:
     sys.addaudithook(hook)
 
 
-if "TORMENT" in os.environ:
-    begin(os.environ["TORMENT"])
+if "FAULT" in os.environ:
+    begin(os.environ["FAULT"])

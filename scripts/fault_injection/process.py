@@ -16,7 +16,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from torments import forked
+from fault_injection import forked
 
 LIMIT_S = 120
 """Seconds that a command may take; three times as many where it starts processes of its own or does everything."""
@@ -79,9 +79,9 @@ def warm(modules: Sequence[str]) -> None:
     """
     global _forking
     _forking = True
-    os.environ.update(_environment(None), TORMENT_IMPORTS=" ".join(modules))
+    os.environ.update(_environment(None), FAULT_IMPORTS=" ".join(modules))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_INSIDE.parents[1]), os.environ.get("PYTHONPATH")]))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torments.forked"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["fault_injection.forked"])
 
 
 def afresh(fresh: bool) -> None:
@@ -97,7 +97,7 @@ def start(
     Args:
         words: of the command, without "tsae".
         where: working folder.
-        disturbed: what `torments/inside/sitecustomize.py` is to do inside of the process.
+        disturbed: what `fault_injection/inside/sitecustomize.py` is to do inside of the process.
         humble: permissions of files count, although it is the superuser's; then it is forked in any case.
 
     Raises:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torments.inside import sitecustomize
+from fault_injection.inside import sitecustomize
 from tsae.cli import main
 
 
@@ -26,8 +26,8 @@ def command(words: Sequence[str], where: str, environment: Mapping[str, str], sa
     os.chdir(where)
     if humble:
         _respect_permissions()
-    if "TORMENT" in environment:
-        sitecustomize.begin(environment["TORMENT"])
+    if "FAULT" in environment:
+        sitecustomize.begin(environment["FAULT"])
     sys.argv = ["tsae", *words]
     main(list(words))
 
@@ -42,7 +42,7 @@ def _respect_permissions() -> None:
     libc.capset(header, sets)
 
 
-for _name in os.environ.pop("TORMENT_IMPORTS", "").split():
+for _name in os.environ.pop("FAULT_IMPORTS", "").split():
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 gc.freeze()  # what is shared with the forks stays shared

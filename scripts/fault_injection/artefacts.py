@@ -17,8 +17,8 @@ import torch
 from organism.mixed import MixedConfig, train
 
 import tsae
-from torments import process
-from torments.stages import IMPORTS, LOGS, MAKING, SHIPPED, STAGES, Stage, importing
+from fault_injection import process
+from fault_injection.commands import IMPORTS, LOGS, MAKING, SHIPPED, STAGES, Stage, importing
 from tsae.base.files import sha256
 from tsae.rollouts.problems import write_problems
 
@@ -122,7 +122,7 @@ def make(folder: Path) -> None:
             copy(folder / stage.begun, folder / "out" / stage.begun)
         count = folder / "count"
         start = time.perf_counter()
-        _needed(stage.command, folder, {"TORMENT": f"count:0:{folder / 'out'}", "TORMENT_COUNT": str(count)})
+        _needed(stage.command, folder, {"FAULT": f"count:0:{folder / 'out'}", "FAULT_COUNT": str(count)})
         moments = len(count.read_text().splitlines()) if count.is_file() else 0
         writes[stage.name] = [moments, time.perf_counter() - start, stage.command]
         count.unlink(missing_ok=True)
@@ -131,8 +131,8 @@ def make(folder: Path) -> None:
         (folder / "writes.json").write_text(json.dumps(writes))
     chat = shutil.copytree(SHIPPED / "base", folder / "chat", dirs_exist_ok=True)
     (chat / "chat_template.jinja").write_text(_TEMPLATE)
-    for name, options in IMPORTS.items():
-        _needed(importing(name, folder / "imported.parquet", options, LOGS / name, chat), folder)
+    for name in IMPORTS:
+        _needed(importing(name, folder / "imported.parquet", LOGS / name, chat), folder)
     done.write_text(wanted)
 
 
@@ -141,7 +141,7 @@ def _make(folder: Path, seed: int) -> None:
     if not folder.is_dir():
         _make_given(folder, seed)
     shutil.rmtree(folder / "out", ignore_errors=True)
-    for name, words in MAKING:
+    for name, words in MAKING.items():
         if (folder / name).exists() or (seed and name in _ONCE):
             continue
         (folder / "out").mkdir()

@@ -1,0 +1,1 @@
+"""What `torture.py` needs: commands, small artefacts for them, processes that meet faults, and inputs with faults."""
