@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.builders import EOS, feature_table, write_store
-from support.results import rendered
+from support.results import answer, rendered
 from tsae.activations.store import ActivationStore
 from tsae.commands.causes import Causal, opposed_features
 from tsae.diff.baselines import baselines
@@ -56,16 +56,8 @@ def log(
                 right = bool(rng.random() < {"easy": 0.7, "medium": 0.5, "hard": 0.3}[band])
                 value = level[problem] + outcome(band) * right + 0.7 * rng.normal(size=n_features)
                 values.append(np.maximum(value, 0))
-                records.append(
-                    {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": [1],
-                        "response_ids": [*rng.integers(2, 9, int(rng.integers(1, 6))).tolist(), EOS],
-                        "outcome": "success" if right else "failure",
-                        "band": band,
-                    }
-                )
+                response = [*rng.integers(2, 9, int(rng.integers(1, 6))).tolist(), EOS]
+                records.append(answer(f"p{problem}", policy, right, response_ids=response, band=band))
     codes = []
     for reader in readers:
         for record, value in zip(records, values, strict=True):
@@ -357,7 +349,7 @@ def test_the_causal_command_finds_opposed_features_of_a_one_epoch_run(one_epoch:
     of_other = {**one_epoch.source.info, "sae": {**one_epoch.source.info["sae"], "weights": "other"}}
     replace(one_epoch.source, info=of_other).save(features)
     replace(one_epoch, info={**one_epoch.info, "sae": {"weights": "mine"}}).save(folder)
-    with pytest.raises(TsaeError, match=r"drawn from other features \(of other SAE\)"):
+    with pytest.raises(TsaeError, match=r"drawn from other features \(of other sae\)"):
         chosen(raised="up", lowered="down")
 
 

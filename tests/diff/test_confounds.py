@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse as sp
 
 from support.builders import EOS, feature_table
+from support.results import answer
 from tsae.diff import confounds
 from tsae.diff.comparisons import Rows, comparisons
 from tsae.diff.config import DiffConfig
@@ -37,15 +38,7 @@ def diff() -> FeatureDiff:
             response[:, TOKEN] += 2 * (tokens == 5)
             response[:, REAL] += 0.3 * right
             codes += [np.zeros((1, 4)), response, np.full((1, 4), 9.0)]
-            records.append(
-                {
-                    "problem_id": f"p{problem}",
-                    "policy": "base",
-                    "prompt_ids": [1],
-                    "response_ids": [*tokens.tolist(), EOS],
-                    "outcome": "success" if right else "failure",
-                }
-            )
+            records.append(answer(f"p{problem}", "base", right, response_ids=[*tokens.tolist(), EOS]))
     table = feature_table(Rollouts.from_records(records), np.concatenate(codes), [("base", np.arange(len(records)))])
     return feature_diff(table, QUICK, progress=False)
 
@@ -113,8 +106,7 @@ def test_what_tokens_explain_against_loops(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(confounds, "_OFTEN", 0.2)
     rng = np.random.default_rng(0)
     records = [
-        {"problem_id": f"p{p:02d}", "policy": "base", "prompt_ids": [1], "outcome": "success" if s % 2 else "failure",
-         "response_ids": [*rng.integers(5, 13, rng.integers(1, 5)).tolist(), 20 + p]}
+        answer(f"p{p:02d}", "base", s % 2 > 0, response_ids=[*rng.integers(5, 13, rng.integers(1, 5)).tolist(), 20 + p])
         for p in range(11) for s in range(4) if p != 4 or s % 2
     ]  # fmt: skip
     rollouts = Rollouts.from_records(records)
@@ -152,17 +144,7 @@ def test_half_octaves() -> None:
 
 
 def test_sides_that_have_nothing_in_common_are_not_compared() -> None:
-    records = [
-        {
-            "problem_id": f"p{p}",
-            "policy": "base",
-            "prompt_ids": [1],
-            "response_ids": [2] * (2 if s % 2 else 16),
-            "outcome": "failure" if s % 2 else "success",
-        }
-        for p in range(8)
-        for s in range(4)
-    ]
+    records = [answer(f"p{p}", "base", not s % 2, length=2 if s % 2 else 16) for p in range(8) for s in range(4)]
     rollouts = Rollouts.from_records(records)
     n = int(rollouts.lengths("response_ids").sum()) + len(records)
     codes = np.random.default_rng(0).random((n, 3))
@@ -186,9 +168,7 @@ def test_what_is_kept_is_of_the_problems_that_can_be_compared() -> None:
             right = sample % 2 == 0
             n = int(rng.integers(4, 16)) if comparable else 4 if right else 16
             codes += [np.zeros((1, 3)), rng.normal(2, 0.3, size=(n, 3)) + effect * right]
-            outcome = "success" if right else "failure"
-            ids = {"prompt_ids": [1], "response_ids": rng.integers(5, 9, n).tolist()}
-            records.append({"problem_id": f"p{problem}", "policy": "base", "outcome": outcome, **ids})
+            records.append(answer(f"p{problem}", "base", right, response_ids=rng.integers(5, 9, n).tolist()))
     rollouts = Rollouts.from_records(records)
     table = feature_table(rollouts, np.concatenate(codes), [("base", np.arange(len(records)))])
     diff = feature_diff(table, QUICK, progress=False)

@@ -20,6 +20,7 @@ import scipy.sparse as sp
 from scipy.stats import false_discovery_control, spearmanr
 
 from support.builders import EOS, feature_table
+from support.results import answer
 from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.diff.comparisons import Rows, comparisons, group_difference, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
@@ -197,16 +198,8 @@ def world(
                 right = bool(rng.random() < success_rate)
                 if drop is not None and drop(policy, problem):
                     continue
-                records.append(
-                    {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": [1],
-                        "response_ids": [2, EOS],
-                        "outcome": "success" if right else "failure",
-                        "band": ("easy", "medium", "hard")[problem * 3 // n_problems] if bands else None,
-                    }
-                )
+                band = ("easy", "medium", "hard")[problem * 3 // n_problems] if bands else None
+                records.append(answer(f"p{problem}", policy, right, response_ids=[2, EOS], band=band))
                 effects.append(level[problem] + outcome * right)
     rollouts = Rollouts.from_records(records)
     policy = np.array([r["policy"] for r in records])
@@ -659,18 +652,7 @@ def test_a_diff_is_saved_and_loaded(diff: FeatureDiff, tmp_path: Path) -> None:
 
 def test_length_is_shown_as_a_confound() -> None:
     rng = np.random.default_rng(0)
-    records = []
-    for row in range(60):
-        length = int(rng.integers(1, 15))
-        records.append(
-            {
-                "problem_id": f"p{row % 20}",
-                "policy": "base",
-                "prompt_ids": [1],
-                "response_ids": [2] * length,
-                "outcome": "success" if row % 3 else "failure",
-            }
-        )
+    records = [answer(f"p{row % 20}", "base", bool(row % 3), length=int(rng.integers(1, 15))) for row in range(60)]
     rollouts = Rollouts.from_records(records)
     lengths = rollouts.lengths("response_ids")
     noise = rng.random(60)
