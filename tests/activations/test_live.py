@@ -1,4 +1,4 @@
-"""Training without a store: which tokens come, from whom, in what order, and that a kill changes nothing."""
+"""Activations straight from the models: against a store of the same trajectories, and what is held in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.checkpoints import rewrite
 from support.children import start
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import checkpoint, interrupted, same_files
-from tsae.activations.live import LiveSource, LiveWindows, equal_blocks
+from tsae.activations.live import ActivationCache, LiveSource, LiveWindows, equal_blocks
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import unpacked
 from tsae.checkpoints.series import CheckpointSeries
@@ -140,7 +140,7 @@ def test_the_buffer_never_holds_more_than_its_limit(source: LiveSource, rollouts
     windows = Recording(source, SITE, held_out=False)
     for epoch in range(3):
         for _ in windows.epoch(epoch, 64):
-            assert sum(map(len, windows._ring._rows.values())) <= len(windows._ring.values) == 400
+            assert sum(map(len, windows._cache._rows.values())) <= len(windows._cache.values) == 400
     sizes = [size for _, size in windows.fills]
     assert max(sizes) <= 400
     # Even blocks, rather than a small last one.
@@ -502,3 +502,42 @@ def test_the_command_line_trains_without_a_store(
         with pytest.raises(SystemExit):
             main(["train", *given, *rest])
         assert "tsae train: activations come from a store, or from live models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cache_holds_what_was_used_last(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes, cache, used = rng.integers(1, 9, 40), ActivationCache(50, 2, "float32"), list[int]()
+    for _ in range(60):
+        wanted = [int(p) for p in rng.permutation(40)[: rng.integers(1, 6)]]
+        missing = cache.missing({p: int(sizes[p]) for p in wanted})
+        # Those used last, as far as they fit beside what is wanted, are not missing.
+        newest, total = set[int](), 0
+        for portion in reversed(used):
+            total += int(sizes[portion])
+            if total > 50:
+                break
+            newest.add(portion)
+        assert not newest & set(missing)
+        for portion, rows in missing.items():
+            cache.put(portion, rows, np.full((sizes[portion], 2), portion, np.float32))
+        cache.use(wanted)
+        for portion, rows in zip(wanted, cache.rows(wanted), strict=True):
+            assert (cache.values[rows] == portion).all()
+            assert len(rows) == sizes[portion]
+            np.testing.assert_allclose(cache.norms[rows], portion * 2**0.5, rtol=1e-6)
+        used = [p for p in used if p not in wanted] + wanted
+
+
+def test_a_buffer_that_holds_an_epoch_has_every_trajectory_read_once(
+    series: CheckpointSeries, rollouts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, real = list[int](), LiveWindows._computed
+    source = LiveSource(series, rollouts, SITE, config=tsae.LiveConfig(buffer_tokens=4000, batch_tokens=128))
+    training = TrainingConfig(tokens=3500, batch_tokens=100, learning_rate=3e-3)
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveWindows, "_computed", lambda self, n: computed.append(n) or real(self, n))
+        tsae.train(source, SAEConfig(d_sae=64, k=4), training=training, progress=False)
+    windows = source.windows(SITE, held_out=False, balance=("reader",))
+    assert windows.n_tokens < training.tokens / 2
+    assert sorted(computed) == list(range(len(windows._portions.size)))

@@ -1,13 +1,15 @@
-"""What an epoch reads: partners of all spans against brute force, and cells of a store in equal parts."""
+"""Windows and batches: partners, balance, outliers and copies against loops, and memory that is used again."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import shutil
+import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ from support.stores import NEWLINE, SEMICOLON, SITE, SPECIAL, D, Text, Token, nu
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
+from tsae.base.memory import Reused
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
+from tsae.sae.training.loss import temporal_loss
 from tsae.sae.training.run_folder import RunFolder
 from tsae.sae.training.train import train
 from tsae.sae.training.trainer import Trainer
@@ -353,7 +358,7 @@ def test_what_cannot_be_balanced_is_refused(unequal: tuple[ActivationStore, list
     bands = Windows(unequal[0], SITE, balance=("band",)).mixture.cells
     assert [cell.labels["band"] for cell in bands] == ["easy", "hard"]
     for wrong in (("readers",), ("reader", "reader")):
-        with pytest.raises(TsaeError, match="must name some of reader, run, band, outcome, each once"):
+        with pytest.raises(TsaeError, match="balance"):
             TrainingConfig(balance=wrong)  # type: ignore[arg-type]
 
 
@@ -483,3 +488,221 @@ def test_an_epoch_takes_eight_bytes_a_window_and_some_more(tmp_path: Path) -> No
         tracemalloc.stop()
     assert len(order) > 750_000
     assert peak < 8 * len(order) + 6e6
+
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def siblings(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, list[Token], list[Key]]:
+    """Four rollouts a prompt of up to 200 tokens, which begin alike; all prompts share a system prompt."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 6, 70).tolist()
+    texts = []
+    for _ in range(6):
+        prompt = [*system, *rng.integers(0, 6, rng.integers(1, 130)).tolist()]
+        for sample in range(4):
+            response = [*[3] * rng.integers(0, 9), *rng.choice([0, 1, 2, NEWLINE], rng.integers(1, 40)).tolist()]
+            texts.append(Text(prompt, response, ("base", "run") if sample else ("base",)))
+    folder = tmp_path_factory.mktemp("siblings") / "acts"
+    store, tokens = numbered_store(folder, texts, runs={"base": None, "run": "run"})
+    read = [(*text.prompt, *text.response) for text in texts]
+    return store, tokens, [(token.reader, read[token.row][: token.position + 1]) for token in tokens]
+
+
+@pytest.mark.parametrize("options", [{}, {"partner": "earlier"}, {"partner": "step", "step_ends": (NEWLINE,)}])
+@pytest.mark.parametrize("share", [(0, 1), (1, 3)])
+def test_tokens_are_copies_where_the_same_was_read(
+    siblings: tuple[ActivationStore, list[Token], list[Key]], options: dict[str, Any], share: tuple[int, int]
+) -> None:
+    store, _, keys = siblings
+    windows = Windows(store, SITE, balance=("reader",), **options)
+    n_copies = 0
+    found: dict[int, Key] = {}
+    for epoch in range(2):
+        for batch in windows.epoch(epoch, 200, share=share):
+            mine = numbers(batch.x) + ([] if batch.others is None else numbers(batch.others))
+            assert len(batch.copies) == len(mine)
+            for number, n in zip(batch.copies.tolist(), mine, strict=True):
+                assert found.setdefault(number, keys[n]) == keys[n]
+            n_copies += len(mine) - len(np.unique(batch.copies))
+    assert len(found) == len(set(found.values()))
+    assert n_copies > (500 if share[1] == 1 else 50)
+
+
+def test_without_partners_nothing_is_looked_for(siblings: tuple[ActivationStore, list[Token], list[Key]]) -> None:
+    batch = next(Windows(siblings[0], SITE, partner=None).epoch(0, 200))
+    assert len(batch.copies) == 0
+
+
+@pytest.mark.parametrize("negatives", ["trajectories", "batch"])
+@pytest.mark.parametrize("partner", ["previous", "earlier"])
+def test_no_pair_has_a_copy_of_its_positive_among_its_negatives(
+    siblings: tuple[ActivationStore, list[Token], list[Key]], negatives: Any, partner: Any
+) -> None:
+    """Against the dense formula, where equal activations tell the copies."""
+    store, _, keys = siblings
+    generator = torch.Generator().manual_seed(0)
+    texts = list(dict.fromkeys(keys))
+    of_text = dict(zip(texts, torch.randn(len(texts), 8, generator=generator, dtype=torch.float64), strict=True))
+    config = SAEConfig(d_sae=40, k=8, groups=(0.5, 0.5), negatives=negatives, temperature=0.2)
+    sae = TemporalSAE(8, config).double()
+    sae.initialize(torch.zeros(8), generator)
+    batch = next(Windows(store, SITE, partner=partner, max_norm=1e9).epoch(0, 400))
+    mine = numbers(batch.x)
+    everyone = mine + ([] if batch.others is None else numbers(batch.others))
+    x = torch.stack([of_text[keys[n]] for n in everyone])
+    pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
+    others = None if batch.others is None else x[len(mine) :]
+
+    def encoded(part: torch.Tensor) -> torch.Tensor:
+        pre = torch.relu((part - sae.b_dec) @ sae.W_enc + sae.b_enc)
+        return (pre * (pre >= pre.flatten().sort().values[-8 * len(part)]))[:, :20]
+
+    high = torch.cat([encoded(part) for part in (x[: len(mine)], x[len(mine) :]) if len(part)])
+    current, previous = (torch.nn.functional.normalize(high[pairs[:, side]], dim=1) for side in (1, 0))
+    logits = current @ previous.T / config.temperature
+    alike = [(x[pairs[:, side], None] == x[pairs[:, side]]).all(2) for side in (0, 1)]
+    assert ((alike[0].sum(1) > 1) | (alike[1].sum(1) > 1)).float().mean() > 0.3
+    away = alike[0] | alike[1]
+    if negatives == "trajectories":
+        away |= trajectory[pairs[:, 1], None] == trajectory[pairs[:, 1]]
+    logits = logits.masked_fill(away & ~torch.eye(len(pairs), dtype=torch.bool), -torch.inf)
+    expected = -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()).mean() / 2
+    found = temporal_loss(sae, x[: len(mine)], pairs, None, trajectory, others, copies).temporal
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+def address(x: np.ndarray | torch.Tensor) -> int:
+    return int(np.asarray(x).__array_interface__["data"][0])
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Windows:
+    rng = np.random.default_rng(0)
+    texts = [rng.standard_normal((30, 64)).astype(np.float32) for _ in range(60)]
+    # Some outliers, so that batches are made from what is left.
+    for text in texts[::3]:
+        text[4] *= 100
+    return Windows(synthetic_store(tmp_path_factory.mktemp("reading") / "acts", texts), SITE, partner="earlier")
+
+
+def test_memory_is_used_again_once_nothing_holds_it() -> None:
+    memory = Reused(2)
+    x = memory.empty(10, 8, np.float32)
+    assert x.shape == (10, 8)
+    assert x.dtype == np.float32
+    first = address(x)
+    assert not np.shares_memory(x, memory.empty(10, 8, np.float32))
+    del x
+    # Smaller or of another type, it is the same memory.
+    again = memory.empty(9, 8, np.uint16)
+    assert address(again) == first
+    assert again.dtype == np.uint16
+    assert again.flags.writeable
+    del again
+    assert address(memory.empty(10, 8, np.float32)) == first
+
+
+HOLDERS: dict[str, Callable[[np.ndarray], Any]] = {
+    "view": lambda x: x[3:7],
+    "row": lambda x: x[3],
+    "transpose": lambda x: x.T[2:],
+    "tensor": torch.from_numpy,
+    "view of a tensor": lambda x: torch.from_numpy(x)[3:4],
+    "memoryview": lambda x: x.data[3:4],
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_whatever_shows_memory_holds_it(hold: str) -> None:
+    memory = Reused(4)
+    x = memory.empty(50, 8, np.float32)
+    x[:] = np.arange(400).reshape(50, 8)
+    held = HOLDERS[hold](x)
+    before, where = held.tolist(), address(x)
+    del x
+    for _ in range(10):
+        other = memory.empty(50, 8, np.float32)
+        assert address(other) != where
+        other[:] = -1
+    assert held.tolist() == before
+    del held, other
+    assert where in {address(y) for y in [memory.empty(50, 8, np.float32) for _ in range(4)]}
+
+
+def test_no_more_is_held_than_asked_for() -> None:
+    memory = Reused(3)
+    kept = [memory.empty(5, 4, np.float32) for _ in range(10)]
+    for a, x in enumerate(kept):
+        x[:] = a
+    assert [x[0, 0] for x in kept] == list(range(10))
+    assert len(memory._pieces) == 3
+    # What is too small makes room for what is needed.
+    del kept, x
+    large = memory.empty(500, 4, np.float32)
+    assert large.shape == (500, 4)
+    assert len(memory._pieces) == 3
+
+
+def test_two_threads_never_get_the_same_memory() -> None:
+    memory, wrong = Reused(4), []
+
+    def use(number: int) -> None:
+        for _ in range(500):
+            x = memory.empty(20, 16, np.float32)
+            x[:] = number
+            if not (x == number).all():
+                wrong.append(number)
+            del x
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_batches_that_are_kept_stay_as_they_are(windows: Windows) -> None:
+    every = list(windows.epoch(1, 100))
+    copies = [[deepcopy(a) for a in (b.x, b.others, b.pairs, b.trajectory)] for b in windows.epoch(1, 100)]
+    assert len(every) == len(copies) > 10
+    for batch, wanted in zip(every, copies, strict=True):
+        for found, expected in zip((batch.x, batch.others, batch.pairs, batch.trajectory), wanted, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert not any(np.shares_memory(a.x, b.x) for i, a in enumerate(every) for b in every[:i])
+    # Every other one is kept, while the memory of those between is used again.
+    kept = [batch for batch in windows.epoch(1, 100) if batch.number % 2]
+    for batch in kept:
+        np.testing.assert_array_equal(batch.x, copies[batch.number][0])
+
+
+def test_batches_that_are_dropped_take_no_fresh_memory(windows: Windows) -> None:
+    places = {address(batch.x) for batch in windows.epoch(0, 50)}
+    assert len(places) <= 15 < sum(1 for _ in windows.epoch(0, 50))
+
+
+def test_leaving_an_epoch_ends_what_reads_ahead(windows: Windows) -> None:
+    before = threading.active_count()
+    epoch = windows.epoch(0, 100)
+    next(epoch)
+    assert threading.active_count() > before
+    epoch.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_batches_are_the_rows_that_are_stored(tmp_path: Path, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    texts = [rng.standard_normal((30, 6)).astype(np.float32) for _ in range(40)]
+    store = synthetic_store(tmp_path / "acts", texts, dtype=dtype)
+    rounded = torch.from_numpy(np.concatenate(texts)).to(getattr(torch, dtype))
+    for partner in ("previous", "earlier"):
+        windows = Windows(store, SITE, partner=partner, max_norm=1e6)  # type: ignore[arg-type]
+        batches = list(windows.epoch(0, 100))
+        assert all(batch.x.dtype == rounded.dtype for batch in batches)
+        assert sorted(torch.cat([batch.x for batch in batches]).tolist()) == sorted(rounded.tolist())
+    others = torch.cat([batch.others for batch in batches if batch.others is not None])
+    assert len(others) > 500
+    assert set(map(tuple, others.tolist())) <= set(map(tuple, rounded.tolist()))

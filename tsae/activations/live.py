@@ -209,7 +209,7 @@ class LiveWindows(Windows):
 
     def __init__(self, store: LiveSource, site: str, **options: Any) -> None:
         self._most = store.config.buffer_tokens
-        self._ring: Ring | None = None
+        self._cache: ActivationCache | None = None
         self._filled: list[int] = []  # portions that the batches are of
         store.short_of_memory = {}  # may be an earlier training's
         super().__init__(store, site, **options)
@@ -261,22 +261,22 @@ class LiveWindows(Windows):
         if wanted == self._filled:
             return
         self._filled, every = [], self._portions
-        if self._ring is None:
+        if self._cache is None:
             held = min(self._most, self.n_tokens)
-            self._ring = Ring(held, self.d_model, self.store.manifest["dtype"])
-        ring = self._ring
-        missing = ring.missing({portion: int(every.size[portion]) for portion in wanted})
+            self._cache = ActivationCache(held, self.d_model, self.store.manifest["dtype"])
+        cache = self._cache
+        missing = cache.missing({portion: int(every.size[portion]) for portion in wanted})
         # Reader after reader, where not all models are held.
         for portion in sorted(missing, key=lambda portion: int(every.reader[portion])):
-            ring.put(portion, missing[portion], self._computed(portion))
-        ring.use(wanted)
+            cache.put(portion, missing[portion], self._computed(portion))
+        cache.use(wanted)
         segments = np.concatenate([every.segments_of[portion] for portion in wanted])
         length = self.segments[segments, 2].astype(np.int64)
         order = np.argsort(segments)
         begin = length.cumsum() - length
         # Where each held segment begins among all tokens, and in `_row`, which has the row of every held token.
         self._held = self._places.first(self.segments[segments[order]])
-        self._row = np.concatenate(ring.rows(wanted))[token_places(begin[order], length[order])]
+        self._row = np.concatenate(cache.rows(wanted))[token_places(begin[order], length[order])]
         self._begin = length[order].cumsum() - length[order]
         self._filled = wanted
 
@@ -304,18 +304,18 @@ class LiveWindows(Windows):
     @property
     def _maps(self) -> list[np.ndarray]:
         """What is held in place of shards."""
-        assert self._ring is not None
-        return [self._ring.values]
+        assert self._cache is not None
+        return [self._cache.values]
 
     def _rows_of(self, place: np.ndarray) -> Rows:
         segment = np.searchsorted(self._held, place, side="right") - 1
         return [(0, self._row[self._begin[segment] + place - self._held[segment]])]
 
     def _inside(self, place: np.ndarray) -> np.ndarray:
-        assert self._ring is not None
-        norms, ((_, held),), values = self.norms, self._rows_of(place), self._ring.values
+        assert self._cache is not None
+        norms, ((_, held),), values = self.norms, self._rows_of(place), self._cache.values
         return ~norms.outliers(
-            self._ring.norms[held], lambda rows: as_float32(values[held[rows]], self.store.manifest["dtype"])
+            self._cache.norms[held], lambda rows: as_float32(values[held[rows]], self.store.manifest["dtype"])
         )
 
 
@@ -469,7 +469,7 @@ def equal_blocks(size: np.ndarray, most: int) -> np.ndarray:
 _AT_ONCE = 8192  # rows that are widened to float32 at once
 
 
-class Ring:
+class ActivationCache:
     """Portions in memory.
 
     Args:
