@@ -378,7 +378,7 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
         ("new", ["--format", "gguf"], "no features are named. Name them with --choose"),
         ("new", ["--format", "safetensors", "--choose", "7"], "--choose: no feature 7; there are 0 to 6"),
         ("new", ["--format", "delphi", "--model", "m", "--context", "0"], "context=0 is less than 1"),
-        ("new", ["--format", "neuronpedia", "--model", "../m", "--creator", "u"], "'../m' is no id"),
+        ("new", ["--format", "neuronpedia", "--model", "../m", "--creator", "u"], "'../m' is not an id"),
     ):
         with pytest.raises(SystemExit):
             export(to, *words)

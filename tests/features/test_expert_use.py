@@ -204,5 +204,5 @@ def test_layers_that_are_no_list_of_blocks_are_refused(layers: Any, changed: Any
 def test_a_dense_model_is_refused(series: CheckpointSeries, rollouts: Any) -> None:
     with pytest.raises(TsaeError, match="not a mixture of experts"):
         expert_use(series, rollouts, progress=False)
-    with pytest.raises(TsaeError, match="these features are no experts"):
+    with pytest.raises(TsaeError, match="these features are not experts"):
         experts({"sae": {}})

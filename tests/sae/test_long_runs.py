@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "save", limited)
-        with pytest.raises(TsaeError, match=r"cannot be written to .*goes on from the checkpoint after 10 steps"):
+        with pytest.raises(TsaeError, match=r"cannot be written to .*resumes from the checkpoint after 10 steps"):
             run(store.path, folder)
     assert [p.name for p in (folder / "checkpoint").iterdir()] == ["0000000010"]
     run(store.path, folder)

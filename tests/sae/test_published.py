@@ -213,7 +213,7 @@ def test_from_the_hub_one_sae_is_fetched_and_what_is_not_there_is_said(hub: Hub,
     assert tsae.load_sae("org/many/L4R-8x@main").fingerprint == found.fingerprint
     assert not list((tmp_path / "cache").rglob("L6R-8x"))
     for name, message in {
-        "org/none": r"org/none: is no path here, and cannot be fetched from the Hub \(.*404",
+        "org/none": r"org/none: is not a path here, and cannot be fetched from the Hub \(.*404",
         "org/many": r"org/many: the repository has no SAE there; SAEs lie in L4R-8x, L6R-8x\. Name its folder",
         "org/many/L5R": "has no SAE there; SAEs lie in L4R-8x",
     }.items():
@@ -246,13 +246,13 @@ def test_a_hub_that_cannot_be_reached_is_said(answer: str, hub: Hub, monkeypatch
         else:
             threading.Thread(target=serve, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", url)
-        with pytest.raises(TsaeError, match="is no path here, and cannot be fetched from the Hub"):
+        with pytest.raises(TsaeError, match="is not a path here, and cannot be fetched from the Hub"):
             tsae.load_sae("org/name")
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "x/" + "a" * 300 + "/y/z"])
 def test_what_is_no_path_is_said(name: str) -> None:
-    with pytest.raises(TsaeError, match="is no path") as found:
+    with pytest.raises(TsaeError, match="is not a path") as found:
         tsae.load_sae(name)
     assert len(str(found.value)) < 800
 
@@ -309,7 +309,7 @@ def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
     file.write_bytes(b"no file of torch")
     refused(file, "needs pickle|is no file of torch.save")
     torch.save({"other": torch.zeros(2)}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", "is no file of Qwen-Scope")
+    refused(tmp_path / "a.pt", "is not a file of Qwen-Scope")
     np.savez(tmp_path / "params.npz", W_enc=np.array([object()]))
     refused(tmp_path, "params.npz: cannot be read")
     np.savez_compressed(tmp_path / "params.npz", W_enc=np.zeros((1000, 1000)))

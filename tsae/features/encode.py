@@ -1,9 +1,8 @@
 """Encoding: the SAE's codes of every token, and its reconstruction of every reader.
 
 Activations come from a store, or straight from the models that read (`LiveSource`), and are then never stored. A shard
-is encoded at a time, and kept on disk (`tsae.features.encoded_shards`), so that an interrupted encoding
-goes on, and parts of it may run anywhere. When all pieces are there, they are joined. What comes out does not depend on
-parts.
+is encoded at a time, and kept on disk (`tsae.features.encoded_shards`), so that an interrupted encoding resumes, and
+parts of it may run anywhere. When all shards are encoded, they are joined. The result does not depend on parts.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def _inputs(sae: TemporalSAE, store: Source) -> dict[str, Any]:
 
 
 def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, Any]:
-    """What the codes of a piece depend on. If any of it differs, the piece belongs to another encoding."""
+    """All that the codes of a shard depend on. If a value differs, an encoded shard belongs to another encoding."""
     shards = [[record["id"], record["shards"]] for record in store.manifest["readers"]]
     if isinstance(store, LiveSource):
         shards += [[record["weights"] for record in store.manifest["readers"]], store.manifest["config"]]
@@ -179,7 +178,7 @@ def _identity(sae: TemporalSAE, store: Source, batch_tokens: int) -> dict[str, A
 
 
 def _limit(sae: TemporalSAE) -> Any:
-    """What decides which tokens are outliers, and is no part of the SAE's fingerprint."""
+    """The settings that decide which tokens are outliers. The SAE's fingerprint does not include them."""
     return [sae.norm_limit, zlib.crc32(json.dumps(sae.norm_centre).encode())] if sae.norm_centre else sae.norm_limit
 
 
@@ -252,8 +251,8 @@ def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability:
     records = []
     for id, found in zip(store.readers, quality, strict=True):
         info = store.reader_info(id)
-        told = {name: info[name] for name in READER_INFO} | {"weights": info.get("weights")}
-        records.append({**told, **found.summary()})
+        facts = {name: info[name] for name in READER_INFO} | {"weights": info.get("weights")}
+        records.append({**facts, **found.summary()})
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32), np.zeros(len(token_ids) + 1, dtype=np.int32)
     return FeatureTable(
         codes=sp.csr_array(nothing, shape=(len(token_ids), sae.config.d_sae)),

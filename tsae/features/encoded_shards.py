@@ -166,7 +166,7 @@ def _codes_in(found: Any) -> sp.csr_array:
 
 def _write(file: Path, piece: Piece, codes: sp.csr_array, of: str) -> None:
     """Write a piece, whole or not at all."""
-    kept = writing(file.parent, "Make room, and give the same command again: it goes on from here.")
+    kept = writing(file.parent, "Make room, and give the same command again: it resumes from here.")
     with kept, replacing(file) as partial, partial.open("wb") as stream:
         np.savez(
             stream,
@@ -316,7 +316,7 @@ def _codes(sae: TemporalSAE, x: torch.Tensor) -> Codes:
 
 
 class Reconstruction:
-    """FVE and L0 of one reader over the tokens of the span "all" that are no outliers, and the share of outliers."""
+    """FVE and L0 of one reader over the tokens of the span "all" that are not outliers, and the share of outliers."""
 
     def __init__(self, d_model: int) -> None:
         self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0

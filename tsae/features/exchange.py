@@ -145,7 +145,7 @@ class Neuronpedia:
         for name in (self.model, self.source):
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise TsaeError(
-                    f"{name!r} is no id: it names a folder",
+                    f"{name!r} is not an id: it names a folder",
                     where="Neuronpedia",
                     fix="Use letters, digits, dots, hyphens and underscores.",
                 )
@@ -195,8 +195,8 @@ def write_neuronpedia(
         _write(folder / "features" / f"batch-{batch}.jsonl.gz", neurons)
         contexts = (record for f in part for record in _activations(features, f, names, counted, strings))
         _write(folder / "activations" / f"batch-{batch}.jsonl.gz", contexts)
-        told = (_explanation(f, labels[f], names, labeller) for f in part if f in labels) if labels else iter(())
-        _write(folder / "explanations" / f"batch-{batch}.jsonl.gz", told)
+        explained = (_explanation(f, labels[f], names, labeller) for f in part if f in labels) if labels else iter(())
+        _write(folder / "explanations" / f"batch-{batch}.jsonl.gz", explained)
     return to
 
 

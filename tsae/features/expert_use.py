@@ -52,7 +52,7 @@ def expert_use(
         a table of len(layers) · n_experts features, layer after layer; `experts` names them.
 
     Raises:
-        TsaeError: where a model is no mixture of experts, `layers` is no list of blocks, or as `tsae.capture`.
+        TsaeError: where a model is not a mixture of experts, `layers` is not a list of blocks, or as `tsae.capture`.
     """
     layers = None if layers is None else _blocks(layers)
     config = replace(config or ReadingConfig(), backend="huggingface")
@@ -78,9 +78,9 @@ def expert_use(
             each = sum(piece.nnz for piece in found) / max(1, sum(map(len, texts)))
             facts = {"n_tokens": sum(map(len, texts)), "fve": 1.0, "l0": each, "outlier_share": 0.0}
             records.append({**{name: info[name] for name in READER_INFO}, **facts})
-    # What the SAE's fingerprint is to codes: tables of other experts are not compared with this one.
-    told = json.dumps([base.readers[0]["weights"], list(first.routers), n_experts])
-    fingerprint = hashlib.sha256(told.encode()).hexdigest()[:16]
+    # As the fingerprint of an SAE: tables of other experts are not compared with this one.
+    text = json.dumps([base.readers[0]["weights"], list(first.routers), n_experts])
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
     if len({piece.shape[1] for piece in codes}) > 1:
         raise TsaeError("the checkpoints have different numbers of experts", where="expert_use", fix="Use one model's.")
     return FeatureTable(
@@ -115,7 +115,7 @@ def experts(info: dict[str, Any]) -> pd.DataFrame:
     """
     sae = info["sae"]
     if "n_experts" not in sae:
-        raise TsaeError("these features are no experts", where="experts", fix="Make the table with tsae.expert_use.")
+        raise TsaeError("these features are not experts", where="experts", fix="Make the table with tsae.expert_use.")
     layers, n = sae["layers"], sae["n_experts"]
     index = pd.RangeIndex(len(layers) * n, name="feature")
     return pd.DataFrame({"layer": np.repeat(layers, n), "expert": np.tile(np.arange(n), len(layers))}, index=index)
@@ -125,13 +125,13 @@ def _blocks(layers: Any) -> list[int]:
     """The blocks that were asked for, as plain numbers.
 
     Raises:
-        TsaeError: where that is no list of them.
+        TsaeError: where that is not a list of blocks.
     """
     fix = "Give a list of blocks, such as layers=[1, 3], or leave it out for all."
     found = list(layers) if isinstance(layers, Sequence | np.ndarray | range) and not isinstance(layers, str) else []
     known = [isinstance(layer, int | np.integer) and not isinstance(layer, bool) for layer in found]
     if not found or not all(known) or len(set(found)) < len(found):
-        what = f"layers={layers!r} is no list of different whole numbers, or an empty one"
+        what = f"layers={layers!r} is not a list of different whole numbers, or it is empty"
         raise TsaeError(what, where="expert_use", fix=fix)
     return [int(layer) for layer in found]
 

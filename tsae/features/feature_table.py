@@ -234,7 +234,7 @@ class FeatureTable:
         """(tokens, activations) where a feature is active, in the order of the tokens.
 
         Raises:
-            TsaeError: where an activation is no number, or infinite.
+            TsaeError: where an activation is not a finite number.
         """
         found = self.columns[:, [feature]]
         if not np.isfinite(found.data).all():
@@ -348,7 +348,7 @@ class FeatureTable:
         folder = local(folder)
         if (folder / "pieces").is_dir() and not (folder / "features.json").is_file():
             what = "its encoding did not finish"
-            raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it goes on.")
+            raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it resumes.")
         info = read_whole(folder, _FILES, "Encode again.", "Make it with `tsae encode`.")
         with reading(folder / "features.json", "Encode again."):
             n_features = int(info.pop("n_features"))

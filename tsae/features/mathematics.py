@@ -75,7 +75,7 @@ _COMMON = frozenset(
 
 
 def math_classes(prompt: str, response: Sequence[str]) -> list[str]:
-    """One of `CLASSES` for every response token: the class of its first character that is no space.
+    """One of `CLASSES` for every response token: the class of its first character that is not a space.
 
     The tokens' texts together are the response.
     """

@@ -41,8 +41,8 @@ class SAEConfig:
     negatives: Literal["trajectories", "batch"] = "trajectories"
     """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
     pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
-    neighbours would be pushed apart. Copies of a pair's tokens, as rollouts of one prompt share them, are no negatives
-    of it in either case."""
+    neighbours would be pushed apart. Copies of a pair's tokens, as rollouts of one prompt share them, are never its
+    negatives."""
     temperature: Positive = 0.05
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
     chance. Chosen on the testbed among the settings that docs/measured.md lists."""
@@ -138,11 +138,11 @@ class TrainingConfig:
     precision: Precision = "float32"
     """Precision of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where
     dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes,
-    similarities, losses and means stay float32. It is for GPUs: on a CPU it is no faster."""
+    similarities, losses and means stay float32. It is for GPUs: on a CPU it is not faster."""
     save_every_steps: Count = 500
-    """Steps between checkpoints, from the last of which a run that was killed goes on."""
+    """Steps between checkpoints. A killed run resumes from the last one."""
     resume: Literal["auto", "never"] = "auto"
-    """"auto" goes on from a checkpoint of the same training and loads a finished one; "never" trains anew."""
+    """"auto" resumes from a checkpoint of the same training and loads a finished one; "never" trains anew."""
     log_to: Annotated[str, Field(pattern="^(wandb|trackio|tensorboard):.")] | None = None
     """Where metrics also go: wandb:PROJECT (Weights & Biases), trackio:PROJECT or tensorboard:FOLDER."""
 

@@ -421,9 +421,9 @@ def _mixture(file: Path) -> list[float]:
     """Weights of both norms in a mixture, from config.json where there is one."""
     path = file.parent / "config.json"
     content = read_object(path, _FIX) if path.is_file() else {}
-    told, weights = content.get("trainer", content), []
+    trainer, weights = content.get("trainer", content), []
     for name, default in (("code_normalization_alpha_sae", 1.0), ("code_normalization_alpha_cc", 0.1)):
-        value = told.get(name)
+        value = trainer.get(name)
         weights.append(default if value is None else number(value, name, path))
     if min(weights) < 0 or max(weights) == 0:
         raise TsaeError(f"its code_normalization_alpha are {weights}, expected none below 0", where=path, fix=_FIX)

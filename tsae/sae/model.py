@@ -297,7 +297,7 @@ class ForeignSAE(TemporalSAE):
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
         """Write it in the form that sae_lens loads, with its own architecture."""
         if architecture == NATIVE:
-            raise TsaeError(f"a published SAE is no T-SAE, and is not written as {NATIVE}", where="to_saelens")
+            raise TsaeError(f"a published SAE is not a T-SAE, and is not written as {NATIVE}", where="to_saelens")
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
         c = self.config
         config = plain_config(c.architecture, self.d_model, c.d_sae, self.training_info["sae_lens"])

@@ -7,7 +7,7 @@
     bench = saebench_sae(tsae.TemporalSAE.load("sae"), "pythia-70m-deduped")
     core.multiple_evals(selected_saes=[("mine", bench)], …)
 
-SAEBench knows SAEs by what they have, so that nothing of it is imported. It loads models of TransformerLens by name.
+SAEBench recognises SAEs by their attributes, so it is not imported here. It loads models of TransformerLens by name.
 A published SAE is described as its own files do: architecture, whether the bias is taken off the input, context, BOS.
 """
 

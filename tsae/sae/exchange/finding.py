@@ -66,7 +66,7 @@ def located(where: str | Path) -> Path:
             return path
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise TsaeError(f"is no path ({why})", where=str(where)[:200], fix="Check the path or the name.") from error
+        raise TsaeError(f"is not a path ({why})", where=str(where)[:200], fix="Check the path or the name.") from error
     from huggingface_hub import snapshot_download
 
     repository, below, revision = match.groups()
@@ -76,7 +76,7 @@ def located(where: str | Path) -> Path:
         root = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
     except Exception as error:  # transports and servers' answers: huggingface_hub has no narrower class
         why = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
-        what = f"is no path here, and cannot be fetched from the Hub ({why})"
+        what = f"is not a path here, and cannot be fetched from the Hub ({why})"
         raise TsaeError(what, where=str(where)[:200], fix=fix) from error
     if not any((root / name).is_file() for name in wanted):
         raise TsaeError(
@@ -126,7 +126,7 @@ def _registered(name: str, site: str | None) -> FoundSAE:
     promised = {"l0": known.expected_l0.get(id) or None, "fve": known.expected_var_explained.get(id, 1.0)}
     if promised["fve"] == 1.0:  # what sae_lens has where nothing is known
         del promised["fve"]
-    told = {"promised": {key: float(value) for key, value in promised.items() if value}, "format": "sae_lens"}
-    config["metadata"] = {**config["metadata"], **told, "saelens": name.removeprefix(SAELENS)}
+    more = {"promised": {key: float(value) for key, value in promised.items() if value}, "format": "sae_lens"}
+    config["metadata"] = {**config["metadata"], **more, "saelens": name.removeprefix(SAELENS)}
     with reading(name, "Check the network."):
         return from_lens(config, {n: v.detach() for n, v in lens.state_dict().items()}, name, site)

@@ -59,7 +59,7 @@ def read_published(path: Path, site: str | None = None) -> FoundSAE | None:
         site: TransformerLens name, in place of the one that the files say.
 
     Raises:
-        TsaeError: where a file is damaged or needs pickle, the site is not said, or the SAE cannot be computed here.
+        TsaeError: where a file is damaged or needs pickle, the site is unknown, or the SAE cannot be computed here.
     """
     lone = path.is_file() and path.suffix in (".pt", ".pth")
     folders = (read for marks, read in _FOLDERS.items() if all((path / mark).exists() for mark in marks))
@@ -71,11 +71,11 @@ def read_published(path: Path, site: str | None = None) -> FoundSAE | None:
 
 
 def _found(
-    of: str, path: Path, weights: Weights, site: str | None, *, architecture: str = "jumprelu", **told: Any
+    of: str, path: Path, weights: Weights, site: str | None, *, architecture: str = "jumprelu", **facts: Any
 ) -> FoundSAE:
-    """Args: weights by sae_lens's names; told: `k`, `apply_b_dec_to_input`, `normalize_activations` of cfg.json, and
-    what metadata holds besides."""
-    fields: dict[str, Any] = {name: told.pop(name) for name in _FIELDS if name in told}
+    """Args: weights by sae_lens's names; facts: `k`, `apply_b_dec_to_input`, `normalize_activations` of cfg.json, and
+    further metadata."""
+    fields: dict[str, Any] = {name: facts.pop(name) for name in _FIELDS if name in facts}
     with not_fitting("the file of weights", f"the format of {of}", path, _AGAIN):
         d_model, d_sae = weights["W_enc"].shape
         check_shapes(weights, d_model, d_sae)
@@ -83,7 +83,7 @@ def _found(
         weights.setdefault("b_dec", torch.zeros(d_model))
         if "threshold" in weights:
             weights["threshold"] = weights["threshold"].expand(d_sae)
-    metadata = {"sae_lens_version": version("sae_lens"), "hook_name": site, "format": of, **told}
+    metadata = {"sae_lens_version": version("sae_lens"), "hook_name": site, "format": of, **facts}
     config = {**plain_config(architecture, d_model, d_sae, metadata), **fields}
     return from_lens(config, {name: value.contiguous() for name, value in weights.items()}, path, site)
 
@@ -117,7 +117,7 @@ def _block(number: str | int | None) -> str | None:
 
 
 def _in_path(pattern: str, path: Path) -> str | None:
-    """What a path says last: folders further up are anyone's."""
+    """The last match in a path: folders further up may have any name."""
     found = re.findall(pattern, path.absolute().as_posix())
     return str(found[-1]) if found else None
 
@@ -140,7 +140,7 @@ def _lone_file(file: Path, site: str | None) -> FoundSAE:
             k=int(k), apply_b_dec_to_input=False, model_name=_in_path(r"SAE-Res-([^/]+?)-W\d+K", file),
         )  # fmt: skip
     raise TsaeError(
-        f"is no file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {_names(found)}",
+        f"is not a file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {_names(found)}",
         where=file,
         fix="Give the folder that has its config, if there is one.",
     )
@@ -184,15 +184,15 @@ def _gemma_scope_2(folder: Path, site: str | None) -> FoundSAE:
 
 
 def _gemma(folder: Path, weights: Weights, site: str | None, kind: str | None) -> FoundSAE:
-    """Args: kind: what the path says that it reads."""
+    """Args: kind: the module whose output it reads, by its path."""
     if kind == "transcoders":
         raise transcoder(folder)
     if site is None and kind is not None:
         # Any other kind is refused by its name.
         site = _block(_in_path(r"layer_(\d+)", folder)) if kind in ("res", "resid_post") else f"hook_{kind}"
     l0 = _in_path(r"average_l0_(\d+)", folder)
-    told: dict[str, Any] = {"promised": {"l0": float(l0)}} if l0 else {}
-    return _found("Gemma Scope", folder, weights, site, apply_b_dec_to_input=False, prepend_bos=True, **told)
+    facts: dict[str, Any] = {"promised": {"l0": float(l0)}} if l0 else {}
+    return _found("Gemma Scope", folder, weights, site, apply_b_dec_to_input=False, prepend_bos=True, **facts)
 
 
 def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
@@ -223,11 +223,15 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
         raise TsaeError(what, where=file, fix=f"Use one of {', '.join(kinds)}.")
     names, architecture, more = kinds[kind]
     if architecture == "topk":
-        told = [whole(has["k"], "k", file) for has in (trainer, found) if has.get("k") is not None]
-        if len(set(told)) != 1:
-            what = f"k is {told[0]}, and {told[1]} in ae.pt" if told else "says no k, the active latents of a token"
+        found_k = [whole(has["k"], "k", file) for has in (trainer, found) if has.get("k") is not None]
+        if len(set(found_k)) != 1:
+            what = (
+                f"k is {found_k[0]}, and {found_k[1]} in ae.pt"
+                if found_k
+                else "has no k, the active latents of a token"
+            )
             raise TsaeError(what, where=file, fix=_AGAIN)
-        more = {**more, "k": told[0]}
+        more = {**more, "k": found_k[0]}
     weights = _renamed(found, names, folder)
     return _found(
         "dictionary_learning", folder, weights, site, architecture=architecture, model_name=trainer.get("lm_name"),
@@ -302,14 +306,14 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
         weights["threshold"] = weights["threshold"].exp() / (weights["W_dec"].norm(dim=1) if gated_by_norm else 1)
     elif act == "topk" and gated_by_norm:
         fold_norms(weights)
-    told: dict[str, Any] = {"architecture": {"relu": "standard"}.get(act, act)}
+    facts: dict[str, Any] = {"architecture": {"relu": "standard"}.get(act, act)}
     if act == "topk":
-        told["k"] = whole(config.get("top_k"), "top_k", file)
+        facts["k"] = whole(config.get("top_k"), "top_k", file)
     norm = str(config.get("norm_activation", "dataset-wise"))
     if norm == "token-wise":
-        return _scope(folder, weights, site, config, None, normalize_activations="constant_norm_rescale", **told)
+        return _scope(folder, weights, site, config, None, normalize_activations="constant_norm_rescale", **facts)
     if norm == "inference":
-        return _scope(folder, weights, site, config, None, **told)
+        return _scope(folder, weights, site, config, None, **facts)
     average = found.get(f"dataset_average_activation_norm.{config.get('hook_point_in')}")
     if average is None:
         average = (config.get("dataset_average_activation_norm") or {}).get("in")
@@ -319,7 +323,7 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
             where=folder,
             fix="Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID.",
         )
-    return _scope(folder, weights, site, config, _factor(weights, average, folder), **told)
+    return _scope(folder, weights, site, config, _factor(weights, average, folder), **facts)
 
 
 def _linear_names() -> dict[str, str]:
@@ -327,7 +331,7 @@ def _linear_names() -> dict[str, str]:
 
 
 def _scope(
-    folder: Path, weights: Weights, site: str | None, config: Mapping[str, Any], factor: float | None, **told: Any
+    folder: Path, weights: Weights, site: str | None, config: Mapping[str, Any], factor: float | None, **facts: Any
 ) -> FoundSAE:
     """Codes are those of the normalised activations, x · factor; reconstructions are of x."""
     width = len(weights["W_enc"])
@@ -337,8 +341,8 @@ def _scope(
     if factor is not None:
         weights["W_enc"] = weights["W_enc"] * factor
         weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec") if name in weights}
-    told = {"apply_b_dec_to_input": False, "prepend_bos": True, **told}
-    return _found("Llama Scope", folder, weights, site or config.get("hook_point_in"), **told)
+    facts = {"apply_b_dec_to_input": False, "prepend_bos": True, **facts}
+    return _found("Llama Scope", folder, weights, site or config.get("hook_point_in"), **facts)
 
 
 _FOLDERS: dict[tuple[str, ...], Callable[[Path, str | None], FoundSAE]] = {

@@ -216,10 +216,10 @@ def from_lens(
     Raises:
         TsaeError: where the SAE cannot be computed here, or the weights do not fit the config.
     """
-    told = config.get("metadata")
-    if not isinstance(told, dict | None):
-        raise TsaeError(f"{CONFIG_FILE} is not an SAE's: its metadata is {shown(told)}", where=where, fix=_SAVE)
-    metadata = {key: value for key, value in (told or {}).items() if value is not None}
+    given = config.get("metadata")
+    if not isinstance(given, dict | None):
+        raise TsaeError(f"{CONFIG_FILE} is not an SAE's: its metadata is {shown(given)}", where=where, fix=_SAVE)
+    metadata = {key: value for key, value in (given or {}).items() if value is not None}
     architecture = str(config.get("architecture"))
     d_model, d_sae = (whole(config.get(name), name, where) for name in ("d_in", "d_sae"))
     weights = as_weights(weights, where)
@@ -402,7 +402,7 @@ def as_weights(
         infinite: names that may hold +inf, such as the threshold of a latent that is never active.
 
     Raises:
-        TsaeError: where one is no tensor of real floating-point numbers, or some of its values are not finite.
+        TsaeError: where one is not a tensor of real floating-point numbers, or some of its values are not finite.
     """
     weights = {}
     for name, value in found.items():
@@ -414,7 +414,7 @@ def as_weights(
         if name in infinite:
             finite |= weights[name] == torch.inf
         if not bool(finite.all()):
-            raise TsaeError(f"{name[:60]} holds values that are no finite numbers", where=where, fix=fix)
+            raise TsaeError(f"{name[:60]} holds values that are not finite numbers", where=where, fix=fix)
     return weights
 
 

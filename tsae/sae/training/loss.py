@@ -55,7 +55,7 @@ from tsae.sae.training.sparse_codes import Codes, csr, entries_of, product, samp
 
 
 class LossTerms(NamedTuple):
-    """Terms of the loss, unweighted, and what the trainer tracks. Scalars unless said.
+    """Terms of the loss, unweighted, and what the trainer tracks. Scalars unless noted.
 
     Of processes that divide a batch, the terms are this one's parts, which add up to those of the batch; so do the
     gradients.

@@ -240,7 +240,7 @@ class RunFolder:
             raise TsaeError(
                 f"cannot be written to ({error})",
                 where=self.path,
-                fix=f"Make room, then run the same command again: it goes on {start}.",
+                fix=f"Make room, then run the same command again: it resumes {start}.",
             ) from error
 
 

@@ -20,7 +20,7 @@ from tsae.base.distributed import ALONE, Processes
 from tsae.base.memory import Reused
 from tsae.sae.config import Precision
 
-# torch says once per process that CSR tensors are in beta; said here, it does not interrupt a progress bar later.
+# torch warns once per process that CSR tensors are in beta; here the warning does not interrupt a progress bar.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), check_invariants=False)

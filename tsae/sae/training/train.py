@@ -69,7 +69,7 @@ def train(
         init_from: published SAE from whose latents a T-SAE starts, sorted into its groups; as wide as `sae` or wider.
             See `tsae.sae.training.finetuning`.
         to: folder for sae.safetensors, config.json, training.json and metrics.jsonl; None keeps it in memory. Where it
-            holds a checkpoint of the same training, that goes on; where the training is finished, it is loaded.
+            holds a checkpoint of the same training, it resumes; a finished training is loaded.
             Processes of `torchrun` must all see it.
         training: how it is trained; defaults of `TrainingConfig`.
         progress: show a bar with tokens/s, FVE and the share of latents alive.
@@ -352,7 +352,7 @@ def open_log(target: str, config: Mapping[str, Any], name: str | None, id: str |
         target: `TrainingConfig.log_to`.
         config: JSON to show beside the metrics.
         name: of the run; the tool's choice by default.
-        id: of the training: if it was logged before, its run goes on; a new run by default. TensorBoard and trackio
+        id: of the training: if it was logged before, its run continues; a new run by default. TensorBoard and trackio
             know a run by its name.
 
     Raises:
