@@ -197,7 +197,7 @@ def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("layers", [1, [], "1", [1.0], [True], ["1"], [1, 1], np.ones((1, 1)), {1: 2}])
 def test_layers_that_are_no_list_of_blocks_are_refused(layers: Any, changed: Any) -> None:
-    with pytest.raises(TsaeError, match=r"expert_use: layers=.* is no list .* such as layers=\[1, 3\]"):
+    with pytest.raises(TsaeError, match=r"expert_use: layers=.* is not a list .* such as layers=\[1, 3\]"):
         expert_use(*changed, layers=layers, progress=False)
 
 
