@@ -272,7 +272,15 @@ def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
     else:
         found = read_object(file, _AGAIN).get("evaluation", {})
     with reading(file, _AGAIN):
-        return Evaluation.from_dict(found)
+        evaluation = Evaluation.from_dict(found)
+        for part in (evaluation, *evaluation.slices):
+            for name, value in vars(part).items():
+                number = type(value) in (int, float) and not math.isinf(value)
+                if not number and value is not None and name not in ("by", "value", "sae", "slices", "losses"):
+                    raise ValueError(f"{name}={value!r} is not a finite number")
+        if not evaluation.slices:
+            raise ValueError("it measures nothing")
+        return evaluation
 
 
 def _base_of(run: Path) -> str | None:
