@@ -5,7 +5,9 @@ Skipped where there is no Chromium: Debian's package `chromium`, or any on PATH.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -130,83 +132,43 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def crossed(**columns: Iterable[Any]) -> pd.DataFrame:
+    """A row for every combination of the columns' values."""
+    return pd.DataFrame(product(*columns.values()), columns=list(columns))
+
+
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with every section, from tables made by hand."""
     made = make()
-    runs = ["up-run", "down-run"]
-    q = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01}
-    delta = {"delta": 0.5, "delta_low": -0.3, "delta_high": 0.9}
-    families = pd.DataFrame(
-        [
-            {
-                "checkpoint": run, "band": band, "family": family, "n_features": 3, "n_problems": 30,
-                "difference": 0.1, "note": "", **delta, **q,
-            }
-            for run in runs for band in ("all", "easy", "hard") for family in ("computing", "answering")
-        ]
+    runs, bands = ["up-run", "down-run"], ["all", "easy", "hard"]
+    known = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01, "delta": 0.5, "delta_low": -0.3, "delta_high": 0.9}
+    families = crossed(checkpoint=runs, band=bands, family=["computing", "answering"]).assign(
+        n_features=3, n_problems=30, difference=0.1, note="", **known
+    )
+    predicted = crossed(checkpoint=runs, part=["policy", "total"], predicted_on=bands)
+    predicted = predicted.assign(
+        run=predicted.checkpoint, step=10, gradient="natural", realised_on="all",
+        matched=predicted.predicted_on == "easy", n_features=6, n_problems=30, rho=0.4, low=0.1, high=0.6, p=0.02,
+        ceiling=0.9, rho_halves=0.3, note="",
     )  # fmt: skip
-    predicted = pd.DataFrame(
-        [
-            {
-                "checkpoint": run, "run": run, "step": 10, "part": part, "gradient": "natural", "predicted_on": on,
-                "realised_on": "all",
-                "matched": on == "easy", "n_features": 6, "n_problems": 30, "rho": 0.4, "low": 0.1, "high": 0.6,
-                "p": 0.02, "ceiling": 0.9, "rho_halves": 0.3, "note": "",
-            }
-            for run in runs for part in ("policy", "total") for on in ("all", "easy", "hard")
-        ]
+    reinforced = crossed(feature=range(6)).assign(
+        gradient="natural", by="all", part="all", n_problems=30, reinforcement=0.1, **known
+    )
+    steps = crossed(run=runs, step=(0, 5, 10), feature=range(6))
+    shift = steps.step / 10
+    steps = steps.assign(
+        mean=1 + shift, shift=shift, low=shift - 0.1, high=shift + 0.1, delta=shift, p=0.01, q=0.01,
+        kind=np.where(steps.feature, "growing", "flat"), onset=5.0, onset_low=5.0, onset_high=10.0, part="total",
     )  # fmt: skip
-    reinforced = pd.DataFrame(
-        [
-            {
-                "gradient": "natural", "by": "all", "part": "all", "n_problems": 30, "feature": f,
-                "reinforcement": 0.1, "delta": 0.5, "delta_low": 0.4, "delta_high": 0.6, **q,
-            }
-            for f in range(6)
-        ]
-    )  # fmt: skip
-    steps = pd.DataFrame(
-        [
-            {
-                "run": run, "step": step, "feature": feature, "mean": 1 + step / 10, "shift": step / 10,
-                "low": step / 10 - 0.1, "high": step / 10 + 0.1, "delta": step / 10, "p": 0.01, "q": 0.01,
-                "kind": "growing" if feature else "flat", "onset": 5.0, "onset_low": 5.0, "onset_high": 10.0,
-                "part": "total",
-            }
-            for run in runs for step in (0, 5, 10) for feature in range(6)
-        ]
-    )  # fmt: skip
-    lived = pd.DataFrame(
-        [
-            {
-                "run": run, "step": step, "band": band, "behaviour": "accuracy", "mean": 0.5, "low": 0.4, "high": 0.6,
-                "n_problems": 30,
-            }
-            for run in runs for step in (0, 5, 10) for band in ("all", "easy", "hard")
-        ]
-    )  # fmt: skip
-    plain = pd.DataFrame(
-        [
-            {
-                "kind": "shift", "checkpoint": run, "way": way, "auroc": 0.7, "low": 0.6, "high": 0.8,
-                "n_problems": 30, "note": "",
-            }
-            for run in runs for way in WAYS
-        ]
-    )  # fmt: skip
-    changes = [
-        {
-            "condition": c,
-            "behaviour": "accuracy",
-            "mean": 0.5,
-            "change": -0.3,
-            "change_low": -0.4,
-            "change_high": -0.2,
-            "n_paired": 30,
-        }
-        for c in ("features", "random", "same_norm", "wrong_sign")
-    ]
+    lived = crossed(run=runs, step=(0, 5, 10), band=bands).assign(
+        behaviour="accuracy", mean=0.5, low=0.4, high=0.6, n_problems=30
+    )
+    plain = crossed(checkpoint=runs, way=WAYS).assign(
+        kind="shift", auroc=0.7, low=0.6, high=0.8, n_problems=30, note=""
+    )
+    changed = {"behaviour": "accuracy", "mean": 0.5, "change": -0.3, "change_low": -0.4, "change_high": -0.2}
+    changes = [{"condition": c, **changed, "n_paired": 30} for c in ("features", "random", "same_norm", "wrong_sign")]
     test = {
         "checkpoint": "up-run", "features": [0, 2], "mode": "ablate", "amount": 1.0, "tokens": "predicting",
         "n_problems": 30, "summaries": {"accuracy": "Ablating 2 features lowers accuracy."}, "changes": changes,

@@ -11,14 +11,14 @@ Of every row a window around the strongest token is kept. Codes are read a featu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.features.contexts import Peaks, peaks_of
+from tsae.features.contexts import peaks_of
 from tsae.features.feature_table import FeatureTable, masked_blocks
 from tsae.report.text import shortened, visible
 
@@ -50,8 +50,7 @@ class Contexts:
     """Active features without room."""
 
 
-@dataclass
-class _Chosen:
+class _Chosen(NamedTuple):
     """A row to show for a feature."""
 
     row: int
@@ -60,11 +59,10 @@ class _Chosen:
     value: float
 
 
-@dataclass
-class _Card:
+class _Card(NamedTuple):
     feature: int
     maximum: float
-    groups: list[tuple[str, list[_Chosen]]] = field(default_factory=list)
+    groups: list[tuple[str, list[_Chosen]]]
 
 
 def contexts(
@@ -78,20 +76,15 @@ def contexts(
         strings: text of token ids, by id as text; ids stand where it is missing.
         max_tokens: see `MAX_TOKENS`.
     """
-    counted = source.span_mask("all")
-    chooser = _Chooser(source)
+    chooser = ExamplesOnDemand(source, strings)
     cards: list[_Card] = []
     left_out, budget = 0, max_tokens
     for feature in order:
-        peaks = peaks_of(source, counted, int(feature))
-        if not len(peaks.row):
+        if (card := chooser.card(int(feature), full=budget < 0)) is None:
             continue
-        if budget < 0:
-            left_out += 1
-            continue
-        card = chooser.card(int(feature), peaks)
         # A guess: windows overlap, and few tokens of a window are active.
-        budget -= sum(1 + _length(source, one) // 4 for _, group in card.groups for one in group)
+        windows = (_window(source, one) for _, group in card.groups for one in group)
+        budget -= sum(1 + (stop - start) // 4 for start, stop in windows)
         if budget < 0:
             left_out += 1
         else:
@@ -108,18 +101,85 @@ class ExamplesOnDemand:
     """
 
     def __init__(self, source: FeatureTable, strings: dict[str, str]) -> None:
-        self._source, self._strings = source, strings
-        self._counted, self._chooser = source.span_mask("all"), _Chooser(source)
+        self.source, self._strings, self._counted = source, strings, source.span_mask("all")
+        self.prompts = source.rollouts.lengths("prompt_ids")[source.trajectory]
+        facts = source.rollouts.table.select(["problem_id", "policy", "outcome"]).to_pandas().astype(str)
+        facts = facts.iloc[source.trajectory].assign(reader=source.reader)
+        self.problem = facts.problem_id.factorize()[0]
+        self.group = facts.groupby(["problem_id", "policy", "reader"]).ngroup().to_numpy()
+        self.success, failure = ((facts.outcome == outcome).to_numpy() for outcome in ("success", "failure"))
+        self.first = {
+            side: {int(self.group[row]): int(row) for row in np.flatnonzero(mask)[::-1]}
+            for side, mask in ((True, self.success), (False, failure))
+        }
+        both = list(self.first[True].keys() & self.first[False].keys())
+        self.mixed = np.isin(self.group, both) & (self.success | failure)
 
     def of(self, feature: int) -> list[Any]:
         """[trajectories, examples by feature], as in `Contexts`; empty where it is never active."""
-        if feature >= self._source.n_features:
+        card = self.card(feature) if feature < self.source.n_features else None
+        if card is None:
             return []
-        peaks = peaks_of(self._source, self._counted, feature)
-        if not len(peaks.row):
-            return []
-        found = _collected(self._source, [self._chooser.card(feature, peaks)], self._strings, 0)
+        found = _collected(self.source, [card], self._strings, 0)
         return [found.trajectories, found.chunks[0]]
+
+    def card(self, feature: int, *, full: bool = False) -> _Card | None:
+        """The rows to show for a feature: none where the page is full; None where it is never active."""
+        row, token, value = peaks_of(self.source, self._counted, feature)
+        if not len(row):
+            return None
+        if full:
+            return _Card(feature, 0.0, [])
+        order = np.lexsort((row, -value))
+        row, token, value = row[order], token[order], value[order]
+        seen: set[int] = set()
+
+        def chosen_at(i: int) -> _Chosen:
+            return _Chosen(int(row[i]), int(token[i]), float(value[i]))
+
+        def pick(candidates: np.ndarray, n: int) -> list[_Chosen]:
+            chosen: list[_Chosen] = []
+            for i in candidates.tolist():
+                problem = int(self.problem[row[i]])
+                if len(chosen) < n and problem not in seen:
+                    seen.add(problem)
+                    chosen.append(chosen_at(i))
+            return chosen
+
+        groups = [
+            ("pairs", self._pairs(row, chosen_at)),
+            ("strongest", pick(np.arange(min(len(row), 200)), _STRONGEST)),
+        ]
+        for name, low, high in BINS:
+            # From the middle of the bin outwards, so that a bin is shown by what is typical of it.
+            start, stop = round((1 - high) * len(row)), round((1 - low) * len(row))
+            inside = np.arange(start, stop)
+            inside = inside[np.argsort(np.abs(inside - (start + stop - 1) / 2), kind="stable")][:50]
+            groups.append((name, pick(inside, _PER_BIN)))
+        return _Card(feature, float(value[0]), [(name, found) for name, found in groups if found])
+
+    def _pairs(self, row: np.ndarray, chosen_at: Callable[[int], _Chosen]) -> list[_Chosen]:
+        """Success, failure, success, failure …, strongest problem first; rows come strongest first."""
+        at = np.flatnonzero(self.mixed[row])
+        chosen: list[_Chosen] = []
+        problems: set[int] = set()
+        for i in at[:100].tolist():
+            problem, group = int(self.problem[row[i]]), int(self.group[row[i]])
+            if problem in problems:
+                continue
+            problems.add(problem)
+            mine = at[self.group[row[at]] == group]
+            for side in (True, False):
+                found = mine[self.success[row[mine]] == side]
+                if len(found):
+                    chosen.append(chosen_at(int(found[0])))
+                else:
+                    silent = self.first[side][group]
+                    first, end = (int(place) for place in self.source.row_offsets[silent : silent + 2])
+                    chosen.append(_Chosen(silent, min(first + int(self.prompts[silent]), end - 1), 0.0))
+            if len(problems) == _PAIRS:
+                break
+        return chosen
 
 
 def histograms(source: FeatureTable, span: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -141,100 +201,10 @@ def _counted_codes(source: FeatureTable, counted: np.ndarray) -> Iterator[sp.csr
         yield codes[np.flatnonzero(mine)]
 
 
-class _Chooser:
-    """Which rows stand for a feature."""
-
-    def __init__(self, source: FeatureTable) -> None:
-        self.source = source
-        self.prompts = source.rollouts.lengths("prompt_ids")[source.trajectory]
-        table = source.rollouts.table
-        problem = np.array(table["problem_id"].to_pylist(), dtype=object)[source.trajectory]
-        policy = np.array(table["policy"].to_pylist(), dtype=object)[source.trajectory]
-        outcome = np.array(table["outcome"].to_pylist(), dtype=object)[source.trajectory]
-        self.problem = np.unique(problem.astype(str), return_inverse=True)[1]
-        policy = np.unique(policy.astype(str), return_inverse=True)[1]
-        self.success, failure = outcome == "success", outcome == "failure"
-        # A group: the rows of a problem, policy and reader.
-        key = (self.problem * (policy.max() + 1) + policy) * len(source.readers) + source.reader
-        self.group = np.unique(key, return_inverse=True)[1]
-        n = int(self.group.max()) + 1 if len(self.group) else 0
-        known = {True: self.success, False: failure}
-        self.first = {}
-        for side, mask in known.items():
-            found = np.full(n, -1)
-            at = np.flatnonzero(mask)[::-1]
-            found[self.group[at]] = at
-            self.first[side] = found
-        mixed = (self.first[True] >= 0) & (self.first[False] >= 0)
-        self.mixed = mixed[self.group] & (self.success | failure)
-
-    def card(self, feature: int, peaks: Peaks) -> _Card:
-        row, token, value = peaks
-        order = np.lexsort((row, -value))
-        row, token, value = row[order], token[order], value[order]
-        card = _Card(feature, float(value[0]))
-        pairs = self._pairs(row, token, value)
-        if pairs:
-            card.groups.append(("pairs", pairs))
-        seen: set[int] = set()
-
-        def pick(candidates: np.ndarray, n: int) -> list[_Chosen]:
-            chosen: list[_Chosen] = []
-            for i in candidates.tolist():
-                if len(chosen) == n:
-                    break
-                if int(self.problem[row[i]]) not in seen:
-                    seen.add(int(self.problem[row[i]]))
-                    chosen.append(_Chosen(int(row[i]), int(token[i]), float(value[i])))
-            return chosen
-
-        card.groups.append(("strongest", pick(np.arange(min(len(row), 200)), _STRONGEST)))
-        for name, low, high in BINS:
-            # From the middle of the bin outwards, so that a bin is shown by what is typical of it.
-            start, stop = round((1 - high) * len(row)), round((1 - low) * len(row))
-            inside = np.arange(start, stop)
-            inside = inside[np.argsort(np.abs(inside - (start + stop - 1) / 2), kind="stable")][:50]
-            if found := pick(inside, _PER_BIN):
-                card.groups.append((name, found))
-        return card
-
-    def _pairs(self, row: np.ndarray, token: np.ndarray, value: np.ndarray) -> list[_Chosen]:
-        """Success, failure, success, failure …, strongest problem first; rows come strongest first."""
-        at = np.flatnonzero(self.mixed[row])
-        chosen: list[_Chosen] = []
-        problems: set[int] = set()
-        for i in at[:100].tolist():
-            problem, group = int(self.problem[row[i]]), int(self.group[row[i]])
-            if problem in problems:
-                continue
-            problems.add(problem)
-            mine = at[self.group[row[at]] == group]
-            for side in (True, False):
-                found = mine[self.success[row[mine]] == side]
-                if len(found):
-                    chosen.append(_Chosen(int(row[found[0]]), int(token[found[0]]), float(value[found[0]])))
-                else:
-                    other = int(self.first[side][group])
-                    chosen.append(_Chosen(other, int(self.source.row_offsets[other]) + self._response(other), 0.0))
-            if len(problems) == _PAIRS:
-                break
-        return chosen
-
-    def _response(self, row: int) -> int:
-        """Where the response starts within a row."""
-        length = int(self.source.row_offsets[row + 1] - self.source.row_offsets[row])
-        return min(int(self.prompts[row]), length - 1)
-
-
 def _window(source: FeatureTable, one: _Chosen) -> tuple[int, int]:
     """First and last + 1 kept token, within the row."""
     first, last = int(source.row_offsets[one.row]), int(source.row_offsets[one.row + 1])
     return max(first, one.token - BEFORE) - first, min(last, one.token + AFTER) - first
-
-
-def _length(source: FeatureTable, one: _Chosen) -> int:
-    start, stop = _window(source, one)
-    return stop - start
 
 
 def _collected(source: FeatureTable, cards: list[_Card], strings: dict[str, str], left_out: int) -> Contexts:

@@ -136,17 +136,11 @@ def contrasts(diff: FeatureDiff, **keys: str) -> list[Contrast]:
 
 
 def _contrast(diff: FeatureDiff, row: Any) -> Contrast:
+    keys: dict[str, Any] = {name: str(getattr(row, name)) for name in ("kind", "checkpoint", "part", "band", "outcome")}
+    sizes = {name: int(getattr(row, name)) for name in ("n_problems", "n_left_out", "n_tested", "n_differs")}
     return Contrast(
-        kind=str(row.kind),
-        checkpoint=str(row.checkpoint),
-        part=str(row.part),
-        band=str(row.band),
-        outcome=str(row.outcome),
-        n_problems=int(row.n_problems),
-        n_left_out=int(row.n_left_out),
-        n_tested=int(row.n_tested),
+        **keys | sizes,
         n_found=int(row.n_discoveries),
-        n_differs=int(row.n_differs),
         n_null=float(row.n_null),
         detectable=float(getattr(row, "detectable_delta", float("nan"))),
         refused=str(row.note),
