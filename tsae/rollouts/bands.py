@@ -1,12 +1,10 @@
-"""Bands: easy, medium or hard, by a policy's pass rate on a problem that the trajectory itself is no part of.
+"""Bands: easy, medium or hard, by a policy's pass rate on a problem that the trajectory itself is not part of.
 
-Step confounding: whether the bands of a log are really its training steps.
-
-In a trainer's log, most problems come from the policy of one step. Where the run learns, problems of late steps are
-solved more often, so bands from such a log say when a problem was asked, not how hard it is for the base. The measure
-is the share of the differences between the problems' pass rates that their steps explain: the adjusted R² of pass rate
-on step, with the problems in order of step cut into at most 10 groups. Dealing the problems to the steps at random
-gives its p-value.
+`confounding` measures whether the bands of a log are really its training steps. In a trainer's log, most problems come
+from the policy of one step. Where the run learns, problems of late steps are solved more often, so bands from such a
+log say when a problem was asked, not how hard it is for the base. The measure is the share of the differences between
+the problems' pass rates that their steps explain: the adjusted R² of pass rate on step, with the problems in order of
+step cut into at most 10 groups. Dealing the problems to the steps at random gives its p-value.
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ def find_bands(
     *,
     partly: bool = False,
 ) -> Bands:
-    """Find the band of every trajectory, by a pass rate that it is no part of.
+    """Find the band of every trajectory, by a pass rate that it is not part of.
 
     With `measured_on`, a problem's band is that of its pass rate there. Without, bands are cross-fitted: a trajectory's
     half is its rank within problem and policy modulo 2 (with all policies together, its rank within the problem, since

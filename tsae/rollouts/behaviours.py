@@ -1,12 +1,11 @@
 """Behaviours: what single responses do, and how that differs between policies and bands.
 
-`with_behaviours` reads every response's text; `behaviour_table` averages these and
-any other columns that the table names as behaviours; `format_table` measures how concentrated formats are.
+`with_behaviours` reads every response's text: loops, final answers, written-out operations, its format.
+`behaviour_table` averages these and any other columns that the table names as behaviours; `format_table` measures how
+concentrated formats are.
 
-Response texts: find loops, final answers, written-out operations, and the format of a response.
-
-The rules are for mathematical reasoning in English, in LaTeX or with calculator annotations (``<<16-3=13>>13``). They
-do not judge: an operation counts whether or not its result is right.
+The rules for texts are for mathematical reasoning in English, in LaTeX or with calculator annotations
+(``<<16-3=13>>13``). They do not judge: an operation counts whether or not its result is right.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def with_behaviours(
         reference: the policy whose successful responses set a problem's usual length; None takes all policies'.
 
     Raises:
-        TsaeError: where a response has no text, the reference sampled nothing, or required steps are no numbers of 0
+        TsaeError: where a response has no text, the reference sampled nothing, or required steps are not numbers of 0
             or more.
     """
     frame, where = rollouts.frame, rollouts.origin

@@ -68,7 +68,7 @@ class EndpointConfig:
         try:
             parts = urlsplit(self.url)
             known = self.url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # such as a port that is none
+        except ValueError:  # such as a port that is not a number
             known = False
         if self.url and (not known or {"?", "#"} & set(self.url)):  # A query may hold a key.
             what = f"{re.split('[?#]', self.url)[0]!r} is not an address alone, or has a query or a part after #"

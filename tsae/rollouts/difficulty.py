@@ -3,13 +3,10 @@
 A band belongs to a problem and a model, so training moves problems from band to band. `difficulty` measures where every
 checkpoint finds every problem, and which moves go beyond chance.
 
-Band migration: how problems move between bands along a run, and how much of that is chance.
-
-With eight responses to a problem its measured pass rate jumps, so problems change bands even if nothing changed. The
-null hypothesis: both checkpoints solve a problem equally often. Then their outcomes could have come in any order, and
-dealing the outcomes of every problem anew to both sides shows how many changes chance makes.
-
-pass@k: how often at least one of k responses is right, by policy and band.
+`band_migration` measures how much of that is chance. With eight responses to a problem its measured pass rate jumps, so
+problems change bands even if nothing changed. The null hypothesis: both checkpoints solve a problem equally often. Then
+their outcomes could have come in any order, and dealing the outcomes of every problem anew to both sides shows how many
+changes chance makes.
 """
 
 from __future__ import annotations

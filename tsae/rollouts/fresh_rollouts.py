@@ -3,9 +3,9 @@
 A log holds what its trainer kept: often one policy a problem, and never the base. Fresh responses make the comparison
 whole, and are sampled alike for all.
 
-Choose which problems of a log to read: band them, and draw problems up to a token budget.
-
-Both work on the outline of a log (`tsae.rollouts.parquet.read_outline`); a log may be much longer than what is drawn.
+`draw_problems` chooses which problems of a log to read, up to a number of tokens, and `separate_rollouts` reads
+rollouts that bands are measured on. The first works on the outline of a log (`tsae.rollouts.parquet.read_outline`); a
+log may be much longer than what is drawn.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def fresh_rollouts(
         readers: the base first.
         problems: in the order in which they are asked.
         config: of the sampling.
-        pieces: folder for finished batches, in which an interrupted sampling goes on.
+        pieces: folder for finished batches, with which an interrupted sampling is resumed.
         verify: (response, answer) -> right or not.
         server: that samples. It serves every reader under its id, unless it names one model and there is one reader.
         minutes: most that this call may take, about; an equal part for every reader. Problems that a reader did not
@@ -241,7 +241,7 @@ def _confirmed(frame: pd.DataFrame, verify: Callable[[str, str], bool]) -> float
     """Share of the successes or of the failures that a verifier confirms, whichever is smaller; None where it fails."""
     try:
         found = np.array([verify(r, a) for r, a in zip(frame.response, frame.answer, strict=True)], dtype=bool)
-    except TsaeError:  # math-verify is missing, or a reference answer is no expression
+    except TsaeError:  # math-verify is missing, or a reference answer is not an expression
         return None
     right = (frame.outcome == "success").to_numpy()
     return float(min((found == right)[side].mean() for side in (right, ~right) if side.any()))

@@ -3,12 +3,11 @@
 Prompts of a batch are padded on the left. Some models read padding (RWKV, RecurrentGemma), count positions from it
 (Llama 4), or recompute what they hold by the length of the batch (LongRoPE). They get prompts of equal length only.
 
-Are responses samples of a checkpoint? Its own forward pass over some of them says.
-
-If a token was sampled from p = softmax(logits / temperature), then log p(token) has the mean −H(p) and the variance
-Σ p log² p − H². Summed over tokens, (log p(token) + H) / √variance is standard normal: another model, another
-temperature, top-p or a repetition penalty move it away from 0. If the server gave log-probabilities, they are compared
-with the checkpoint's as well.
+`agreement` tests whether responses are samples of a checkpoint, by its own forward pass over some of them. If a token
+was sampled from p = softmax(logits / temperature), then log p(token) has the mean −H(p) and the variance Σ p log² p −
+H². Summed over tokens, (log p(token) + H) / √variance is standard normal: another model, another temperature, top-p or
+a repetition penalty move it away from 0. If the server gave log-probabilities, they are compared with the checkpoint's
+as well.
 """
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ _LARGEST_DIFFERENCE = 0.1
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a checkpoint says of responses that are said to be its own."""
+    """How likely responses are as samples of a checkpoint."""
 
     n_responses: int
     n_tokens: int
@@ -261,7 +260,7 @@ class Agreement:
 def agreement(
     model: PreTrainedModel, prompts: Sequence[list[int]], responses: Sequence[Response], temperature: float
 ) -> Agreement:
-    """Read responses, one after another, with the checkpoint that is said to have sampled them.
+    """Read responses, one after another, with the checkpoint that should have sampled them.
 
     Args:
         model: the checkpoint's.

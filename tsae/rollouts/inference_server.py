@@ -4,7 +4,7 @@ Prompts go out as token ids where the server takes ids, and responses come back 
 ``return_token_ids``). A server that takes and gives text only gets a text that is tokenised to the same ids, and its
 responses are tokenised here; the rollouts say so.
 
-A server with completions and chats as the OpenAI API has them: requests, retries with longer waits, its key.
+`Endpoint` sends the requests, with retries after longer and longer waits, and with the server's key.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Server:
 
 
 def _same_text(theirs: str, ours: str) -> bool:
-    """Up to white space at the ends, and bytes that are no text."""
+    """Whether two texts are equal, up to white space at the ends and bytes that are not text."""
     if "\ufffd" in theirs + ours:
         return True
     return theirs.strip() == ours.strip()
@@ -292,7 +292,7 @@ class Endpoint:
                 said = "its answer is not JSON"
             except (requests.exceptions.InvalidURL, LocationParseError, UnicodeError) as error:
                 fix = "Give an address such as http://localhost:8000/v1."
-                raise TsaeError(f"is no address ({type(error).__name__})", where=self.url, fix=fix) from error
+                raise TsaeError(f"is not an address ({type(error).__name__})", where=self.url, fix=fix) from error
             except (requests.RequestException, HTTPError) as error:
                 said = f"{type(error).__name__}"
             if attempt < self.config.retries:
@@ -354,7 +354,7 @@ def _read(body: str) -> Any:
 
 
 def _decoded(content: bytes, encoding: str | None) -> str:
-    """The text of an answer. A server may name an encoding that is none."""
+    """The text of an answer. A server may name an unknown encoding."""
     try:
         return content.decode(encoding or json.detect_encoding(content), "replace")
     except (LookupError, ValueError):

@@ -1,6 +1,6 @@
 """Whose log is it? Recognised by the names of its files and the columns of their first rows.
 
-Which columns of an unknown log hold what: suggested by their names, and tried on its first rows.
+For an unknown log, `suggest` names the columns by what they are called, and tries them on its first rows.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def _entries(file: LogFile, config: ImportConfig, found: dict[str, str], rewards
 
 def _tells(field: str, name: str, rows: Sequence[Row], entries: Sequence[Entry]) -> bool:
     """Whether what a column holds is what the field means, beside being readable."""
-    if field == "problem_id":  # The number of a row is no problem's.
+    if field == "problem_id":  # The number of a row is not the id of a problem.
         pairs = {(entry.problem_id, str(entry.prompt)) for entry in entries}
         one_each = len(pairs) == len({id for id, _ in pairs}) == len({prompt for _, prompt in pairs})
         return one_each and (len(pairs) < len(entries) or "id" not in (name, *_words(name)[:1]))

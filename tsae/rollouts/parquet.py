@@ -38,7 +38,7 @@ def read_pieces(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa
     """All rows of a Parquet file in order, in pieces; first an empty table with its columns.
 
     Raises:
-        TsaeError: where it is no Parquet file, or a damaged one.
+        TsaeError: where it is not a Parquet file, or a damaged one.
     """
     check_parquet(path, _FIX)
     try:

@@ -1,8 +1,7 @@
 """Problems, and the token ids of their prompts.
 
-Problems: questions for a model, with reference answers for a verifier.
-
-Token ids of prompts: apply the chat template, unless that has been done, and tokenise.
+A problem is a question for a model, with a reference answer for a verifier. Its prompt goes through the chat template,
+unless that has been done, and is tokenised.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def read_problems(path: str | Path) -> list[Problem]:
             prompt = _text(record, "prompt", str)
             problem = Problem(_text(record, "id"), prompt, _text(record, "answer"), level)
             for text in (problem.id, problem.prompt, problem.answer, level or ""):
-                text.encode()  # A lone surrogate, which no table can hold, is said before anything is sampled.
+                text.encode()  # A lone surrogate, which no table can hold, is reported before anything is sampled.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TsaeError(
                 f"not a problem ({type(error).__name__}: {error}); expected a JSON object with id, prompt, answer, "

@@ -1,12 +1,8 @@
 """Rewards: check answers, choose the reward that means success, and compute advantages within groups.
 
-Grading: verifiers check whether a response gives the reference answer.
-
-Choose the reward that means success: one rule for logs, training and credit.
-
-Group-relative advantages, as the trainers define them, and what each group teaches.
-
-A group is the rollouts of one policy on one problem, in one step where the table has a column step.
+Verifiers check whether a response gives the reference answer. `outcome_reward` is one rule for logs, training and
+credit. Advantages are those that trainers define, and `group_table` says what each group teaches. A group is the
+rollouts of one policy on one problem, in one step where the table has a column step.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ def same_expression(response: str, answer: str) -> bool:
     """math-verify finds the response's answer equal to the reference as an expression: 0.5, \\frac{1}{2} and 50\\%.
 
     Raises:
-        TsaeError: where math-verify is missing, or the reference answer is no expression.
+        TsaeError: where math-verify is missing, or the reference answer is not an expression.
     """
     gold = expressions(answer) or expressions(f"${answer}$")
     if not gold:

@@ -4,11 +4,8 @@ A row's position is its id: activation stores and feature tables refer to trajec
 table. The tokens and texts of a table that was read take no memory: they stay in a mapped file
 (`tsae.rollouts.parquet`).
 
-Tables of Python as a log: DataFrames, Arrow's and polars' tables, data sets of Hugging Face, columns, and rows.
-
-A table becomes one Parquet file, which is read as any other log. Errors name the user's own columns, rows and labels.
-
-Rollouts from a table of Python: for logs that no importer knows, brought into rows there.
+A table of Python (a DataFrame, a table of Arrow or polars, a data set of Hugging Face, columns, rows) becomes one
+Parquet file, which is read as any other log. Errors name the user's own columns, rows and labels.
 """
 
 from __future__ import annotations

@@ -4,20 +4,20 @@ The column ``parts`` of a Rollouts table has a list with one small integer a res
 response is a plain answer. A table without such responses has no such column. Parts are labels, as outcomes are:
 activations do not depend on them.
 
-Thinking: tell thinking from answer in the tokens of a response, by the markers around thinking.
+`Spans` tells thinking from answer in the tokens of a response, by the markers around thinking:
 
 1. Every token id has a text of its own. The texts of a response's tokens are joined, so a marker is found with exact
    token offsets, whether it is one token or several. A token with any character of a marker or of thinking is
    thinking. Characters that are cut over tokens do no harm: markers are ASCII.
-2. The end of the prompt says how the response begins. After a marker that opens (``<think>\n``, as the templates of
+2. The end of the prompt says how the response begins. After a marker that opens (``<think>\\n``, as the templates of
    DeepSeek R1 and others write) it is thinking from its first token; after one that closes (the empty
-   ``<think>\n\n</think>\n\n`` of Qwen3 with enable_thinking false) it is not. The same holds for what stands
+   ``<think>\\n\\n</think>\\n\\n`` of Qwen3 with enable_thinking false) it is not. The same holds for what stands
    between the turns of a response and was not sampled.
 3. Thinking lasts until the marker that closes it, or the end of the turn. If the first marker of a turn closes,
    everything before it in the turn is thinking, as inference engines read it: some models never write the one that
    opens.
-4. A turn ends with a special token. Text that was inserted without one, such as a tool's result inside thinking, ends
-   no turn: thinking continues after it.
+4. A turn ends with a special token. Text that was inserted without one, such as a tool's result inside thinking, does
+   not end one: thinking continues after it.
 """
 
 from __future__ import annotations

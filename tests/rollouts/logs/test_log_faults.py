@@ -102,7 +102,7 @@ def test_texts_that_are_no_conversation_stay_as_they_are(tokenizers: Any, tmp_pa
     log = completions(tmp_path / "completions_00001.parquet", ["What is 3 + 4?", written_out])
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to")
     assert prompts_of(found, "chatml") == ["What is 3 + 4?", written_out]
-    assert note(summary, "as they stand").startswith("1 prompts are no text that the chat template gives")
+    assert note(summary, "as they stand").startswith("1 prompts are not a text that the chat template gives")
     # What has the template's end cannot be a plain text, and is not taken for one.
     odd = completions(tmp_path / "odd" / "completions_00001.parquet", ["cut off\nassistant\n"])
     with pytest.raises(TsaeError, match=r"without special tokens.*--template-arguments.*--prompt-format plain"):

@@ -168,7 +168,7 @@ def test_a_plain_log_with_a_mask(tokenizers: Any, tmp_path: Path) -> None:
     assert found.table["round_trip"].to_pylist() == [None, None]
     for change, message in (
         ({"mask": [1]}, rf"mask has 1 marks for the {len(ids)} tokens of response_ids"),
-        ({"mask": ["x"] * len(ids)}, "mask is no list of marks"),
+        ({"mask": ["x"] * len(ids)}, "mask is .*expected a list of marks"),
         ({"mask": [0] * len(ids)}, "no token is marked as sampled"),
         ({"response_ids": None, "response": "a"}, "has mask but no response_ids"),
         ({"prompt_ids": None, "prompt": "a", "mask": [0, *row["mask"][1:]]}, "the first token of the response was not"),

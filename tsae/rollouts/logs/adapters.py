@@ -1,10 +1,7 @@
 """What the adapters of trainers share: formats, conversations, and masks of sampled tokens.
 
-Format: how the log of one trainer is recognised, and how its rows become entries.
-
-Trajectories that a log holds as messages: one prompt and one answer, or more than text can give back.
-
-Trajectories of token ids and a mask that marks which of them the policy sampled.
+A `Format` says how the log of one trainer is recognised, and how its rows become entries: a row may hold several
+responses, a trajectory may be messages, or token ids with a mask that marks which of them the policy sampled.
 """
 
 from __future__ import annotations
@@ -223,7 +220,7 @@ def asked(messages: Sequence[dict[str, Any]], fields: Fields) -> list[dict[str, 
 
 
 def _text(content: Any) -> str | None:
-    """A message's text, put together from parts if need be; None if any part is no text."""
+    """A message's text, put together from parts if need be; None if any part is not a text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

@@ -246,7 +246,7 @@ def check_sum(
         where: file and line.
 
     Raises:
-        TsaeError: if they do not in some group: a column is no reward, or has a weight.
+        TsaeError: if they do not in some group: a column is not a reward, or has a weight.
     """
     labels = np.repeat(np.arange(len(groups)), [len(group) for group in groups.values()])
     rows = np.array([row for group in groups.values() for row in group], dtype=float).reshape(-1, 2 + len(rewards))

@@ -1,15 +1,11 @@
 """Second look: what a log says twice is compared after the import.
 
-Five comparisons: prompts (`look_prompts`) and responses, if a log has both their token ids and a text; advantages with
-rewards (`look_advantages`); outcomes with reference answers (`look_answers`); log-probabilities with those of the
-checkpoint (`look_logprobs`). What cannot be compared is counted separately, and is no disagreement. Memory holds 48
-bytes a trajectory and 8 for each of several rewards, and samples of a fixed size.
+Five comparisons: prompts (`Prompts`) and responses, if a log has both their token ids and a text; advantages with
+rewards (`check_advantages`); outcomes with reference answers (`check_answers`); log-probabilities with those of the
+checkpoint (`LogProbs`). What cannot be compared is counted separately, and is not a disagreement. Memory holds some
+numbers of every trajectory, and samples of a fixed size.
 
-Check: the result of one comparison of what a log says twice.
-
-Do logged prompts, encoded again, give the logged token ids?
-
-Are the logged log-probabilities those of the checkpoint that sampled? A few trajectories go through the model.
+Whether logged log-probabilities are those of the checkpoint that sampled, a few trajectories show that go through it:
 
 1. Up to 4 trajectories of the first and up to 4 of the last checkpoint of the series that sampled and whose weights lie
    on this disk: at most 128 tokens of a response, in the precision of the file.
@@ -229,7 +225,7 @@ def refuse_disagreement(checks: Sequence[Check], where: Path) -> None:
     wrong = [str(check) for check in checks if check.disagrees]
     if wrong:
         what = f"does not agree with itself: {'. '.join(wrong)}"
-        raise TsaeError(what, where=where, fix="Mend what is named, or import it without --strict.")
+        raise TsaeError(what, where=where, fix="Correct what is named, or import it without --strict.")
 
 
 @dataclass(frozen=True)

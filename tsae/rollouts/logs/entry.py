@@ -1,10 +1,6 @@
 """Entry: one trajectory as its log has it; and Fields: the columns of a row, checked when they are read.
 
-Entry: one trajectory as its log has it.
-
-Fields: the columns of one row of a log, checked when they are read.
-
-Hashes by which trajectories are compared without being kept in memory.
+`Findings` counts what is found beside the rows; hashes compare trajectories that are not kept in memory.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@
 3. A response that was decoded the same way may contain the turns of a tool: the header of another's turn, and after it
    the header that asks the assistant to continue.
 
-The chat template's arguments from a trainer's own config, if that lies beside the log.
-
-Hydra writes verl's config to ``.hydra/config.yaml`` in the run's folder. Its ``data.apply_chat_template_kwargs`` are
-the template's arguments (verl 0.5 and later). Other trainers whose logs need the template (TRL, open-r1) keep their
-settings in pickles, which are never read.
+`find_settings` reads the template's arguments from a trainer's own config beside the log: Hydra writes verl's config to
+``.hydra/config.yaml`` in the run's folder. Its ``data.apply_chat_template_kwargs`` are the template's arguments (verl
+0.5 and later). Other trainers whose logs need the template (TRL, open-r1) keep their settings in pickles, which are
+never read.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class ChatTemplate:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
         except TemplateSyntaxError:
             return ()
-        # A variable that the template sets itself is no argument, unless it asks whether it was given.
+        # A variable that the template sets itself is not an argument, unless it asks whether it was given.
         own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
         asked = {
             node.node.name

@@ -283,7 +283,7 @@ class Tokens:
                 )
             return (found.ids, *assumed)
         if entry.prompt_is.startswith("perhaps") and not self.template.begins_or_ends(prompt):
-            return encoded(), "prompts are no text that the chat template gives: they were taken as they stand"
+            return encoded(), "prompts are not a text that the chat template gives: they were taken as they stand"
         raise TsaeError(
             "the prompt was logged without special tokens, and the checkpoint's chat template around a question "
             "(and a system message) does not give it again",

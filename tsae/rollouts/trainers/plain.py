@@ -1,12 +1,9 @@
 """Tables: a plain log, a row a trajectory or a problem; and the data sets of open-r1.
 
-A plain log: a table with one trajectory a row, or one problem with all its responses; columns named by the user.
-
-open-r1: data sets of generations, a row a problem; and other tables with the responses and rewards of a problem.
-
-After the source of huggingface/open-r1 (``scripts/pass_rate_filtering/compute_pass_rate.py``: prompt,
-pass_rate_generations, pass_rate_rewards beside the columns of the source) and OpenR1-Math-220k (problem, answer,
-solution, generations, correctness_math_verify, finish_reasons, uuid).
+The user names the columns of a plain log. Data sets of open-r1, and tables alike, have a row a problem with all of its
+responses and rewards; after the source of huggingface/open-r1 (``scripts/pass_rate_filtering/compute_pass_rate.py``:
+prompt, pass_rate_generations, pass_rate_rewards beside the columns of the source) and OpenR1-Math-220k (problem,
+answer, solution, generations, correctness_math_verify, finish_reasons, uuid).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""prime-rl and verifiers.
-
-prime-rl: the traces of its orchestrator, and the opt-in token exports of its trainer.
+"""prime-rl: the traces of its orchestrator, and the opt-in token exports of its trainer; verifiers.
 
 After the source of PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to September 2026):
 
@@ -13,8 +11,7 @@ After the source of PrimeIntellect-ai/prime-rl and verifiers (v1 traces, July to
   token (id, loss_mask, advantage, reward), then arrays with export_step, run_id and rewards; later with step only and
   without rewards, so that outcomes are unknown.
 
-verifiers before its traces, and prime-rl before 0.7: a line a rollout, with prompt and completion as messages.
-
+verifiers before its traces, and prime-rl before 0.7, write a line a rollout, with prompt and completion as messages.
 After the source of verifiers 0.1.14 (``utils/save_utils.py``) and of prime-rl 0.6 (its orchestrator). prime-rl writes
 ``rollouts/step_{N}/train_rollouts.jsonl``, an evaluation of verifiers ``results.jsonl``. A line has example_id, task,
 prompt, completion, answer, info, reward, error, is_truncated, stop_condition and metrics, and each metric again as a

@@ -60,7 +60,7 @@ def _entry(row: Fields) -> Entry:
 
 
 def _as_json(value: Any) -> Any:
-    """The same as JSON has it: a .pt file may hold tensors, and names that are no texts."""
+    """The same as JSON has it: a .pt file may hold tensors, and names that are not texts."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -61,7 +61,7 @@ def _validates(path: Path) -> bool:
 
 
 def _trained_on(row: Fields) -> bool:
-    """Whether it is no validation dump, by the folder's name; if that says nothing, by a column reward."""
+    """Whether it is not a validation dump, by the folder's name; if that says nothing, by a column reward."""
     path = row.file.path
     if _validates(path):
         return False
