@@ -176,13 +176,13 @@ def measures(rollouts: Rollouts) -> pd.DataFrame:
         known = frame.finish_reason.isin(["stop", "length"])
         measures["truncated"] = (frame.finish_reason == "length").astype(float).where(known)
     for name in behaviours_named(rollouts):
-        if name not in frame.columns:
-            what = f"names the behaviour {name!r} but has no such column"
-            raise TsaeError(what, where=rollouts.origin, fix="Add that column.")
-        measures[name] = frame[name].astype(float)
-        if np.isinf(measures[name]).any():
-            what = f"the behaviour {name!r} is infinite for some responses, expected finite numbers"
-            raise TsaeError(what, where=rollouts.origin, fix="Leave the value out where it is not known.")
+        what = "" if name in frame.columns else f"names the behaviour {name!r} but has no such column"
+        if not what:
+            measures[name] = frame[name].astype(float)
+            what = f"the behaviour {name!r} is infinite for some responses" if np.isinf(measures[name]).any() else ""
+        if what:
+            fix = "Give a column of finite numbers, empty where the value is not known."
+            raise TsaeError(what, where=rollouts.origin, fix=fix)
     return measures
 
 
@@ -193,14 +193,15 @@ def behaviours_named(rollouts: Rollouts) -> list[str]:
         TsaeError: where they are not a list of names, or a column of one holds something else than numbers.
     """
     named, schema = rollouts.info.get("behaviours", []), rollouts.table.schema
+    what = ""
     if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
         what = f'names {named!r} as its behaviours (info["behaviours"]), expected a list of columns'
-        raise TsaeError(what, where=rollouts.origin, fix="Give the names of columns of numbers.")
-    for name in named:
+    for name in () if what else named:
         kind = schema.field(name).type if name in schema.names else pa.null()
         if not any(fits(kind) for fits in _NUMBERS):
             what = f"the behaviour {name!r} is a column of {kind}, expected numbers, or true and false"
-            raise TsaeError(what, where=rollouts.origin, fix='Take it out of info["behaviours"], or make it numbers.')
+    if what:
+        raise TsaeError(what, where=rollouts.origin, fix='Name columns of numbers in info["behaviours"].')
     return list(named)
 
 

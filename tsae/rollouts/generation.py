@@ -251,10 +251,13 @@ class Agreement:
             "Let the server serve this checkpoint, without top_p, top_k, min_p and penalties (vLLM: "
             "--generation-config vllm), or name the checkpoint that it serves (--checkpoints)."
         )
-        if abs(self.z) > _LARGEST_Z and abs(self.excess) > _LEAST_EXCESS:
-            raise TsaeError(f"its responses are not samples of this checkpoint: {self}", where=where, fix=fix)
+        what = ""
         if self.difference is not None and self.difference > _LARGEST_DIFFERENCE:
-            raise TsaeError(f"its log-probabilities are not this checkpoint's: {self}", where=where, fix=fix)
+            what = "its log-probabilities are not this checkpoint's"
+        if abs(self.z) > _LARGEST_Z and abs(self.excess) > _LEAST_EXCESS:
+            what = "its responses are not samples of this checkpoint"
+        if what:
+            raise TsaeError(f"{what}: {self}", where=where, fix=fix)
 
 
 def agreement(

@@ -128,8 +128,8 @@ def import_log(
     series = _series(checkpoint, path)
     trainers = find_settings(path) if json.loads(config.template_arguments) == {} else None
     if trainers is not None:
-        config = replace(config, template_arguments=json.dumps(trainers.template_arguments))
-        told_so = f"the chat template is given {config.template_arguments}, as {trainers.file} says"
+        config = replace(config, template_arguments=json.dumps(trainers[0]))
+        told_so = f"the chat template is given {config.template_arguments}, as {trainers[1]} says"
         series = replace(series, notes=(*series.notes, told_so))
     tokens = Tokens(series.base, config)
     tokens.pads = find_pads(form, files, config, tokens)
@@ -389,23 +389,10 @@ class LogImporter:
 
     def summary(self, path: Path, paths: Sequence[Path], found: Sequence[Findings]) -> Summary:
         """Check the whole log, by the files of its parts and what was found in each, and describe it."""
-        names, counts, files = self.rules.names, self.counts, self.policies.files
+        counts, files = self.counts, self.policies.files
         n = sum(counts["outcome"].values())
-        if not n:
-            left = ", ".join(f"{n} {kind}" for kind, n in counts["skipped"].items())
-            what = "holds no trajectories" + (f" but those left out: {left}" if left else "")
-            raise TsaeError(what, where=path, fix="Give a log with at least one row.")
-        if self.config.outcome is not None and self.config.outcome not in names:
-            what = f"no row has a reward {self.config.outcome!r}; there are {', '.join(names) or 'none'}"
-            raise TsaeError(what, where=path, fix="Name one of these as --outcome.")
-        absent = [name for name in self.config.keep_columns if name not in counts[_EXTRA]]
-        if absent:
-            what = f"no row has a column {absent[0]!r} to keep"
-            raise TsaeError(what, where=path, fix="Name columns that are there (--keep-columns).")
-        trips = counts["same text"]
-        if not trips["yes"] and trips["no"]:
-            what = f"not one of its {trips['no']} responses decodes to the logged text"
-            raise TsaeError(what, where=path, fix=f"Check that {self.tokens.path} is the checkpoint that was trained.")
+        for what, fix in self._faults(n):
+            raise TsaeError(what, where=path, fix=fix)
         index = read_index(paths, [*COLUMNS, "policy", "step", "outcome", "same_text", "retokenised"])
         index.insert(0, "source", index.groupby(["policy", "step"], sort=False, observed=True, dropna=False).ngroup())
 
@@ -426,6 +413,25 @@ class LogImporter:
         return Summary(
             self.form.title, len(files), table, total, dict(counts["skipped"]), tuple(notes), tuple(odd), checks
         )
+
+    def _faults(self, n: int) -> Iterator[tuple[str, str]]:
+        """(what is wrong with a log of n trajectories, what to do)."""
+        counts, names = self.counts, self.rules.names
+        if not n:
+            left = ", ".join(f"{n} {kind}" for kind, n in counts["skipped"].items())
+            yield (
+                f"holds no trajectories{f' but those left out: {left}' * bool(left)}",
+                "Give a log with at least one row.",
+            )
+        if self.config.outcome is not None and self.config.outcome not in names:
+            what = f"no row has a reward {self.config.outcome!r}; there are {', '.join(names) or 'none'}"
+            yield what, "Name one of these as --outcome."
+        for absent in (name for name in self.config.keep_columns if name not in counts[_EXTRA]):
+            yield f"no row has a column {absent!r} to keep", "Name columns that are there (--keep-columns)."
+        trips = counts["same text"]
+        if not trips["yes"] and trips["no"]:
+            what = f"not one of its {trips['no']} responses decodes to the logged text"
+            yield what, f"Check that {self.tokens.path} is the checkpoint that was trained."
 
     def renamed(self, table: pa.Table, rows: np.ndarray) -> pa.Table:
         """Rows of the table, by their numbers, with the names that policies and problems get in the end."""
@@ -582,15 +588,15 @@ class LogImporter:
 def _check_steps(entry: Entry, file: LogFile) -> None:
     """Take the step from the file's name if the row has none, and refuse what does not fit."""
     where = entry.where
+    what = ""
     if file.step is not None and entry.step is not None and entry.step != file.step:
-        raise TsaeError(
-            f"is of step {entry.step} in a file of step {file.step}", where=where, fix="Give the log as written."
-        )
+        what = f"is of step {entry.step} in a file of step {file.step}"
     entry.step = file.step if entry.step is None else entry.step
     for name, counted in (("step", entry.step), ("the number of the policy's updates", entry.updates)):
         if counted is not None and not 0 <= counted < 1 << 63:
-            shown = str(counted)[:24]
-            raise TsaeError(f"{name} is {shown}, expected 0 to 2⁶³ − 1", where=where, fix="Correct or drop that row.")
+            what = f"{name} is {str(counted)[:24]}, expected 0 to 2⁶³ − 1"
+    if what:
+        raise TsaeError(what, where=where, fix="Correct or drop that row.")
     if entry.unscored:
         raise Unusable("unscored", "has no reward", where=where)
 

@@ -303,15 +303,8 @@ _CONFIG = Path(".hydra") / "config.yaml"
 _LEVELS_UP = 2  # From the folder of the log to that of the run.
 
 
-class Settings(NamedTuple):
-    """Settings of the chat template."""
-
-    template_arguments: dict[str, Any]
-    file: Path
-
-
-def find_settings(log: Path) -> Settings | None:
-    """The arguments of the chat template in the nearest config; None if there are none."""
+def find_settings(log: Path) -> tuple[dict[str, Any], Path] | None:
+    """The arguments of the chat template in the nearest config, and its path; None if there are none."""
     folder = (log if log.is_dir() else log.parent).resolve()
     for above in (folder, *list(folder.parents)[:_LEVELS_UP]):
         if not (above / _CONFIG).is_file():
@@ -322,5 +315,5 @@ def find_settings(log: Path) -> Settings | None:
             return None  # An import does not need the trainer's config.
         data = config.get("data") if isinstance(config, dict) else None
         arguments = data.get("apply_chat_template_kwargs") if isinstance(data, dict) else None
-        return Settings(arguments, above / _CONFIG) if isinstance(arguments, dict) and arguments else None
+        return (arguments, above / _CONFIG) if isinstance(arguments, dict) and arguments else None
     return None
