@@ -593,7 +593,7 @@ def _check_steps(entry: Entry, file: LogFile) -> None:
         what = f"is of step {entry.step} in a file of step {file.step}"
     entry.step = file.step if entry.step is None else entry.step
     for name, counted in (("step", entry.step), ("the number of the policy's updates", entry.updates)):
-        if counted is not None and not 0 <= counted < 1 << 63:
+        if counted is not None and not 0 <= counted < 1 << 63 and not what:
             what = f"{name} is {str(counted)[:24]}, expected 0 to 2⁶³ − 1"
     if what:
         raise TsaeError(what, where=where, fix="Correct or drop that row.")

@@ -133,7 +133,8 @@ def outcome_reward(names: Sequence[str], asked: str | None = None, where: str | 
         return asked
     telling = list(names) if len(names) == 1 else [name for name in names if _TELLING.search(name.lower())]
     if len(telling) != 1:
-        what = f"has the rewards {', '.join(names) or 'none'}, and does not say which of them stands for a right answer"
+        what = f"has the rewards {', '.join(names)}, and does not say which of them stands for a right answer"
+        what = what if names else "has no reward, which could say what succeeded"
         raise TsaeError(what, where=where, fix="Name it (--outcome), or check the answers anew (--verifier).")
     return telling[0]
 
