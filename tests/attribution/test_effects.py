@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,13 @@ def halves(n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", ["as TRL does", "KL", "sequence", "Adam"])
-def test_a_part_is_the_training_on_that_part(case: str, tmp_path: Path) -> None:
+def test_a_part_is_the_training_on_that_part(case: str, trained: Callable[..., GrpoLoop], tmp_path: Path) -> None:
     """Other samples' summands are taken away, and ratios are to the run's own log-probabilities."""
-    name, settings = CASES[case]
-    loop = GrpoLoop(save_model(tmp_path / "model", name), make_log(settings, 3), settings).run()
+    loop = trained(case, 3)
     path = replay_of(run_of(loop, batch_tokens=200), tmp_path / "path")
     n = len(loop.log)
     assert apart(train_on(path, np.ones(n, dtype=bool), progress=False), loop) < 1e-5
-    known, without = dict(loop.old), GrpoLoop(tmp_path / "model", loop.log, settings)
+    known, without = dict(loop.old), GrpoLoop(loop.base, loop.log, loop.settings)
     kept = halves(n)[0]
     expected = without.run(kept, known).weights[-1]
     assert far(train_on(path, kept, progress=False), expected, loop) < 1e-4

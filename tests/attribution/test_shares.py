@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.builders import save_model
-from support.grpo_loop import ADAPTER, CASES, GrpoLoop, make_log, replay_of, run_of
+from support.grpo_loop import CASES, GrpoLoop, replay_of, run_of
 from tsae.attribution.replay.path import Replayed
 from tsae.attribution.replay.shares import Shares, shares, token_shares
 from tsae.attribution.targets import NextToken, Together
@@ -20,22 +19,7 @@ from tsae.rollouts.table import Rollouts
 
 EVERY = 100
 """Points: all steps."""
-Trainer = Callable[[str], GrpoLoop]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Trainings of two generations, made once."""
-    folder, made = tmp_path_factory.mktemp("models"), dict[str, GrpoLoop]()
-
-    def of(case: str) -> GrpoLoop:
-        name, settings = CASES[case]
-        if case not in made:
-            base = folder / name if (folder / name).is_dir() else save_model(folder / name, name)
-            made[case] = GrpoLoop(base, make_log(settings, 2), settings, ADAPTER if case == "LoRA" else None).run()
-        return made[case]
-
-    return of
+Trainer = Callable[..., GrpoLoop]
 
 
 def targets(log: Rollouts) -> NextToken:
