@@ -126,7 +126,7 @@ def test_medium_training(tmp_path: Path) -> None:
 def test_correlation_is_no_verdict(tmp_path: Path) -> None:
     none = claims_of(write(tmp_path / "none", "easy", (1.0, 1.0, -1.0), test=False), ["e"])["e"]
     assert none["verdict"] == "cannot be tested"
-    assert "a correlation is no verdict" in none["needs"]
+    assert "a correlation is not a verdict" in none["needs"]
     assert "--causal" in none["add"]
     other = claims_of(write(tmp_path / "other", "easy", (1.0, 1.0, -1.0), tested=(2,)), ["e"])["e"]
     assert "ablates features of direct-answer or basic-computation in run-10" in other["needs"]

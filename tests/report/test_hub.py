@@ -160,9 +160,9 @@ def test_what_is_refused_leaves_nothing_behind(
 ) -> None:
     to, licence = tmp_path / "files", ["--licence", "mit"]
     refused("has no licence, without which nobody may use it", "org/name", analysis, "--to-folder", to, capsys=capsys)
-    refused("'name' is no name of a repository", "name", analysis, *licence, "--to-folder", to, capsys=capsys)
+    refused("'name' is not a repository's name", "name", analysis, *licence, "--to-folder", to, capsys=capsys)
     alone = ["org/name", analysis / "sae", *licence]
-    refused("is no run, which has features and a page", *alone, "--space", "--to-folder", to, capsys=capsys)
+    refused("is not a run, which has features and a page", *alone, "--space", "--to-folder", to, capsys=capsys)
     whole = shutil.copytree(analysis, tmp_path / "damaged")
     (whole / "features" / "features.h5").write_bytes(b"damaged")
     refused("features", "org/name", whole, *licence, "--dataset", "--to-folder", to, capsys=capsys)
@@ -277,9 +277,9 @@ def test_names_that_break_out_of_the_card_are_refused(analysis: Path, tmp_path: 
         tsae.PushConfig(licence="mit\n<script>"),
         tsae.PushConfig(licence="mit", base_model="org/x`\n![i](http://evil/x.png)"),
     ):
-        with pytest.raises(TsaeError, match="is no name that the Hub knows"):
+        with pytest.raises(TsaeError, match="is not a name that the Hub knows"):
             prepare("org/name", analysis, tmp_path / "x", config)
-    with pytest.raises(TsaeError, match="is no folder that can be made"):
+    with pytest.raises(TsaeError, match="is not a folder that can be made"):
         prepare("org/name", analysis, "/", tsae.PushConfig(licence="mit"))
 
 

@@ -233,7 +233,7 @@ def test_what_is_not_there_is_said(features: Any, series: Any) -> None:
     for wrong in (features.n_features, -3, [0, 99]):
         with pytest.raises(TsaeError, match="no feature"):
             features.show(0, wrong)
-    with pytest.raises(TsaeError, match="n=0 responses are none"):
+    with pytest.raises(TsaeError, match="n=0 is too small"):
         rollouts.show("p000", n=0)
     with pytest.raises(TsaeError, match="no reader 'zz'"):
         top_contexts(features, 0, reader="zz")

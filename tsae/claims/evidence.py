@@ -1,7 +1,7 @@
 """Evidence: what the folder of a run holds for the claims.
 
-Each piece is read when a claim asks for it. A piece that is not there is no error but a fact, `Missing`: the claim then
-cannot be tested on this run, and the reader is told what would have to be added. A piece that is damaged, that was
+Each piece is read when a claim asks for it. A piece that is not there is not an error but a fact, `Missing`: the claim
+then cannot be tested on this run, and the result says what would have to be added. A piece that is damaged, that was
 there and lost a file, or that is of other rollouts or another SAE than the run, is an error. Attributions and causal
 tests are put there by hand: of another log, or of other rollouts, they count as missing.
 """
@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.files import reading
 from tsae.base.seal import sealed_names
 from tsae.base.statistics.intervals import FEWEST
 from tsae.causal.intervention import Intervention, folders_of_tests
@@ -103,22 +102,16 @@ class Evidence:
     def diff(self) -> FeatureDiff:
         """What moved, and who the readers are."""
         if not self._is_there("diff/diff.json"):
-            raise Missing("a finished diff", "the command that began this run, which goes on")
+            raise Missing("a finished diff", "the command that started this run, which resumes it")
         diff = FeatureDiff.load(self.folder / "diff")
-        with reading(self.folder / "diff" / "diff.json", "Draw it again with `tsae diff`."):
-            for one in (*diff.info["readers"], *diff.info.get("steps", ())):
-                if not isinstance(one["id"], str) or not isinstance(one.get("run"), str | None):
-                    raise ValueError(f"a reader is named {one['id']!r}, of the run {one.get('run')!r}")
-                _ = int(one.get("step") or 0)
-            of, _ = inputs_of(diff), (diff.base, diff.info["config"]["span"], diff.info["config"]["min_problems"])
-        self._need_own(self.folder / "diff", of, self.of_answers)
+        self._need_own(self.folder / "diff", inputs_of(diff), self.of_answers)
         return diff
 
     @cached_property
     def features(self) -> FeatureTable:
         """Codes of every token."""
         if not self._is_there("features/features.json"):
-            raise Missing("the codes of the features", "the command that began this run, which goes on")
+            raise Missing("the codes of the features", "the command that started this run, which resumes it")
         features = FeatureTable.load(self.folder / "features")
         of = {
             "rollouts": features.rollouts.fingerprint,
@@ -250,14 +243,10 @@ class Evidence:
         files = [self.folder / name for name in names if self._is_there(name)]
         if not files:
             raise Missing(
-                "causal tests of features, since a correlation is no verdict",
+                "causal tests of features, since a correlation is not a verdict",
                 "the same `tsae run` with `--causal`, or `tsae causal --to ANALYSIS/causal/NAME`",
             )
-        found = [Intervention.load(file.parent) for file in files]
-        for file, test in zip(files, found, strict=True):
-            with reading(file, "Run it again."):
-                _ = test.info["checkpoint"], test.info["config"]["mode"], [int(one) for one in test.info["features"]]
-        return found
+        return [Intervention.load(file.parent) for file in files]
 
     def trained_on(self, checkpoint: str) -> str | None:
         """The band that a checkpoint was trained on: named by the series, or of four fifths of the log's responses."""

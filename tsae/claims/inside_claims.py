@@ -103,7 +103,7 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
     ids = described.index[described.family.isin(families)][:8]
     chosen = f" --choose {' '.join(map(str, ids))}" if len(ids) else ""
     raise Missing(
-        f"a causal test that ablates features of {' or '.join(families)} in {checkpoint}, since a correlation is no "
+        f"a causal test that ablates features of {' or '.join(families)} in {checkpoint}, since a correlation is not a "
         "verdict",
         f"`tsae causal --checkpoint {checkpoint}{chosen} --to ANALYSIS/causal/NAME`",
     )

@@ -7,13 +7,12 @@ not what such trainings do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from tsae.base import display
@@ -140,7 +139,6 @@ class Claims(Tables):
         found = read_sealed(file, _AGAIN)
         with reading(file, _AGAIN):
             records = tuple(found.pop("claims"))
-            _check(records)
         info = {name: value for name, value in found.items() if name != "note"}
         if diff is not None:
             for name, value in inputs_of(diff).items():
@@ -187,20 +185,6 @@ def _judged(key: str, run: Evidence) -> Judgement:
             if key in REPLAYED:
                 return REPLAYED[key](run)
         return untestable(claim, lacking.needs, lacking.add)
-
-
-def _check(records: Sequence[Mapping[str, Any]]) -> None:
-    """Raises KeyError, TypeError or ValueError for what are no records."""
-    for record in records:
-        told = [record[name] for name in ("claim", "title", "verdict", "needs", "add", "caveat")]
-        told += [one[name] for one in record["parts"] for name in ("statement", "unit")]
-        if not all(isinstance(one, str) for one in told) or record["claim"] not in CLAIMS:
-            raise ValueError(f"{record['claim']!r} is no claim’s record")
-        for one in record["parts"]:
-            if not np.isfinite([one[name] for name in ("mean", "low", "high", "n")]).all():
-                raise ValueError(f"a part of claim {record['claim']} has no effect")
-            if one["holds"] not in (True, False, None):
-                raise ValueError(f"a part of claim {record['claim']} holds {one['holds']!r}")
 
 
 def claims_before(folder: Path, diff: FeatureDiff) -> Claims | None:

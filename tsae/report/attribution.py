@@ -128,7 +128,7 @@ def shown_name(found: Attribution, target: str) -> str:
 
 
 def moved(found: Attribution, name: str) -> Moved:
-    """What is told of a target."""
+    """What is said of a target."""
     row = found.targets.set_index("target").loc[name]
     unit = " nats" if _RIGHT in name or name.startswith(_LIKELY) else ""
     groups = found.table(name)
@@ -400,7 +400,7 @@ class Attributed(NamedTuple):
     """What the section tells."""
 
     gate: str
-    """Why nothing but belief, recipe and notes is told; empty where all is."""
+    """Why only belief, recipe and notes are shown; empty where everything is."""
     lead: str
     meaning: tuple[str, ...]
     bands: list[tuple[Cell, Moved, list[list[str | Cell]]]]

@@ -279,7 +279,7 @@ def show_problem(
 ) -> None:
     """See `Rollouts.show`."""
     if n < 1:
-        raise TsaeError(f"n={n} responses are none", where=rollouts.origin, fix="Show at least one.")
+        raise TsaeError(f"n={n} is too small a number of responses", where=rollouts.origin, fix="Show at least one.")
     frame = rollouts.frame
     mask = frame.problem_id == problem
     if policy is not None:

@@ -86,7 +86,7 @@ class ServedRun:
             try:
                 if self._stamps() != self._seen:
                     self._load()
-            except Exception as error:  # whatever a file holds, the server goes on
+            except Exception as error:  # whatever a file holds, the server keeps running
                 self._tell(error, "the page stays as it was")
             return self._page
 

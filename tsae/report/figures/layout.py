@@ -101,7 +101,7 @@ def path(x: list[Any], points: Sequence[Point], style: tuple[str, str], text: li
 
 
 def area(x: list[Any], y: list[Any], colour: str, hover: str) -> go.Scatter:
-    """A filled outline that tells its text."""
+    """A filled outline with its text on hovering."""
     filled = {"mode": "lines", "fill": "toself", "fillcolor": colour, "line": {"width": 0}, "hoveron": "fills"}
     return go.Scatter(x=x, y=y, **filled, hoverinfo="text", text=hover, showlegend=False)
 

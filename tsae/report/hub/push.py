@@ -83,14 +83,14 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
         the repositories, in the order in which they are pushed; their folders are below `to`.
 
     Raises:
-        TsaeError: where no licence is given, the name is none of the Hub's, the SAE is not one of tsae's, something
+        TsaeError: where no licence is given, the Hub cannot have the name, the SAE is not one of tsae's, something
             that was asked for is not there, or the folder holds something else.
     """
     config, source, to = config or PushConfig(), as_path(source), Path(os.path.abspath(as_path(to)))
     if not to.name:
-        raise TsaeError("is no folder that can be made", where=to, fix="Give another --to-folder.")
+        raise TsaeError("is not a folder that can be made", where=to, fix="Give another --to-folder.")
     if _NAME.fullmatch(repo) is None:
-        raise TsaeError(f"{repo!r} is no name of a repository", where="push", fix="Give org/name.")
+        raise TsaeError(f"{repo!r} is not a repository's name", where="push", fix="Give org/name.")
     if not config.licence:
         raise TsaeError(
             "has no licence, without which nobody may use it",
@@ -99,7 +99,9 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
         )
     for name, value, known in (("licence", config.licence, _LICENCE), ("base_model", config.base_model, _BASE)):
         if value is not None and known.fullmatch(value) is None:
-            raise TsaeError(f"{name}={value!r} is no name that the Hub knows", where="push", fix="Give another name.")
+            raise TsaeError(
+                f"{name}={value!r} is not a name that the Hub knows", where="push", fix="Give another name."
+            )
     run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
     partial = partial_name(to)
     with sole_writer(to), writing(to, "Make room, or give another --to-folder."):
@@ -109,7 +111,7 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
             for wanted, write in ((config.dataset, _dataset), (config.space, _space)):
                 if wanted and run is None:
                     raise TsaeError(
-                        "is no run, which has features and a page", where=source, fix="Give a run's folder."
+                        "is not a run, which has features and a page", where=source, fix="Give a run's folder."
                     )
                 if wanted:
                     found.append(write(repo, source, config, partial))
