@@ -417,7 +417,7 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --store {p}/acts --k 9000", "k=9000 exceeds d_sae=4096"),
         ("train --store {t}", "no activation store"),
         ("train --store {p}/acts --site nope", "no site 'nope'"),
-        ("train --store {p}/acts --partner step", "needs the ids of the tokens that end a step"),
+        ("train --store {p}/acts --partner step", "steps need step_ends"),
         ("train --store {p}/acts --tokenizer {p}/series", "--tokenizer and --step-text"),
         ("train --store {p}/acts --step-text ;", "--tokenizer and --step-text"),
         ("train --store {p}/acts --partner step --step-ends 15 --tokenizer {p}/series", "--tokenizer and --step-text"),

@@ -102,15 +102,13 @@ def test_a_series_with_noise_is_not_saved(series: tsae.CheckpointSeries, tmp_pat
     noisy = update_of(series["easy-10"]).noisy(series["easy-10"], 1)
     with pytest.raises(TsaeError, match=r"easy-10\+noise1 has noise in its weights"):
         tsae.CheckpointSeries((series.base, noisy)).save(tmp_path)
-    with pytest.raises(TsaeError, match="has no parameter nowhere"):
-        replace(series.base, noise=Noise((("nowhere", 1.0),))).load_model()
     with pytest.raises(TsaeError, match="belongs to no series"):
         update_of(series.base)
 
 
 def test_weights_that_are_not_the_bases_are_refused_in_one_paragraph(llama: Path, tmp_path: Path) -> None:
     series = of_paths(llama, save_model(tmp_path / "wide", d_model=24), save_model(tmp_path / "qwen3", "qwen3"))
-    said = r"model.embed_tokens.weight has the shape \(20, 24\), expected \(20, 16\)"
+    said = r"model.embed_tokens.weight is stored as .* of the shape \(20, 24\), in .* of the shape \(20, 16\)"
     with pytest.raises(TsaeError, match=rf"(?=.*{llama}).*{tmp_path / 'wide'}.*{said}"):
         update_of(series["wide"])
     with pytest.raises(TsaeError, match=r"its weights are not those of .*: 0 are missing and \d+ new"):

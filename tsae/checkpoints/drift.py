@@ -385,10 +385,10 @@ def update_of(checkpoint: Checkpoint) -> Update:
     updates = _adapter_updates if adapter else _whole_updates
     for name, update in updates(checkpoint, base, before, tied):
         norms[name] = frobenius(update)
+    odd = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+    if odd is not None:
+        raise TsaeError(f"{odd} holds values that are not finite, there or in {base.path}", where=checkpoint.path)
     total = sum(norm**2 for norm in norms.values())
-    if not math.isfinite(total):
-        what = f"its weights, or those of {base.path}, hold values that are not finite"
-        raise TsaeError(what, where=checkpoint.path)
     squared = sum(frobenius(weight) ** 2 for weight in before.values() if weight.is_floating_point())
     return Update(norms, math.sqrt(total / squared) if squared else 0.0)
 
