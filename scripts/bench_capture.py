@@ -47,7 +47,8 @@ from tsae.activations.capture import capture_shard
 from tsae.activations.forward_batches import pad, plan_batches
 from tsae.activations.reading_plan import cut, open_reader
 from tsae.activations.shard import DTYPES, write_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
+from tsae.activations.shards.manifest import KIND, VERSION
+from tsae.base.artefact import write_record
 from tsae.checkpoints.hooks import decoder_blocks, positions
 
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
@@ -306,12 +307,12 @@ def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str, length: in
         ids = np.tile(np.array(record["prompt_ids"] + record["response_ids"]), len(rows))  # type: ignore[operator]
         file = f"base/{number:05d}.h5"
         digest = write_shard(folder / file, {"x": x}, dtype, ids, offsets, rows)
-        shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows), "sha256": digest})
+        shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows), "hash": digest})
     rollouts.write(folder / "rollouts.parquet")
-    write_manifest(
+    write_record(
         folder / "manifest.json",
         {
-            "format": FORMAT,
+            "kind": KIND,
             "version": VERSION,
             "complete": True,
             "dtype": dtype,

@@ -33,8 +33,8 @@ import tyro
 
 import tsae
 from tsae.activations.shard import write_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-from tsae.base.files import sha256
+from tsae.activations.shards.manifest import KIND, VERSION
+from tsae.base.artefact import file_hash, write_record
 from tsae.base.part import Part
 from tsae.features.encode import encode, encode_part
 from tsae.sae.config import SAEConfig
@@ -88,16 +88,16 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
             file, offsets = f"{policy}/{sample:05d}.h5", np.arange(bench.problems + 1) * bench.tokens
             values = torch.from_numpy(x.reshape(-1, bench.d_model))
             digest = write_shard(folder / file, {_SITE: values}, "float16", ids.ravel(), offsets, rows)
-            shards.append({"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "sha256": digest})
+            shards.append({"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "hash": digest})
         run = None if policy == "base" else policy
         readers.append({"id": policy, "run": run, "step": side, "trained_on": None, "weights": None})
         readers[-1]["shards"] = shards
     rollouts = tsae.Rollouts.from_records(records)
     rollouts.write(folder / "rollouts.parquet")
-    facts: dict[str, Any] = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": "float16"}
+    facts: dict[str, Any] = {"kind": KIND, "version": VERSION, "complete": True, "dtype": "float16"}
     facts |= {"special_ids": [], "sites": {_SITE: {"d_model": bench.d_model}}}
     facts |= {"rollouts": rollouts.fingerprint, "readers": readers, "config": {}}
-    write_manifest(folder / "manifest.json", facts)
+    write_record(folder / "manifest.json", facts)
 
 
 def make_sae(folder: Path, store: Path, bench: Bench) -> None:
@@ -158,7 +158,7 @@ def parts(folder: Path) -> dict[str, Any]:
             raise SystemExit(f"part {number} ended with {running.returncode}")
     encode(folder.parent / "sae", folder / "acts", to=to, progress=False)
     names = ("features.h5", "columns.h5", "means.h5", "features.json", "rollouts.parquet")
-    equal = all(sha256(to / name) == sha256(folder / "features" / name) for name in names)
+    equal = all(file_hash(to / name) == file_hash(folder / "features" / name) for name in names)
     return {"parts": {"n": 7, "equal": equal}, "node_loss": {"killed": int(killed), "equal": equal}}
 
 

@@ -31,8 +31,8 @@ import pandas as pd
 import tyro
 
 import tsae
+from tsae.base.artefact import versions
 from tsae.base.files import write_json
-from tsae.base.provenance import versions
 from tsae.checkpoints.drift import Update, update_of
 from tsae.config import DemoConfig
 from tsae.diff.comparisons import Rows, comparisons, shift_comparisons

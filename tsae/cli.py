@@ -17,11 +17,10 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, subcommand
 
-from tsae.base.disk.made_by import record_command, under_way
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.artefact import running_command
+from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
-from tsae.base.remote.mirror import in_words, is_url, local, published, shown, url_of
-from tsae.base.torchrun import first_process
+from tsae.base.remote.mirror import in_words, is_url, local, published, url_of
 from tsae.base.usual_state import usual_state
 from tsae.commands.activations import Capture, StoreCommand
 from tsae.commands.causes import Attribute, Causal, Influence
@@ -32,7 +31,7 @@ from tsae.commands.report import Export, Push, Report, Serve
 from tsae.commands.resource_errors import resource_error
 from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
-from tsae.commands.runs import Claims, Demo, Repair, Run, Verify, Watch
+from tsae.commands.runs import Claims, Demo, Run, Verify, Watch
 from tsae.commands.sae import Crosscoder, Encode, Evaluate, Train, start_as_default
 from tsae.commands.safe_stdio import safe_stdio
 from tsae.commands.spreading import end_with_parent, run_parts, without_spread
@@ -81,7 +80,6 @@ Command = (
     | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
     | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
     | Annotated[Verify, subcommand("verify", prefix_name=False)]
-    | Annotated[Repair, subcommand("repair", prefix_name=False)]
     | Annotated[Completion, subcommand("completion", prefix_name=False)]
 )
 
@@ -121,14 +119,11 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
         return
     to = output(options)
     part = getattr(options, "part", None)
-    recorded = part is None and first_process() and bool(words) and to is not None and shown(to) == str(to)
-    with nullcontext() if to is None else sole_writer(to, None if part is None else Part.of(part)):
-        with under_way(to, without_spread(words)) if to is not None and recorded else nullcontext():
+    with nullcontext() if to is None else output_lock(to, None if part is None else Part.of(part)):
+        with running_command(without_spread(words), to):
             options.execute()
         if to is not None:
             published(to)
-            if recorded:
-                record_command(to, without_spread(words))
 
 
 def _localised(options: Any) -> Any:
@@ -216,7 +211,7 @@ runs them all on the folder of a training run, `tsae watch` on one that goes on,
 `tsae attribute` tells which training samples did it, `tsae causal` tests what a diff found, `tsae explain` labels its
 features, and `tsae claims` tests what the literature says on the run; `tsae credit` and `tsae reformulate` use features
 in training. `tsae drift` needs none of the stages. `tsae push` publishes an SAE. `tsae verify` says whether results are
-whole, and `tsae repair` makes them so.
+whole, and which command makes them again.
 
 Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

@@ -15,7 +15,7 @@ import tsae
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_kinds import other_problems
-from tsae.base.provenance import versions
+from tsae.base.artefact import versions
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig

@@ -16,9 +16,8 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import read_object, reading, write_json
-from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.files import read_object, write_json
+from tsae.base.output_lock import output_lock
 from tsae.causal.findings import Tested
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import token_strings
@@ -173,18 +172,17 @@ def analyse(
 
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
-        with reading(file, "Remove it: it is made again."):
-            evaluation = Evaluation.from_dict(read_sealed(file, "Remove it: it is made again."))
+        evaluation = Evaluation.load(file)
     else:
         evaluation = tsae.evaluate(sae, store)
-        write_json(file, with_checksum(evaluation.as_dict()))
+        evaluation.save(file)
     say(
         "evaluation",
         f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
     )
 
     if encoded(to / "features"):
-        with sole_writer(to / "features"):  # which clears away the lock of one that was killed at its end
+        with output_lock(to / "features"):  # which clears away the lock of one that was killed at its end
             features = tsae.FeatureTable.load(to / "features")
         features.need_sae(sae.fingerprint, sae.config.d_sae)
     else:

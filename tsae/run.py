@@ -25,8 +25,7 @@ from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.readers.find import find_settings, read_settings
 from tsae.attribution.sample_kinds import other_problems
-from tsae.base.files import sha256
-from tsae.base.provenance import versions
+from tsae.base.artefact import file_hash, versions
 from tsae.base.remote.mirror import removed
 from tsae.causal.findings import causal_tests
 from tsae.causal.intervention import folders_of_tests
@@ -202,7 +201,7 @@ def stamp(
         "series": [[c.id, c.path] for c in series],
         "log": [[name_in(log, file), size] for file, size in sizes.items()],
         "versions": versions(),
-        **({CONTENTS: [sha256(file) for file in read if file.is_file()]} if read else {}),
+        **({CONTENTS: [file_hash(file) for file in read if file.is_file()]} if read else {}),
         **({} if kept is None else {"sae": kept}),
     }
 

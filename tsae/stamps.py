@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import partial_name, write_json
-from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.artefact import command_facts, read_record, write_record
+from tsae.base.files import partial_name
 from tsae.errors import TsaeError, public
 
 STAMPS = {"demo.json": "demo", "run.json": "run"}
@@ -33,10 +33,8 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         TsaeError: where the folder holds something else; the message names what differs.
     """
     wanted = public(json.loads(json.dumps(stamp, default=str)))
-    copy = stamp_copy(folder, name)
-    # If the first write was killed, only the temporary file or the copy is there.
-    beginning = {copy.name, *(partial_name(file).name for file in (copy, folder / name))}
-    if folder.is_dir() and any(path.name not in beginning for path in folder.iterdir()):
+    beginning = partial_name(folder / name).name  # all that is there if the first write was killed
+    if folder.is_dir() and any(path.name != beginning for path in folder.iterdir()):
         found = read_stamp(folder, name)
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         before = {key: value for key, value in (found or {}).items() if key != _FOUND}
@@ -65,11 +63,6 @@ def _left_out(less: Mapping[str, Any], more: Mapping[str, Any], key: str, adds: 
     return bool(asked) and less == {**more, key: without}
 
 
-def stamp_copy(folder: Path, name: str) -> Path:
-    """The second copy of a stamp. No other file says the same, so `tsae repair` mends the first copy from this one."""
-    return folder / f".{name}.copy"
-
-
 def read_stamp(folder: Path, name: str) -> dict[str, Any] | None:
     """A stamp that `claim` wrote; None where there is none.
 
@@ -77,13 +70,14 @@ def read_stamp(folder: Path, name: str) -> dict[str, Any] | None:
         TsaeError: where it is damaged.
     """
     file = folder / name
-    return read_sealed(file, f"Mend it: tsae repair {folder}.") if file.is_file() else None
+    if not file.is_file():
+        return None
+    found = read_record(file, "Delete that folder, or give another one with --to.")
+    return {key: value for key, value in found.items() if key not in ("kind", "command", "from")}
 
 
 def _write_stamp(folder: Path, name: str, stamp: Mapping[str, Any]) -> None:
-    content = with_checksum(stamp)
-    write_json(stamp_copy(folder, name), content)
-    write_json(folder / name, content)
+    write_record(folder / name, {"kind": "run", **stamp, **command_facts(folder / name)})
 
 
 def add_found(folder: Path, name: str, found: dict[str, Any]) -> None:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from tsae.activations.recording.repair import changed_checkpoints, rewritten_checkpoints
+from tsae.activations.capture import changed_checkpoints, rewritten_checkpoints
 from tsae.activations.shards.manifest import read_manifest
-from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.files import read_object, write_json
+from tsae.base.output_lock import output_lock
 from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig
@@ -39,11 +39,11 @@ from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
 from tsae.rollouts.logs.readers import grows
 from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, stamp
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import add_found, read_stamp, stamp_copy
+from tsae.stamps import add_found, read_stamp
 
 _NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
 _STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "causal", "report.html")
-_FILES = ("claims.json", "stages.json", stamp_copy(Path(), "run.json").name, "run.json")
+_FILES = ("claims.json", "stages.json", "run.json")
 _FALL = 0.05
 """A fall of a reader's FVE below that of the training that is worth a warning."""
 _NAMED = 3
@@ -132,7 +132,7 @@ class _Watch:
             raise TsaeError("no such folder", where=self.config.path, fix="Give the folder that the trainer writes to.")
         asked = False
         while True:
-            with sole_writer(self.to):
+            with output_lock(self.to):
                 _exchange(self.to)
                 state = self._begun()
                 resumed = state is not None

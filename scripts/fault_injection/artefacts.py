@@ -19,14 +19,14 @@ from organism.mixed import MixedConfig, train
 import tsae
 from fault_injection import process
 from fault_injection.commands import IMPORTS, LOGS, MAKING, SHIPPED, STAGES, Stage, importing
-from tsae.base.files import sha256
+from tsae.base.artefact import file_hash
 from tsae.rollouts.problems import write_problems
 
 _TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% endif %}"
 )
-_NAMING = ("run.json", ".run.json.copy", "stages.json")
+_NAMING = ("run.json", "manifest.json", "claims.json", "evaluation.json", "stages.json")
 """Results that say where the base lies."""
 _ONCE = ("influence", "analysis", "drift")
 """Artefacts of the first run alone: no command reads them beside others."""
@@ -66,7 +66,7 @@ def watched(
 def _outside(here: Path) -> dict[str, str]:
     """Checksums of the files outside of "out", by name."""
     files = (path for path in here.rglob("*") if path.is_file() and here / "out" not in path.parents)
-    return {path.relative_to(here).as_posix(): sha256(path) for path in files}
+    return {path.relative_to(here).as_posix(): file_hash(path) for path in files}
 
 
 def lay_out(stage: Stage, made: Path, here: Path) -> None:
@@ -211,10 +211,10 @@ def results(folder: Path, made: Path) -> dict[str, str]:
         text = path.read_bytes()
         for here in (folder.parent, made):
             text = text.replace(str(here).encode(), b"@")
-        return str(re.sub(rb'"checksum": "[0-9a-f]{64}"', b"", text))
+        return str(re.sub(rb'"checksum": "[0-9a-f]{32}"', b"", text))
 
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: content(path) if path.name in _NAMING else sha256(path) for name, path in files.items()}
+    return {name: content(path) if path.name in _NAMING else file_hash(path) for name, path in files.items()}
 
 
 def unusual_end(ended: subprocess.CompletedProcess[str]) -> str:

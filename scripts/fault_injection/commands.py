@@ -114,7 +114,8 @@ STAGES = (
     Stage("import", "rollouts import mixed --to out/mixed.parquet", "mixed", open=GIVEN),
     Stage("show", "store show acts --json out/show.json", "acts"),
     Stage("check", "store check acts --json out/check.json", "acts"),
-    Stage("repair", "store check out/acts --repair --series series", "out/acts series", begun="acts", compared="*.h5"),
+    Stage("recapture", f"{_CAPTURE} --token-statistics --to out/acts", "out/acts series rollouts.parquet", begun="acts",
+          compared="*.h5"),
     Stage("statistics", "store statistics acts --to out/statistics.parquet", "acts", disturbed=True),
     Stage("evaluate", "evaluate --sae sae --store acts --json out/found.json", "sae acts"),
     Stage("evaluate-more", "evaluate --sae out/sae --store acts --seeds sae-1 --baseline sae-1 --json out/found.json "

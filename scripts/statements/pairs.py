@@ -16,8 +16,8 @@ import torch
 
 import tsae
 from tsae.activations.shard import write_shard
-from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-from tsae.base.files import sha256
+from tsae.activations.shards.manifest import KIND, VERSION
+from tsae.base.artefact import file_hash, write_record
 from tsae.rollouts.table import Rollouts
 
 SITE = "blocks.0.hook_resid_post"
@@ -110,15 +110,15 @@ def paired_store(
             file, x = f"{reader}/{index:05d}.h5", torch.from_numpy(np.concatenate([own[row] for row in rows]))
             write_shard(folder / file, {SITE: x}, "float32", ids, offsets, rows)
             counts = {"n_tokens": int(offsets[-1]), "n_trajectories": len(rows)}
-            shards.append({"file": file, **counts, "sha256": sha256(folder / file)})
+            shards.append({"file": file, **counts, "hash": file_hash(folder / file)})
         run = None if number == 0 else reader
         who = {"id": reader, "run": run, "step": number, "trained_on": None, "weights": None}
         listed.append({**who, "shards": shards})
     rollouts.write(folder / "rollouts.parquet")
     manifest = {
-        "format": FORMAT, "version": VERSION, "complete": True, "dtype": "float32",
+        "kind": KIND, "version": VERSION, "complete": True, "dtype": "float32",
         "sites": {SITE: {"d_model": texts[0].shape[1]}}, "rollouts": rollouts.fingerprint, "special_ids": [],
         "readers": listed, "config": {},
     }  # fmt: skip
-    write_manifest(folder / "manifest.json", manifest)
+    write_record(folder / "manifest.json", manifest)
     return tsae.ActivationStore(folder)

@@ -493,7 +493,7 @@ def test_the_command_line_trains_without_a_store(
     live = ["--live.series", str(series_folder), "--live.rollouts", file]
     rest = ["--to", str(tmp_path / "sae"), "--d-sae", "64", "--k", "4", "--tokens", "600", "--batch-tokens", "100"]
     main(["train", *live, "--live.buffer-tokens", "400", "--live.batch-tokens", "128", "--runs", "easy", *rest])
-    run = json.loads((tmp_path / "sae" / "run.json").read_text())
+    run = json.loads((tmp_path / "sae" / "manifest.json").read_text())
     assert run["inputs"]["capture"]["buffer_tokens"] == 400
     assert run["inputs"]["subset"] == {"runs": ["easy"]}
     assert run["inputs"]["site"] == SITE

@@ -112,7 +112,7 @@ def test_a_training_goes_on_only_with_the_same_subset(
     store, folder = numbered[0], tmp_path / "sae"
     part = store.subset(bands=["hard", "easy"], runs="a")
     tsae.train(part, SMALL, to=folder, training=TRAINING, progress=False)
-    inputs = json.loads((folder / "run.json").read_text())["inputs"]
+    inputs = json.loads((folder / "manifest.json").read_text())["inputs"]
     assert inputs["subset"] == {"runs": ["a"], "bands": ["easy", "hard"]}
     assert list(inputs["readers"]) == ["a-1", "a-2"]
     assert json.loads((folder / "training.json").read_text())["store"]["subset"] == inputs["subset"]
@@ -187,7 +187,7 @@ def test_a_subset_is_encoded_as_in_the_whole(
         a, b = (slice(t.row_offsets[r], t.row_offsets[r + 1]) for t, r in ((part, mine), (whole, i)))
         assert part.token_ids[a].tolist() == whole.token_ids[b].tolist()
         np.testing.assert_allclose(part.codes[a].toarray(), whole.codes[b].toarray(), atol=1e-5)
-    run = json.loads((tmp_path / "features" / "run.json").read_text())
+    run = json.loads((tmp_path / "features" / "manifest.json").read_text())
     assert run["inputs"]["subset"] == {axis: [value] for axis, value in case.items()}
 
 
@@ -214,7 +214,7 @@ def test_the_command_line_takes_the_same_subset_everywhere(banded: ActivationSto
           "--all-problems", *part])  # fmt: skip
     expected = {"runs": ["easy"], "bands": ["easy", "hard"], "outcomes": ["failure"]}
     for stage in ("sae", "features"):
-        assert json.loads((tmp_path / stage / "run.json").read_text())["inputs"]["subset"] == expected
+        assert json.loads((tmp_path / stage / "manifest.json").read_text())["inputs"]["subset"] == expected
     written = json.loads((tmp_path / "e.json").read_text())
     assert written["subset"] == expected
     direct = banded.subset(Subset(runs=("easy",), outcomes=("failure",)))

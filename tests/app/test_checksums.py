@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +10,17 @@ import pytest
 
 from support.builders import synthetic_store
 from support.damage import flip
-from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
-from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.artefact import write_record
 from tsae.errors import TsaeError
 from tsae.rollouts.sampling import Batches, Response
 from tsae.stamps import add_found, claim, read_stamp
 
 
-def test_content_carries_its_checksum(tmp_path: Path) -> None:
-    content = {"a": [1, 0.1, None, "ü\ud800"], "b": {"x": float("nan"), "1": -0.0}}
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps(with_checksum(content)))
-    assert json.dumps(read_sealed(file, "")) == json.dumps(content)
-    whole = file.read_bytes()
-    for place in range(len(whole)):
-        changed = bytearray(whole)
-        changed[place] ^= 1
-        file.write_bytes(changed)
-        with suppress(TsaeError):  # of white space nothing is said
-            assert json.dumps(read_sealed(file, "")) == json.dumps(content)
-    sealed = with_checksum(content)
-    for lost, said in (("checksum", "has no checksum"), ("sealed", "content has changed")):
-        file.write_text(json.dumps({name: value for name, value in sealed.items() if name != lost}))
-        with pytest.raises(TsaeError, match=said):
-            read_sealed(file, "")
-    assert with_checksum(sealed) == sealed
-
-
 def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
     store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
     file = store.path / "manifest.json"
-    write_manifest(file, store.manifest)
+    write_record(file, store.manifest)
     assert ActivationStore(store.path).manifest == store.manifest
     file.write_text(file.read_text().replace('"step": 0', '"step": 7'))
     with pytest.raises(TsaeError, match=r"manifest\.json: is damaged: its content has changed"):

@@ -13,11 +13,9 @@ import tsae
 from support.cli import run
 from support.damage import flip
 from support.results import BANDS, answers, checkpoint, write_run
-from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.artefact import read_record, write_record
 from tsae.claims.run_claims import claims_before
-from tsae.upkeep.kinds import CLAIMS, kind_of_file
-from tsae.upkeep.mend import repair
-from tsae.upkeep.verify import verify
+from tsae.verify import verify
 
 LEVEL = {band: [1, 2, 1, 2, 2, 1, 1, 2, 3, 2] for band in BANDS}
 LOWER = {band: [max(0, k - (i % 5 > 0)) for i, k in enumerate(LEVEL[band])] for band in BANDS}
@@ -38,7 +36,7 @@ def test_a_table_and_what_is_missing(folder: Path, capsys: pytest.CaptureFixture
     assert "c  Lone successes: needs the log of the training's own responses; add it by `tsae run`" in printed
     assert "One training run: problems are the unit" in " ".join(printed.split())
     assert f"wrote {folder / 'claims.json'}" in printed
-    assert len(read_sealed(folder / "claims.json", "")["claims"]) == 26
+    assert len(read_record(folder / "claims.json", "")["claims"]) == 26
     assert str(tsae.Claims.load(folder)).split() == printed.partition("\nwrote ")[0].split()
 
 
@@ -59,7 +57,7 @@ def test_steps_are_checked_by_your_own_function(folder: Path, capsys: pytest.Cap
 
 
 def test_what_a_function_of_yours_found_is_not_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A repair calls it again, and a page that is written anew keeps what it found."""
+    """A page that is written anew keeps what it found."""
     run("claims", folder, "--check", "support.cli:every_step")
     found = tsae.Claims.load(folder)
     assert found is not None
@@ -67,14 +65,12 @@ def test_what_a_function_of_yours_found_is_not_lost(folder: Path, capsys: pytest
     again = tsae.claims_of(folder).with_steps_of(claims_before(folder, tsae.FeatureDiff.load(folder / "diff")))
     assert again == found
     assert "to know which steps" in tsae.claims_of(folder)["p"]["needs"]
-    (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
+    write_record(folder / "run.json", {"kind": "run", "run": {}})
     (folder / "stages.json").write_text(json.dumps({"claims": "Of 26 claims …"}))
     (folder / "claims.json").unlink()
     capsys.readouterr()
-    repair([folder], dry_run=True)
-    assert f"tsae claims {folder} --check support.cli:every_step" in capsys.readouterr().out
-    with pytest.raises(tsae.TsaeError, match=r"runs code of its own \(support.cli:every_step\)"):
-        repair([folder], progress=False)
+    found = {finding.path.name: finding.state for finding in verify([folder], progress=False)}
+    assert found["claims.json"] == "missing"
 
 
 @pytest.mark.parametrize(
@@ -106,13 +102,9 @@ def test_the_report_shows_what_was_kept(folder: Path) -> None:
 def test_damage_is_seen_by_verify(folder: Path) -> None:
     run("claims", folder)
     file = folder / "claims.json"
-    assert kind_of_file(file) is None  # no run's
-    (folder / "run.json").write_text("{}")
-    assert kind_of_file(file) is CLAIMS
-    assert CLAIMS.check(file)
     flip(file, file.stat().st_size // 2)
-    with pytest.raises(tsae.TsaeError):
-        CLAIMS.check(file)
+    (finding,) = verify([file], progress=False)
+    assert (finding.kind, finding.state) == ("claims", "damaged")
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -134,7 +126,7 @@ def other_run(file: Path) -> None:
 @pytest.mark.parametrize("how", [*DAMAGES, "other"])
 def test_damaged_claims_are_refused_and_named(how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("claims", folder)
-    (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
+    write_record(folder / "run.json", {"kind": "run", "run": {}})
     file = folder / "claims.json"
     DAMAGES.get(how, other_run)(file)
     capsys.readouterr()
@@ -145,8 +137,10 @@ def test_damaged_claims_are_refused_and_named(how: str, folder: Path, capsys: py
     assert "claims.json" in said
     assert "tsae claims RUN" in said
     assert not (folder / "page.html").exists()
-    found = {finding.artefact.path.name: finding for finding in verify([folder], progress=False)}
-    assert found["claims.json"].state == {"other": "outdated", "link": "missing"}.get(how, "damaged")
+    found = {finding.path.name: finding for finding in verify([folder], progress=False)}
+    assert found["claims.json"].state == {"other": "outdated", "link": "missing", "folder": "missing"}.get(
+        how, "damaged"
+    )
 
 
 def test_claims_of_another_sae_are_refused(folder: Path) -> None:
@@ -168,10 +162,10 @@ def test_claims_take_no_folders_place(folder: Path, capsys: pytest.CaptureFixtur
 
 def test_a_run_without_its_claims_is_said_to_lack_them(folder: Path) -> None:
     """But not one of before there were claims."""
-    (folder / "run.json").write_text(json.dumps(with_checksum({"run": {}})))
+    write_record(folder / "run.json", {"kind": "run", "run": {}})
 
     def found() -> dict[str, str]:
-        return {finding.artefact.path.name: finding.state for finding in verify([folder], progress=False)}
+        return {finding.path.name: finding.state for finding in verify([folder], progress=False)}
 
     assert "claims.json" not in found()
     (folder / "stages.json").write_text(json.dumps({"claims": "Of 26 claims …"}))

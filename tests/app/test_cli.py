@@ -147,7 +147,7 @@ def test_every_stage_wrote_what_the_next_reads(pipeline: Path) -> None:
     assert set(diff.features.responds_to) <= {"digit", "other", "prompt", "never active", "rare tokens"}
     assert (diff.table(kind="shift", part="total", band="all", outcome="all").q <= 0.05).any()
     for folder in ("acts", "sae", "features"):
-        record = json.loads((pipeline / folder / "run.json").read_text())
+        record = json.loads((pipeline / folder / "manifest.json").read_text())
         assert record["versions"]["torch"] == torch.__version__
     assert not list(pipeline.rglob("*.tmp"))
     page = (pipeline / "report.html").read_text(encoding="utf-8")
@@ -422,12 +422,12 @@ def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --store {p}/acts --step-text ;", "--tokenizer and --step-text"),
         ("train --store {p}/acts --partner step --step-ends 15 --tokenizer {p}/series", "--tokenizer and --step-text"),
         ("train --store {p}/acts --partner step --tokenizer {p}/series", r"no token whose text contains '\n'"),
-        ("encode --sae {t} --store {p}/acts", "holds no config.json"),
-        ("diff --features {t}", "holds no features.json"),
+        ("encode --sae {t} --store {p}/acts", "holds no complete SAE"),
+        ("diff --features {t}", "holds no complete features"),
         ("diff --features {p}/features --annotator no:f", "annotator"),
         ("diff --features {p}/features --q 2.0", "q=2.0"),
         ("diff --features {p}/features --bands trivial", "no problem is in the band 'trivial'"),
-        ("report --diff {t}", "holds no diff.json"),
+        ("report --diff {t}", "holds no complete diff"),
         ("capture --series {t}/none --rollouts r", "no such folder"),
         ("rollouts bands --rollouts {p}/raw.parquet --easy 1.0 --hard 0.0", "no problem falls into the band"),
     ],

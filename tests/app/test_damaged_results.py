@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 
 from support.builders import make_rollouts
-from support.damage import resealed
 from support.planted import planted, small_credit
 from support.results import make_attribution
 from tsae.attribution.attribution import Attribution
+from tsae.base.artefact import MANIFEST, write_artefact
 from tsae.base.files import read_object, reading
-from tsae.base.seal import SEAL, seal, write_sealed
-from tsae.causal.intervention import Intervention
+from tsae.causal.intervention import CAUSAL, Intervention
+from tsae.commands.diff import REINFORCEMENT
 from tsae.commands.report import Report
 from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import FeatureDiff, feature_diff
@@ -83,24 +83,14 @@ def damages(file: Path) -> dict[str, Callable[[], Any]]:
 
 
 DAMAGES = ("empty", "cut", "zeros", "no text", "a list", "other object", "a folder", "gone")
-CASES = [(*file, damage, True) for file in FILES for damage in DAMAGES]
-# Where the seal was made of the damaged file, its content alone is refused; other bytes remain unseen.
-CASES += [
-    (kind, name, damage, False)
-    for kind, name, damage, _ in CASES
-    if damage not in ("zeros", "other object", "a folder", "gone")
-]
+CASES = [(*file, damage) for file in FILES for damage in DAMAGES]
 
 
-@pytest.mark.parametrize(("kind", "name", "damage", "sealed"), CASES)
-def test_what_is_damaged_is_refused(
-    kind: str, name: str, damage: str, sealed: bool, results: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "name", "damage"), CASES)
+def test_what_is_damaged_is_refused(kind: str, name: str, damage: str, results: Path, tmp_path: Path) -> None:
     shutil.copytree(results / kind, folder := tmp_path / kind)
     LOADERS[kind](folder)
     damages(folder / name)[damage]()
-    if not sealed:
-        resealed(folder)
     with pytest.raises(TsaeError) as refused:
         LOADERS[kind](folder)
     assert name in str(refused.value)
@@ -108,10 +98,10 @@ def test_what_is_damaged_is_refused(
 
 
 @pytest.mark.parametrize("kind", list(LOADERS))
-def test_a_seal_that_is_lost_is_missed(kind: str, results: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_is_lost_is_missed(kind: str, results: Path, tmp_path: Path) -> None:
     shutil.copytree(results / kind, folder := tmp_path / kind)
-    (folder / SEAL).unlink()
-    with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
+    (folder / MANIFEST).unlink()
+    with pytest.raises(TsaeError, match=r"manifest\.json is missing"):
         LOADERS[kind](folder)
 
 
@@ -119,7 +109,7 @@ def test_a_table_that_came_later_is_no_part_of_a_diff(results: Path, tmp_path: P
     """Another diff's table in the folder would become a section of the page."""
     shutil.copytree(results / "diff", folder := tmp_path / "diff")
     pd.DataFrame({"checkpoint": ["x"]}).to_parquet(folder / "dynamics.parquet")
-    with pytest.raises(TsaeError, match=r"holds dynamics\.parquet, which was not written with the rest"):
+    with pytest.raises(TsaeError, match=r"holds dynamics\.parquet, which is not of this artefact"):
         FeatureDiff.load(folder)
 
 
@@ -136,10 +126,14 @@ def test_rollouts_with_damaged_metadata(tmp_path: Path) -> None:
         read_outline(tmp_path / "rollouts.parquet")
 
 
+def pushed_folder(folder: Path, content: dict[str, str]) -> None:
+    write_artefact(folder, REINFORCEMENT, content, there=["reinforcement.parquet", "predicted.parquet"])
+
+
 def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> None:
     for name in ("reinforcement", "predicted"):
         (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
-    write_sealed(tmp_path, "reinforcement.json", {}, ["reinforcement.parquet", "predicted.parquet"])
+    pushed_folder(tmp_path, {})
     options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
     with pytest.raises(TsaeError, match="cannot be read"):
         options.execute()
@@ -160,32 +154,33 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
     for name in ("reinforcement", "predicted"):
         (pushed / f"{name}.parquet").parent.mkdir(exist_ok=True)
         pd.DataFrame({"a": [1]}).to_parquet(pushed / f"{name}.parquet")
-    write_sealed(pushed, "reinforcement.json", {"labels": "others"}, ["reinforcement.parquet", "predicted.parquet"])
+    pushed_folder(pushed, {"labels": "others"})
     with pytest.raises(TsaeError, match="is of other labels than the diff"):
         replace(options, features=None, reinforcement=pushed).execute()
-    write_sealed(pushed, "reinforcement.json", {}, ["reinforcement.parquet", "predicted.parquet"])
-    (pushed / SEAL).unlink()
-    with pytest.raises(TsaeError, match=r"its checksums\.json is missing"):
+    pushed_folder(pushed, {})
+    (pushed / MANIFEST).unlink()
+    with pytest.raises(TsaeError, match=r"manifest\.json is missing"):
         replace(options, features=None, reinforcement=pushed).execute()
-    write_sealed(pushed, "reinforcement.json", {"rollouts": "others"}, ["reinforcement.parquet", "predicted.parquet"])
+    pushed_folder(pushed, {"rollouts": "others"})
     with pytest.raises(TsaeError, match="is of other rollouts than the diff"):
         replace(options, features=None, reinforcement=pushed).execute()
 
 
-_CAUSAL = ("causal.json", "outcomes.parquet", "rollouts.parquet")
+def closed(folder: Path) -> None:
+    write_artefact(folder, CAUSAL, None, there=["causal.json", "outcomes.parquet", "rollouts.parquet"])
 
 
 def test_a_causal_test_of_nothing(tmp_path: Path) -> None:
     make_rollouts(n_problems=2).write(tmp_path / "rollouts.parquet")
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "outcomes.parquet")
-    for content, said in (("[]", "expected an object"), ("{}", "no causal test's"), ("{", "cannot be read")):
+    for content, said in (("[]", "expected an object"), ("{", "cannot be read")):
         (tmp_path / "causal.json").write_text(content)
-        seal(tmp_path, _CAUSAL)
+        closed(tmp_path)
         with pytest.raises(TsaeError, match=said):
             Intervention.load(tmp_path)
     (tmp_path / "causal.json").write_text('{"record": {"a": 1}}')
     (tmp_path / "outcomes.parquet").write_bytes(b"")
-    seal(tmp_path, _CAUSAL)
+    closed(tmp_path)
     with pytest.raises(TsaeError, match=r"outcomes\.parquet: cannot be read"):
         Intervention.load(tmp_path)
 

@@ -17,12 +17,10 @@ import pytest
 
 import tsae.commands
 from support.builders import make_rollouts
-from tsae.base.disk.made_by import command_file, record_command
-from tsae.base.files import write_json
+from tsae.base.artefact import MANIFEST, Kind, running_command, write_artefact
 from tsae.cli import main, parse
 from tsae.commands.causes import Influence
-from tsae.commands.diff import Diff, Drift, Reinforcement
-from tsae.commands.outputs import FILES, MARKS, WRITES, check_outputs
+from tsae.commands.outputs import FILES, KINDS, check_outputs
 from tsae.commands.report import Report
 from tsae.commands.rollouts import Bands
 from tsae.errors import TsaeError
@@ -52,10 +50,10 @@ def rollouts(tmp_path: Path) -> Path:
         ("demo --to notes.txt", "is a file, and a folder is to be written"),
         ("export --sae sae --to notes.txt", "is a file, and a folder is to be written"),
         ("encode --sae sae --store folder --to folder", r"is an input too \(--store\)"),
-        ("encode --sae sae --live.series a --live.rollouts b --to store", r"another command \(manifest\.json\)"),
-        ("diff --features features --to store", r"holds the results of another command \(manifest\.json\)"),
-        ("export --sae sae --to store", r"holds the results of another command \(manifest\.json\)"),
-        ("run folder --to demo", r"holds the results of another command \(demo\.json\)"),
+        ("encode --sae sae --live.series a --live.rollouts b --to store", r"another command \(store\)"),
+        ("diff --features features --to store", r"holds the results of another command \(store\)"),
+        ("export --sae sae --to store", r"holds the results of another command \(store\)"),
+        ("diff --features features --to demo", r"holds the results of another command \(run\)"),
         ("attribute folder --to out --json notes.txt", "no file with JSON results"),
         ("diff --features features --to out --markdown notes.txt", "no file with a Markdown table of tsae"),
         ("diff --features features --to out --markdown folder", "is a folder, and a file is to be written"),
@@ -85,9 +83,9 @@ def test_what_others_wrote_is_left_alone(
     folder = rollouts.parent
     monkeypatch.chdir(folder)
     (folder / "folder").mkdir()
-    for place, name in (("store", "manifest.json"), ("demo", "demo.json")):
-        (folder / place).mkdir()
-        (folder / place / name).write_text("{}")
+    write_artefact(folder / "store", Kind("store", 1, "", ""), None)
+    (folder / "demo").mkdir()
+    (folder / "demo" / "demo.json").write_text("{}")
     (folder / "notes.txt").write_text("precious")
     os.mkfifo(folder / "pipe")
     (folder / "precious.html").write_text("<!DOCTYPE html><p>mine")
@@ -117,16 +115,7 @@ def test_a_command_may_write_its_own_output_again(
     assert json.loads(Path("found.json").read_text())
     Path("empty.parquet").touch()  # nothing is lost
     main(["rollouts", "bands", "--rollouts", "rollouts.parquet", "--to", "empty.parquet"])
-    assert Path("empty.parquet").read_bytes() == Path("banded.parquet").read_bytes()
-
-
-def test_a_folder_with_a_commands_own_results_may_hold_others_too(tmp_path: Path) -> None:
-    for name in ("diff.json", "reinforcement.json"):
-        (tmp_path / name).write_text('{"sealed": true}')
-    check_outputs(Diff(features=tmp_path / "features", to=tmp_path))
-    check_outputs(Reinforcement(features=tmp_path / "features", to=tmp_path))
-    with pytest.raises(TsaeError, match=r"holds the results of another command \(diff\.json\)"):
-        check_outputs(Drift(series=("series",), to=tmp_path))
+    assert pd.read_parquet("empty.parquet").equals(pd.read_parquet("banded.parquet"))
 
 
 IMPORT = "rollouts import log --to"
@@ -160,9 +149,8 @@ def test_rollouts_of_a_later_command_stay(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     table = pa.table({"a": [1]})
-    write_table(Path("out.parquet"), table.schema, [table], {key: {} for key in info})
-    if recorded is not None:
-        record_command(Path("out.parquet"), [*recorded.split(), "out.parquet"])
+    with running_command([] if recorded is None else [*recorded.split(), "out.parquet"], Path("out.parquet")):
+        write_table(Path("out.parquet"), table.schema, [table], {key: {} for key in info})
     if allowed:
         checked(f"{command} out.parquet")
     else:
@@ -190,48 +178,22 @@ def checked(command: str) -> None:
     check_outputs(getattr(options, "command", options))
 
 
-def test_files_of_others_in_a_folder_stay(rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(rollouts.parent)
-    assert set(FOLDERS) == set(WRITES)
-    for name, command in FOLDERS.items():
-        for file in WRITES[name]:
-            own = Path("own")
-            own.mkdir()
-            (own / file).write_text('{"mine": 1}')
-            with pytest.raises(TsaeError, match=r"did not write|the results of another command") as refused:
-                checked(command)
-            assert file in str(refused.value)
-            record_command(own, ["rollouts", "bands", "--to", "own"])  # of another command
-            with pytest.raises(TsaeError):
-                checked(command)
-            record_command(own, command.split())
-            checked(command)
-            shutil.rmtree(own)
-            command_file(own).unlink()
-
-
-def test_files_in_a_folder_are_known_by_its_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", list(FOLDERS))
+def test_a_folder_is_known_by_its_manifest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in FOLDERS.keys() - {"Drift", "Difficulty"}:
-        own = Path(name)
-        own.mkdir()
-        command = FOLDERS[name].replace("own", name)
-        mark, *others = WRITES[name]
-        (own / others[0]).write_text("damaged since")
-        write_json(own / "checksums.json", {"sha256": dict.fromkeys((mark, MARKS[name], others[0]), "0")})
-        checked(command)  # a kill left it without the file that completes it
-        record_command(own, command.split())
-        (own / WRITES[name][-1]).write_text("mine")
-        if len(others) > 1:
-            with pytest.raises(TsaeError, match=rf"holds {WRITES[name][-1]}, which `tsae .*{name.lower()}` did not"):
-                checked(command)
-        (own / "checksums.json").write_text("{}")
-        with pytest.raises(TsaeError, match="is no list of checksums"):
-            checked(command)
-        (own / "checksums.json").unlink()
-        command_file(own).unlink()
-        (own / mark).write_text('{"sealed": true}')
-        checked(command)
+    own = Path("own")
+    own.mkdir()
+    checked(FOLDERS[name])
+    (own / "notes.txt").write_text("mine")
+    with pytest.raises(TsaeError, match=rf"holds notes\.txt, which `tsae .*{name.lower()}` did not write"):
+        checked(FOLDERS[name])
+    write_artefact(own, Kind(KINDS[name], 1, "", ""), None)
+    checked(FOLDERS[name])
+    (own / MANIFEST).rename(own / f".{MANIFEST}.tsae.tmp")  # killed just before the end
+    checked(FOLDERS[name])
+    write_artefact(own, Kind("other", 1, "", ""), None)
+    with pytest.raises(TsaeError, match=r"holds the results of another command \(other\)"):
+        checked(FOLDERS[name])
 
 
 def test_an_encoding_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,38 +204,6 @@ def test_an_encoding_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytes
         checked(FOLDERS["Encode"])
     Path("own/pieces/encoding.json").write_text("{}")
     checked(FOLDERS["Encode"])
-
-
-def test_a_folder_is_known_before_its_files_are_written(rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drift and difficulty have no seal: after a kill, the record of the command tells whose the files are."""
-    monkeypatch.chdir(rollouts.parent)
-    command = ["rollouts", "difficulty", "--rollouts", "rollouts.parquet", "--n-draws", "100", "--to", "own"]
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("tsae.rollouts.difficulty.Difficulty.to_html", killed)
-        with pytest.raises(SystemExit):
-            main(command)
-    assert (Path("own") / "rates.parquet").is_file()
-    assert not (Path("own") / "difficulty.json").exists()
-    main(command)
-    command_file(Path("own")).unlink()  # moved, or written by Python code: the results themselves tell
-    main(command)
-
-
-@pytest.mark.parametrize("name", ["rates.parquet", "groups.parquet"])
-def test_an_input_in_the_folder_that_is_written_stays(
-    name: str, rollouts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(rollouts.parent)
-    Path("own").mkdir()
-    command = f"rollouts difficulty --rollouts own/{name} --to own"
-    record_command(Path("own"), command.split())
-    shutil.copy(rollouts, f"own/{name}")
-    with pytest.raises(TsaeError, match=rf"--to own/{name}: is an input too \(--rollouts\)"):
-        checked(command)
 
 
 def test_a_damaged_output_of_ours_can_be_replaced(rollouts: Path) -> None:
@@ -296,9 +226,9 @@ def test_every_output_is_known_to_be_a_file_or_a_folder() -> None:
                 source = Path(str(module.__file__)).read_text().split(f"class {name}")[1].split("    to: Path")[1]
                 help_text = source.split('"""')[1].lower()
                 assert ("folder" in help_text.split(";")[0]) != (name in FILES), (name, help_text)
-                assert name not in FILES or name not in MARKS
-                missing += [] if name in FILES or name in MARKS else [name]
+                assert name not in FILES or name not in KINDS
+                missing += [] if name in FILES or name in KINDS else [name]
                 seen += 1
     assert seen > 15
-    assert missing == ["Export"]  # It looks at what it replaces itself.
+    assert missing == []
     assert Influence.__name__ not in FILES

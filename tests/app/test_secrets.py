@@ -10,8 +10,7 @@ import pytest
 
 import tsae
 from support.builders import make_rollouts
-from tsae.base.provenance import write_run
-from tsae.base.seal import read_sealed
+from tsae.base.artefact import read_record, write_record
 from tsae.cli import main
 from tsae.errors import TsaeError, public, without_secrets
 from tsae.stamps import claim
@@ -60,12 +59,12 @@ def test_what_is_hidden_and_what_is_not(text: str, shown: str, monkeypatch: pyte
 def test_files_that_say_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
     told = {"url": f"s3://user:{SECRET}@h/a", "options": {"secret": KEY, KEY: (KEY,)}, "seed": 3, "path": Path("a")}
-    found = json.loads(write_run(tmp_path, "stage", told, {}).read_text())
+    found = json.loads(write_record(tmp_path / "a.json", {"config": told}).read_text())
     hidden = {"url": "s3://***@h/a", "options": {"secret": "***", "***": ["***"]}, "seed": 3, "path": "a"}
     assert found["config"] == hidden
     for _ in range(2):  # and the same again is the same
         claim(tmp_path / "run", "run.json", told, "a run")
-    assert read_sealed(tmp_path / "run" / "run.json", "") == hidden
+    assert read_record(tmp_path / "run" / "run.json", "") == {"kind": "run", **hidden}
 
 
 def test_stages_at_an_address_with_a_password(

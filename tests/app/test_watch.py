@@ -19,12 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 import tsae
 from support.builders import make_rollouts
-from support.damage import flip
 from tsae.activations import capture as capturing
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reading_plan import beginnings, cut
-from tsae.base.files import write_json
-from tsae.base.seal import with_checksum
+from tsae.base.artefact import write_record
 from tsae.checkpoints.weight_files import unfinished
 from tsae.cli import main
 from tsae.config import RunConfig, WatchConfig
@@ -36,9 +34,8 @@ from tsae.rollouts.fresh_rollouts import draw_problems
 from tsae.rollouts.importing import check_grown
 from tsae.rollouts.logs.log_files import StableFiles
 from tsae.run import Grown, analyze_run, analyze_state
-from tsae.stamps import read_stamp, stamp_copy
-from tsae.upkeep.mend import repair
-from tsae.upkeep.verify import verify
+from tsae.stamps import read_stamp
+from tsae.verify import verify
 from tsae.watching import watch
 
 SHIPPED = tsae.testbed.series_path()
@@ -169,16 +166,6 @@ def test_an_update_equals_one_analysis_of_the_training(
 
 
 @pytest.mark.slow
-def test_what_is_lost_is_made_again(followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path) -> None:
-    out = Path(shutil.copytree(followed[0].config.to, tmp_path / "out"))
-    before = contents(out)
-    shutil.rmtree(out / "diff")
-    flip(out / "features" / "columns.h5", 5000)
-    assert all(finding.ok for finding in repair([out], say=lambda _: None, progress=False))
-    assert contents(out) == before
-
-
-@pytest.mark.slow
 def test_a_published_sae_reads_every_update(
     followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
 ) -> None:
@@ -215,8 +202,7 @@ def test_what_is_not_the_same_training_is_refused(
     told = json.dumps(read_stamp(tmp_path / "out", "run.json")).replace(
         str(followed[0].config.path.parent), str(tmp_path)
     )
-    for file in (tmp_path / "out" / "run.json", stamp_copy(tmp_path / "out", "run.json")):
-        write_json(file, with_checksum(json.loads(told)))
+    write_record(tmp_path / "out" / "run.json", {"kind": "run", **json.loads(told)})
     before = contents(training.config.to)
 
     def look(config: RunConfig) -> None:

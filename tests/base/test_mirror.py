@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tsae.base.artefact import MANIFEST, Kind, write_artefact
 from tsae.base.remote import mirror
 from tsae.base.remote.index import Index
 from tsae.base.remote.mirror import (
@@ -27,7 +28,6 @@ from tsae.base.remote.mirror import (
     there,
     url_of,
 )
-from tsae.base.seal import SEAL, write_whole
 from tsae.errors import TsaeError
 
 
@@ -249,28 +249,33 @@ def test_an_empty_limit_is_the_usual_one(remote: Any, monkeypatch: pytest.Monkey
     assert all(path.is_file() for path in [needed(local("memory://a") / "r" / f"{i:05d}.h5") for i in range(2)])
 
 
+DIFF = Kind("diff", 1, "diff.json", "")
+
+
 def test_a_file_that_a_result_no_longer_has_goes_from_the_url(remote: Any) -> None:
     """Else it stays there beside checksums that do not name it, and nobody can read the folder."""
     folder = local("memory://out/diff")
     write = {"a.txt": lambda path: path.write_bytes(b"a"), "b.txt": lambda path: path.write_bytes(b"b")}
-    published(write_whole(folder, "diff.json", {}, write))
-    assert sorted(remote.find("/out/diff")) == [f"/out/diff/{name}" for name in ("a.txt", "b.txt", SEAL, "diff.json")]
-    published(write_whole(folder, "diff.json", {}, {**write, "b.txt": None}))
-    assert sorted(remote.find("/out/diff")) == [f"/out/diff/{name}" for name in ("a.txt", SEAL, "diff.json")]
+    published(write_artefact(folder, DIFF, {}, write))
+    assert sorted(remote.find("/out/diff")) == [
+        f"/out/diff/{name}" for name in ("a.txt", "b.txt", "diff.json", MANIFEST)
+    ]
+    published(write_artefact(folder, DIFF, {}, {"a.txt": write["a.txt"]}))
+    assert sorted(remote.find("/out/diff")) == [f"/out/diff/{name}" for name in ("a.txt", "diff.json", MANIFEST)]
 
 
 def test_a_result_stays_whole_here_where_the_url_refuses(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = local("memory://out/diff")
     write = {"b.txt": lambda path: path.write_bytes(b"b")}
-    published(write_whole(folder, "diff.json", {"n": 1}, write))
+    published(write_artefact(folder, DIFF, {"n": 1}, write))
 
     def fails(*_: object) -> None:
         raise PermissionError("The provided token has expired.")
 
     monkeypatch.setattr(type(remote), "rm_file", fails)
     with pytest.raises(TsaeError, match=r"memory://out/diff: cannot be written to \(The provided token"):
-        write_whole(folder, "diff.json", {"n": 2}, {"b.txt": None})
-    assert sorted(path.name for path in folder.iterdir()) == [SEAL, "diff.json"]
+        write_artefact(folder, DIFF, {"n": 2})
+    assert sorted(path.name for path in folder.iterdir()) == ["diff.json", MANIFEST]
 
 
 def test_what_is_only_for_now_lies_outside_of_a_mirror(remote: Any, tmp_path: Path) -> None:

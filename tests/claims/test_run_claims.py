@@ -19,7 +19,7 @@ from support.builders import synthetic_store
 from support.cli import run as cli
 from support.damage import flip
 from support.results import BANDS, TARGETS, answer, answers, checkpoint, make_attribution, write_run
-from tsae.base.seal import seal
+from tsae.base.artefact import Kind, write_artefact
 from tsae.causal.intervention import folders_of_tests
 from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.judging import between
@@ -587,9 +587,9 @@ def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
         claims_of(folder, ["a"])
 
 
-def test_what_a_repair_keeps_is_no_causal_test(tmp_path: Path) -> None:
+def test_files_and_hidden_folders_are_no_causal_tests(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN)
-    for name in ("one", "one.before-repair", "one.damaged-2", ".two.damaged", "two"):
+    for name in ("one", ".hidden", "two"):
         (folder / "causal" / name).mkdir(parents=True)
     (folder / "causal" / "notes.txt").write_text("mine")
     assert [test.name for test in folders_of_tests(folder)] == ["one", "two"]
@@ -622,11 +622,10 @@ def test_a_piece_that_was_there_is_no_missing_one(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN, log=answers("base", LEVEL, step=1))
     make_attribution().save(folder / "attribution")
     synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
-    (folder / "activations" / "run.json").write_text("{}")
     for name in ("features/features.json", "causal/one/causal.json"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("{}")
-        seal((folder / name).parent, [Path(name).name])
+        write_artefact((folder / name).parent, Kind("of any", 1, "", ""), None, there=[Path(name).name])
     (folder / "steps").mkdir()
     (folder / "run.json").write_text("{}")
     lost = {

@@ -26,7 +26,6 @@ from tsae.diff.explain import Explanations, balanced_accuracy, explain
 from tsae.diff.label_contexts import Contexts
 from tsae.diff.llm_labeller import ANSWERS, LONGEST, _content, _read, read_label, read_verdicts
 from tsae.errors import TsaeError
-from tsae.upkeep.kinds import kind_of_folder
 
 WORDS = [f" {letter}{letter}" for letter in "abcdefghijklmnopq"]
 CONFIG = ExplainConfig(choose=(0, 1, 2, 3), before=3, after=2, strongest=6, seed=3)
@@ -446,9 +445,6 @@ def test_the_command_labels_a_run_and_says_what_is_missing(
     assert "asks scripted for 2 labels" in err
     found = Explanations.load(tmp_path / "explanations")
     assert (found.info["labeller"], found.info["by_model"]) == ("scripted", True)
-    check = kind_of_folder(tmp_path / "explanations")
-    assert check is not None
-    assert check.name == "explanations"
     with pytest.raises(SystemExit):
         main([*words, "--server.model", "m"])
     assert "tsae: --server.url: is missing" in capsys.readouterr().err

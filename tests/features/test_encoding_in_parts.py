@@ -188,7 +188,7 @@ def test_pieces_of_another_store_are_refused(sae: TemporalSAE, shards: Activatio
     """Of the same rollouts, read by other checkpoints or cut elsewhere; and pieces that nothing says are of what."""
     encode_part(sae, shards, to=tmp_path, part=Part(0, 2), progress=False)
     other = ActivationStore(shutil.copytree(shards.path, tmp_path / "other"))
-    other.manifest["readers"][1]["shards"][0]["sha256"] = "0" * 64
+    other.manifest["readers"][1]["shards"][0]["hash"] = "0" * 64
     with pytest.raises(TsaeError, match="pieces of another encoding: shards differ"):
         encode(sae, other, to=tmp_path, progress=False)
     (tmp_path / "pieces" / "encoding.json").unlink()

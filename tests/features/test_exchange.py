@@ -348,7 +348,9 @@ def test_the_command_exports_and_refuses_folders_with_something_in_them(
 
     def export(to: str, *more: str) -> list[str]:
         main([*given, "--to", str(tmp_path / to), *more])
-        return sorted(str(path.relative_to(tmp_path / to)) for path in (tmp_path / to).rglob("*") if path.is_file())
+        found = sorted(str(path.relative_to(tmp_path / to)) for path in (tmp_path / to).rglob("*") if path.is_file())
+        assert found.count("manifest.json") == 1
+        return [name for name in found if name != "manifest.json"]
 
     assert export("delphi", "--format", "delphi", "--model", "m", "--context", "8")[-1] == "layers.1/config.json"
     assert len(export("np", "--format", "neuronpedia", "--model", "m", "--creator", "u", "--choose", "2")) == 3

@@ -179,7 +179,7 @@ def test_damaged_tables_are_refused(table: FeatureTable, tmp_path: Path) -> None
     for name in ("features.json", "features.h5", "rollouts.parquet"):
         folder = Path(shutil.copytree(source, tmp_path / f"without-{name}"))
         (folder / name).unlink()
-        with pytest.raises(TsaeError, match=f"holds no {name}"):
+        with pytest.raises(TsaeError, match=f"{name} is missing"):
             FeatureTable.load(folder)
         (folder / name).write_bytes((source / name).read_bytes()[:-1] + b"?")
         with pytest.raises(TsaeError, match=f"{re.escape(name)} is damaged: its bytes have changed"):

@@ -19,12 +19,12 @@ import tsae
 from support.cli import SITE, run
 from support.damage import resealed
 from support.servers import TOKEN, Hub
+from tsae.base.artefact import read_record, write_record
 from tsae.base.files import partial_name, write_json
-from tsae.base.seal import sealed_names, with_checksum
 from tsae.errors import TsaeError
 from tsae.report.hub.push import prepare, upload
 from tsae.sae.quality.stability import Stability
-from tsae.upkeep.verify import verify
+from tsae.verify import verify
 
 # huggingface_hub gives its HTTP client a file as it should not.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
@@ -37,14 +37,14 @@ def analysis(store: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     training = tsae.TrainingConfig(tokens=4000, batch_tokens=200, site=SITE)
     sae = tsae.train(store, tsae.SAEConfig(d_sae=32, k=4), to=folder / "sae", training=training, progress=False)
     evaluation = tsae.evaluate(sae, store, held_out=None)
-    write_json(folder / "evaluation" / "evaluation.json", with_checksum(evaluation.as_dict()))
+    evaluation.save(folder / "evaluation" / "evaluation.json")
     features = tsae.encode(folder / "sae", store, to=folder / "features", progress=False)
     config = tsae.DiffConfig(n_bootstrap=100, n_permutations=100)
     diff = tsae.feature_diff(features, config, progress=False)
     diff.save(folder / "diff")
     (folder / "report.html").write_text("<!doctype html><title>The page</title>")
-    stamp = with_checksum({"run": {}, "series": [["base", "org/base-model"], ["easy-10", "/here/easy-10"]]})
-    write_json(folder / "run.json", stamp)
+    series = [["base", "org/base-model"], ["easy-10", "/here/easy-10"]]
+    write_record(folder / "run.json", {"kind": "run", "run": {}, "series": series})
     return folder
 
 
@@ -77,9 +77,9 @@ def test_what_is_pushed_is_what_the_folder_holds_and_comes_back(
     assert str(analysis.parent).encode() not in written
     # Everything of ours among it is whole.
     found = verify([tmp_path / "files"], progress=False)
-    assert {finding.artefact.kind.name for finding in found} == {"SAE", "features", "diff"}
+    assert {finding.kind for finding in found} == {"SAE", "features", "diff"}
     assert all(finding.ok for finding in found)
-    assert "evaluation.json" in sealed_names(tmp_path / "files" / "model")
+    assert "evaluation.json" in read_record(tmp_path / "files" / "model" / "manifest.json", "")["files"]
     sae = tsae.load_sae("org/name")
     mine = tsae.load_sae(analysis / "sae")
     assert (sae.fingerprint, sae.config, sae.norm_limit) == (mine.fingerprint, mine.config, mine.norm_limit)
@@ -202,10 +202,10 @@ def test_only_what_belongs_there_is_published(analysis: Path, tmp_path: Path) ->
     (whole / "diff" / "home").symlink_to(tmp_path)
     prepare("org/name", whole, tmp_path / "files", config)
     assert not [file for file in (tmp_path / "files").rglob("*") if file.is_symlink() or b"PRIVATE" in read(file)]
-    held = {part: sealed_names(whole / part) for part in ("features", "diff")}
+    held = {part: read_record(whole / part / "manifest.json", "")["files"] for part in ("features", "diff")}
     for part, names in held.items():
         there = sorted(file.name for file in (tmp_path / "files" / "dataset" / part).iterdir())
-        assert there == sorted([*names, "checksums.json"])
+        assert there == sorted([*names, "manifest.json"])
     for name, said in (("report.html", "is a link"), ("diff/shifts.parquet", "is a link")):
         linked = shutil.copytree(analysis, tmp_path / said / name.replace("/", "-"))
         shutil.move(linked / name, tmp_path / "elsewhere")
@@ -265,9 +265,11 @@ def test_strange_content_is_one_paragraph(analysis: Path, tmp_path: Path, name: 
     told = json.loads((whole / name).read_text())
     told.pop("checksum", None)
     change(told)
-    write_json(whole / name, told if "sae" in name else with_checksum(told))
     if "sae" in name:
+        write_json(whole / name, told)
         resealed(whole / "sae")
+    else:
+        write_record(whole / name, told)
     with pytest.raises(TsaeError, match=said):
         prepare("org/name", whole, tmp_path / "x", tsae.PushConfig(licence="mit"))
 

@@ -20,7 +20,7 @@ from tsae.sae.crosscoder import Crosscoder, CrosscoderChanges, crosscoder_change
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import evaluate
 from tsae.sae.training.train import train
-from tsae.upkeep.verify import verify
+from tsae.verify import verify
 
 CONFIG = SAEConfig(d_sae=96, k=5, temporal_weight=0.0, groups=(1.0,))
 TRAINING = TrainingConfig(tokens=256 * 500, batch_tokens=256, learning_rate=3e-3)
@@ -315,13 +315,13 @@ def test_the_command_judges_a_published_crosscoder(
     words = ["crosscoder", "--store", str(world.store.path), "--reader", "run", "--to", str(to), "--all-problems"]
     main([*words, "--published", str(tmp_path), "--json", str(tmp_path / "found.json")])
     assert Crosscoder.load(to).compared == ("base", "run")
-    assert [(one.artefact.kind.name, one.state) for one in verify([to], progress=False)] == [("SAE", "intact")]
+    assert [(one.kind, one.state) for one in verify([to], progress=False)] == [("SAE", "intact")]
     (trained := tmp_path / "trained").mkdir()
-    (trained / "run.json").write_text("{}")
+    (trained / "metrics.jsonl").write_text("{}")
     with pytest.raises(SystemExit):
         main(["crosscoder", *words[1:5], "--to", str(trained), "--published", str(tmp_path)])
     assert "holds a training" in capsys.readouterr().err
-    assert [file.name for file in trained.iterdir()] == ["run.json"]
+    assert [file.name for file in trained.iterdir()] == ["metrics.jsonl"]
     found = {row["latent"]: row for row in json.loads((tmp_path / "found.json").read_text())["latents"]}
     assert len(found) == 20
     assert found[3]["relative_norm"] == 1

@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused_by_name(
     narrow = TemporalSAE(WIDTH // 2, SAEConfig(d_sae=8, k=1), site=SITE)
     with pytest.raises(TsaeError, match=r"x\.site has d_model 16, the SAE expects 8"):
         train(first, start=narrow, training=SHORT, progress=False)
-    with pytest.raises(TsaeError, match=r"holds no config\.json"):
+    with pytest.raises(TsaeError, match="holds no complete SAE"):
         train(first, start=tmp_path / "none", training=SHORT, progress=False)
 
 
@@ -259,7 +259,7 @@ def test_a_run_is_of_its_start(first: ActivationStore, second: ActivationStore, 
     tuned = train(second, start=base, to=folder, training=SHORT, progress=False)
     other = train(first, CONFIG, training=replace(SHORT, seed=1), progress=False)
     start = TemporalSAE.load(base).fingerprint
-    assert json.loads((folder / "run.json").read_text())["inputs"]["start"] == start
+    assert json.loads((folder / "manifest.json").read_text())["inputs"]["start"] == start
     for wrong, found in ((other, other.fingerprint), (None, "absent")):
         config = None if wrong is not None else tuned.config
         with pytest.raises(TsaeError, match=rf"inputs\.start was {start}, is {found}"):
@@ -377,7 +377,7 @@ def test_the_command_takes_the_starts_own_config(
         assert not (tmp_path / "x").exists()
     with pytest.raises(SystemExit):
         main(command("x", "--start", tmp_path / "none"))
-    assert f"{tmp_path / 'none'}: holds no config.json" in capsys.readouterr().err
+    assert f"{tmp_path / 'none'}: holds no complete SAE: manifest.json" in capsys.readouterr().err
 
 
 # --- warm starts from published SAEs

@@ -38,10 +38,8 @@ from support.stores import (
     same_files,
 )
 from tsae.activations.batches import Windows
-from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
-from tsae.base.files import sha256, write_json
-from tsae.base.seal import with_checksum
+from tsae.base.artefact import file_hash, write_record
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.sae.config import TrainingConfig
@@ -228,7 +226,7 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
         other = Path(shutil.copytree(store.path, tmp_path / name))
         manifest = json.loads((other / "manifest.json").read_text())
         change(manifest)
-        write_manifest(other / "manifest.json", manifest)
+        write_record(other / "manifest.json", manifest)
         return ActivationStore(other)
 
     for other, message in (
@@ -283,8 +281,8 @@ def test_damaged_and_foreign_folders_are_refused(
         run(store.path, folder)
     other = tmp_path / "features"
     other.mkdir()
-    write_json(other / "run.json", with_checksum({"stage": "encode", "config": {}, "inputs": {}}))
-    with pytest.raises(TsaeError, match="holds the result of 'encode'"):
+    write_record(other / "manifest.json", {"kind": "features", "config": {}, "inputs": {}})
+    with pytest.raises(TsaeError, match="holds features, which no training here wrote"):
         run(store.path, other)
     with pytest.raises(TsaeError, match="save_every_steps=0"):
         TrainingConfig(save_every_steps=0)
@@ -339,8 +337,8 @@ def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float)
     writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
     writable[25 * 17 + 4, 3] = value
     writable.flush()
-    store.manifest["readers"][0]["shards"][0]["sha256"] = sha256(shard.path)
-    write_manifest(store.path / "manifest.json", store.manifest)
+    store.manifest["readers"][0]["shards"][0]["hash"] = file_hash(shard.path)
+    write_record(store.path / "manifest.json", store.manifest)
     store = ActivationStore(store.path)
     with pytest.raises(TsaeError, match=r"x\.site is not finite in trajectory 17"):
         train(store, CONFIG, training=TRAINING, progress=False)

@@ -221,7 +221,7 @@ def test_from_the_hub_one_sae_is_fetched_and_what_is_not_there_is_said(hub: Hub,
             tsae.load_sae(name)
     # What is below a folder here is never asked for elsewhere.
     before = len(hub.tokens)
-    with pytest.raises(TsaeError, match="holds no config"):
+    with pytest.raises(TsaeError, match="holds no complete SAE"):
         tsae.load_sae(tmp_path / "none")
     assert len(hub.tokens) == before
 

@@ -661,10 +661,9 @@ def test_the_same_seed_gives_the_same_weights(planted: tuple[ActivationStore, np
 
 def test_training_writes_what_it_did(trained: Path) -> None:
     assert sorted(p.name for p in trained.iterdir()) == [
-        "checksums.json",
         "config.json",
+        "manifest.json",
         "metrics.jsonl",
-        "run.json",
         "sae.safetensors",
         "training.json",
     ]
@@ -673,7 +672,7 @@ def test_training_writes_what_it_did(trained: Path) -> None:
     assert metrics[-1]["fve"] > metrics[0]["fve"]
     assert metrics[-1]["temporal"] < metrics[0]["temporal"]
     assert metrics[-1]["learning_rate"] < metrics[5]["learning_rate"] == pytest.approx(6e-3)
-    run = json.loads((trained / "run.json").read_text())
+    run = json.loads((trained / "manifest.json").read_text())
     assert run["config"]["training"] == json.loads(json.dumps(asdict(replace(TRAINING, data_seed=0))))
 
 

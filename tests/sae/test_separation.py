@@ -12,8 +12,8 @@ import scipy.sparse as sp
 import torch
 
 from support.builders import synthetic_store
-from tsae.activations.shards.manifest import write_manifest
 from tsae.activations.store import ActivationStore
+from tsae.base.artefact import write_record
 from tsae.base.statistics.bootstrap import percentile_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -167,7 +167,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
     table = Rollouts(table.table, {**table.info, "behaviours": ["direct_answer"]}, table.origin)
     table.write(folder / "rollouts.parquet")
     manifest = json.loads((folder / "manifest.json").read_text())
-    write_manifest(folder / "manifest.json", {**manifest, "rollouts": table.fingerprint})
+    write_record(folder / "manifest.json", {**manifest, "rollouts": table.fingerprint})
     return ActivationStore(folder)
 
 

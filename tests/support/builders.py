@@ -229,8 +229,8 @@ def write_store(
 
     from tsae import ActivationStore
     from tsae.activations.shard import write_shard
-    from tsae.activations.shards.manifest import FORMAT, VERSION, write_manifest
-    from tsae.base.files import sha256
+    from tsae.activations.shards.manifest import KIND, VERSION
+    from tsae.base.artefact import file_hash, write_record
 
     entries: list[dict[str, Any]] = []
     for id, (run, shards) in readers.items():
@@ -240,19 +240,18 @@ def write_store(
             activations = {site: torch.from_numpy(x.astype(np.float32))}
             write_shard(folder / file, activations, dtype, ids, np.cumsum([0, *lengths]), np.array(rows))
             counts = {"n_tokens": len(x), "n_trajectories": len(rows)}
-            files.append({"file": file, **counts, "sha256": sha256(folder / file)})
+            files.append({"file": file, **counts, "hash": file_hash(folder / file)})
         entries.append({"id": id, "run": run, "step": 0, "trained_on": None, "weights": None, "shards": files})
     rollouts.write(folder / "rollouts.parquet")
-    head = {"format": FORMAT, "version": VERSION, "complete": True, "dtype": dtype, "config": {}}
+    head = {"kind": KIND, "version": VERSION, "complete": True, "dtype": dtype, "config": {}}
     of_tokens = {"rollouts": rollouts.fingerprint, "special_ids": list(special), "readers": entries}
-    write_manifest(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
+    write_record(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
     return ActivationStore(folder)
 
 
 def overwrite(store: Any, shard: Any, site: str, values: Any) -> None:
     """Other float32 activations in a shard of a store, their norms, and the checksum of both."""
-    from tsae.activations.shards.manifest import write_manifest
-    from tsae.base.files import sha256
+    from tsae.base.artefact import file_hash, write_record
 
     values = np.broadcast_to(np.asarray(values, np.float32), shard.raw(site).shape)
     for raw, new in ((shard.raw(site), values), (shard.norms(site), np.linalg.norm(values, axis=1))):
@@ -262,5 +261,5 @@ def overwrite(store: Any, shard: Any, site: str, values: Any) -> None:
     file = str(shard.path.relative_to(store.path.resolve()))
     for record in [record for reader in store.manifest["readers"] for record in reader["shards"]]:
         if record["file"] == file:
-            record["sha256"] = sha256(shard.path)
-    write_manifest(store.path / "manifest.json", store.manifest)
+            record["hash"] = file_hash(shard.path)
+    write_record(store.path / "manifest.json", store.manifest)

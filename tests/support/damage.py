@@ -1,11 +1,11 @@
-"""Bytes that flip, and folders whose checksums fit what was changed in them."""
+"""Bytes that flip, and folders whose hashes fit what was changed in them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from tsae.base.seal import seal, sealed_names
+from tsae.base.artefact import MANIFEST, file_hash, read_record, write_record
 
 
 def flip(file: Path, place: int, bit: int = 1) -> None:
@@ -18,6 +18,8 @@ def flip(file: Path, place: int, bit: int = 1) -> None:
 
 
 def resealed(folder: Path) -> Path:
-    """The folder with the checksums of what its files hold now: only their content can be refused."""
-    seal(folder, sealed_names(folder))
+    """The folder with the hashes of what its files hold now: only their content can be refused."""
+    facts = read_record(folder / MANIFEST, "")
+    files = {name: file_hash(folder / name) for name in facts["files"] if (folder / name).is_file()}
+    write_record(folder / MANIFEST, {**facts, "files": files})
     return folder

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
@@ -45,28 +46,27 @@ from tsae.activations.forward_batches import (
 )
 from tsae.activations.reading_plan import as_reader, beginnings, check_server, cut, open_base
 from tsae.activations.shard import STATISTICS, Piece, Shard, ShardWriter, as_torch, open_shard
+from tsae.activations.shards.checksums import STORE
 from tsae.activations.shards.manifest import (
-    FORMAT,
+    KIND,
     VERSION,
     as_record,
     essence,
     inside,
     read_manifest,
     record_file,
-    write_manifest,
 )
 from tsae.activations.store import ActivationStore
 from tsae.activations.vllm_reader import Sample, StatesReader
-from tsae.base.disk.sole_writer import clear_parts, sole_writer
+from tsae.base.artefact import command_facts, read_record, versions, write_record
 from tsae.base.distributed import join
-from tsae.base.files import clear_first, is_beginning, reading, write_first, write_json
+from tsae.base.files import clear_first, is_beginning, write_first
+from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
-from tsae.base.provenance import run_content
 from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
-from tsae.base.seal import read_sealed, with_checksum
 from tsae.base.torchrun import world_size
-from tsae.checkpoints.loading import need_unchanged
+from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -95,8 +95,8 @@ def capture(
         series: the readers.
         rollouts: what they read; a copy goes into the store.
         sites: TransformerLens names; by default the output of the middle block.
-        to: folder of the store. An interrupted capture is completed; a finished one is compared with its checksums,
-            and opened.
+        to: folder of the store. An interrupted capture is completed; in a finished one damaged shards are captured
+            again.
         config: defaults of `CaptureConfig`.
         server: that computes for one of the readers, with the backend "vllm".
         earlier: folder of a finished store of the same config. Shards of it that hold what one of these is to hold, the
@@ -115,7 +115,7 @@ def capture(
         raise TsaeError(what, where="CaptureConfig.device", fix="Start one process, or use --device cuda.")
     to = local(to)
     # A process that is done waits for the slowest.
-    with sole_writer(to), join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
+    with output_lock(to), join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
         fresh = not (to / "manifest.json").is_file()
         processes.wait()
         part, device = Part(processes.rank, processes.size), "auto" if auto else processes.device
@@ -135,7 +135,9 @@ def capture(
             what = f"other readers have {len(missing)} shards still to record, such as {missing[0]}"
             raise TsaeError(what, where=to, fix="Capture these with servers of their own.")
         if processes.first:
-            clear_parts(to, ("manifest.json", "run.json", "rollouts.parquet"))
+            for name in ("manifest.json", "rollouts.parquet"):  # of parts that were killed
+                for left in to.glob(f"*{name}.part-[0-9]*"):
+                    left.unlink()
         return ActivationStore(to)
 
 
@@ -189,7 +191,7 @@ def _capture(
     sites, plan, loader = base.sites, base.plan, base.loader
     readers = [{**record, "n_trajectories": len(plan[record["id"]]), "shards": []} for record in base.readers]
     manifest = {
-        "format": FORMAT,
+        "kind": KIND,
         "version": VERSION,
         "complete": False,
         **base.facts,
@@ -197,18 +199,12 @@ def _capture(
         "readers": readers,
     }
     del base  # So that the model can be freed when the base has read.
-    _begin(to, manifest, rollouts, part, series)
+    _begin(to, manifest, rollouts, part)
     manifest = read_manifest(to)
-    if manifest["complete"]:
-        if not (to / "run.json").is_file():
-            _write_run(to, config, rollouts, series, part)
-        _check_shards(to, manifest, part)
-        _clear(to, manifest)  # a kill just after the end left it
-        return []
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     pieces = list(cut(plan, lengths, config.shard_tokens, beginnings(rollouts, lengths, config)))
-    done = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
     mine = [piece for piece in pieces if served in (None, piece.reader)][part.index :: part.n]
+    done = _whole(to, manifest, {piece.file for piece in mine})
     sizes = {piece.file: int(lengths[piece.rows].sum()) for piece in mine}
     found = {} if earlier is None else shards_by_content(earlier, manifest)
     reader: Reader | None = None
@@ -222,7 +218,7 @@ def _capture(
             before = found.get(content_of(weights, *texts_of(piece, rollouts))) if found else None
             if before is not None:
                 entry = copy_shard(*before, rollouts, piece, to, manifest)
-                write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
+                write_record(inside(to, record_file(piece.file)), as_record(entry, manifest))
                 bar.update(sizes[piece.file])
                 continue
             if piece.reader != current:
@@ -235,30 +231,35 @@ def _capture(
             assert reader is not None
             entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
             need_unchanged(series[current], weights, loaded=True)  # before the shard counts
-            record = write_manifest(inside(to, record_file(piece.file)), as_record(entry, manifest))
+            record = write_record(inside(to, record_file(piece.file)), as_record(entry, manifest))
             uploads.add(inside(to, piece.file), record)
-    return _complete(to, pieces, config, rollouts, series, part)
+    return _complete(to, pieces, rollouts, series, part)
 
 
-def _check_shards(to: Path, manifest: dict[str, Any], part: Part) -> None:
-    """Compare the shards of a finished store with their checksums, those of a part; each file once in a process.
+def _whole(to: Path, manifest: dict[str, Any], mine: set[str]) -> set[str]:
+    """Which of some shards are recorded and have their hash; each file is read once in a process.
 
-    Of a store at a URL only those that are on this machine: the others are compared when they are fetched.
-
-    Raises:
-        TsaeError: where one is damaged or missing; of several, the first.
+    Of a store at a URL only those that are on this machine are compared: the others, when they are fetched.
     """
-    shards = [(reader["id"], record) for reader in manifest["readers"] for record in reader["shards"]]
+    recorded = [(reader["id"], record) for reader in manifest["readers"] for record in reader["shards"]]
+    shards = [(reader, record) for reader, record in recorded if record["file"] in mine]
     away = shown(to) != str(to)
 
-    def check(shard: tuple[str, dict[str, Any]]) -> None:
-        file = inside(to, shard[1]["file"])
-        if not away or file.is_file():
-            open_shard(file, manifest, *shard)
+    def whole(shard: tuple[str, dict[str, Any]]) -> bool:
+        file = to / shard[1]["file"]
+        inside(to, str(Path(shard[1]["file"]).parent))
+        try:
+            if not away or file.is_file():
+                open_shard(inside(to, shard[1]["file"]), manifest, *shard)
+            return True
+        except TsaeError as error:
+            if file.is_dir():
+                raise TsaeError("is a folder, expected a shard", where=file, fix="Remove it.") from error
+            print(f"{file}: {error.what}; it is captured again", file=sys.stderr)
+            return False
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(check, shards[part.index :: part.n]):
-            pass
+        return {shard[1]["file"] for shard, found in zip(shards, pool.map(whole, shards), strict=True) if found}
 
 
 def _recorded(to: Path) -> bool:
@@ -285,20 +286,20 @@ def _served(series: CheckpointSeries, config: CaptureConfig, server: StatesConfi
     return series[server.reader].id if server.reader else series.base.id
 
 
-def _complete(
-    to: Path, pieces: Sequence[Piece], config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries, part: Part
-) -> list[str]:
+def _complete(to: Path, pieces: Sequence[Piece], rollouts: Rollouts, series: CheckpointSeries, part: Part) -> list[str]:
     """Put the records into the manifest if all shards are there; else say which are missing."""
     manifest = read_manifest(to)
     recorded = {shard["file"] for record in manifest["readers"] for shard in record["shards"]}
     missing = [piece.file for piece in pieces if piece.file not in recorded]
-    if missing or manifest["complete"]:
-        return missing
-    _write_run(to, config, rollouts, series, part)
-    os.replace(write_manifest(part.own(to / "manifest.json"), {**manifest, "complete": True}), to / "manifest.json")
-    published(to / "manifest.json")
-    _clear(to, manifest)
-    return []
+    for reader in manifest["readers"]:
+        reader["shards"] = [shard for shard in reader["shards"] if shard["file"] in {piece.file for piece in pieces}]
+    if not missing:
+        of = {"rollouts": rollouts.fingerprint, "labels": rollouts.labels_fingerprint}
+        closed = {"inputs": {**of, "series": series.name}, "gives": of, "versions": versions(), **command_facts(to)}
+        _put(part, to / "manifest.json", {**manifest, "complete": True, **({} if manifest["complete"] else closed)})
+        published(to / "manifest.json")
+        _clear(to, manifest)
+    return missing
 
 
 def _clear(to: Path, manifest: dict[str, Any]) -> None:
@@ -314,52 +315,29 @@ def _clear(to: Path, manifest: dict[str, Any]) -> None:
                 removed(record)
 
 
-def _write_run(to: Path, config: CaptureConfig, rollouts: Rollouts, series: CheckpointSeries, part: Part) -> None:
-    labels = rollouts.labels_fingerprint
-    inputs = {"rollouts": rollouts.fingerprint, "labels": labels, "series": series.name}
-    _put_json(part, to / "run.json", run_content("capture", config, inputs))
-    published(to / "run.json")
+def _put(part: Part, file: Path, content: dict[str, Any]) -> None:
+    """Write a record whole or not at all, also where other parts write the same file at this moment."""
+    os.replace(write_record(part.own(file), content), file)
 
 
-def _put_json(part: Part, file: Path, content: dict[str, Any]) -> None:
-    """Write JSON whole or not at all, also where other parts write the same file at this moment."""
-    os.replace(write_json(part.own(file), content), file)
-
-
-def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part, series: CheckpointSeries) -> None:
+def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> None:
     """Write the manifest of a new capture, or check that the folder holds the same one."""
     manifest = to / "manifest.json"
     if not manifest.is_file():
         others = to.exists() and any(not is_beginning(manifest, path.name) for path in to.iterdir())
         if others and not manifest.is_file():  # looked at again: another part may begin in this moment
             raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
-        write_first(manifest, with_checksum(wanted))  # where another part was first, its manifest is compared
+        write_first(manifest, wanted, write_record)  # where another part was first, its manifest is compared
     found = read_manifest(to)
     _check_same_capture(found, wanted, to)
-    for reader in found["readers"]:
-        for shard in reader["shards"]:
-            if not there(inside(to, shard["file"])):
-                raise TsaeError(
-                    f"the shard {shard['file']} of the manifest is missing",
-                    where=to,
-                    fix="Recapture it with `tsae store check --repair`, or delete this folder.",
-                )
-    written, record = to / "run.json", None
-    if found["complete"] and written.is_file():
-        run = read_sealed(written, "Remove it, and capture again; no model is read again.")
-        with reading(written, "Remove it, and capture again; no model is read again."):
-            inputs = {**run["inputs"], "labels": rollouts.labels_fingerprint}
-        if (of := inputs.get("rollouts")) != rollouts.fingerprint:
-            what = f"is the record of another capture (rollouts {of}, this store’s are {rollouts.fingerprint})"
-            raise TsaeError(what, where=written, fix="Remove it, and capture again; no model is read again.")
-        record = with_checksum({**run, "inputs": inputs})
     # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
     os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
-    if record is not None:
-        _put_json(part, written, record)
-    for file in (manifest, to / "rollouts.parquet", written):
-        if file.is_file():
-            published(file)
+    labels = rollouts.labels_fingerprint
+    if found["complete"] and found["gives"]["labels"] != labels:
+        of = {name: {**found[name], "labels": labels} for name in ("inputs", "gives")}
+        _put(part, manifest, {**read_record(manifest, STORE.fix), **of})
+    for file in (manifest, to / "rollouts.parquet"):
+        published(file)
 
 
 def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
@@ -426,7 +404,7 @@ def capture_shard(
                     "n_tokens": int(offsets[-1]),
                     "n_trajectories": len(piece.rows),
                     "batch_tokens": batch_tokens,
-                    "sha256": writer.finish(),
+                    "hash": writer.finish(),
                 }
                 if again is not None:
                     entry["read_again"] = {"trajectories": len(again.chosen), "largest_difference": again.largest}
@@ -457,8 +435,17 @@ def shard_writer(
     weights = next(r["weights"] for r in manifest["readers"] if r["id"] == piece.reader)
     origin = {"weights": weights, "rollouts": manifest["rollouts"]}
     statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
+    # The shard's own name may be a link, whose place it takes.
+    file = inside(folder, str(Path(piece.file).parent)) / Path(piece.file).name
     return ShardWriter(
-        inside(folder, piece.file), sites, manifest["dtype"], ids, offsets, piece.rows, origin, statistics
+        file,
+        sites,
+        manifest["dtype"],
+        ids,
+        offsets,
+        piece.rows,
+        origin,
+        statistics,
     )
 
 
@@ -546,4 +533,37 @@ def copy_shard(
                 writer.put(site, i, as_torch(np.array(shard.raw(site)[tokens]), shard.dtype))
             for name in STATISTICS if manifest["config"]["token_statistics"] else ():
                 writer.put_statistic(name, i, as_torch(np.array(getattr(shard, name)[tokens]), "float32"))
-        return {**record, "file": piece.file, "sha256": writer.finish()}
+        return {**record, "file": piece.file, "hash": writer.finish()}
+
+
+def changed_checkpoints(
+    manifest: Mapping[str, Any], series: CheckpointSeries, ids: Iterable[str] | None = None
+) -> Iterator[tuple[str, str, str | None]]:
+    """Find checkpoints whose weights or config have changed since they were captured into a store.
+
+    Args:
+        manifest: of the store.
+        series: that holds the checkpoints.
+        ids: of readers; by default all of the store.
+
+    Yields:
+        The id, the hash of weights and config now, and the hash when it was captured.
+    """
+    captured = {reader["id"]: reader.get("weights") for reader in manifest["readers"]}
+    for id in captured if ids is None else ids:
+        found = weights_fingerprint(series[id])
+        if found != captured.get(id):
+            yield id, found, captured.get(id)
+
+
+def rewritten_checkpoints(path: Path, series: CheckpointSeries) -> list[str]:
+    """Ids of checkpoints that were written anew since they were captured into a store.
+
+    Weights are compared where a file of the checkpoint has changed since the store's manifest was written.
+    """
+    manifest, captured = read_manifest(path), (path / "manifest.json").stat().st_mtime_ns
+    readers = {reader["id"] for reader in manifest["readers"]}
+    folders = {c.id: Path(c.path) for c in series if c.id in readers and Path(c.path).is_dir()}
+    # The time of a file's content can be set by whoever copies it, that of its entry cannot.
+    later = [id for id, folder in folders.items() if any(f.stat().st_ctime_ns > captured for f in folder.iterdir())]
+    return [id for id, *_ in changed_checkpoints(manifest, series, later)]

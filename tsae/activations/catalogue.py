@@ -162,7 +162,7 @@ class Catalogue:
         return kept
 
     def identity(self, site: str, balance: Sequence[Axis] = ()) -> dict[str, Any]:
-        """What decides the batches, for run.json: a training is resumed only where all of it is the same."""
+        """What decides the batches, for the manifest: a training is resumed only where all of it is the same."""
         manifest, selected = self.manifest, self.selection.as_dict()
         # Bands and outcomes can change without a new capture.
         labels = [axis for axis in ("band", "outcome") if axis in balance or f"{axis}s" in selected]

@@ -45,7 +45,7 @@ from tsae.activations.config import LiveConfig
 from tsae.activations.forward_batches import OutOfMemory, plan_batches, read_batches, stored_texts
 from tsae.activations.reading_plan import cut, open_base, open_reader
 from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
-from tsae.activations.shards.manifest import FORMAT, VERSION
+from tsae.activations.shards.manifest import KIND, VERSION
 from tsae.activations.store import Source
 from tsae.activations.windows import Rows, cut_windows, token_places
 from tsae.base.torchrun import world_size
@@ -94,7 +94,7 @@ class LiveSource(Source):
         # Where the models run, and how many are held, changes no batch.
         unimportant = {"device", "models"}
         self.manifest = {
-            "format": FORMAT,
+            "kind": KIND,
             "version": VERSION,
             **base.facts,
             "config": {k: v for k, v in asdict(self.config).items() if k not in unimportant},

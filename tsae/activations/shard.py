@@ -16,11 +16,11 @@ import h5py
 import numpy as np
 
 from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.base.artefact import file_hash
 from tsae.base.disk.hdf5 import HDF5Writer, Place, words
 from tsae.base.disk.hdf5 import places as stored_places
-from tsae.base.files import partial_name, sha256
+from tsae.base.files import partial_name
 from tsae.base.remote.mirror import needed
-from tsae.base.seal import unchanged
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """Stored dtype by name; numpy has no bfloat16, so its bits are stored."""
 
-REPAIR = "Have it captured again: tsae store check STORE --repair --series SERIES."
+REPAIR = "Give the same `tsae capture` again: it captures damaged shards anew, and keeps the others."
 
-CHANGED = "its bytes have changed: the SHA-256 is not that of the manifest"
+CHANGED = "its bytes have changed: its hash is not that of the manifest"
 
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
@@ -63,8 +63,8 @@ class Shard:
     """(n_trajectories,) row ids into the rollouts."""
     places: Mapping[str, Place] = field(default_factory=dict, repr=False)
     """Of every dataset; read once, when the file is opened."""
-    sha256: str | None = None
-    """SHA-256 of the file, as the manifest notes it; None for a shard that has no file."""
+    hash: str | None = None
+    """Hash of the file, as the manifest notes it; None for a shard that has no file."""
 
     @property
     def n_tokens(self) -> int:
@@ -76,7 +76,7 @@ class Shard:
         Raises:
             TsaeError: where they have changed.
         """
-        if self.sha256 is not None and not unchanged(needed(self.path), self.sha256):
+        if self.hash is not None and file_hash(needed(self.path)) != self.hash:
             raise TsaeError(CHANGED, where=self.path, fix=REPAIR)
         return self
 
@@ -156,7 +156,7 @@ def open_shard(
     attributes, places = opened(path)
     arrays = {name: mapped(path, places, name) for name in ("token_ids", "offsets", "trajectory")}
     arrays |= {name: np.asarray(arrays[name]) for name in ("offsets", "trajectory")}
-    shard = Shard(path, reader, manifest["dtype"], **arrays, places=places, sha256=record["sha256"])
+    shard = Shard(path, reader, manifest["dtype"], **arrays, places=places, hash=record["hash"])
     other = [name for name, found in attributes.items() if expected.get(name) not in (None, found)]
     if other or not _is_whole(shard, manifest["sites"], record["n_tokens"], lengths):
         what = f"is the shard of other {' and '.join(other)}" if other else "its datasets are not those of the manifest"
@@ -291,9 +291,9 @@ class ShardWriter:
         _, places = opened(self._partial)
         for site in self.sites:
             mapped(self._partial, places, f"activations/{site}")
-        digest = sha256(self._partial)
+        found = file_hash(self._partial)
         os.replace(self._partial, self.path)
-        return digest
+        return found
 
     def __enter__(self) -> ShardWriter:
         return self

@@ -13,8 +13,8 @@ import pandas as pd
 
 from tsae.attribution.replay.shares import Shares
 from tsae.attribution.sample_kinds import band_of
+from tsae.base.artefact import Kind, read_artefact, write_artefact
 from tsae.base.files import as_path, reading
-from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS
@@ -154,7 +154,8 @@ class Attribution(Tables):
     def save(self, folder: str | Path) -> Attribution:
         """Write the tables as Parquet, and info as attribution.json. Until all is written, the earlier one stays."""
         tables = {f"{name}.parquet": partial(write_table, table=getattr(self, name)) for name in _TABLES}
-        write_whole(folder, "attribution.json", self.info, tables)
+        inputs = {"rollouts": self.info.get("inputs", {}).get("rollouts")}
+        write_artefact(folder, ATTRIBUTION, self.info, tables, config=self.info.get("config"), inputs=inputs)
         return self
 
     @classmethod
@@ -169,8 +170,7 @@ class Attribution(Tables):
             TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
         folder = as_path(folder)
-        files = ("attribution.json", *(f"{table}.parquet" for table in _TABLES))
-        info = read_whole(folder, files, "Attribute again.", "Give a folder that `tsae attribute` wrote.")
+        info = read_artefact(folder, ATTRIBUTION, [f"{table}.parquet" for table in _TABLES])
         tables = {}
         for name in _TABLES:
             with reading(folder / f"{name}.parquet", "Attribute again."):
@@ -193,6 +193,8 @@ class Attribution(Tables):
             f"{self.groups.group.nunique()} kinds)"
         )
 
+
+ATTRIBUTION = Kind("attribution", 1, "attribution.json", "Make it with `tsae attribute`.", Attribution.load)
 
 TEXTS = 20
 """Samples for and against each target whose texts are kept, so that a page needs no log."""

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -24,7 +25,6 @@ _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFErro
 
 
 _PARTIAL = ".tsae.tmp"
-_KEPT = re.compile(r"\.(damaged|before-repair)(-\d+)?$")
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -55,11 +55,6 @@ def partial_name(path: str | Path) -> Path:
 def is_partial(path: Path) -> bool:
     """Whether a file or folder has a name of `partial_name`."""
     return path.name.startswith(".") and path.name.endswith(_PARTIAL)
-
-
-def is_kept(path: Path) -> bool:
-    """Whether `tsae repair` keeps something under this name beside its place: nothing makes it again."""
-    return _KEPT.search(path.name) is not None
 
 
 @contextmanager
@@ -125,14 +120,14 @@ def write_json(path: str | Path, content: Any) -> Path:
     return write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
 
 
-def write_first(path: str | Path, content: Any) -> None:
+def write_first(path: str | Path, content: Any, write: Callable[[Path, Any], Path] = write_json) -> None:
     """Write JSON unless the file is there: of several processes that do this at once, one writes.
 
     Raises:
         OSError: where nothing can be written.
     """
     path = as_path(path)
-    own = write_json(path.with_name(f"{path.name}.{uuid4().hex}"), content)
+    own = write(path.with_name(f"{path.name}.{uuid4().hex}"), content)
     try:
         os.link(own, path)  # fails where another was first
     except FileExistsError:
@@ -189,9 +184,15 @@ def append_line(file: str | Path, line: str, fix: str) -> None:
             stream.write(("\n" if torn else "").encode() + line.encode() + b"\n")
 
 
-def sha256(path: str | Path) -> str:
-    """Checksum of a file's bytes."""
-    with as_path(path).open("rb") as stream:
+def digest(file: Path) -> str:
+    """The SHA-256 of a file. A process reads the file again only if its size, inode or times have changed."""
+    found = os.stat(file)
+    return _digest(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@lru_cache(maxsize=1 << 12)
+def _digest(file: str, *_: int) -> str:
+    with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from tsae.activations.reading_plan import check_tokenizer
+from tsae.base.artefact import versions
 from tsae.base.progress import progress_bar
-from tsae.base.provenance import versions
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, overlap
 from tsae.causal.edits import Donor, FeatureEdit, Rewriting

@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from tsae.base import display
-from tsae.base.files import as_path, is_kept, reading
+from tsae.base.artefact import Kind, read_artefact, write_artefact
+from tsae.base.files import as_path, reading
 from tsae.base.filters import several
-from tsae.base.seal import read_whole, write_whole
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
@@ -35,13 +35,12 @@ _SHARE = ["share", "share_low", "share_high"]
 _NEEDED = ["none", "features", "random", "same_norm", "wrong_sign"]
 _SHOWN = [*_NEEDED[1:], "mean_difference", "all_features", "whole", "donor"]
 _DRAWS = 2000
-_FILES = ("causal.json", "outcomes.parquet", "rollouts.parquet")
 
 
 def folders_of_tests(folder: Path) -> list[Path]:
-    """Folders of causal tests in the folder of a run, by name; not what `tsae repair` moved aside or keeps there."""
+    """Folders of causal tests in the folder of a run, by name."""
     found = (folder / "causal").glob("*")
-    return sorted(test for test in found if test.is_dir() and test.name[0] != "." and not is_kept(test))
+    return sorted(test for test in found if test.is_dir() and test.name[0] != ".")
 
 
 def outcome_table(rollouts: Rollouts, *, confidence: float, shared: float = 0.0) -> pd.DataFrame:
@@ -294,21 +293,26 @@ class Intervention(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write outcomes.parquet, rollouts.parquet and causal.json, which comes last."""
-        others: dict[str, Callable[[Path], object] | None] = {
+        files: dict[str, Callable[[Path], object]] = {
             "outcomes.parquet": partial(write_table, table=self.outcomes),
             "rollouts.parquet": self.rollouts.write,
         }
-        return write_whole(folder, "causal.json", {**self.info, "record": self.record()}, others)
+        sae = self.info.get("sae") or {}
+        inputs = {"rollouts": self.info.get("features_encoded_with"), "sae": sae.get("weights")}
+        return write_artefact(folder, CAUSAL, {**self.info, "record": self.record()}, files, inputs=inputs, gives={})
 
     @classmethod
     def load(cls, folder: str | Path) -> Intervention:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        info = read_whole(folder, _FILES, "Run it again.", "Make it with `tsae causal`.")
+        info = read_artefact(folder, CAUSAL, ["outcomes.parquet", "rollouts.parquet"])
         info.pop("record", None)
         with reading(folder / "outcomes.parquet", "Run it again."):
             outcomes = pd.read_parquet(folder / "outcomes.parquet")
         return cls(outcomes=outcomes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)
+
+
+CAUSAL = Kind("causal test", 1, "causal.json", "Make it with `tsae causal`.", Intervention.load)
 
 
 def _share(row: pd.Series) -> str:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import read_object, reading
-from tsae.base.seal import digest
+from tsae.base.files import digest, read_object, reading
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError, is_panic

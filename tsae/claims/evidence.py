@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.seal import sealed_names
+from tsae.base.artefact import manifest_of
 from tsae.base.statistics.intervals import FEWEST
 from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.diff.feature_diff import FeatureDiff
@@ -124,8 +124,7 @@ class Evidence:
     @cached_property
     def store(self) -> ActivationStore:
         """Activations."""
-        # A capture writes its manifest first and run.json last.
-        if not self._is_there("activations/manifest.json", known=(self.folder / "activations" / "run.json").is_file()):
+        if not self._is_there("activations/manifest.json", known=(self.folder / "activations").is_dir()):
             raise Missing("the store of activations, which is not in this folder", "the command that made this run")
         store = ActivationStore(self.folder / "activations")
         self._need_own(self.folder / "activations", {"rollouts": store.rollouts.fingerprint}, self.of_answers)
@@ -148,13 +147,13 @@ class Evidence:
         return self._is_there("rollouts/log.parquet", known=drawn)
 
     def _is_there(self, name: str, *, known: bool = False) -> bool:
-        """Whether a file is there. A TsaeError says that it was lost: its folder's seal names it, or it is `known`."""
+        """Whether a file is there. A TsaeError says that it was lost: it is `known`, or a manifest names it."""
         file = self.folder / name
         if file.is_file():
             return True
-        if known or file.name in sealed_names(file.parent):
+        if known or file.name in (manifest_of(file.parent) or {}).get("files", ()):
             what = f"holds no {file.name}, which was there, or whose writing was interrupted"
-            raise TsaeError(what, where=file.parent, fix=f"Put it back, or make it again: tsae repair {self.folder}.")
+            raise TsaeError(what, where=file.parent, fix="Put it back, or give the command that made this run again.")
         return False
 
     def _need_own(self, where: Path, found: Mapping[str, str | None], expected: Mapping[str, str | None]) -> None:

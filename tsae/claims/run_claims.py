@@ -16,9 +16,8 @@ from typing import Any
 import pandas as pd
 
 from tsae.base import display
-from tsae.base.files import as_path, read_object, reading, write_json, writing
-from tsae.base.provenance import versions
-from tsae.base.seal import read_sealed, with_checksum
+from tsae.base.artefact import command_facts, read_record, versions, write_record
+from tsae.base.files import as_path, read_object, reading, writing
 from tsae.base.table_export import Tables
 from tsae.claims import inside_claims, response_claims
 from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
@@ -120,7 +119,7 @@ class Claims(Tables):
         """Write claims.json into the run's folder, with its checksum."""
         file = as_path(folder) / FILE
         with writing(file, "Remove what lies in its place, or make its folder one that you may write to."):
-            return write_json(file, with_checksum(self.as_dict()))
+            return write_record(file, {"kind": "claims", **self.as_dict(), **command_facts(file)})
 
     @classmethod
     def load(cls, folder: str | Path, diff: FeatureDiff | None = None) -> Claims | None:
@@ -136,10 +135,10 @@ class Claims(Tables):
         file = as_path(folder) / FILE
         if not os.path.lexists(file):
             return None
-        found = read_sealed(file, _AGAIN)
+        found = read_record(file, _AGAIN)
         with reading(file, _AGAIN):
             records = tuple(found.pop("claims"))
-        info = {name: value for name, value in found.items() if name != "note"}
+        info = {name: value for name, value in found.items() if name not in ("note", "kind", "command", "from")}
         if diff is not None:
             for name, value in inputs_of(diff).items():
                 if info.get(name, value) != value:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 import tsae
 from tsae.activations.config import CaptureConfig, StatesConfig, Subset
-from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import reading
+from tsae.base.artefact import command_text
 from tsae.base.part import Part
 from tsae.base.remote.mirror import shown
 from tsae.base.torchrun import first_process
@@ -82,7 +81,6 @@ class Show:
         from tsae.activations.shards.manifest import read_manifest
 
         manifest = read_manifest(self.store)
-        _need_own(manifest, self.store)
         with as_json(self.json) as write:
             print(f"{self.store}: {manifest['dtype']}" + ("" if manifest["complete"] else ", not finished"))
             for site, info in manifest["sites"].items():
@@ -97,52 +95,31 @@ class Show:
 
 @config
 class Check:
-    """Compare every shard of an activation store with its checksum. Exit status 2 if any is damaged."""
+    """Compare every shard of an activation store with its hash. Exit status 2 if any is damaged."""
 
     store: Positional[Path]
     """Folder that `tsae capture` wrote."""
-    repair: bool = False
-    """Capture damaged shards again; needs --series."""
-    series: Path | None = None
-    """Folder of the checkpoints that the store was captured from."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.activations.recording.repair import repair_store
         from tsae.activations.shards.checksums import check_store
         from tsae.activations.shards.manifest import read_manifest
-        from tsae.checkpoints.series import CheckpointSeries
 
-        if self.repair != (self.series is not None):
-            raise TsaeError(
-                "--repair and --series go together: damaged shards are captured again from the checkpoints",
-                where="tsae store check",
-                fix="Give both or neither.",
-            )
         damages = check_store(self.store)
         manifest = read_manifest(self.store)
         n = sum(len(reader["shards"]) for reader in manifest["readers"])
-        content = {"shards": n, "complete": manifest["complete"], "damaged": [vars(d) for d in damages], "repaired": []}
+        content = {"shards": n, "complete": manifest["complete"], "damaged": [vars(d) for d in damages]}
         with as_json(self.json) as write:
             for damage in damages:
                 print(f"damaged: {damage.file}: {damage.what}")
             if not manifest["complete"]:
                 print("the capture did not finish; the same `tsae capture` goes on")
-            if damages and self.series is None:
+            if damages:
                 write(content)
-                raise TsaeError(
-                    f"{len(damages)} of {n} shards are damaged",
-                    where=self.store,
-                    fix=f"Have them captured again: tsae store check {self.store} --repair --series SERIES.",
-                )
-            if damages and self.series is not None:
-                series = CheckpointSeries.load(self.series)
-                with sole_writer(self.store):
-                    for repaired in repair_store(self.store, series, check_store(self.store)):
-                        found = "the bytes of" if repaired.same else "other last bits than"
-                        print(f"repaired: {repaired.file}: {found} the first capture")
-                        content["repaired"].append(vars(repaired))
+                command = command_text(manifest, self.store / "manifest.json")
+                fix = f"The same capture records damaged shards again: {command or 'tsae capture'}."
+                raise TsaeError(f"{len(damages)} of {n} shards are damaged", where=self.store, fix=fix)
             print(f"{shown(self.store)}: all {n} shards are whole")
             write(content)
 
@@ -178,24 +155,10 @@ class Statistics:
 
 @config
 class StoreCommand:
-    """Show what an activation store holds, find and repair damaged shards, or tabulate what readers predicted."""
+    """Show what an activation store holds, find damaged shards, or tabulate what readers predicted."""
 
     command: OmitArgPrefixes[
         Annotated[Show, subcommand("show", prefix_name=False)]
         | Annotated[Check, subcommand("check", prefix_name=False)]
         | Annotated[Statistics, subcommand("statistics", prefix_name=False)]
     ]
-
-
-def _need_own(manifest: dict[str, Any], store: Path) -> None:
-    """Refuse a manifest and a run.json of different captures. No shard is opened."""
-    record, fix = store / "run.json", "Put back the file that was exchanged, or capture again in a new folder."
-    if not record.is_file():
-        return
-    from tsae.base.seal import read_sealed
-
-    with reading(record, fix):
-        of = read_sealed(record, fix)["inputs"].get("rollouts")
-    if of not in (None, manifest["rollouts"]):
-        what = f"is of another capture (rollouts {manifest['rollouts']}) than run.json beside it ({of})"
-        raise TsaeError(what, where=store / "manifest.json", fix=fix)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tsae
+from tsae.base.artefact import version_of
 from tsae.base.files import write_json
-from tsae.base.provenance import version_of
 from tsae.base.remote.mirror import shown
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from tyro.conf import OmitArgPrefixes, Positional
 
 import tsae
-from tsae.base.disk.made_by import record_early
+from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import write_text
 from tsae.base.validation import Size, config
 from tsae.commands.common import as_json, load_series, say_wrote, with_address
@@ -19,8 +19,9 @@ from tsae.diff.config import DiffConfig, ExplainConfig
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
 
-PUSHED = "reinforcement.json"
-"""In the folder of `tsae reinforcement --to`, says of which rollouts the tables are."""
+DRIFT = Kind("drift", 1, "", "Make it with `tsae drift`.")
+REINFORCEMENT = Kind("reinforcement", 1, "reinforcement.json", "Make it with `tsae reinforcement --diff`.")
+"""Its JSON file says of which rollouts the tables are."""
 
 
 @config
@@ -53,10 +54,11 @@ class Drift:
         with as_json(self.json) as write:
             print(drift_text(drift))
             if self.to is not None:
-                record_early(self.to)
-                write_table(self.to / "drift.parquet", drift)
-                write_drift(drift, self.to / "drift.html")
-                say_wrote(self.to)
+                files: dict[str, Callable[[Path], object]] = {
+                    "drift.parquet": partial(write_table, table=drift),
+                    "drift.html": partial(write_drift, drift),
+                }
+                say_wrote(write_artefact(self.to, DRIFT, None, files))
             write({"drift": drift})
 
 
@@ -186,7 +188,6 @@ class Reinforcement:
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def execute(self) -> None:
-        from tsae.base.seal import write_whole
         from tsae.base.table_export import write_table
         from tsae.report.tables import predicted, table_text
         from tsae.report.terminal import reinforcement_text
@@ -200,10 +201,9 @@ class Reinforcement:
                 tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
                 print(f"\n{table_text(predicted(tables['predicted']))}")
             if self.to is not None:
-                # An earlier call may have written predictions, of another diff.
-                writers: dict[str, Callable[[Path], object] | None] = {"predicted.parquet": None}
-                writers |= {f"{name}.parquet": partial(write_table, table=table) for name, table in tables.items()}
-                say_wrote(write_whole(self.to, PUSHED, found.source.made_from, writers))
+                files = {f"{name}.parquet": partial(write_table, table=table) for name, table in tables.items()}
+                of = found.source.made_from
+                say_wrote(write_artefact(self.to, REINFORCEMENT, of, files, config=self.config, inputs=of))
             write(tables)
 
 

@@ -13,8 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tsae.base.disk.made_by import made_by
-from tsae.base.seal import sealed_names
+from tsae.base.artefact import manifest_of
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
@@ -32,8 +31,7 @@ def check_outputs(options: Any) -> None:
     name = type(options).__name__
     to = output(options)
     written = {f"--{name}": _path(options, name) for name in _BESIDE}
-    in_folder = [("--to", to / file) for file in WRITES.get(name, ())] if to is not None else []
-    for option, path in (("--to", to), *in_folder, *written.items()):
+    for option, path in (("--to", to), *written.items()):
         if path is None or path == Path("-"):
             continue
         if os.path.exists(path) and not (path.is_file() or path.is_dir()):
@@ -89,49 +87,29 @@ def _check_file(option: str, path: Path, what: str, known: Callable[[bytes, Path
 
 
 def _check_folder(to: Path, name: str) -> None:
-    """Refuse a folder that holds the results of other commands and none of this one, or files that it did not write."""
-    there = [mark for mark in dict.fromkeys(MARKS.values()) if (to / mark).is_file()]
-    if there and MARKS.get(name) not in there:
-        raise TsaeError(
-            f"holds the results of another command ({there[0]})", where=f"--to {to}", fix="Give another folder."
-        )
-    if strange := _strange(to, name):
-        what = f"holds {strange[0]}, which `tsae {' '.join(_words(name))}` did not write"
-        raise TsaeError(what, where=f"--to {to}", fix="Move that away, or give another folder.")
+    """Refuse a folder that holds the results of another command, or files that this command did not write."""
+    found, wanted = _kind_in(to), KINDS.get(name)
+    if found is not None and found != wanted:
+        what = f"holds the results of another command ({found})"
+        raise TsaeError(what, where=f"--to {to}", fix="Give another folder.")
+    if found is None and name in _ALONE and to.is_dir():
+        strange = sorted(path.name for path in to.iterdir() if not path.name.startswith(".") and path.name != "pieces")
+        if strange and not any((to / file).is_file() for file in _UNFINISHED):
+            what = f"holds {strange[0]}, which `tsae {' '.join(_words(name))}` did not write"
+            raise TsaeError(what, where=f"--to {to}", fix="Move that away, or give another folder.")
 
 
-def _strange(to: Path, name: str) -> list[str]:
-    """Files in a folder that the command would replace although it did not write them."""
-    there = [file for file in WRITES.get(name, ()) if os.path.lexists(to / file)]
-    if not there or (name == "Encode" and (to / "pieces" / "encoding.json").is_file()):  # an encoding that was stopped
-        return []
-    known = sealed_names(to) if name not in _UNSEALED else []
-    if MARKS[name] in known:
-        return [file for file in there if file not in known]
-    # The seal is lost, or there never was one.
-    return [] if _tells(to / WRITES[name][0]) or _made_by(to, name) else there
-
-
-def _tells(file: Path) -> bool:
-    """Whether a page, or a JSON file of results, is one of tsae."""
-    try:
-        if file.suffix == ".html":
-            with file.open("rb") as stream:
-                return _is_page(stream.read(4096), file)
-        return not {"sealed", "versions"}.isdisjoint(dict(parse_json(file.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, TypeError):
-        return False
+def _kind_in(folder: Path) -> str | None:
+    """The kind of what lies in a folder, whole or unfinished."""
+    if any((folder / name).is_file() for name in ("stages.json", "demo.json")):
+        return "run"
+    found = manifest_of(folder)
+    return None if found is None else str(found["kind"])
 
 
 def _words(name: str) -> tuple[str, ...]:
     """How a command is called."""
     return (*_GROUPS.get(name, ()), name.lower())
-
-
-def _made_by(path: Path, name: str) -> bool | None:
-    """Whether an output was made by this command; None where that is not written down."""
-    before = made_by(path)
-    return None if before is None else before.words[: len(_words(name))] == _words(name)
 
 
 def _path(holder: Any, name: str) -> Path | None:
@@ -191,9 +169,12 @@ def _facts(begin: bytes, path: Path) -> dict[str, Any] | None:
     import pyarrow.parquet as pq
 
     try:
-        told = (pq.read_schema(path).metadata or {}).get(b"tsae") if begin.startswith(b"PAR1") else None
-        return {} if told is None else {"kind": ROLLOUTS, **parse_json(told)}
-    except (OSError, ValueError, TypeError, pa.ArrowException):
+        known = (pq.read_schema(path).metadata or {}) if begin.startswith(b"PAR1") else {}
+        if b"tsae" not in known:
+            return {}
+        made = {"made": parse_json(known[b"tsae.command"])["command"]} if b"tsae.command" in known else {}
+        return {"kind": ROLLOUTS, **parse_json(known[b"tsae"]), **made}
+    except (OSError, ValueError, LookupError, TypeError, pa.ArrowException):
         return None
 
 
@@ -203,7 +184,7 @@ def _rollouts(
     """A test for whether a Parquet file holds rollouts that this command wrote.
 
     A command keeps the info of the rollouts that it reads. So the info alone does not show which command came last. The
-    record beside the file does. Where there is none, a file with anything that later commands add is refused.
+    command in the file does. Where there is none, a file with anything that later commands add is refused.
 
     Args:
         name: of the command.
@@ -215,8 +196,9 @@ def _rollouts(
         found = _facts(begin, path)
         if found is not None and not (found.get("kind") == ROLLOUTS and own(found)):
             return False
-        recorded = _made_by(path, name)
-        return recorded or (recorded is None and not any(key in (found or ()) for key in later))
+        if found is not None and "made" in found:
+            return tuple(found["made"][: len(_words(name))]) == _words(name)
+        return not any(key in (found or ()) for key in later)
 
     return known
 
@@ -238,33 +220,19 @@ FILES: dict[str, tuple[str, Callable[[bytes, Path], bool]]] = {
     "Behaviours": ("rollouts with behaviours", _rollouts("Behaviours", lambda of: "behaviours" in of)),
 }
 """Commands whose --to is a file: what it holds, and whether an existing one holds that. Others write folders."""
-MARKS = {
-    "Run": "stages.json", "Watch": "stages.json", "Demo": "demo.json", "Capture": "manifest.json",
-    "Train": "sae.safetensors", "Crosscoder": "sae.safetensors", "Encode": "features.json", "Diff": "diff.json",
-    "Attribute": "attribution.json", "Causal": "causal.json", "Influence": "influence.json",
-    "Explain": "explanations.json", "Reinforcement": "reinforcement.json", "Fit": "credit.json",
-    "Drift": "drift.parquet", "Difficulty": "rates.parquet",
+KINDS = {
+    "Run": "run", "Watch": "run", "Demo": "run", "Capture": "store", "Train": "SAE", "Crosscoder": "SAE",
+    "Encode": "features", "Diff": "diff", "Attribute": "attribution", "Causal": "causal test",
+    "Influence": "influence", "Explain": "explanations", "Reinforcement": "reinforcement", "Fit": "credit",
+    "Drift": "drift", "Difficulty": "difficulty", "Export": "export",
 }  # fmt: skip
-"""Commands whose --to is a folder, and a file by which their results are known."""
-WRITES: dict[str, tuple[str, ...]] = {
-    "Encode": (
-        "features.json", "features.h5", "columns.h5", "means.h5", *_tables("rollouts"), "stability.json", "run.json",
-    ),
-    "Diff": ("diff.json", *_tables(
-        "shifts", "contrasts", "features", "behaviours", "confounds", "families", "dynamics", "behaviour_dynamics",
-        "baselines", "insertion", "reinforcement", "predicted", "noise",
-    )),
-    "Attribute": ("attribution.json", *_tables("targets", "samples", "facts", "groups", "steps", "entropy", "tokens")),
-    "Causal": ("causal.json", *_tables("outcomes", "rollouts")),
-    "Influence": ("influence.json", *_tables("influence")),
-    "Explain": ("explanations.json", *_tables("explanations")),
-    "Reinforcement": ("reinforcement.json", *_tables("reinforcement", "groups", "predicted")),
-    "Fit": ("credit.json", "credit.safetensors"),
-    "Drift": ("drift.html", "drift.parquet"),
-    "Difficulty": ("difficulty.json", "difficulty.html", *_tables("rates", "migration", "pass_at_k", "groups")),
-}  # fmt: skip
-"""What commands write into their folder; the first file tells that it is theirs. Others look at a folder themselves."""
-_UNSEALED = ("Drift", "Difficulty")
+"""Commands whose --to is a folder, and the kind of artefact that they write."""
+_ALONE = tuple(
+    name for name in KINDS if name not in ("Run", "Watch", "Demo", "Capture", "Train", "Crosscoder", "Export")
+)
+"""Those of them that do not look at the folder themselves."""
+_UNFINISHED = ("pieces/encoding.json", "answers.jsonl")
+"""Files by which an unfinished artefact is known."""
 _GROUPS = {"Difficulty": ("rollouts",), "Fit": ("credit",), "Bands": ("rollouts",), "Behaviours": ("rollouts",),
            "Import": ("rollouts",), "Sample": ("rollouts",)}  # fmt: skip
 """Commands of a group, such as `tsae rollouts bands`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import suppress
 from dataclasses import field, replace
@@ -13,11 +12,11 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 import tsae
-from tsae.base.disk.made_by import made_by, record_early
+from tsae.base.artefact import MANIFEST, Kind, manifest_of, read_artefact, write_artefact
 from tsae.base.files import new_folder, reading
 from tsae.base.validation import config
 from tsae.commands.common import say_wrote
-from tsae.commands.diff import PUSHED
+from tsae.commands.diff import REINFORCEMENT
 from tsae.errors import TsaeError
 from tsae.report.hub.config import PushConfig
 
@@ -54,7 +53,6 @@ class Report:
         import pandas as pd
 
         from tsae.attribution.attribution import Attribution
-        from tsae.base.seal import read_whole
         from tsae.claims.evidence import NAMES, inputs_of
         from tsae.claims.run_claims import claims_in
         from tsae.diff.explain import Explanations
@@ -65,9 +63,8 @@ class Report:
             diff = tsae.Intervention.load(folder).mark(diff)
         if self.reinforcement is not None:
             folder = self.reinforcement
-            fix = "Make it again with `tsae reinforcement --diff`."
-            needed = (PUSHED, "reinforcement.parquet", "predicted.parquet")
-            known = read_whole(folder, needed, fix, "Make it with `tsae reinforcement --diff`.")
+            fix = REINFORCEMENT.fix
+            known = read_artefact(folder, REINFORCEMENT, ["reinforcement.parquet", "predicted.parquet"])
             for name, of in inputs_of(diff).items():
                 if known.get(name) not in (None, of):
                     raise TsaeError(f"is of other {NAMES[name]} than the diff", where=folder, fix=fix)
@@ -105,7 +102,7 @@ class Serve:
         from tsae.report.serving import HOST, ServedRun, server
 
         folder = self.run
-        for name in ("diff/diff.json", "features/run.json"):
+        for name in ("diff/manifest.json", "features/manifest.json"):
             if not (folder / name).is_file():
                 fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
                 raise TsaeError(f"holds no {name}", where=folder, fix=fix)
@@ -176,7 +173,8 @@ class Export:
         self = replace(self, choose=tuple(dict.fromkeys(self.choose)))
         with new_folder(self.to, replace=_exported(self.to)) as folder:
             told = _written(self, sae, features, folder)
-            record_early(self.to)
+            files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+            write_artefact(folder, EXPORT, None, there=files, config=self.format, to=self.to)
         say_wrote(self.to, told)
 
 
@@ -241,8 +239,8 @@ def files_of_page(folder: Path) -> list[Path]:
     from tsae.diff.explain import FILE as EXPLANATIONS
 
     names = (
-        "diff/diff.json",
-        "features/run.json",
+        "diff/manifest.json",
+        "features/manifest.json",
         f"explanations/{EXPLANATIONS}",
         "attribution/attribution.json",
         CLAIMS,
@@ -250,12 +248,7 @@ def files_of_page(folder: Path) -> list[Path]:
     return [*(folder / name for name in names), *(test / "causal.json" for test in folders_of_tests(folder))]
 
 
-_OURS = re.compile(
-    r"cfg\.json|sae_weights\.safetensors|feature-\d+\.(safetensors|gguf)|"  # sae_lens, steering vectors
-    r"layers\.\d+/(config\.json|\d+_\d+\.safetensors)|"  # delphi, below the hook point
-    r"[^/]+/[^/]+/(features|activations|explanations)/batch-\d+\.jsonl\.gz"  # Neuronpedia, below model and source
-)
-"""What exports write, in any of their forms."""
+EXPORT = Kind("export", 1, "", "Make it with `tsae export`.")
 
 
 def _exported(to: Path) -> bool:
@@ -264,12 +257,11 @@ def _exported(to: Path) -> bool:
     Raises:
         TsaeError: where somebody has put something else into it.
     """
-    before = made_by(to)
-    if before is None or before.words[:1] != ("export",):
+    before = manifest_of(to)
+    if before is None or before["kind"] != EXPORT.name:
         return False
-    inside = {path.relative_to(to).as_posix(): path for path in sorted(to.rglob("*"))}
-    own = {name for name, path in inside.items() if not path.is_symlink() and (path.is_dir() or _OURS.fullmatch(name))}
-    if strange := [name for name in inside if name not in own]:
+    inside = {path.relative_to(to).as_posix(): path for path in sorted(to.rglob("*")) if not path.is_dir()}
+    if strange := [name for name in inside if name not in (*before["files"], MANIFEST)]:
         what = f"is an export, and holds {strange[0]}, which no export wrote"
         raise TsaeError(what, where=to, fix="Move that away, or give another folder.")
     return True

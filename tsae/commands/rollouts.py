@@ -10,7 +10,6 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 import tsae
-from tsae.base.disk.made_by import record_early
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
 from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
@@ -90,7 +89,6 @@ class Sample:
             for c in chosen
         ]
         rollouts = tsae.Rollouts.concat(of_each).with_advantages()
-        record_early(self.to)
         say_wrote(rollouts.write(self.to), rollouts)
         published(self.to)  # before its pieces are removed
         room = local(pieces, fetch=False)
@@ -161,7 +159,6 @@ class Bands:
         rollouts = tsae.Rollouts.read(self.rollouts)
         measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
         banded = rollouts.with_bands(self.reference, cutoffs=_cutoffs(self), measured_on=measured_on)
-        record_early(self.to)
         say_wrote(banded.write(self.to), banded)
         print(f"problems: {band_counts(problem_bands(banded.frame))}")
         print(found_how(banded.info["bands"]))
@@ -197,7 +194,6 @@ class Difficulty:
         with as_json(self.json) as write:
             print(found)
             if self.to is not None:
-                record_early(self.to)
                 say_wrote(found.save(self.to))
             tables = {"rates": found.rates, "migration": found.migration, "pass_at_k": found.pass_at_k}
             write({**found.info, "paths": found.paths, **tables, "groups": found.groups})
@@ -235,7 +231,6 @@ class Behaviours:
             print(behaviour_text(behaviours))
             print(f"\n{format_text(formats)}")
             if self.to is not None:
-                record_early(self.to)
                 say_wrote(found.write(self.to), found)
             write({"behaviours": behaviours, "formats": formats})
 

@@ -1,17 +1,15 @@
-"""`tsae run`, `tsae watch`, `tsae demo`, `tsae claims`, and `tsae verify` and `tsae repair` of what they wrote."""
+"""`tsae run`, `tsae watch`, `tsae demo`, `tsae claims`, and `tsae verify` of what they wrote."""
 
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from tsae.base.disk.made_by import record_command
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.output_lock import output_lock
 from tsae.base.plugins import find_function
 from tsae.base.validation import config
 from tsae.commands.common import as_json, say_wrote
@@ -108,11 +106,8 @@ class Claims:
             found = claims_of(self.run, self.only, check=check)
             print(found)
             if not self.only:
-                with sole_writer(self.run):
-                    file = found.save(self.run)
-                    words = [] if self.check is None else ["--check", self.check]
-                    record_command(file, ["claims", str(self.run), *words])
-                    say_wrote(file)
+                with output_lock(self.run):
+                    say_wrote(found.save(self.run))
             write(found.as_dict())
 
 
@@ -130,62 +125,23 @@ class Verify:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.upkeep.mend import next_step, remedy
-        from tsae.upkeep.verify import verify
+        from tsae.base.untrusted import one_line
+        from tsae.verify import verify
 
         with as_json(self.json) as write:
             findings = verify(self.paths)
-            print(_table(findings))
-            write({"artefacts": [{**found.as_dict(), "remedy": remedy(found)} for found in findings]})
-        _all_intact(findings, "Repair it: tsae repair" if next_step(findings) else "See docs/reliability.md")
-
-
-@config
-class Repair:
-    """Make again what `tsae verify` finds damaged, missing, unfinished or outdated, in the order of dependence.
-
-    What is damaged is removed only when its replacement is complete. What is intact stays. Of a store only damaged
-    shards are captured again.
-    """
-
-    paths: Positional[tuple[Path, ...]] = (Path(),)
-    """Files or folders, as for `tsae verify`."""
-    dry_run: bool = False
-    """Print what would be done."""
-    trust: bool = False
-    """Also run recorded commands that name functions (module:function) or addresses. Commands come from files in these
-    folders: look at them first (--dry-run) if the folders are a stranger's."""
-
-    def execute(self) -> None:
-        from tsae.upkeep.mend import repair
-
-        findings = repair(self.paths, dry_run=self.dry_run, trust=self.trust)
-        print(_table(findings))
-        if not self.dry_run:
-            _all_intact(findings, "Nothing that is known makes the rest again: give the commands that made it")
-
-
-def _all_intact(findings: Sequence[Any], fix: str) -> None:
-    """Raises TsaeError where something is not intact."""
-    bad = [finding for finding in findings if not finding.ok]
-    if bad:
-        raise TsaeError(
-            f"{len(bad)} of {len(findings)} artefacts are not intact", where=bad[0].artefact.path, fix=f"{fix}."
-        )
-
-
-def _table(findings: Sequence[Any]) -> str:
-    """One line an artefact; below one that is not intact what makes it again."""
-    from tsae.base.untrusted import one_line
-    from tsae.upkeep.mend import remedy
-
-    width = max(len(one_line(finding.artefact.shown)) for finding in findings)
-    kinds = max(len(finding.artefact.kind.name) for finding in findings)
-    lines = []
-    for finding in findings:
-        path, kind = one_line(finding.artefact.shown), finding.artefact.kind.name
-        what = f": {one_line(finding.what)}" if finding.what else ""
-        lines.append(f"{path:<{width}}  {kind:<{kinds}}  {finding.state}{what}")
-        if remedy(finding):
-            lines.append(f"{'':<{width}}  {'':<{kinds}}  -> {one_line(remedy(finding))}")
-    return "\n".join(lines)
+            width, kinds = (
+                max(len(one_line(text)) for text in each)
+                for each in zip(*((f.shown, f.kind) for f in findings), strict=True)
+            )
+            for found in findings:
+                what = f": {one_line(found.what)}" if found.what else ""
+                print(f"{one_line(found.shown):<{width}}  {one_line(found.kind):<{kinds}}  {found.state}{what}")
+                if found.command:
+                    print(f"{'':<{width}}  {'':<{kinds}}  -> {one_line(found.command)}")
+            write({"artefacts": [found.as_dict() for found in findings]})
+        bad = [found for found in findings if not found.ok]
+        if bad:
+            what = f"{len(bad)} of {len(findings)} artefacts are not intact"
+            fix = "Give the commands that are named above again, the first one first; see docs/reliability.md."
+            raise TsaeError(what, where=bad[0].path, fix=fix)

@@ -13,7 +13,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 import tsae
 from tsae.activations.config import LiveConfig, Subset
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
 from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
@@ -244,7 +244,7 @@ class Crosscoder:
             else:
                 site = self.training.site or pair.sites[0]
                 found = read_published(self.published, site=site, compared=pair.compared)
-                if (self.to / "run.json").is_file() or (self.to / "checkpoint").is_dir():
+                if (self.to / "metrics.jsonl").is_file() or (self.to / "checkpoint").is_dir():
                     raise TsaeError("holds a training", where=f"--to {self.to}", fix="Give another folder.")
                 found.save(self.to)
             if not first_process():
@@ -300,7 +300,7 @@ def _training(options: Train, store: tsae.ActivationStore | tsae.LiveSource) -> 
 
 def _keep(stable: tsae.Stability, folder: Path) -> None:
     """Write stability.json into the SAE's folder. If the SAE lies at a URL, upload it there as well."""
-    with sole_writer(folder):
+    with output_lock(folder):
         file = stable.save(folder)
         try:
             published(folder)

@@ -132,8 +132,8 @@ def logs(to: Path) -> Path:
 
 
 def without_spread(words: Sequence[str]) -> list[str]:
-    """The words without the options of `Spread`."""
-    names = {f"--{field.name}".replace("_", "-") for field in fields(Spread)}
+    """The words without the options of `Spread`, and without --part."""
+    names = {"--part", *(f"--{field.name}".replace("_", "-") for field in fields(Spread))}
     flags = {"--print-slurm", "--no-print-slurm"}
     found: list[str] = []
     skipping = False

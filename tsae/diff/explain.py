@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
+from tsae.base.artefact import Kind, read_artefact, write_artefact
 from tsae.base.files import as_path, reading
-from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.diff.config import ExplainConfig
@@ -298,7 +298,8 @@ class Explanations(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write explanations.parquet, and explanations.json last."""
-        return write_whole(folder, FILE, self.info, {_TABLE: partial(write_table, table=self.table)})
+        files = {_TABLE: partial(write_table, table=self.table)}
+        return write_artefact(folder, EXPLANATIONS, self.info, files, inputs={"sae": self.info.get("sae")}, gives={})
 
     @classmethod
     def load(cls, folder: str | Path) -> Explanations:
@@ -308,9 +309,12 @@ class Explanations(Tables):
             TsaeError: where a file is missing or damaged.
         """
         folder = as_path(folder)
-        info = read_whole(folder, (FILE, _TABLE), _FIX, "Make it with `tsae explain`.")
+        info = read_artefact(folder, EXPLANATIONS, [_TABLE])
         with reading(folder / _TABLE, _FIX):
             return cls(pd.read_parquet(folder / _TABLE), info)
+
+
+EXPLANATIONS = Kind("explanations", 1, FILE, "Make it with `tsae explain`.", Explanations.load)
 
 
 SOURCE = "rules of tokens and positions"

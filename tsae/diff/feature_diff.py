@@ -15,10 +15,9 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from tsae.base import display
+from tsae.base.artefact import Kind, read_artefact, versions, write_artefact
 from tsae.base.files import as_path, reading
 from tsae.base.filters import several, strongest
-from tsae.base.provenance import versions
-from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.checkpoints.tokenizers import text_of
@@ -484,13 +483,14 @@ class FeatureDiff(Tables):
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, and diff.json last."""
         tables: dict[str, pd.DataFrame | None] = {name: getattr(self, name) for name in (*_TABLES, *_OPTIONAL)}
-        writers = {
-            f"{name}.parquet": None
-            if table is None
-            else partial(write_table, table=table, index=name == "features", compression="zstd")
+        files = {
+            f"{name}.parquet": partial(write_table, table=table, index=name == "features", compression="zstd")
             for name, table in tables.items()
+            if table is not None
         }
-        return write_whole(folder, "diff.json", self.info, writers)
+        of = {name: self.info.get(name) for name in ("rollouts", "labels")}
+        of["sae"] = (self.info.get("sae") or {}).get("weights")
+        return write_artefact(folder, DIFF, self.info, files, config=self.info.get("config"), inputs=of)
 
     @classmethod
     def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:
@@ -500,10 +500,9 @@ class FeatureDiff(Tables):
             TsaeError: where a file is missing or damaged, or the features are others than those that were compared.
         """
         folder = as_path(folder)
-        files = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}
-        fix, there = "Draw it again with `tsae diff`.", [files[name] for name in _OPTIONAL if files[name].is_file()]
-        needed = ("diff.json", *(f"{name}.parquet" for name in _TABLES), *(file.name for file in there))
-        info = read_whole(folder, needed, fix, "Make it with `tsae diff`.")
+        files, fix = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}, DIFF.fix
+        there = [files[name].name for name in _OPTIONAL if files[name].is_file()]
+        info = read_artefact(folder, DIFF, [*(f"{name}.parquet" for name in _TABLES), *there])
         tables = {}
         strings = info.get("token_strings", {})
         with reading(folder / "diff.json", fix):
@@ -517,6 +516,9 @@ class FeatureDiff(Tables):
             what = f"was drawn from other features (of other {other}) than these"
             raise TsaeError(what, where=folder, fix="Give the features that `tsae diff` read.")
         return cls(**tables, info=info, source=features)
+
+
+DIFF = Kind("diff", 1, "diff.json", "Make it with `tsae diff`.", FeatureDiff.load)
 
 
 @dataclass(frozen=True)

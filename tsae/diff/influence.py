@@ -40,9 +40,9 @@ from tqdm.auto import tqdm
 from tsae.activations.forward_batches import plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
+from tsae.base.artefact import Kind, read_artefact, write_artefact
 from tsae.base.files import as_path, reading
 from tsae.base.filters import several, strongest
-from tsae.base.seal import read_whole, write_whole
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.hooks import Site, check_sites, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
@@ -173,9 +173,6 @@ def _score_weights(rollouts: Rollouts, config: InfluenceConfig) -> np.ndarray:
     return advantages / ((config.max_completion_length or rollouts.n_sampled) * len(rollouts))
 
 
-_FILES = ("influence.json", "influence.parquet")
-
-
 @dataclass(frozen=True)
 class Influence(Tables):
     """The first-order influence of every training sample on every chosen feature."""
@@ -221,16 +218,18 @@ class Influence(Tables):
     def save(self, folder: str | Path) -> Path:
         """Write influence.parquet, and influence.json last."""
         write = partial(write_table, table=self.table)
-        return write_whole(folder, "influence.json", self.info, {"influence.parquet": write})
+        return write_artefact(folder, INFLUENCE, self.info, {"influence.parquet": write})
 
     @classmethod
     def load(cls, folder: str | Path) -> Influence:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        fix = "Make it again with `tsae influence`."
-        info = read_whole(folder, _FILES, fix, "Make it with `tsae influence`.")
-        with reading(folder / "influence.parquet", fix):
+        info = read_artefact(folder, INFLUENCE, ["influence.parquet"])
+        with reading(folder / "influence.parquet", INFLUENCE.fix):
             return cls(pd.read_parquet(folder / "influence.parquet"), info)
+
+
+INFLUENCE = Kind("influence", 1, "influence.json", "Make it with `tsae influence`.", Influence.load)
 
 
 Weights = dict[str, torch.Tensor]

@@ -24,13 +24,13 @@ from tsae.activations.live import LiveSource
 from tsae.activations.shard import Shard
 from tsae.activations.store import ActivationStore, Source
 from tsae.activations.token_statistics import with_entropy
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.artefact import is_whole
 from tsae.base.files import as_path
 from tsae.base.memory import give_back
+from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
-from tsae.base.provenance import write_run
-from tsae.base.remote.mirror import local, published, refreshed
+from tsae.base.remote.mirror import local, refreshed
 from tsae.errors import TsaeError
 from tsae.features.encoded_shards import KeptPieces, Piece, Pieces, Reconstruction, encode_shard
 from tsae.features.feature_table import FeatureTable
@@ -93,17 +93,16 @@ def encode(
         table = _joined(sae, store, (piece for piece, _ in found), stability)
         return replace(table, codes=sp.csr_array(sp.vstack([codes for _, codes in found], format="csr")))
     to = local(to)
-    with sole_writer(to):
+    with output_lock(to):
         pieces = Pieces(to, _identity(sae, store, batch_tokens))
         keeping = None if kept is None else KeptPieces(as_path(kept))
         n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress, keeping)
         nnz = sum(piece.nnz for piece in pieces.first(n))
-        _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to)
-        write_run(to, "encode", sae.config, _inputs(sae, store))
+        made = {"config": sae.config, "inputs": _inputs(sae, store)}
+        _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to, **made)
         pieces.remove()
         if keeping is not None:
             keeping.remove_others()
-        published(to)  # run.json, and the seal that names it
     table = FeatureTable.load(to)
     if check and not isinstance(store, ActivationStore):
         base = table.reader_info(table.readers[0])
@@ -146,7 +145,7 @@ def encode_part(
 
 def encoded(folder: Path) -> bool:
     """Whether an encoding has ended. If its pieces are still there, it was killed before it removed them."""
-    return (folder / "run.json").is_file() and not (folder / "pieces").is_dir()
+    return is_whole(folder) and not (folder / "pieces").is_dir()
 
 
 def tokens_at_once(sae: TemporalSAE) -> int:

@@ -29,11 +29,11 @@ import scipy.sparse as sp
 
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base import display
+from tsae.base.artefact import MANIFEST, Kind, is_whole, read_artefact, write_artefact
 from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.base.files import reading, replacing, writing
 from tsae.base.filters import several
 from tsae.base.remote.mirror import local, published, removed
-from tsae.base.seal import SEAL, read_whole, write_sealed
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.sparse_matrices import (
@@ -54,7 +54,7 @@ from tsae.sae.quality.stability import Stability
 CODES, COLUMNS, MEANS = "features.h5", "columns.h5", "means.h5"
 ARRAYS = ("token_ids", "row_offsets", "reader", "trajectory", "outlier")
 _FIX = "Encode again."
-_FILES = ("features.json", CODES, COLUMNS, MEANS, "rollouts.parquet")
+_FILES = (CODES, COLUMNS, MEANS, "rollouts.parquet")
 _AT_ONCE = 50_000  # tokens
 
 
@@ -300,25 +300,26 @@ class FeatureTable:
         return np.flatnonzero(mask)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the folder; features.json comes last, so that a half-written table is not loaded."""
+        """Write the folder; its manifest comes last, so that a half-written table is not loaded."""
         return self.save_with((block for _, block in row_blocks(self.codes)), self.codes.nnz, folder)
 
-    def save_with(self, codes: Iterable[sp.csr_array], nnz: int, folder: str | Path) -> Path:
+    def save_with(self, codes: Iterable[sp.csr_array], nnz: int, folder: str | Path, **made: Any) -> Path:
         """Write the folder with codes that come in blocks of tokens, instead of the table's own.
 
         Args:
             codes: the blocks; each is held in memory only until it is written.
             nnz: non-zeros of all blocks.
             folder: for the files.
+            made: config and inputs, for the manifest.
         """
         folder = local(folder, fetch=False)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "features.json").unlink(missing_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
         self.rollouts.write(folder / "rollouts.parquet")
         if self.stability is None:
-            (folder / "stability.json").unlink(missing_ok=True)
+            removed(folder / STABILITY)
         else:
-            self.stability.write(folder)
+            self.stability.write(folder / STABILITY)
         outlier = self.outlier if len(self.outlier) else np.zeros(len(self.token_ids), dtype=bool)
         arrays = {name: getattr(self, name) for name in ARRAYS} | {"outlier": outlier}
         with writing(folder, "Make room, and give the same command again. What is encoded has been kept."):
@@ -328,13 +329,13 @@ class FeatureTable:
                 mask = self.span_mask(span)
                 means[span] = _digest(mask), written._means(mask)
             write_means(folder, means, (self.n_rows, self.n_features))
-            others = (CODES, COLUMNS, MEANS, "rollouts.parquet", STABILITY)
-            write_sealed(folder, "features.json", {**self.info, "n_features": self.n_features}, others)
-        for name in (*others, SEAL, "features.json"):  # this one last, there too
-            if (folder / name).is_file():
-                published(folder / name)
-            else:
-                removed(folder / name)  # at the URL, too
+            there = [*_FILES, *([] if self.stability is None else [STABILITY])]
+            sae = (self.info.get("sae") or {}).get("weights")
+            gives = {"rollouts": self.rollouts.fingerprint, "labels": self.rollouts.labels_fingerprint, "sae": sae}
+            content = {**self.info, "n_features": self.n_features}
+            write_artefact(folder, FEATURES, content, there=there, gives=gives, **{"inputs": gives, **made})
+        for name in (*there, FEATURES.main, MANIFEST):  # this one last, there too
+            published(folder / name)
         return folder
 
     @classmethod
@@ -346,10 +347,10 @@ class FeatureTable:
     def load(cls, folder: str | Path) -> FeatureTable:
         """Load a folder that `save` wrote. Codes and means stay there, and are read when they are needed."""
         folder = local(folder)
-        if (folder / "pieces").is_dir() and not (folder / "features.json").is_file():
+        if (folder / "pieces").is_dir() and not is_whole(folder):
             what = "its encoding did not finish"
             raise TsaeError(what, where=folder, fix="Give the same `tsae encode` without --part; it resumes.")
-        info = read_whole(folder, _FILES, "Encode again.", "Make it with `tsae encode`.")
+        info = read_artefact(folder, FEATURES, _FILES)
         with reading(folder / "features.json", "Encode again."):
             n_features = int(info.pop("n_features"))
         codes, arrays = read_codes(folder, n_features)
@@ -362,6 +363,9 @@ class FeatureTable:
             stability=Stability.beside(folder, (info.get("sae") or {}).get("weights")),
             **arrays,
         )
+
+
+FEATURES = Kind("features", 1, "features.json", "Make them with `tsae encode`.", FeatureTable.load)
 
 
 def _digest(mask: np.ndarray) -> str:

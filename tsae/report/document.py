@@ -87,11 +87,6 @@ def number_array(values: np.ndarray, digits: int = 3) -> str:
     return json.dumps(rounded.tolist(), separators=(",", ":")).replace("NaN", "null")
 
 
-_MARK = b"\n<!-- sha256 %s -->\n"
-_HEAD = 4096
-"""Bytes in which a page says that tsae wrote it, and that it ends with its checksum."""
-
-
 def render_page(
     template: str,
     title: str,
@@ -136,7 +131,7 @@ def render_page(
 
 
 def write_page(path: str | Path, content: Iterable[str]) -> Path:
-    """Write a page whole or not at all; its folder is made. A comment at its end holds its checksum.
+    """Write a page whole or not at all; its folder is made.
 
     Args:
         path: of the page.
@@ -145,33 +140,12 @@ def write_page(path: str | Path, content: Iterable[str]) -> Path:
     Raises:
         TsaeError: where the path is a folder.
     """
-    path, digest = target(path), hashlib.sha256()
+    path = target(path)
     with replacing(path) as partial, partial.open("wb") as file:
         for piece in content:
             # Lone surrogates are shown by code point long before this; what escaped that must not stop the report.
-            text = piece.encode("utf-8", "replace")
-            digest.update(text)
-            file.write(text)
-        file.write(_MARK % digest.hexdigest().encode())
+            file.write(piece.encode("utf-8", "replace"))
     return path
-
-
-def is_page(path: Path) -> bool:
-    """Whether `write_page` wrote a file, by its beginning."""
-    with path.open("rb") as file:
-        return b'<meta name="generator" content="tsae">' in file.read(_HEAD)
-
-
-def check_page(path: Path) -> None:
-    """Compare a page with the checksum at its end.
-
-    Raises:
-        TsaeError: where its bytes have changed since it was written, or its end is missing.
-    """
-    page = path.read_bytes()
-    end = len(_MARK % (b"0" * 64))
-    if page[-end:] != _MARK % hashlib.sha256(page[:-end]).hexdigest().encode():
-        raise TsaeError("is damaged: its bytes have changed since it was written", where=path, fix="Make it again.")
 
 
 def target(path: str | Path) -> Path:

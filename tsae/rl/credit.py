@@ -62,16 +62,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tsae.base.artefact import Kind, read_artefact, write_artefact
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, reading
-from tsae.base.seal import read_whole, write_whole
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import CreditConfig, ShapingConfig
-
-FORMAT = "tsae-credit"
 
 
 @dataclass(frozen=True)
@@ -180,10 +178,11 @@ class Credit:
 
     def save(self, folder: str | Path) -> Path:
         """Write credit.safetensors and credit.json."""
-        content = {"format": FORMAT, "config": asdict(self.config), "constant": self.constant, "scale": self.scale}
+        content = {"config": asdict(self.config), "constant": self.constant, "scale": self.scale}
         tensors = {name: getattr(self, name) for name in ("feature", "pair_keys", "pair_values", "token")}
         write = partial(write_tensors, tensors=tensors)
-        return write_whole(folder, "credit.json", {**content, "info": self.info}, {"credit.safetensors": write})
+        content |= {"info": self.info}
+        return write_artefact(folder, CREDIT, content, {"credit.safetensors": write}, config=self.config)
 
     @classmethod
     def load(cls, folder: str | Path) -> Credit:
@@ -192,13 +191,16 @@ class Credit:
         Raises:
             TsaeError: where a file is missing or damaged.
         """
-        folder, fix = as_path(folder), "Make it with `tsae credit fit`."
-        content = read_whole(folder, ("credit.json", "credit.safetensors"), fix, fix)
-        with reading(folder, fix):
+        folder = as_path(folder)
+        content = read_artefact(folder, CREDIT, ["credit.safetensors"])
+        with reading(folder, CREDIT.fix):
             given = content["config"]
             config = CreditConfig(**{**given, "pass_rates": tuple(given["pass_rates"])})
             known = {name: content[name] for name in ("constant", "scale", "info")}
             return cls(config, **load_file(folder / "credit.safetensors"), **known)
+
+
+CREDIT = Kind("credit", 1, "credit.json", "Make it with `tsae credit fit`.", Credit.load)
 
 
 def sae_of(features: FeatureTable, *names: str) -> dict[str, Any]:

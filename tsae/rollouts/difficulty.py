@@ -11,8 +11,9 @@ changes chance makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.base import display
-from tsae.base.files import as_path, write_json
-from tsae.base.provenance import versions
+from tsae.base.artefact import Kind, versions, write_artefact
 from tsae.base.statistics.intervals import change_interval, mean_interval
 from tsae.base.table_export import Tables, write_table
 from tsae.checkpoints.series import CheckpointSeries
@@ -34,6 +34,7 @@ from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
 _TABLES = ("rates", "migration", "pass_at_k", "groups")
+DIFFICULTY = Kind("difficulty", 1, "difficulty.json", "Make it with `tsae rollouts difficulty`.")
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,10 @@ class Difficulty(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, difficulty.json, and the page difficulty.html."""
-        folder = as_path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in _TABLES:
-            write_table(folder / f"{name}.parquet", getattr(self, name))
-        self.to_html(folder / "difficulty.html")
-        write_json(folder / "difficulty.json", {**self.info, "paths": self.paths})
-        return folder
+        files: dict[str, Callable[[Path], object]] = {"difficulty.html": self.to_html}
+        files |= {f"{name}.parquet": partial(write_table, table=getattr(self, name)) for name in _TABLES}
+        content = {**self.info, "paths": self.paths}
+        return write_artefact(folder, DIFFICULTY, content, files, inputs={"rollouts": self.info.get("rollouts")})
 
     def to_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Write one HTML file that opens with no network."""

@@ -31,10 +31,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.artefact import version_of
 from tsae.base.files import as_path
+from tsae.base.output_lock import output_lock
 from tsae.base.progress import progress_bar
-from tsae.base.provenance import version_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import tokenizer_fingerprint, vocabulary_facts
@@ -135,7 +135,7 @@ def import_log(
     tokens.pads = find_pads(form, files, config, tokens)
     log = LogImporter(form, files, series, tokens, config, notes)
     keeping = None if kept is None else as_path(kept)
-    with sole_writer(to), PartFiles(to, _settings(log, series), keeping) as folder:
+    with output_lock(to), PartFiles(to, _settings(log, series), keeping) as folder:
         parts = [(part, folder.of(part)) for part in parts_of(log.policies.files, cut=form.cut)]
         found = _read_all(parts, log, series, workers, progress=progress)
         paths = [path for _, path in parts]

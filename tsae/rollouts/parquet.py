@@ -20,8 +20,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.disk.sealed_parquet import check_parquet, seal_parquet
+from tsae.base.artefact import command_facts
 from tsae.base.files import reading, replacing
+from tsae.base.hashed_parquet import add_hash, check_parquet
 from tsae.errors import TsaeError
 
 _PIECE_ROWS, _PIECE_VALUES = 1024, 1 << 18
@@ -126,14 +127,15 @@ def read_info(table: pa.Table, where: str | Path) -> dict[str, Any]:
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], info: Mapping[str, Any]) -> Path:
     """Write tables of one schema after one another as one Parquet file, whole or not at all; each is a row group.
 
-    The file carries its checksum (`tsae.base.disk.sealed_parquet`).
+    The file carries its hash (`tsae.base.hashed_parquet`), and the command whose output it is.
     """
-    schema = schema.with_metadata({b"tsae": json.dumps(info, sort_keys=True).encode()})
+    made = {b"tsae.command": json.dumps(found).encode()} if (found := command_facts(path, alone=True)) else {}
+    schema = schema.with_metadata({b"tsae": json.dumps(info, sort_keys=True).encode(), **made})
     with replacing(path) as partial:
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             for table in tables:
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
-        seal_parquet(partial)
+        add_hash(partial)
     return path
 
 

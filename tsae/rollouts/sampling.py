@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tsae.base.files import reading, write_json, writing
+from tsae.base.artefact import read_record, write_record
+from tsae.base.files import reading, writing
 from tsae.base.part import Part, check_same_work, digest_of, remove_work
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, published, refreshed
-from tsae.base.seal import read_sealed, with_checksum
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, need_unchanged, weights_fingerprint
 from tsae.checkpoints.tokenizers import named_ends, text_limits, tokenizer_fingerprint, vocabulary_facts
 from tsae.errors import TsaeError
@@ -317,7 +317,7 @@ class Batches:
             return
         with writing(self._path, "Make room, and give the same command again: finished batches are kept."):
             content = {"of": self._of, "responses": [asdict(response) for response in responses]}
-            write_json(self._file(number), with_checksum(content))
+            write_record(self._file(number), content)
         published(self._file(number))
 
     def read(self, number: int) -> list[Response]:
@@ -330,7 +330,7 @@ class Batches:
             return self._held[number]
         file, fix = self._file(number), "Remove it, and sample again: only this batch is generated anew."
         with reading(file, fix):
-            content = read_sealed(file, fix)
+            content = read_record(file, fix)
             if content["of"] != self._of:
                 raise ValueError("it is of another sampling")
         return [

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from safetensors.torch import load_file
 from tsae.activations.batches import distances
 from tsae.activations.store import Source
 from tsae.base import display
+from tsae.base.artefact import Kind, read_artefact, write_artefact
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, read_object, reading, write_json
-from tsae.base.seal import read_whole, write_sealed
 from tsae.base.usual_state import usual_state
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -48,7 +50,6 @@ from tsae.sae.exchange.saelens_files import (
     write_folder,
 )
 
-_FILES = ("config.json", "training.json", "sae.safetensors")
 _AGAIN = "Train it again."
 
 
@@ -173,13 +174,15 @@ class TemporalSAE(torch.nn.Module):
 
     def save(self, folder: str | Path) -> Path:
         """Write sae.safetensors, config.json and training.json."""
-        folder = as_path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "training.json", self.training_info)
+        return self._save(folder)
+
+    def _save(self, folder: str | Path, **more: Any) -> Path:
         config = {"format": FORMAT, "d_model": self.d_model, "site": self.site, "sae": asdict(self.config)}
-        write_tensors(folder / "sae.safetensors", self.state_dict())
-        write_sealed(folder, "config.json", config, ("training.json", "sae.safetensors"))
-        return folder
+        files: dict[str, Callable[[Path], object]] = {
+            "training.json": partial(write_json, content=self.training_info),
+            "sae.safetensors": partial(write_tensors, tensors=self.state_dict()),
+        }
+        return write_artefact(folder, SAE, config, files, gives={"sae": self.fingerprint}, **more)
 
     def to_saelens(self, folder: str | Path, *, architecture: LensArchitecture = "jumprelu") -> Path:
         """Write a folder that sae_lens loads and encodes the same with; see `tsae.sae.exchange.saelens_files`."""
@@ -308,13 +311,14 @@ class ForeignSAE(TemporalSAE):
         return write_folder(as_path(folder), config, weights)
 
 
+SAE = Kind("SAE", 1, "config.json", "Train one with `tsae train`.", TemporalSAE.load)
 load_sae = TemporalSAE.load
 """Load an SAE: ours or a published one, here or on the Hugging Face Hub; see `TemporalSAE.load`."""
 
 
 def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
     """d_model, config, site and metadata of the training, of a folder that `TemporalSAE.save` wrote."""
-    content = read_whole(folder, _FILES, _AGAIN, "Train one with `tsae train`.")
+    content = read_artefact(folder, SAE, ["training.json", "sae.safetensors"], _AGAIN)
     info = read_object(folder / "training.json", _AGAIN)
     with reading(folder / "config.json", _AGAIN):
         # An SAE that was made by hand may have no site.

@@ -546,12 +546,12 @@ def test_a_finished_store_keeps_a_record_of_new_labels(series: Any, rollouts: Ro
     config = tsae.CaptureConfig(shard_tokens=400, batch_tokens=256)
     to = tmp_path / "acts"
     tsae.capture(series, rollouts, ["blocks.1.hook_resid_post"], to=to, config=config, progress=False)
-    before = json.loads((to / "run.json").read_text())
+    before = json.loads((to / "manifest.json").read_text())
     assert before["inputs"]["labels"] == rollouts.labels_fingerprint
     banded = rollouts.with_column("band", ["easy"] * len(rollouts))
     tsae.capture(series, banded, ["blocks.1.hook_resid_post"], to=to, config=config, progress=False)
-    after = json.loads((to / "run.json").read_text())
+    after = json.loads((to / "manifest.json").read_text())
     assert after["inputs"] == {**before["inputs"], "labels": banded.labels_fingerprint}
-    changing = {"inputs": None, "checksum": None}
+    changing = {"inputs": None, "gives": None, "checksum": None}
     assert {**after, **changing} == {**before, **changing}
     shutil.rmtree(to)

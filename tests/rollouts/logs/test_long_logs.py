@@ -21,7 +21,7 @@ import pytest
 
 from support.children import killed_until_done, past, start
 from support.logs import LOGS, write
-from tsae.base.disk.sole_writer import sole_writer
+from tsae.base.output_lock import output_lock
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts import importing
@@ -371,7 +371,7 @@ def test_a_damaged_part_is_read_again(stopped: Path, policy: Checkpoint, monkeyp
 def test_two_imports_do_not_write_one_file(policy: Checkpoint, tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", *rows(4))
     to = tmp_path / "r.parquet"
-    with sole_writer(to), ThreadPoolExecutor() as pool, pytest.raises(TsaeError, match="written"):
+    with output_lock(to), ThreadPoolExecutor() as pool, pytest.raises(TsaeError, match="written"):
         pool.submit(imported, path, policy, to).result()
 
 

@@ -1,4 +1,4 @@
-"""Damaged shards of a store, found by their checksums."""
+"""Damaged shards of a store, found by their hashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tsae.activations.shard import open_shard
-from tsae.activations.shards.manifest import inside, read_manifest
+from tsae.activations.shards.manifest import KIND, VERSION, inside, read_manifest
+from tsae.base.artefact import Kind
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -29,7 +30,7 @@ class Damage:
 
 
 def check_store(path: str | Path) -> list[Damage]:
-    """Compare every shard with its checksum; reads the whole store.
+    """Compare every shard with its hash; reads the whole store.
 
     Raises:
         TsaeError: where the manifest or the copy of the rollouts is damaged, which no recapture of shards can mend.
@@ -44,6 +45,16 @@ def check_store(path: str | Path) -> list[Damage]:
         for number, record in enumerate(reader["shards"])
     ]
     return [damage for damage in found if damage.what]
+
+
+def _check(path: Path) -> None:
+    damages = check_store(path)
+    if damages:
+        more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
+        raise TsaeError(f"{damages[0].what}{more}", where=path / damages[0].file, fix=STORE.fix)
+
+
+STORE = Kind(KIND, VERSION, "manifest.json", "Make it with `tsae capture`.", _check)
 
 
 def _damage(

@@ -1,7 +1,8 @@
-"""manifest.json: what an activation store holds, checked when it is loaded. It carries its own checksum.
+"""manifest.json: what an activation store holds, checked when it is loaded. It carries its own hash.
 
 While a capture goes on, every finished shard has a record of its own beside it (READER/NUMBER.json), so that processes
 that know nothing of each other can write into one store. When all shards are there, their records go into the manifest.
+A shard that is captured again, because it was damaged, has a record again until the manifest has taken it in.
 A record says of which capture it is, for parts of several machines may be copied into one folder.
 """
 
@@ -14,18 +15,17 @@ from types import NoneType
 from typing import Any
 
 from tsae.activations.shard import DTYPES
-from tsae.base.files import write_json
+from tsae.base.artefact import OtherVersion, read_record
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import refreshed
-from tsae.base.seal import with_checksum, without_checksum
-from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 
-FORMAT = "tsae-activations"
-VERSION = 3
+KIND, VERSION = "store", 4
 
 _FIX = "Capture again."
-_SHARD: dict[str, Any] = {"file": str, "sha256": str, "n_tokens": int, "n_trajectories": int}
+_LATER = ("complete", "inputs", "gives", "versions", "command", "from")
+"""What the manifest of a finished store also says."""
+_SHARD: dict[str, Any] = {"file": str, "hash": str, "n_tokens": int, "n_trajectories": int}
 _READER: dict[str, Any] = {
     "id": str,
     "run": (str, NoneType),
@@ -43,33 +43,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
     try:
-        manifest = parse_json(file.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+        manifest = read_record(file, _FIX)
+        known = manifest["kind"] == KIND and manifest["version"] == VERSION
         if known:
             _check_structure(manifest)
-            manifest = without_checksum(manifest, file, _FIX)
-            if not manifest["complete"]:
-                _add_records(folder, manifest)
+            _add_records(folder, manifest)
     except FileNotFoundError:
         # Another part completed the store in this moment, and took the records away.
         return read_manifest(folder)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise TsaeError(f"not a manifest ({type(error).__name__}: {error})", where=file, fix=_FIX) from error
     if not known:
-        found = f"format {manifest['format']} version {manifest['version']}"
-        raise TsaeError(f"{found}, expected {FORMAT} version {VERSION}", where=file)
+        found = f"{manifest['kind']!s:.40} of version {manifest['version']!s:.40}"
+        raise OtherVersion(f"is a {found}, expected a {KIND} of version {VERSION}", where=file, fix=_FIX)
     return dict(manifest)
 
 
 def essence(manifest: dict[str, Any]) -> dict[str, Any]:
     """What makes a capture this one: the manifest without what is done already."""
     readers = [{k: v for k, v in reader.items() if k != "shards"} for reader in manifest["readers"]]
-    return {**{k: v for k, v in manifest.items() if k != "complete"}, "readers": readers}
-
-
-def write_manifest(file: Path, manifest: Mapping[str, Any]) -> Path:
-    """Write a manifest with its checksum, or the record of a shard."""
-    return write_json(file, with_checksum(manifest))
+    return {**{k: v for k, v in manifest.items() if k not in _LATER}, "readers": readers}
 
 
 def inside(folder: Path, file: str) -> Path:
@@ -108,15 +101,16 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
         known = {shard["file"]: shard for shard in reader["shards"]}
         for file in inside(folder, reader["id"]).glob("*.json"):
             name = f"{reader['id']}/{file.stem}.h5"
-            if name not in known:
-                record = parse_json(file.read_text(encoding="utf-8"))
-                record = without_checksum(record, file, f"Remove it. {_FIX}")
+            try:
+                record = read_record(file, _FIX)
                 _check_types(record, _SHARD)
-                if record["file"] != name:
-                    raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
-                if record.pop("capture") != capture:
-                    foreign.append(name)
-                known[name] = record
+            except (TsaeError, KeyError, TypeError):
+                continue  # its shard counts as not recorded, and is captured again
+            if record["file"] != name:
+                raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
+            if record.pop("capture") != capture:
+                foreign.append(name)
+            known[name] = record
         reader["shards"] = [known[name] for name in sorted(known)]
     if foreign:
         first = min(foreign)

@@ -29,13 +29,12 @@ import jinja2
 import pandas as pd
 import yaml
 
-from tsae.base.disk.sole_writer import sole_writer
-from tsae.base.files import as_path, partial_name, read_object, reading, write_json, write_text, writing
-from tsae.base.provenance import version_of
-from tsae.base.seal import SEAL, check_seal, read_sealed, seal, sealed_names, with_checksum
-from tsae.diff.feature_diff import FeatureDiff
+from tsae.base.artefact import MANIFEST, Kind, add_to_artefact, read_manifest, read_record, version_of
+from tsae.base.files import as_path, partial_name, read_object, reading, write_text, writing
+from tsae.base.output_lock import output_lock
+from tsae.diff.feature_diff import DIFF, FeatureDiff
 from tsae.errors import TsaeError, public, without_secrets
-from tsae.features.feature_table import FeatureTable
+from tsae.features.feature_table import FEATURES, FeatureTable
 from tsae.report.hub.config import PushConfig
 from tsae.report.text import count, listed, markdown_cell, markdown_table, percent
 from tsae.rollouts.table import Rollouts
@@ -104,7 +103,7 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
             )
     run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
     partial = partial_name(to)
-    with sole_writer(to), writing(to, "Make room, or give another --to-folder."):
+    with output_lock(to), writing(to, "Make room, or give another --to-folder."):
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         try:
             found = [_model(repo, source if run is None else source / "sae", run, config, partial)]
@@ -161,7 +160,7 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
 
 
 def _is_run(stamp: Path) -> bool:
-    """Whether this is a run's stamp; the SAE's own folder has a run.json too."""
+    """Whether this is a run's record, and no folder that happens to hold a file of its name."""
     return stamp.is_file() and (stamp.parent / "sae").is_dir()
 
 
@@ -185,8 +184,7 @@ def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Pa
     sae.save(folder)
     sae.to_saelens(folder / SAELENS_FOLDER)
     if evaluation is not None:
-        write_json(folder / "evaluation.json", with_checksum(evaluation.as_dict()))
-        seal(folder, ["evaluation.json"])
+        add_to_artefact(folder, "evaluation.json", evaluation.save)
     if stability is not None:
         stability.save(folder)
     base_model = config.base_model or (None if run is None else _base_of(run))
@@ -229,8 +227,8 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
     if features.info["sae"].get("weights") != sae:
         what = f"holds the codes of the SAE {features.info['sae'].get('weights')}, and {sae} is pushed"
         raise TsaeError(what, where=source / "features", fix="Encode again.")
-    for part in ("features", "diff"):
-        _copy_sealed(source / part, folder / part)
+    for part, kind in (("features", FEATURES), ("diff", DIFF)):
+        _copy_artefact(source / part, kind, folder / part)
     tables = sorted(file.stem for file in (folder / "diff").glob("*.parquet"))
     configs = [{"config_name": table, "data_files": f"diff/{table}.parquet"} for table in tables]
     front = {"license": config.licence, "tags": list(_TAGS), **({"configs": configs} if configs else {})}
@@ -239,11 +237,11 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
     return Repository("dataset", name, folder)
 
 
-def _copy_sealed(source: Path, to: Path) -> None:
-    """Copy the files that a folder's seal names, and no others. A link could lead to what nobody meant to publish."""
-    check_seal(source, _AGAIN)
+def _copy_artefact(source: Path, kind: Kind, to: Path) -> None:
+    """Copy the files that a manifest names, and no others. A link could lead to what nobody meant to publish."""
+    files = read_manifest(source, kind)["files"]
     to.mkdir(parents=True)
-    for name in (*sealed_names(source), SEAL):
+    for name in (*files, MANIFEST):
         _copy(source / name, to / name)
 
 
@@ -270,9 +268,8 @@ def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
         file = None if run is None else run.parent / "evaluation" / "evaluation.json"
         if file is None or not file.is_file():
             return None
-        found = read_sealed(file, _AGAIN)
-    else:
-        found = read_object(file, _AGAIN).get("evaluation", {})
+        return Evaluation.load(file)
+    found = read_object(file, _AGAIN).get("evaluation", {})
     with reading(file, _AGAIN):
         evaluation = Evaluation.from_dict(found)
         for part in (evaluation, *evaluation.slices):
@@ -288,7 +285,7 @@ def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
 def _base_of(run: Path) -> str | None:
     """The Hub's name of a run's base; no path of this machine."""
     with reading(run, _AGAIN):
-        series = read_sealed(run, _AGAIN).get("series") or [[None, ""]]
+        series = read_record(run, _AGAIN).get("series") or [[None, ""]]
         _, name = map(str, series[0])
     return name if _NAME.fullmatch(name) and not Path(name).exists() else None
 

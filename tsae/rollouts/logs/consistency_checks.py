@@ -255,7 +255,7 @@ class Check:
         return text + (f"; {self.note}" if self.note else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """What goes into the table's info and into run.json."""
+        """What goes into the table's info and into the record of a run."""
         return {
             "unit": self.unit,
             "compared": self.compared,

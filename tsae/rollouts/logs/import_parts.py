@@ -21,8 +21,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.disk.sealed_parquet import check_parquet, seal_parquet
 from tsae.base.files import replacing
+from tsae.base.hashed_parquet import add_hash, check_parquet
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.entry import Findings, writable
 from tsae.rollouts.logs.log_files import LogFile
@@ -176,7 +176,7 @@ def write_part(path: Path, records: Iterable[tuple[dict[str, Any], dict[str, Any
             if pending:
                 writer.write_table(_table(pending))
             writer.add_key_value_metadata({"findings": json.dumps(findings.as_dict())})
-        seal_parquet(partial)
+        add_hash(partial)
 
 
 def _as_written(record: dict[str, Any], numbers: dict[str, Any], findings: Findings) -> dict[str, Any]:

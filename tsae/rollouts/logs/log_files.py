@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.files import sha256
+from tsae.base.artefact import file_hash
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.readers import LONGEST_LINE, OTHER_TABLES, HalfLine, bare, grows, holds_rows, kind_of, read_rows
@@ -158,7 +158,7 @@ def leave_copies(files: list[LogFile]) -> list[str]:
     for (_, size), group in alike.items():
         first = dict[str, LogFile]()
         for file in group if len(group) > 1 and size else ():
-            if (same := first.setdefault(sha256(file.path), file)) is file:
+            if (same := first.setdefault(file_hash(file.path), file)) is file:
                 continue
             if kind_of(file.path) not in OTHER_TABLES:
                 what = f"is the same file as {same.path}, byte for byte"

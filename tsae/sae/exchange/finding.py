@@ -27,9 +27,9 @@ from tsae.sae.exchange.saelens_files import FoundSAE, from_lens, is_saelens, loa
 SAELENS = "saelens:"
 _ON_HUB = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([^@]+?))?/?(?:@([^@/][^@]*))?")
 _FILES = (
-    "config.json", "training.json", "sae.safetensors", "checksums.json", "stability.json", "evaluation.json",
-    "cfg.json", "sae_weights.safetensors", "params.npz", "params.safetensors", "ae.pt", "hyperparams.json",
-    "checkpoints/final.safetensors",
+    "config.json", "training.json", "sae.safetensors", "manifest.json", "metrics.jsonl", "stability.json",
+    "evaluation.json", "cfg.json", "sae_weights.safetensors", "params.npz", "params.safetensors", "ae.pt",
+    "hyperparams.json", "checkpoints/final.safetensors",
 )  # fmt: skip
 """Of one SAE, in any of the formats."""
 

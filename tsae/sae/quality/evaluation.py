@@ -44,6 +44,8 @@ from tsae.activations.batches import Windows, warn_of_outliers
 from tsae.activations.spans import TokenSpan
 from tsae.activations.store import ActivationStore
 from tsae.base import display
+from tsae.base.artefact import command_facts, read_record, write_record
+from tsae.base.files import reading
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
 
 
 _OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
+
+_MADE = ("kind", "command", "from")
+"""What the file of an evaluation also says."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,22 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """The content as JSON, with None for NaN."""
         return plain(asdict(self))
+
+    def save(self, file: Path) -> Path:
+        """Write it as JSON, with its hash."""
+        return write_record(file, {"kind": "evaluation", **self.as_dict(), **command_facts(file)})
+
+    @classmethod
+    def load(cls, file: Path) -> Evaluation:
+        """What `save` wrote.
+
+        Raises:
+            TsaeError: where the file is missing or damaged.
+        """
+        fix = "Remove it, and give the command that made it again."
+        found = read_record(file, fix)
+        with reading(file, fix):
+            return cls.from_dict({name: value for name, value in found.items() if name not in _MADE})
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Evaluation:

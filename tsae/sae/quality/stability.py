@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from einops import reduce
 
 from tsae.base import display
-from tsae.base.files import as_path, write_json
-from tsae.base.seal import SEAL, check_seal, seal, sealed_names
-from tsae.base.untrusted import parse_json
+from tsae.base.artefact import add_to_artefact, is_whole, read_record, write_record
+from tsae.base.files import as_path
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
@@ -113,17 +112,11 @@ class Stability:
         Raises:
             TsaeError: where another file of the folder is damaged or missing: nothing is added to what is not whole.
         """
-        if (as_path(folder) / SEAL).is_file():
-            check_seal(
-                folder, f"Mend it: tsae repair {folder}.", [n for n in sealed_names(folder) if n != FILE], others=False
-            )
-        file = self.write(folder)
-        if (as_path(folder) / SEAL).is_file():
-            seal(folder, [FILE])
-        return file
+        folder = as_path(folder)
+        return add_to_artefact(folder, FILE, self.write) if is_whole(folder) else self.write(folder / FILE)
 
-    def write(self, folder: str | Path) -> Path:
-        """Write stability.json into a folder whose checksums are written later."""
+    def write(self, file: Path) -> Path:
+        """Write the file alone."""
         content = {
             "sae": self.sae,
             "others": list(self.others),
@@ -133,7 +126,7 @@ class Stability:
             "cosine": [[None if np.isnan(c) else round(float(c), 4) for c in row] for row in self.cosine],
             "same_group": self.same_group.astype(int).tolist(),
         }
-        return write_json(as_path(folder) / FILE, content)
+        return write_record(file, content)
 
     @classmethod
     def load(cls, folder: str | Path) -> Stability:
@@ -146,10 +139,8 @@ class Stability:
         if not file.is_file():
             raise TsaeError(f"holds no {FILE}", where=folder, fix="Make it with `tsae evaluate --seeds`.")
         fix = "Make it anew with `tsae evaluate --seeds`, or remove it."
-        if (as_path(folder) / SEAL).is_file():
-            check_seal(folder, fix, [FILE], others=False)
+        content = read_record(file, fix)
         try:
-            content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
             found = cls(
                 sae=str(content["sae"]),
                 others=tuple(map(str, content["others"])),

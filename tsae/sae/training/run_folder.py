@@ -10,7 +10,7 @@ On a GPU the last bits differ from run to run, killed or not: sparse products an
         state.safetensors        weights, Adam's moments, counters
         state.json               what is trained, on what
       sae.safetensors, config.json, training.json
-      run.json                   written last: the training is finished, and checkpoint/ is removed
+      manifest.json              written last: the training is finished, and checkpoint/ is removed
 
 The old checkpoint is removed only after the new one has its name, so that one whole checkpoint always exists.
 """
@@ -31,14 +31,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tsae.base.files import as_path, read_object, reading, sha256, write_json, write_text
-from tsae.base.provenance import write_run
-from tsae.base.seal import check_seal, read_sealed, seal, with_checksum
+from tsae.base.artefact import MANIFEST, file_hash, is_whole, read_manifest, read_record, write_record
+from tsae.base.files import as_path, read_object, reading, write_text
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.exchange.saelens_files import FORMAT
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import SAE, TemporalSAE
 
 _FIRST_ROW = b'{"step": 0, "loss": '
 """How metrics.jsonl begins."""
@@ -58,7 +57,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path, sae: SAEConfig, training: TrainingConfig, inputs: Mapping[str, Any]) -> None:
         self.path, self.checkpoints = as_path(path), as_path(path) / "checkpoint"
-        # As run.json has them, where passwords in addresses are hidden.
+        # As the manifest has them, where passwords in addresses are hidden.
         self.sae, self.training, self.inputs = sae, training, public(dict(inputs))
         self.identity = _identity({"sae": asdict(sae), "training": asdict(training)}, self.inputs)
 
@@ -73,7 +72,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether a training ended here; `claim` checks that it was this one."""
-        return (self.path / "run.json").is_file()
+        return is_whole(self.path)
 
     @property
     def steps(self) -> int:
@@ -89,14 +88,15 @@ class RunFolder:
         """
         if self.training.resume == "never":
             # Before the checkpoint, so that a kill in between leaves nothing that looks finished.
-            (self.path / "run.json").unlink(missing_ok=True)
+            (self.path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         latest = self._latest()
-        file = self.path / "run.json" if self.finished else latest and latest / "state.json"
+        file = self.path / MANIFEST if self.finished else latest and latest / "state.json"
         if file:
-            found = _read_json(file)
-            if found.get("stage") != "train":
-                raise TsaeError(f"holds the result of {found.get('stage')!r}", where=self.path, fix=_OTHER_FOLDER)
+            found = _read_state(file)
+            if not found["config"]:
+                what = f"holds {found.get('kind')!s:.40}, which no training here wrote"
+                raise TsaeError(what, where=self.path, fix=_OTHER_FOLDER)
             changes = list(_differences(_identity(found["config"], found["inputs"]), self.identity))
             if changes:
                 more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
@@ -106,7 +106,7 @@ class RunFolder:
         elif self.training.resume != "never":
             self._need_room()
         if self.finished:
-            check_seal(self.path, _ANEW, ["metrics.jsonl"], others=False)
+            read_manifest(self.path, SAE, ["metrics.jsonl"], _ANEW)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         else:
             self._cut_metrics(self.steps)
@@ -142,7 +142,7 @@ class RunFolder:
             return None
         with reading(latest, _ANEW):
             file = latest / "state.safetensors"
-            if _read_json(latest / "state.json").get("tensors") != {file.name: sha256(file)}:
+            if _read_state(latest / "state.json").get("tensors") != {file.name: file_hash(file)}:
                 raise TsaeError("is damaged: its bytes have changed since it was written", where=file, fix=_ANEW)
             return load_file(file)
 
@@ -158,7 +158,7 @@ class RunFolder:
         """
         partial, whole = self.checkpoints / "partial", self.checkpoints / f"{steps:010d}"
         state = {
-            "stage": "train",
+            "kind": SAE.name,
             "steps": steps,
             "config": {"sae": asdict(self.sae), "training": asdict(self.training)},
             "inputs": self.inputs,
@@ -170,7 +170,7 @@ class RunFolder:
                 file = partial / "state.safetensors"
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, file)
                 _flush(file)
-                write_json(partial / "state.json", with_checksum({**state, "tensors": {file.name: sha256(file)}}))
+                write_record(partial / "state.json", {**state, "tensors": {file.name: file_hash(file)}})
                 for path in (partial / "state.json", partial, self.path):
                     _flush(path)
                 _flush(self.path / "metrics.jsonl")
@@ -199,13 +199,12 @@ class RunFolder:
                 stream.write(json.dumps(row) + "\n")
 
     def finish(self, model: TemporalSAE) -> None:
-        """Write the SAE, then run.json, then remove the checkpoint."""
+        """Write the SAE, with its manifest last, then remove the checkpoint."""
         with self._writing():
-            model.save(self.path)
-            seal(self.path, ["metrics.jsonl"])
-            for name in ("sae.safetensors", "config.json", "training.json", "metrics.jsonl"):
+            config = {"sae": self.sae, "training": self.training}
+            model._save(self.path, there=["metrics.jsonl"], config=config, inputs=self.inputs)
+            for name in ("sae.safetensors", "config.json", "training.json", "metrics.jsonl", MANIFEST):
                 _flush(self.path / name)
-            _flush(write_run(self.path, "train", {"sae": self.sae, "training": self.training}, self.inputs))
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def _latest(self) -> Path | None:
@@ -269,12 +268,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    content = read_sealed(file, _ANEW)
-    # What `_identity` reads; another stage's run.json has no training.
+def _read_state(file: Path) -> dict[str, Any]:
+    """The manifest, or the state of a checkpoint; its config is None where no training wrote it."""
+    content = read_record(file, _ANEW)
     with reading(file, _ANEW):
-        if content.get("stage") == "train":
-            dict(content["config"]["training"]), content["config"]["sae"], content["inputs"]
+        if content["kind"] != SAE.name or content["config"] is None:
+            return {**content, "config": None}
+        dict(content["config"]["training"]), content["config"]["sae"], content["inputs"]  # what `_identity` reads
     return content
 
 

@@ -36,9 +36,9 @@ import torch
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.store import ActivationStore, Pair, Source
 from tsae.activations.windows import kept_problems
-from tsae.base.disk.sole_writer import sole_writer
 from tsae.base.distributed import Processes, join
 from tsae.base.files import as_path
+from tsae.base.output_lock import output_lock
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.crosscoder import OF_PAIR, Crosscoder
@@ -124,7 +124,7 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
 
 
 def _claim(folder: RunFolder, held: ExitStack) -> None:
-    held.enter_context(sole_writer(folder.path))
+    held.enter_context(output_lock(folder.path))
     folder.claim()
 
 

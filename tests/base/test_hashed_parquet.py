@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.builders import make_rollouts
-from tsae.base.disk.sealed_parquet import check_parquet, seal_parquet
+from tsae.base.hashed_parquet import add_hash, check_parquet
 from tsae.errors import TsaeError
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.table import Rollouts
@@ -63,11 +63,11 @@ def test_files_without_rows_or_dictionaries_carry_one_too(tmp_path: Path) -> Non
         pq.write_table(table, file, use_dictionary=False)
         plain = file.read_bytes()
         assert not check_parquet(file, "")
-        seal_parquet(file)
+        add_hash(file)
         assert check_parquet(file, "")
         assert pq.read_table(file).equals(table)
         changed = tmp_path / f"changed-{number}.parquet"
-        changed.write_bytes(file.read_bytes().replace(b"tsae:sha256", b"tsae:sha257"))
+        changed.write_bytes(file.read_bytes().replace(b"tsae:xxh3", b"tsae:xxh4"))
         with pytest.raises(TsaeError, match="bytes have changed"):
             check_parquet(changed, "")
         (again := tmp_path / f"again-{number}.parquet").write_bytes(plain)

@@ -1,53 +1,53 @@
-"""Parquet files that carry their own checksum.
+"""Parquet files that carry their own hash.
 
-A lone Parquet file has no folder whose `checksums.json` could name it, and Parquet's own checksums cover neither the
+A lone Parquet file has no folder whose manifest could name it, and Parquet's own checksums cover neither the
 headers of its pages nor its footer. So the file ends with::
 
-    … row groups, mark (12 bytes), SHA-256 (32 bytes), footer, length of the footer (4 bytes), "PAR1"
+    … row groups, mark (12 bytes), XXH3 (16 bytes), footer, length of the footer (4 bytes), "PAR1"
 
-The SHA-256 is that of all other bytes, without the mark. Readers of Parquet find the footer from the end, and the row
-groups by their offsets, so that every one reads the file. A copy that another program writes has no checksum, and is
-read as it is.
+The hash is that of all other bytes, without the mark. Readers of Parquet find the footer from the end, and the row
+groups by their offsets, so that every one reads the file. A copy that another program writes has none, and is read as
+it is.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow.parquet as pq
+import xxhash
 
 from tsae.base.files import reading
 from tsae.errors import TsaeError
 
-_MARK = b"tsae:sha256\0"
-_SIZE = len(_MARK) + hashlib.sha256().digest_size
+_MARK = b"tsae:xxh3-16"
+_SIZE = len(_MARK) + xxhash.xxh3_128().digest_size
 _END = 8
 """Bytes behind the footer."""
 _AT_ONCE = 1 << 20
 
 
-def seal_parquet(path: str | Path) -> None:
-    """Put a checksum into a Parquet file that was just written."""
+def add_hash(path: str | Path) -> None:
+    """Put the hash into a Parquet file that was just written."""
     with Path(path).open("r+b") as file:
         start = _footer(file)
         file.seek(start)
         footer = file.read()
-        digest = _sha256(file, [(0, file.tell())])
+        digest = _hash(file, [(0, file.tell())])
         file.seek(start)
         file.write(_MARK + digest + footer)
 
 
 def check_parquet(path: str | Path, fix: str) -> bool:
-    """Compare a Parquet file with the checksum that it carries; whether it carries one.
+    """Compare a Parquet file with the hash that it carries; whether it carries one.
 
     A process reads the file again only if its size or times have changed.
 
     Raises:
-        TsaeError: where its bytes have changed since it was written, or it had a checksum and has lost it.
+        TsaeError: where its bytes have changed since it was written, or it had a hash and has lost it.
     """
     with reading(path, fix):
         found = os.stat(path)
@@ -59,19 +59,19 @@ def check_parquet(path: str | Path, fix: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _state(path: str, *_: int) -> bool | None:
-    """Whether a file is as it was written; None if it carries no checksum."""
+    """Whether a file is as it was written; None if it carries no hash."""
     with open(path, "rb") as file:
         try:
             start = _footer(file)
             file.seek(max(0, start - _SIZE))
             mark = file.read(_SIZE)
             if not mark.startswith(_MARK):
-                # Between the data and the footer there is room for a checksum, and none of it.
+                # Between the data and the footer there is room for a hash, and none of it.
                 return False if _end_of_data(path) == start - _SIZE else None
         except ValueError:
             return None  # no Parquet file: its readers say so
         end = file.seek(0, os.SEEK_END)
-        return _sha256(file, [(0, start - _SIZE), (start, end)]) == mark[len(_MARK) :]
+        return _hash(file, [(0, start - _SIZE), (start, end)]) == mark[len(_MARK) :]
 
 
 def _footer(file: BinaryIO) -> int:
@@ -101,8 +101,8 @@ def _end_of_data(path: str) -> int:
     return max(ends)
 
 
-def _sha256(file: BinaryIO, parts: list[tuple[int, int]]) -> bytes:
-    digest = hashlib.sha256()
+def _hash(file: BinaryIO, parts: list[tuple[int, int]]) -> bytes:
+    digest = xxhash.xxh3_128()
     for start, stop in parts:
         file.seek(start)
         while start < stop:

@@ -1,1 +1,0 @@
-"""Recording: capture into a store, and repair of damaged shards."""
