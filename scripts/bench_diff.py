@@ -45,7 +45,7 @@ from tsae.rollouts.table import Rollouts
 
 _IDS = 8000
 _STAGES = {
-    "contrasts": (whole, "_draw"),
+    "contrasts": (whole, "draw_all"),
     "controls": (whole, "confound_table"),
     "nulls": (tables, "null_counts"),
     "descriptions": (whole, "describe"),

@@ -252,7 +252,7 @@ def test_other_checkpoints_and_another_sae_are_refused(
     told = {**features.info, "special_ids": [*features.info["special_ids"], 7]}
     counted = replace(features, info=told)  # as with a tokenizer_config.json that was there then
     with pytest.raises(
-        TsaeError, match=r"the special tokens of the base's tokenizer are \[.*\], and were \[7, .*\] when"
+        TsaeError, match=r"its special tokens are \[.*\], and were \[7, .*\] when"
     ):
         noise_null(series, sae, counted, QUICK)
 

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
+from tqdm.auto import tqdm
 
 from tsae.diff.comparisons import Comparison, Rows, difference_weights, side_means, some_columns, within_problem_auroc
 from tsae.diff.config import DiffConfig
@@ -77,6 +78,12 @@ class Contrast:
     detectable_delta: float = np.nan
     """The |Δ| that is found 8 times in 10 (`tsae.diff.inference`)."""
     note: str = ""
+
+
+def draw_all(rows: Rows, compared: Sequence[Comparison], config: DiffConfig, progress: bool) -> list[Contrast]:
+    """Draw every comparison, some at once in threads."""
+    drawn = in_threads([partial(draw, rows, of, config) for of in compared], config.threads)
+    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(compared), disable=not progress))
 
 
 def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from tsae.base import display
 from tsae.base.artefact import Kind, read_artefact, versions, write_artefact
@@ -21,16 +20,16 @@ from tsae.base.filters import several, strongest
 from tsae.base.table_export import Tables, write_table
 from tsae.base.untrusted import visible
 from tsae.checkpoints.tokenizers import text_of
-from tsae.diff.comparisons import CONTRAST, MAIN_PARTS, Comparison, Rows, comparisons, main_part
+from tsae.diff.comparisons import CONTRAST, MAIN_PARTS, Rows, comparisons, main_part
 from tsae.diff.config import DiffConfig
 from tsae.diff.confounds import CONTROLS, confound_table, survival
 from tsae.diff.descriptions import Families, assign_families, describe, family_shifts
 from tsae.diff.dynamics import dynamics
-from tsae.diff.effects import REPEATS, Contrast, contrast_table, draw, shift_table
+from tsae.diff.effects import REPEATS, contrast_table, draw_all, shift_table
 from tsae.diff.inference import q_values
 from tsae.diff.noise import NoiseNull
 from tsae.diff.reinforcement import Reinforcement
-from tsae.diff.threads import in_threads, one_blas_thread
+from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, Context, annotate_tokens, top_contexts
 from tsae.features.feature_table import FeatureTable
@@ -72,20 +71,19 @@ def feature_diff(
             given without an annotator.
     """
     features, config = FeatureTable.of(features), config or DiffConfig()
-    stable = _stability_of(features, stability)
     if families is not None and annotator is None:
         raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
+    stable = _stability_of(features, stability)
     of_steps = features if steps is None else _steps_of(features, steps)
-    along = dynamics(of_steps, config)
+    # Which rows are compared with which, and every contrast of them.
     rows = Rows.of(features, config)
-    compared = comparisons(features, rows, config)
-    drawn = _draw(rows, compared, config, progress)
+    drawn = draw_all(rows, comparisons(features, rows, config), config, progress)
+    # What the features respond to.
     # A padded vocabulary has ids that no tokenizer knows, and a model may sample them.
     given = list(token_strings or ())
     strings = given + [f"#{i}" for i in range(len(given), int(features.token_ids.max()) + 1)]
     classes = None if annotator is None else annotate_tokens(features, annotator, strings)
-    described = describe(features, rows, config, classes, strings)
-    by_family = pd.DataFrame()
+    described, by_family = describe(features, rows, config, classes, strings), pd.DataFrame()
     if families is not None and classes is not None:
         described = described.join(assign_families(features, classes, families, config))
         by_family = family_shifts(features, rows, described.family, config)
@@ -93,6 +91,7 @@ def feature_diff(
         described["stability"] = stable.per_latent
     if logits is not None:
         described = described.join(logits)
+    along = dynamics(of_steps, config)
     return FeatureDiff(
         shifts=shift_table(features, rows, drawn),
         contrasts=contrast_table(features, rows, drawn, config),
@@ -123,11 +122,6 @@ def feature_diff(
         },
         source=features,
     )
-
-
-def _draw(rows: Rows, compared: Sequence[Comparison], config: DiffConfig, progress: bool) -> list[Contrast]:
-    drawn = in_threads([partial(draw, rows, of, config) for of in compared], config.threads)
-    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(compared), disable=not progress))
 
 
 def _stability_of(features: FeatureTable, given: Stability | str | Path | None) -> Stability | None:

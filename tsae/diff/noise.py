@@ -85,8 +85,7 @@ def noise_null(
             and where the tokenizer has other special tokens, which do not count in the table.
     """
     features = FeatureTable.of(features)
-    sae = sae if isinstance(sae, TemporalSAE) else TemporalSAE.load(sae)
-    config = config or DiffConfig()
+    sae, config = TemporalSAE.of(sae), config or DiffConfig()
     if config.noise_draws == 0:
         return NoiseNull(_empty(), {})
     if features.info["sae"].get("weights") not in (None, sae.fingerprint):
@@ -97,12 +96,9 @@ def noise_null(
     special, of_features = sorted(set(series.base.load_tokenizer().all_special_ids)), features.info["special_ids"]
     other = list({*special} ^ {*of_features})
     if first_with(features.rollouts, lambda ids: np.isin(ids, other)) is not None:
-        raise TsaeError(
-            f"the special tokens of the base's tokenizer are {special}, and were {sorted(of_features)} when the "
-            "features were read",
-            where=series.base.path,
-            fix="Put back its tokenizer_config.json and special_tokens_map.json.",
-        )
+        what = f"its special tokens are {special}, and were {sorted(of_features)} when the features were read"
+        fix = "Put back its tokenizer_config.json and special_tokens_map.json."
+        raise TsaeError(what, where=series.base.path, fix=fix)
     for reader in features.readers:
         features.need_weights(series[reader])
     # Bands are split elsewhere; here there is one count for each checkpoint.

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from einops import einsum, reduce
-from transformers import PreTrainedModel
 
 from tsae.activations.spans import rows_mask
 from tsae.base.plugins import find_function
@@ -33,6 +32,9 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable, active_counts
 from tsae.features.sparse_matrices import no_code, sums_by_code
 from tsae.sae.model import TemporalSAE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def logit_effects(
     Raises:
         TsaeError: where the model's unembedding does not read a residual stream of the SAE's width.
     """
-    model = checkpoint if isinstance(checkpoint, PreTrainedModel) else checkpoint.load_model(dtype="float32")
+    model = checkpoint.load_model(dtype="float32") if isinstance(checkpoint, Checkpoint) else checkpoint
     head = model.get_output_embeddings()
     if head is None or head.weight.shape[1] != sae.d_model:
         raise TsaeError(
