@@ -54,15 +54,7 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 from fault_injection import artefacts, process
-from fault_injection.commands import (
-    ARTEFACTS,
-    BY_NAME,
-    READERS,
-    SITE,
-    STAGES,
-    WRITERS,
-    Stage,
-)
+from fault_injection.commands import ARTEFACTS, BY_NAME, READERS, SITE, STAGES, WRITERS, Stage
 from fault_injection.inputs import Found, Rng, bad_numbers, changed_log, hostile_text, pick
 
 from tsae import cli

@@ -251,9 +251,7 @@ def test_other_checkpoints_and_another_sae_are_refused(
         noise_null(renamed, sae, features, QUICK)
     told = {**features.info, "special_ids": [*features.info["special_ids"], 7]}
     counted = replace(features, info=told)  # as with a tokenizer_config.json that was there then
-    with pytest.raises(
-        TsaeError, match=r"its special tokens are \[.*\], and were \[7, .*\] when"
-    ):
+    with pytest.raises(TsaeError, match=r"its special tokens are \[.*\], and were \[7, .*\] when"):
         noise_null(series, sae, counted, QUICK)
 
 
