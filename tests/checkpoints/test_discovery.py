@@ -350,9 +350,7 @@ def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, off
     lines = done.stdout.splitlines()
     assert lines[:3] == ["base 3 20 0", "later-00008 3 20 0", "tiny-lora 3 20 0"], done.stderr[-2000:]
     # Only what is missing makes it ask, where it may.
-    assert lines[3].startswith(
-        f"{offline == '0'} org/tiny: the repository has no such folder, or no weights in safetensors"
-    )
+    assert lines[3].startswith(f"{offline == '0'} org/tiny@half: no weights in safetensors are in the cache")
     assert lines[4].startswith(f"{offline == '0'} org/nothing: neither a folder here nor in the Hugging Face cache")
 
 

@@ -289,8 +289,8 @@ def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
         what = f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({first_line(error)})"
         raise TsaeError(what, where=where, fix=fix) from error
     if not folder.is_dir() or (needs == "weights" and not _has_weights(folder)):
-        what = "the repository has no such folder, or no weights in safetensors in it"
-        fix = "Check the subfolder. A repository with pickled weights alone has to be converted first."
+        what = "no weights in safetensors are in the cache, and none could be downloaded"
+        fix = "Download it with a network, or check the subfolder. Pickled weights have to be converted first."
         raise TsaeError(what, where=where, fix=fix)
     return folder
 
