@@ -103,7 +103,7 @@ def test_a_module_says_its_purpose() -> None:
 def test_values_do_not_change() -> None:
     """Configs and results are frozen; these few are filled while something is read."""
     changing = {"BatchTokens", "Entry", "Inert", "Known", "LensTemporalSAEConfig", "LoraUpdate"}
-    changing |= {"Replayed", "State", "TokenShares", "_Card", "_Chosen", "_Part"}
+    changing |= {"Replayed", "State", "TokenShares", "_Part"}
     found = set()
     for path in MODULES:
         for node in ast.walk(parsed(path)):
@@ -128,5 +128,5 @@ def test_the_readme_stays_short() -> None:
 def test_paths_on_the_architecture_page_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     paths = set(re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", page))
-    assert len(paths) > 40
+    assert len(paths) > 8
     assert {path for path in paths if not (ROOT / "tsae" / path).exists() and not (ROOT / path).exists()} == set()
