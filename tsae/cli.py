@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import Positional, subcommand
@@ -54,34 +54,30 @@ class Completion:
     """The shell that the script is for."""
 
 
-Command = (
-    Annotated[Demo, subcommand("demo", prefix_name=False)]
-    | Annotated[Run, subcommand("run", prefix_name=False)]
-    | Annotated[Watch, subcommand("watch", prefix_name=False)]
-    | Annotated[RolloutsCommand, subcommand("rollouts", prefix_name=False)]
-    | Annotated[Drift, subcommand("drift", prefix_name=False)]
-    | Annotated[Capture, subcommand("capture", prefix_name=False)]
-    | Annotated[StoreCommand, subcommand("store", prefix_name=False)]
-    | Annotated[Train, subcommand("train", prefix_name=False)]
-    | Annotated[Evaluate, subcommand("evaluate", prefix_name=False)]
-    | Annotated[Export, subcommand("export", prefix_name=False)]
-    | Annotated[Push, subcommand("push", prefix_name=False)]
-    | Annotated[Encode, subcommand("encode", prefix_name=False)]
-    | Annotated[Diff, subcommand("diff", prefix_name=False)]
-    | Annotated[Crosscoder, subcommand("crosscoder", prefix_name=False)]
-    | Annotated[Attribute, subcommand("attribute", prefix_name=False)]
-    | Annotated[Causal, subcommand("causal", prefix_name=False)]
-    | Annotated[Reinforcement, subcommand("reinforcement", prefix_name=False)]
-    | Annotated[Influence, subcommand("influence", prefix_name=False)]
-    | Annotated[Claims, subcommand("claims", prefix_name=False)]
-    | Annotated[Explain, subcommand("explain", prefix_name=False)]
-    | Annotated[Report, subcommand("report", prefix_name=False)]
-    | Annotated[Serve, subcommand("serve", prefix_name=False)]
-    | Annotated[Reformulate, subcommand("reformulate", prefix_name=False)]
-    | Annotated[CreditCommand, subcommand("credit", prefix_name=False)]
-    | Annotated[Verify, subcommand("verify", prefix_name=False)]
-    | Annotated[Completion, subcommand("completion", prefix_name=False)]
-)
+_COMMANDS: dict[str, type] = {
+    # whole runs
+    "demo": Demo, "run": Run, "watch": Watch, "claims": Claims, "serve": Serve, "verify": Verify,
+    # the stages, in their order
+    "rollouts": RolloutsCommand, "capture": Capture, "store": StoreCommand, "train": Train, "evaluate": Evaluate,
+    "encode": Encode, "diff": Diff, "report": Report,
+    # further questions
+    "attribute": Attribute, "causal": Causal, "explain": Explain, "reinforcement": Reinforcement,
+    "influence": Influence, "crosscoder": Crosscoder, "drift": Drift,
+    # results for other tools, and for training
+    "export": Export, "push": Push, "reformulate": Reformulate, "credit": CreditCommand, "completion": Completion,
+}  # fmt: skip
+
+
+def _union(*, brief: bool) -> Any:
+    """The type that tyro parses: one of the commands. A brief one describes each by its first paragraph."""
+    kinds = []
+    for name, kind in _COMMANDS.items():
+        first = (kind.__doc__ or "").partition("\n\n")[0] if brief else None
+        kinds.append(Annotated[kind, subcommand(name, prefix_name=False, description=first)])
+    return Union[tuple(kinds)]  # noqa: UP007
+
+
+Command = _union(brief=False)
 
 
 def parse(args: Sequence[str]) -> Any:
@@ -98,8 +94,9 @@ def parse(args: Sequence[str]) -> Any:
     if list(args[:1]) == ["train"] and any(text.startswith("--start") for text in args):
         start = start_as_default(args)
         given = {} if start is None else {"default": start}
+    kinds = _union(brief=True) if args[:1] in (["-h"], ["--help"]) else Command
     with redirect_stdout(WrappedOutput()) if helping else nullcontext():
-        return tyro.cli(Command, prog="tsae", description=_DESCRIPTION, args=args, **given)
+        return tyro.cli(kinds, prog="tsae", description=_DESCRIPTION, args=args, **given)
 
 
 def run(options: Any, words: Sequence[str] = ()) -> None:
@@ -162,18 +159,7 @@ def main(args: Sequence[str] | None = None) -> None:
     end_with_parent()
     status: Any = None
     try:
-        try:
-            words = sys.argv[1:] if args is None else args
-            with usual_state():
-                _run_or_say(words)
-        except TsaeError as error:
-            print(f"tsae: {visible(in_words(str(error)))}", file=sys.stderr)
-            status = 2
-        except KeyboardInterrupt:
-            print("tsae: interrupted; the same command goes on from what is on disk", file=sys.stderr)
-            status = 130
-        except SystemExit as said:  # of --help, and of options that do not parse
-            status = said.code or 0
+        status = _status(sys.argv[1:] if args is None else args)
         # Else the interpreter flushes after all handlers, and prints an error for a closed pipe.
         sys.stdout.flush()
     except BrokenPipeError:
@@ -184,24 +170,37 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(status)
 
 
-def _run_or_say(words: Sequence[str]) -> None:
-    """Run a command. What the machine lacks is said in words."""
+def _status(words: Sequence[str]) -> Any:
+    """Run a command; its exit status, or None. What a user can put right is printed in one paragraph."""
     try:
-        os.getcwd()
-    except OSError as error:  # else libraries stop in words of their own
-        fix = "Change into a folder that is there, and give the same command again."
-        raise TsaeError("the working folder is not there any more", fix=fix) from error
-    options = parse(words)
-    try:
-        with safe_stdio():
-            run(options, words)
+        with usual_state():
+            _need_working_folder()
+            options = parse(words)
+            with safe_stdio():
+                run(options, words)
+        return None
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        print("tsae: interrupted; the same command resumes from what is on disk", file=sys.stderr)
+        return 130
+    except SystemExit as ended:  # of --help, and of options that do not parse
+        return ended.code or 0
     except BaseException as error:
-        refusal = resource_error(error)
+        refusal = error if isinstance(error, TsaeError) else resource_error(error)
         if refusal is None:
             raise
-        raise refusal from error
+        print(f"tsae: {visible(in_words(str(refusal)))}", file=sys.stderr)
+        return 2
+
+
+def _need_working_folder() -> None:
+    """Refuse a working folder that was removed, before libraries stop in words of their own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        fix = "Change into a folder that is there, and give the same command again."
+        raise TsaeError("the working folder is not there any more", fix=fix) from error
 
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
