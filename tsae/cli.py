@@ -205,12 +205,11 @@ def _need_working_folder() -> None:
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
-The stages, in order: rollouts, capture, train, encode, diff, report. Each reads what the one before wrote. `tsae run`
-runs them all on the folder of a training run, `tsae watch` on one that goes on, `tsae demo` on shipped checkpoints.
-`tsae attribute` tells which training samples did it, `tsae causal` tests what a diff found, `tsae explain` labels its
-features, and `tsae claims` tests what the literature says on the run; `tsae credit` and `tsae reformulate` use features
-in training. `tsae drift` needs none of the stages. `tsae push` publishes an SAE. `tsae verify` says whether results are
-whole, and which command makes them again.
+`tsae demo` shows it on shipped checkpoints. `tsae run` makes every stage on the folder of a training run, and `tsae
+watch` on one that is still training. The stages alone, in order: rollouts, capture, train, encode, diff, report; each
+reads what the one before wrote. Further questions to the results: `tsae attribute` finds the training samples that did
+it, `tsae causal` tests what a diff found, `tsae explain` labels features, `tsae claims` tests what the literature
+claims. `tsae verify` checks that results are whole, and names the command that makes them again.
 
-Exit status: 0 done; 2 something that you can put right, said in one paragraph; 130 interrupted, and the same command
+Exit status: 0 done; 2 something that you can put right, in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

@@ -66,7 +66,7 @@ class RunConfig:
     """Which contrasts are drawn. The run's seed takes the place of its seed."""
     attribute: bool = True
     """Say which samples did that: the run is replayed from its base, its log and the settings that its trainer left.
-    Otherwise one sentence says what is missing. Logs of more than --tokens are left out: it takes about ten times as
+    Otherwise one sentence names what is missing. Logs of more than --tokens are left out: it takes about ten times as
     long as the training's own updates took, without its sampling."""
     problems: UserPath | None = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
@@ -115,7 +115,7 @@ class WatchConfig:
     every: NotNegative = 60.0
     """Seconds from one look at the training's folder to the next."""
     until: Count | None = None
-    """Stop when this step's checkpoint, or a later one, has been analysed. By default watching goes on until it is
+    """Stop when this step's checkpoint, or a later one, has been analysed. By default the command runs until it is
     interrupted."""
     once: bool = False
     """Look once, analyse what is new, and stop: for scripts and cron."""

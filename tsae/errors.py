@@ -25,7 +25,7 @@ _BY_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[a-z]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16})\b"
 )
 _NAMES = re.compile(
-    # A file or folder with a key in it, such as AWS_WEB_IDENTITY_TOKEN_FILE, is no secret.
+    # A file or folder with a key in it, such as AWS_WEB_IDENTITY_TOKEN_FILE, is not a secret.
     r"^(?!.*_(?:FILE|PATH|DIR)$).*(?:(?:^|_)(?:TOKEN|SECRET|PASSWORD)(?:_|$)|(?:API|ACCESS|SERVER|ACCOUNT)_?KEY)",
     re.I,
 )
@@ -62,7 +62,7 @@ def public(content: Any) -> Any:
 
 
 class TsaeError(Exception):
-    """Something a user can put right: said in one paragraph, without a traceback on the command line.
+    """Something a user can put right: printed as one paragraph, without a traceback on the command line.
 
     Args:
         what: what was found, and what was expected instead.

@@ -238,7 +238,7 @@ def test_a_part_that_dies_is_started_again(part: Callable[[str], None], tmp_path
     assert run_parts(["capture"], Spread(parts=2), tmp_path / "acts", "cpu")
     said = (tmp_path / "said").read_text().splitlines()
     assert said == ["capture --part 1/2", "capture --part 2/2", "capture --part 2/2"]
-    with pytest.raises(TsaeError, match="1 of 2 parts failed; part 2 says: exit status 1"):
+    with pytest.raises(TsaeError, match="1 of 2 parts failed; part 2: exit status 1"):
         run_parts(["capture"], Spread(parts=2, retries=0), tmp_path / "other", "cpu")
 
 
@@ -334,7 +334,7 @@ def test_what_ray_cannot_do_is_said(llama: Path, tmp_path: Path) -> None:
 
     assert "no node has what a part needs (CPU 1, GPU 4000)" in says("--ray", "num_gpus=4000")
     said = says("--sites", "blocks.9.hook_resid_post")
-    assert "2 of 2 parts failed; part 1 says: " in said
+    assert "2 of 2 parts failed; part 1: " in said
     assert "blocks.9.hook_resid_post" in said
     assert (tmp_path / "acts.parts" / "1-of-2.log").read_text().count("Ray node") == 1  # not started again
     began = time.monotonic()

@@ -114,7 +114,7 @@ class Check:
             for damage in damages:
                 print(f"damaged: {damage.file}: {damage.what}")
             if not manifest["complete"]:
-                print("the capture did not finish; the same `tsae capture` goes on")
+                print("the capture did not finish; the same `tsae capture` resumes it")
             if damages:
                 write(content)
                 command = command_text(manifest, self.store / "manifest.json")

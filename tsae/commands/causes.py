@@ -43,7 +43,7 @@ class Attribute:
     settings: Path | None = None
     """File or folder of the trainer's settings; by default they lie beside the checkpoints."""
     trainer_version: str | None = None
-    """Of the trainer, such as 0.18.1, whose defaults count where a recipe says nothing; by default what the run's
+    """Version of the trainer, such as 0.18.1, whose defaults count where a recipe names none; by default what the run's
     README.md or Weights & Biases name."""
     problems: Path | None = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
@@ -76,9 +76,9 @@ class Attribute:
         with as_json(self.json) as write:
             print(attribution_text(found, self.top))
             say_wrote(self.to)
-            told = [] if found.info["gate"] else list(found.targets.target)
-            names = ["targets", "steps", *(["bands", "groups", "entropy", "tokens"] if told else [])]
-            samples = {name: found.of_target(name, self.top) for name in told}
+            targets = [] if found.info["gate"] else list(found.targets.target)
+            names = ["targets", "steps", *(["bands", "groups", "entropy", "tokens"] if targets else [])]
+            samples = {name: found.of_target(name, self.top) for name in targets}
             write({**{name: getattr(found, name) for name in names}, "samples": samples, "info": found.info})
 
 

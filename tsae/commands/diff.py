@@ -21,7 +21,7 @@ from tsae.rollouts.config import EndpointConfig
 
 DRIFT = Kind("drift", 1, "", "Make it with `tsae drift`.")
 REINFORCEMENT = Kind("reinforcement", 1, "reinforcement.json", "Make it with `tsae reinforcement --diff`.")
-"""Its JSON file says of which rollouts the tables are."""
+"""Its JSON file holds the fingerprint of the rollouts."""
 
 
 @config

@@ -1,4 +1,4 @@
-"""Field docstrings as running text in --help, with defaults said once.
+"""Field docstrings as running text in --help, with defaults shown once.
 
 tyro takes the lines of a docstring from the source, where they are wrapped for the editor. In a terminal they would
 break at the same places. tyro prefers a field's metadata, so the joined text goes there. The docstring explains a
@@ -39,10 +39,10 @@ def join_lines(kind: Any) -> None:
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return
     owners = [owner for owner in reversed(kind.__mro__) if dataclasses.is_dataclass(owner)]
-    said = {name: text for owner in owners for name, text in _docstrings(owner.__module__)[owner.__name__].items()}
+    texts = {name: text for owner in owners for name, text in _docstrings(owner.__module__)[owner.__name__].items()}
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        text = said.get(field.name)
+        text = texts.get(field.name)
         if text and "help" not in field.metadata:
             paragraphs = re.split(r"\n\s*\n", text.strip())
             joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -43,7 +43,7 @@ class Report:
     reinforcement: Path | None = None
     """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""
     attribution: Path | None = None
-    """Folder that `tsae attribute` wrote: the report says which samples did that. By default the folder attribution
+    """Folder that `tsae attribute` wrote: the report shows which samples did that. By default the folder attribution
     beside the diff, if there is one."""
     explanations: Path | None = None
     """Folder that `tsae explain` wrote: the report shows its labels. By default the folder explanations beside the
@@ -172,10 +172,10 @@ class Export:
             features.need_sae(sae.fingerprint, sae.config.d_sae)
         self = replace(self, choose=tuple(dict.fromkeys(self.choose)))
         with new_folder(self.to, replace=_exported(self.to)) as folder:
-            told = _written(self, sae, features, folder)
+            what = _written(self, sae, features, folder)
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             write_artefact(folder, EXPORT, None, there=files, config=self.format, to=self.to)
-        say_wrote(self.to, told)
+        say_wrote(self.to, what)
 
 
 @config

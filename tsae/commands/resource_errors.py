@@ -17,7 +17,7 @@ _FIXES = {
     "Change its permissions, or give a path that you may read and write.": (errno.EACCES, errno.EPERM),
     "Allow more open files (ulimit -n), and give the same command again.": (errno.EMFILE, errno.ENFILE),
     "Give the command more memory, or smaller batches.": (errno.ENOMEM,),
-    "Look at the disk. The same command goes on from what is finished.": (errno.EIO, errno.ESTALE),
+    "Look at the disk. The same command resumes from what is finished.": (errno.EIO, errno.ESTALE),
     "A folder lies where a file belongs, or a file where a folder does. Move it away, or give another path.": (
         errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP,
     ),

@@ -47,10 +47,10 @@ class Run:
 
 @config
 class Watch:
-    """Follow a training that goes on: analyse its new checkpoints and log steps, and write the page anew.
+    """Follow a running training: analyse its new checkpoints and log steps, and write the page anew.
 
     The folder --to is that of `tsae run`, and so are the options. Every update prints one line. If the command is
-    interrupted, give it again: it goes on. Samples are not attributed meanwhile.
+    interrupted, give it again to resume. Samples are not attributed meanwhile.
     """
 
     config: Annotated[RunConfig, arg(name="")]

@@ -44,7 +44,7 @@ class Spread:
 
     parts: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Divide the work into so many parts. The result does not depend on how many there are. If one fails, it is started
-    again, and goes on from what it has finished."""
+    again, and resumes from what it has finished."""
     executor: Literal["local", "slurm", "ray"] = "local"
     """Where parts run: local: processes on this machine; slurm: a job array; ray: tasks of a Ray cluster (needs
     tsae[ray]), the one at $RAY_ADDRESS, or one that runs on this machine, or a new one here. All nodes must see the
@@ -103,7 +103,7 @@ def run_parts(words: Sequence[str], spread: Spread, to: Path, device: str) -> bo
     if failed:
         number = min(failed)
         raise TsaeError(
-            f"{len(failed)} of {spread.parts} parts failed; part {number} says: {failed[number]}",
+            f"{len(failed)} of {spread.parts} parts failed; part {number}: {failed[number]}",
             where=logs(to) / f"{number}-of-{spread.parts}.log",
             fix="Put that right, and give the same command again; what is finished is kept.",
         )
@@ -151,7 +151,7 @@ def slurm_script(command: Sequence[str], spread: Spread, to: Path) -> str:
     """A job array's script: one task a part.
 
     A task whose node died starts again, and so does one that comes near its time limit, `spread.retries` times at most.
-    It goes on from what it has finished.
+    It resumes from what it has finished.
 
     Raises:
         TsaeError: where a word would not stay in its line of the script.
