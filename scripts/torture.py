@@ -282,7 +282,7 @@ def commands() -> Mapping[tuple[str, ...], argparse.ArgumentParser]:
     """Every command of the command line, by its words."""
     with warnings.catch_warnings():  # tyro wants to drop it, and has nothing in its place
         warnings.simplefilter("ignore", DeprecationWarning)
-        whole: Any = tyro.extras.get_parser(cli.Command)  # type: ignore[call-overload]
+        whole: Any = tyro.extras.get_parser(cli.Command)
     found: dict[tuple[str, ...], argparse.ArgumentParser] = {}
     left: list[tuple[tuple[str, ...], argparse.ArgumentParser]] = [((), whole)]
     while left:

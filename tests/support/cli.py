@@ -40,7 +40,6 @@ COMMANDS = [
     ["report"],
     ["serve"],
     ["verify"],
-    ["repair"],
 ]
 
 
