@@ -63,6 +63,8 @@ _SAMPLING = "sampling"
 """Folder of the batches of an unfinished sampling."""
 _SHARD_TOKENS = 8192
 """Fewest of the largest shard. A shard has a quarter of the largest on average."""
+_LATER = ("site", "sae", "d_sae", "k", "training_tokens", "diff", "attribute", "attribution", "causal", "tests")
+"""Settings on which rollouts do not rest."""
 _ADDED = ("causal", "tests", "minutes")
 """Settings of a stage that can be added to an analysis; the first asks for it."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
@@ -126,7 +128,8 @@ def analyze_state(
     form, files, _ = find_log(log, config.importing, only)
     importing, success = with_outcome(form.read(files[0], config.importing), config.importing, log)
     sizes = only or {file.path: file.path.stat().st_size for file in files}
-    claim(config.to, "run.json", stamp(config, series, log, sizes, grown), "an analysis", _ADDED)
+    later = () if (config.to / "activations").exists() else _LATER
+    claim(config.to, "run.json", stamp(config, series, log, sizes, grown), "an analysis", _ADDED, later)
     stages = Stages(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
     others = ", ".join(c.id for c in list(readers)[1:])

@@ -18,7 +18,9 @@ _FOUND = "found"
 CONTENTS = "contents of what was read"  # checksums; stamps of growing logs have none
 
 
-def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = ()) -> None:
+def claim(
+    folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Sequence[str] = (), later: Sequence[str] = ()
+) -> None:
     """Write a stamp into a new folder. Where one lies, check that settings, inputs and versions are the same.
 
     Args:
@@ -28,6 +30,7 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         what: names the run in messages.
         adds: settings of a stage, first the one that asks for it. If it is asked for, and the folder's run left it out,
             the stage is added: the rest stays.
+        later: settings of stages that have made nothing yet: a corrected command may have others.
 
     Raises:
         TsaeError: where the folder holds something else; the message names what differs.
@@ -38,7 +41,8 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         found = read_stamp(folder, name)
         # Compared as JSON, where a tuple is a list and a path a string. What the stages found is no setting.
         before = {key: value for key, value in (found or {}).items() if key != _FOUND}
-        if before != wanted and not (adds and _left_out(before, wanted, STAMPS[name], adds)):
+        same = _without(before, STAMPS[name], later) == _without(wanted, STAMPS[name], later)
+        if not same and not (adds and _left_out(before, wanted, STAMPS[name], adds)):
             differing = sorted(key for key in wanted if found is not None and found.get(key) != wanted[key])
             fix = "Delete that folder, or give another one with --to."
             if adds and _left_out(wanted, before, STAMPS[name], adds):
@@ -54,6 +58,10 @@ def claim(folder: Path, name: str, stamp: dict[str, Any], what: str, adds: Seque
         if found is not None and _FOUND in found:
             wanted = {**wanted, _FOUND: found[_FOUND]}
     _write_stamp(folder, name, wanted)
+
+
+def _without(stamp: Mapping[str, Any], key: str, names: Sequence[str]) -> dict[str, Any]:
+    return {**stamp, key: {name: value for name, value in stamp.get(key, {}).items() if name not in names}}
 
 
 def _left_out(less: Mapping[str, Any], more: Mapping[str, Any], key: str, adds: Sequence[str]) -> bool:

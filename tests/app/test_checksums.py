@@ -71,6 +71,18 @@ def test_a_stage_is_added_to_a_run_that_left_it_out(tmp_path: Path) -> None:
             claim(tmp_path, "run.json", other, "an analysis", adds)
 
 
+def test_a_corrected_setting_of_a_stage_that_made_nothing_is_taken(tmp_path: Path) -> None:
+    claim(tmp_path, "run.json", {"run": {"site": "wrong", "tokens": 9}}, "an analysis")
+    (tmp_path / "rollouts").mkdir()
+    wanted = {"run": {"site": "blocks.1.hook_resid_post", "tokens": 9}}
+    with pytest.raises(TsaeError, match="holds something else"):
+        claim(tmp_path, "run.json", wanted, "an analysis")
+    with pytest.raises(TsaeError, match="holds something else"):
+        claim(tmp_path, "run.json", {"run": {**wanted["run"], "tokens": 8}}, "an analysis", later=("site",))
+    claim(tmp_path, "run.json", wanted, "an analysis", later=("site",))
+    assert read_stamp(tmp_path, "run.json") == wanted
+
+
 def test_a_changed_stamp_is_refused(tmp_path: Path) -> None:
     claim(tmp_path, "demo.json", {"demo": {"seed": 0}}, "a demo")
     claim(tmp_path, "demo.json", {"demo": {"seed": 0}}, "a demo")
