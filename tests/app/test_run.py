@@ -42,7 +42,7 @@ from tsae.config import RunConfig
 from tsae.diff.baselines import baselines
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
-from tsae.features.encoded_shards import Pieces
+from tsae.features.encoded_shards import EncodedShards
 from tsae.report.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.bands import band_problems
@@ -527,11 +527,11 @@ def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
     pieces, kept = tmp_path / "kept", ActivationStore(out / "activations")
     sae = TemporalSAE.load(out / "sae")
 
-    def stopped(self: Pieces) -> None:
+    def stopped(self: EncodedShards) -> None:
         shutil.copytree(self.path, pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pieces, "remove", stopped)
+        patch.setattr(EncodedShards, "remove", stopped)
         encode(sae, kept, to=tmp_path / "features", progress=False)
     shutil.copytree(pieces, out / "features" / "pieces")
     shard = kept.manifest["readers"][0]["shards"][0]["file"]

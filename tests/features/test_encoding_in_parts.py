@@ -127,7 +127,7 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
         encode(other, shards, to=tmp_path, progress=False)
     piece = tmp_path / "pieces" / "000002.npz"
     piece.write_bytes(piece.read_bytes()[:-40])
-    with pytest.raises(TsaeError, match=r"000002\.npz: is damaged"):
+    with pytest.raises(TsaeError, match=r"000002\.npz: was damaged"):
         encode(sae, shards, to=tmp_path, progress=False)
 
 

@@ -32,7 +32,7 @@ from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, refreshed
 from tsae.errors import TsaeError
-from tsae.features.encoded_shards import KeptPieces, Piece, Pieces, Reconstruction, encode_shard
+from tsae.features.encoded_shards import EncodedShards, Piece, Reconstruction, encode_shard
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.published_fve_check import check_published_fve, warn_where_short
@@ -94,15 +94,11 @@ def encode(
         return replace(table, codes=sp.csr_array(sp.vstack([codes for _, codes in found], format="csr")))
     to = local(to)
     with output_lock(to):
-        pieces = Pieces(to, _identity(sae, store, batch_tokens))
-        keeping = None if kept is None else KeptPieces(as_path(kept))
-        n = _encode_missing(sae, store, pieces, Part(), batch_tokens, progress, keeping)
-        nnz = sum(piece.nnz for piece in pieces.first(n))
+        encoded = _encode_missing(sae, store, to, Part(), batch_tokens, progress, kept)
+        nnz = sum(piece.nnz for piece in encoded.pieces())
         made = {"config": sae.config, "inputs": _inputs(sae, store)}
-        _joined(sae, store, pieces.first(n), stability).save_with(pieces.codes(n), nnz, to, **made)
-        pieces.remove()
-        if keeping is not None:
-            keeping.remove_others()
+        _joined(sae, store, encoded.pieces(), stability).save_with(encoded.codes(), nnz, to, **made)
+        encoded.remove()
     table = FeatureTable.load(to)
     if check and not isinstance(store, ActivationStore):
         base = table.reader_info(table.readers[0])
@@ -137,10 +133,9 @@ def encode_part(
     store = store if isinstance(store, Source) else ActivationStore(store)
     check_fits(sae, store)
     batch_tokens = batch_tokens or tokens_at_once(sae)
-    pieces = Pieces(to, _identity(sae, store, batch_tokens))
-    n = _encode_missing(sae, store, pieces, part, batch_tokens, progress)
+    pieces = _encode_missing(sae, store, local(to), part, batch_tokens, progress)
     refreshed(pieces.path)
-    return sum(number not in pieces for number in range(n))
+    return sum(number not in pieces for number in range(len(pieces.names)))
 
 
 def encoded(folder: Path) -> bool:
@@ -188,35 +183,32 @@ def _n_tokens(store: Source, shard: Shard) -> int:
 def _encode_missing(
     sae: TemporalSAE,
     store: Source,
-    pieces: Pieces,
+    to: Path,
     part: Part,
     batch_tokens: int,
     progress: bool,
-    keeping: KeptPieces | None = None,
-) -> int:
-    """Encode the shards of a part that have no piece yet; gives the number of all shards."""
+    kept: str | Path | None = None,
+) -> EncodedShards:
+    """Encode the shards of a part that are not encoded yet; gives those of all parts."""
     # A part reads its own shards alone: comparing checksums of the others would take as long as its work.
     shards = list(store.outlines())
+    if kept is None:
+        names = [f"{number:06d}" for number in range(len(shards))]
+        encoded = EncodedShards(to / "pieces", names, _identity(sae, store, batch_tokens))
+    else:
+        encoded = EncodedShards(as_path(kept), [_content(sae, store, shard, batch_tokens) for shard in shards])
     mine = [(number, shard) for number, shard in enumerate(shards) if number % part.n == part.index]
     sizes = [_n_tokens(store, shard) for _, shard in mine]
     with progress_bar("encode", "token", sum(sizes), shown=progress) as bar:
         for (number, shard), size in zip(mine, sizes, strict=True):
-            content = "" if keeping is None else _content(sae, store, shard, batch_tokens)
-            if number in pieces:
-                if keeping is not None:
-                    keeping.use(content)
-                bar.update(size)
-            elif keeping is not None and (found := keeping.find(content, shard.trajectory)) is not None:
-                pieces.add(number, *found)
+            if number in encoded:
                 bar.update(size)
             else:
                 piece, codes = encode_shard(sae, store, shard.checked(), batch_tokens, bar)
-                if keeping is not None:
-                    keeping.add(content, piece, codes)
-                pieces.add(number, piece, codes)
+                encoded.add(number, piece, codes)
                 del piece, codes
                 give_back()
-    return len(shards)
+    return encoded
 
 
 def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -> str:
@@ -233,18 +225,18 @@ def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -
 
 def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability: Stability | None) -> FeatureTable:
     """The table of all pieces, which come in the order of the store's shards; without their codes."""
-    owners = [store.readers.index(shard.reader) for shard in store.outlines()]
+    shards = list(store.outlines())
     quality = [Reconstruction(sae.d_model) for _ in store.readers]
-    n_tokens = sum(_n_tokens(store, shard) for shard in store.outlines())
+    n_tokens = sum(_n_tokens(store, shard) for shard in shards)
     token_ids, outlier = np.empty(n_tokens, dtype=np.int32), np.empty(n_tokens, dtype=bool)
     lengths, trajectory, reader, place = [np.zeros(1, dtype=np.int64)], [], [], 0
-    for owner, piece in zip(owners, pieces, strict=True):
-        tokens = slice(place, place := place + len(piece.token_ids))
+    for shard, piece in zip(shards, pieces, strict=True):
+        tokens, owner = slice(place, place := place + len(piece.token_ids)), store.readers.index(shard.reader)
         token_ids[tokens], outlier[tokens] = piece.token_ids, piece.outlier
         lengths.append(piece.lengths)
-        trajectory.append(piece.trajectory)
+        trajectory.append(shard.trajectory[store.rows[shard.trajectory]])
         quality[owner].add_sums(piece.quality)
-        reader.append(np.full(len(piece.trajectory), owner, dtype=np.int32))
+        reader.append(np.full(len(piece.lengths), owner, dtype=np.int32))
     if not n_tokens:
         raise TsaeError("no trajectory was read by these readers", where=store.path, fix="Choose a larger part.")
     records = []
