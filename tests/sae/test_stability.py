@@ -94,26 +94,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             stability(sae, compared)
     with pytest.raises(TsaeError, match=r"holds no stability\.json"):
         Stability.load(tmp_path)
-    whole = {"sae": "a", "others": ["b"], "cosine": [[0.5, None]], "same_group": [[1, 1]], "d_high": 1}
     file = tmp_path / "stability.json"
-    write_record(file, whole)
+    write_record(file, {"sae": "a", "others": ["b"], "cosine": [[0.5, None]], "same_group": [[1, 1]], "d_high": 1})
     assert Stability.load(tmp_path).summary()["cosine"] == 0.25
-    for change in (
-        {"cosine": [[0.5]]},
-        {"cosine": [[99, 0.5]]},
-        {"cosine": [0.5, 0.5], "same_group": [1, 1]},
-        {"cosine": []},
-        {"cosine": 0.5},
-        {"others": []},
-        {"others": 1},
-        {"others": ["b", "c"]},
-        {"d_high": 3},
-        {"d_high": None},
-    ):
-        write_record(file, {**whole, **change})
-        with pytest.raises(TsaeError, match="is damaged"):
-            Stability.load(tmp_path)
-    write_record(file, {})
+    file.write_text(file.read_text().replace("0.5", "0.6"))
     with pytest.raises(TsaeError, match="is damaged"):
         Stability.load(tmp_path)
 

@@ -24,7 +24,7 @@ from einops import reduce
 
 from tsae.base import display
 from tsae.base.artefact import add_to_artefact, is_whole, read_record, write_record
-from tsae.base.files import as_path
+from tsae.base.files import as_path, reading
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FILE = "stability.json"
-_MOST = 1.001  # a cosine, with rounding
 FOUND_AGAIN = 0.7
 """Cosine from which Paulo & Belrose call a latent shared."""
 
@@ -140,22 +139,14 @@ class Stability:
             raise TsaeError(f"holds no {FILE}", where=folder, fix="Make it with `tsae evaluate --seeds`.")
         fix = "Make it anew with `tsae evaluate --seeds`, or remove it."
         content = read_record(file, fix)
-        try:
-            found = cls(
-                sae=str(content["sae"]),
-                others=tuple(map(str, content["others"])),
+        with reading(file, fix):
+            return cls(
+                sae=content["sae"],
+                others=tuple(content["others"]),
                 cosine=np.array(content["cosine"], dtype=float),
                 same_group=np.array(content["same_group"], dtype=bool),
-                d_high=int(content["d_high"]),
+                d_high=content["d_high"],
             )
-            shape = (len(found.others), found.cosine.shape[-1])
-            if not found.others or not found.cosine.shape == found.same_group.shape == shape:
-                raise ValueError(f"{len(found.others)} other SAEs, and cosines of the shape {found.cosine.shape}")
-            if (np.abs(found.cosine) > _MOST).any() or not 0 <= found.d_high <= shape[1]:
-                raise ValueError("a cosine is above 1, or there are more high-level latents than latents")
-            return found
-        except (OSError, ValueError, LookupError, TypeError, OverflowError) as error:
-            raise TsaeError(f"is damaged ({error})", where=file, fix="Make it anew.") from error
 
     @classmethod
     def beside(cls, folder: str | Path, sae: str | None) -> Stability | None:

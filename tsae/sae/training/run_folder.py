@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,8 @@ class RunFolder:
                 raise TsaeError(what, where=self.path, fix=_OTHER_FOLDER)
             changes = list(_differences(_identity(found["config"], found["inputs"]), self.identity))
             if changes:
-                more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
-                raise TsaeError(
-                    f"holds another training ({'; '.join(changes[:4])}{more})", where=self.path, fix=_OTHER_FOLDER
-                )
+                shown = "; ".join(changes[:4]) + (f" and {len(changes) - 4} more" if len(changes) > 4 else "")
+                raise TsaeError(f"holds another training ({shown})", where=self.path, fix=_OTHER_FOLDER)
         elif self.training.resume != "never":
             self._need_room()
         if self.finished:
@@ -127,9 +126,8 @@ class RunFolder:
         if config.is_file():
             own = own and read_object(config, _OTHER_FOLDER).get("format") == FORMAT
         if not own:
-            raise TsaeError(
-                f"holds {lies[0]}, which no training here wrote", where=self.path, fix="Give another folder."
-            )
+            what = f"holds {lies[0]}, which no training here wrote"
+            raise TsaeError(what, where=self.path, fix="Give another folder.")
 
     def load(self) -> dict[str, torch.Tensor] | None:
         """The tensors of the latest checkpoint, if there is one.
@@ -188,7 +186,6 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         with reading(file, _ANEW):
             lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        with reading(file, _ANEW):
             return dict(parse_json(lines[-1])) if lines else {}
 
     def log(self, row: Mapping[str, float]) -> None:
@@ -217,15 +214,10 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if not file.is_file():
             return
-        kept = []
         with reading(file, _ANEW):
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        for line in lines:
             # A kill may have cut the last line.
-            with reading(file, _ANEW):
-                if not line.endswith("\n") or parse_json(line)["step"] >= steps:
-                    break
-            kept.append(line)
+            kept = list(takewhile(lambda line: line.endswith("\n") and parse_json(line)["step"] < steps, lines))
         with self._writing():
             write_text(file, "".join(kept))
 
@@ -236,11 +228,8 @@ class RunFolder:
         except (OSError, SafetensorError) as error:
             latest = self._latest()
             start = f"from the checkpoint after {int(latest.name)} steps" if latest else "from the beginning"
-            raise TsaeError(
-                f"cannot be written to ({error})",
-                where=self.path,
-                fix=f"Make room, then run the same command again: it resumes {start}.",
-            ) from error
+            fix = f"Make room, then run the same command again: it resumes {start}."
+            raise TsaeError(f"cannot be written to ({error})", where=self.path, fix=fix) from error
 
 
 _ANEW = 'To train anew in this folder, set resume="never" (--resume never).'
