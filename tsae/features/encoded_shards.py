@@ -110,9 +110,9 @@ class EncodedShards:
         file, indices = self._file(number), codes.indices.astype(np.int32)
         kept = writing(file.parent, "Make room, and give the same command again: it resumes from here.")
         with kept, replacing(file) as partial, partial.open("wb") as stream:
-            arrays = {"values": codes.data, "indices": indices, "offsets": codes.indptr, "shape": np.array(codes.shape)}
-            named = {name: getattr(piece, name) for name in _OF_PIECE}
-            np.savez(stream, **arrays, **named, of=np.array(self._of or self.names[number]))
+            arrays: dict[str, Any] = {"values": codes.data, "indices": indices, "offsets": codes.indptr}
+            arrays |= {"shape": np.array(codes.shape), **{name: getattr(piece, name) for name in _OF_PIECE}}
+            np.savez(stream, of=np.array(self._of or self.names[number]), **arrays)
         published(file)
 
     def remove(self) -> None:
