@@ -45,9 +45,9 @@ import tsae
 from tsae.activations.batches import Windows
 from tsae.activations.capture import capture_shard
 from tsae.activations.forward_batches import pad, plan_batches
+from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.reading_plan import cut, open_reader
 from tsae.activations.shard import DTYPES, write_shard
-from tsae.activations.shards.manifest import KIND, VERSION
 from tsae.base.artefact import write_record
 from tsae.checkpoints.hooks import decoder_blocks, positions
 

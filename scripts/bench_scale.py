@@ -32,8 +32,8 @@ import torch
 import tyro
 
 import tsae
+from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.shard import write_shard
-from tsae.activations.shards.manifest import KIND, VERSION
 from tsae.base.artefact import file_hash, write_record
 from tsae.base.part import Part
 from tsae.features.encode import encode, encode_part

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.activations.shards.checksums import STORE
+from tsae.activations.manifest import STORE
 from tsae.attribution.attribution import ATTRIBUTION
 from tsae.base.artefact import (
     MANIFEST,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from tsae.activations.capture import changed_checkpoints, rewritten_checkpoints
-from tsae.activations.shards.manifest import read_manifest
+from tsae.activations.manifest import read_manifest
 from tsae.base.files import read_object, write_json
 from tsae.base.output_lock import output_lock
 from tsae.checkpoints.series import CheckpointSeries, step_folders

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import tsae
+from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.shard import write_shard
-from tsae.activations.shards.manifest import KIND, VERSION
 from tsae.base.artefact import file_hash, write_record
 from tsae.rollouts.table import Rollouts
 

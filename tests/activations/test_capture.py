@@ -40,9 +40,8 @@ from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig, LiveConfig
 from tsae.activations.live import LiveSource
+from tsae.activations.manifest import check_store, read_manifest
 from tsae.activations.shard import Shard, ShardWriter
-from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.store import ActivationStore
 from tsae.base.artefact import file_hash
 from tsae.base.part import Part

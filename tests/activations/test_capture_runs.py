@@ -29,9 +29,8 @@ from tsae.activations import reading_plan as opening
 from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig
 from tsae.activations.forward_batches import is_out_of_memory, plan_batches
+from tsae.activations.manifest import check_store, read_manifest
 from tsae.activations.shard import opened
-from tsae.activations.shards.checksums import check_store
-from tsae.activations.shards.manifest import read_manifest
 from tsae.activations.store import ActivationStore
 from tsae.base.files import partial_name
 from tsae.base.part import Part

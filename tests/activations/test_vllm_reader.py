@@ -27,7 +27,7 @@ from support.children import free_port
 from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig, StatesConfig
 from tsae.activations.forward_batches import Batch, Misread
-from tsae.activations.shards.checksums import check_store
+from tsae.activations.manifest import check_store
 from tsae.activations.store import ActivationStore
 from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.part import Part

@@ -31,7 +31,7 @@ import tsae
 from support.builders import make_rollouts
 from support.checkpoints import cached
 from support.results import rendered
-from tsae.activations.shards.manifest import record_file
+from tsae.activations.manifest import record_file
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig

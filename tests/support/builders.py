@@ -228,8 +228,8 @@ def write_store(
     import torch
 
     from tsae import ActivationStore
+    from tsae.activations.manifest import KIND, VERSION
     from tsae.activations.shard import write_shard
-    from tsae.activations.shards.manifest import KIND, VERSION
     from tsae.base.artefact import file_hash, write_record
 
     entries: list[dict[str, Any]] = []

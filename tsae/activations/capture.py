@@ -4,7 +4,7 @@
 2. For every shard: batches of similar length under a token budget, right-padded with true attention masks. One forward
    pass a batch stops after the last site, or goes through the model's head for token statistics. Padding never reaches
    the store (`tsae.activations.forward_batches`).
-3. A shard is written under a temporary name, renamed, then recorded (`tsae.activations.shards.manifest`). A rerun skips
+3. A shard is written under a temporary name, renamed, then recorded (`tsae.activations.manifest`). A rerun skips
    recorded shards, so that it completes an interrupted capture and ends with the same bytes.
 
 Same bytes: a shard is a function of weights, trajectories and batches, on the same hardware, threads and versions.
@@ -44,11 +44,9 @@ from tsae.activations.forward_batches import (
     read_batches,
     stored_texts,
 )
-from tsae.activations.reading_plan import as_reader, beginnings, check_server, cut, open_base
-from tsae.activations.shard import STATISTICS, Piece, Shard, ShardWriter, as_torch, open_shard
-from tsae.activations.shards.checksums import STORE
-from tsae.activations.shards.manifest import (
+from tsae.activations.manifest import (
     KIND,
+    STORE,
     VERSION,
     as_record,
     essence,
@@ -56,6 +54,8 @@ from tsae.activations.shards.manifest import (
     read_manifest,
     record_file,
 )
+from tsae.activations.reading_plan import as_reader, beginnings, check_server, cut, open_base
+from tsae.activations.shard import STATISTICS, Piece, Shard, ShardWriter, as_torch, open_shard
 from tsae.activations.store import ActivationStore
 from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.artefact import command_facts, read_record, versions, write_record

@@ -43,9 +43,9 @@ import torch
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
 from tsae.activations.forward_batches import OutOfMemory, plan_batches, read_batches, stored_texts
+from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.reading_plan import cut, open_base, open_reader
 from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
-from tsae.activations.shards.manifest import KIND, VERSION
 from tsae.activations.store import Source
 from tsae.activations.windows import Rows, cut_windows, token_places
 from tsae.base.torchrun import world_size

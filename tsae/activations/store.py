@@ -34,9 +34,8 @@ import numpy as np
 from tsae.activations.batches import Windows
 from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis
+from tsae.activations.manifest import inside, read_manifest, stored_rollouts
 from tsae.activations.shard import Shard, open_shard
-from tsae.activations.shards.checksums import stored_rollouts
-from tsae.activations.shards.manifest import inside, read_manifest
 from tsae.base.remote.mirror import local
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

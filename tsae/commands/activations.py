@@ -78,7 +78,7 @@ class Show:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.activations.shards.manifest import read_manifest
+        from tsae.activations.manifest import read_manifest
 
         manifest = read_manifest(self.store)
         with as_json(self.json) as write:
@@ -103,8 +103,7 @@ class Check:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.activations.shards.checksums import check_store
-        from tsae.activations.shards.manifest import read_manifest
+        from tsae.activations.manifest import check_store, read_manifest
 
         damages = check_store(self.store)
         manifest = read_manifest(self.store)

@@ -1,1 +1,0 @@
-"""The files of an activation store: shards, manifest, checksums."""
