@@ -189,7 +189,7 @@ def test_sums_parts_and_files(gpt2: Checkpoint, samples: Any, tmp_path: Path) ->
         both.top(7)
     with pytest.raises(TsaeError, match="no column 'bands'"):
         both.by("bands")
-    with pytest.raises(TsaeError, match=r"holds no influence\.json"):
+    with pytest.raises(TsaeError, match=r"holds no complete influence"):
         tsae.Influence.load(tmp_path)
 
 

@@ -52,7 +52,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def both(diff: FeatureDiff, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Served]]:
-    served = Served(diff, tmp_path_factory.mktemp("served") / "diff" / "diff.json")
+    served = Served(diff, tmp_path_factory.mktemp("served") / "diff" / "manifest.json")
     with server(served.run, 0) as found:
         threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         yield found, served
@@ -137,7 +137,7 @@ def test_what_cannot_be_served_is_said(found: Any, tmp_path: Path) -> None:
         server(found.RequestHandlerClass.run, found.server_port)
     with pytest.raises(TsaeError, match="cannot listen there"):
         server(found.RequestHandlerClass.run, 99_999_999)
-    with pytest.raises(TsaeError, match=r"holds no diff/diff\.json"):
+    with pytest.raises(TsaeError, match=r"holds no diff/manifest\.json"):
         Serve(tmp_path).execute()
 
 
@@ -156,7 +156,7 @@ def test_a_changed_diff_is_shown_and_a_broken_one_is_not(both: tuple[Any, Served
 def test_whatever_a_file_holds_the_page_stays_and_a_line_says_why(
     error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = Served(make((), runs=False), tmp_path / "diff" / "diff.json")
+    served = Served(make((), runs=False), tmp_path / "diff" / "manifest.json")
     first = served.run.page()
     served.following.append(error)
     os.utime(served.file, ns=(1, 1))
@@ -196,7 +196,7 @@ def test_a_closed_tab_is_no_traceback(found: Any, capsys: pytest.CaptureFixture[
 
 def test_what_comes_changes_or_goes_later_is_shown(tmp_path: Path) -> None:
     """Labels, an attribution, claims and a causal test; an unchanged folder is not read again."""
-    served = Served(make((), runs=False), tmp_path / "diff" / "diff.json")
+    served = Served(make((), runs=False), tmp_path / "diff" / "manifest.json")
     pieces = ("explanations/explanations.json", "attribution/attribution.json", "claims.json", "causal/one/causal.json")
     changes: list[Callable[[], Any]] = [partial(write_text, tmp_path / piece, "{}") for piece in pieces]
     changes += [partial(write_text, tmp_path / pieces[-1], "{ }"), (tmp_path / pieces[-1]).unlink]
@@ -214,7 +214,7 @@ def test_a_browser_shows_examples_on_demand(diff: FeatureDiff, tmp_path: Path) -
     from playwright.sync_api import expect, sync_playwright
 
     said: list[str] = []
-    with server(Served(diff, tmp_path / "diff" / "diff.json").run, 0) as found, sync_playwright() as playwright:
+    with server(Served(diff, tmp_path / "diff" / "manifest.json").run, 0) as found, sync_playwright() as playwright:
         threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
         page.on("console", lambda message: said.append(message.text))

@@ -452,7 +452,11 @@ def test_the_figure_shows_every_problem_once_a_checkpoint(measured: Any) -> None
 def test_the_page_opens_without_a_network(measured: Any, tmp_path: Path) -> None:
     measured.save(tmp_path / "out")
     tables = [f"{name}.parquet" for name in ("groups", "migration", "pass_at_k", "rates")]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["difficulty.html", "difficulty.json", *tables]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "difficulty.html",
+        "difficulty.json",
+        *sorted([*tables, "manifest.json"]),
+    ]
     page = (tmp_path / "out" / "difficulty.html").read_text(encoding="utf-8")
     markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert "How difficulty moved" in markup

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,6 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     if text.startswith("file:/"):  # Path makes one slash of three
         text = unquote(re.sub(r"file:(//(localhost(?=/))?)?", "", text, count=1))
     return Path(os.path.expanduser(text))
-
-
-def expand_paths(config: Any) -> None:
-    """Make the fields of a config that hold paths those of `as_path`, also where they were given as text."""
-    for each in fields(config):
-        value = getattr(config, each.name)
-        if "Path" in str(each.type) and value is not None:
-            object.__setattr__(config, each.name, as_path(value))  # it may be frozen
 
 
 def partial_name(path: str | Path) -> Path:

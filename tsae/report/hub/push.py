@@ -268,10 +268,11 @@ def _evaluation(run: Path | None, config: PushConfig) -> Evaluation | None:
         file = None if run is None else run.parent / "evaluation" / "evaluation.json"
         if file is None or not file.is_file():
             return None
-        return Evaluation.load(file)
-    found = read_object(file, _AGAIN).get("evaluation", {})
+        evaluation = Evaluation.load(file)
+    else:
+        with reading(file, _AGAIN):
+            evaluation = Evaluation.from_dict(read_object(file, _AGAIN).get("evaluation", {}))
     with reading(file, _AGAIN):
-        evaluation = Evaluation.from_dict(found)
         for part in (evaluation, *evaluation.slices):
             for name, value in vars(part).items():
                 number = type(value) in (int, float) and not math.isinf(value)
