@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 _BARE = '''"""What a bare machine lacks; and a bench that fails."""
 import sys
 
-MISSING = "sae_lens transformer_lens plotly datasets trl pydantic ray s3fs threadpoolctl".split()
+MISSING = "sae_lens transformer_lens plotly datasets trl ray s3fs threadpoolctl".split()
 
 
 class Lacks:

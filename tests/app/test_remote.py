@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tsae
-from support.builders import digests, make_rollouts
+from support.builders import digest_without_command, digests, make_rollouts
 from support.children import free_port
 from tsae.activations.capture import capture_part
 from tsae.base.part import Part
@@ -73,7 +72,7 @@ def forget(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def remote_digests(fs: Any, folder: str) -> dict[str, str]:
-    return {name[len(folder) :].lstrip("/"): hashlib.sha256(fs.cat(name)).hexdigest() for name in fs.find(folder)}
+    return {name[len(folder) :].lstrip("/"): digest_without_command(fs.cat(name)) for name in fs.find(folder)}
 
 
 def test_machines_that_share_a_url(
@@ -306,10 +305,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 MAKE = "import s3fs; s3fs.S3FileSystem().mkdir('bucket')"
-LIST = """
-import hashlib, json, s3fs
+LIST = f"""
+import json, s3fs, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.builders import digest_without_command
 fs = s3fs.S3FileSystem()
-print(json.dumps({n: hashlib.sha256(fs.cat(n)).hexdigest() for n in fs.find('bucket')}))
+print(json.dumps({{n: digest_without_command(fs.cat(n)) for n in fs.find('bucket')}}))
 """
 
 

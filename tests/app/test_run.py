@@ -28,7 +28,7 @@ from organism.mixed import MixedConfig, train
 from safetensors.torch import load_file, save_file
 
 import tsae
-from support.builders import make_rollouts
+from support.builders import digests, make_rollouts
 from support.checkpoints import cached
 from support.results import rendered
 from tsae.activations.manifest import record_file
@@ -93,10 +93,9 @@ def finished(tiny: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return out, lines, diff
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files but those that name the folder itself."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files if path.name != "stages.json"}
+def contents(folder: Path) -> dict[str, str]:
+    """Digests of all files but those that name the folder itself."""
+    return {name: digest for name, digest in digests(folder).items() if not name.endswith("stages.json")}
 
 
 def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any]) -> None:

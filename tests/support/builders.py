@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -139,7 +140,18 @@ def flip_middle(file: Path) -> None:
 def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file in a folder, by its path there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {file.relative_to(folder).as_posix(): digest_without_command(file.read_bytes()) for file in files}
+
+
+def digest_without_command(content: bytes) -> str:
+    """The SHA-256 of a file, where it is JSON without the command that wrote it: that names folders."""
+    if content.startswith(b"{"):
+        with contextlib.suppress(ValueError):
+            told = json.loads(content)
+            content = json.dumps(
+                {key: told[key] for key in told if key not in ("command", "from", "checksum")}
+            ).encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def save_series(folder: Path, records: list[dict[str, Any]], name: str = "tiny") -> Path:
