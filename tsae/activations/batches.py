@@ -392,7 +392,7 @@ class NormStats:
     outlier_share: float
     """Share of the sample above the limit."""
     centre: tuple[float, ...]
-    """d_model values: the median of every dimension; its mean where more than half of the sample are the same token."""
+    """The median of every dimension (d_model,), or the mean where one token makes up more than half of the sample."""
 
     def beyond(self, x: torch.Tensor) -> torch.Tensor:
         """(…, d_model) -> (…) bool: tokens above the limit."""

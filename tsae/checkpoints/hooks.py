@@ -232,7 +232,7 @@ _CHUNK_LOGITS = 1 << 25
 
 
 class Predictions(NamedTuple):
-    """For every token of a batch given those before it, in nats; NaN at the first token of a text and at padding."""
+    """Values of every token, given the tokens before it, in nats; NaN at the first token of a text and at padding."""
 
     entropy: torch.Tensor
     """(B, T) float32: of the distribution that predicts token t."""

@@ -62,7 +62,7 @@ from tsae.features.sparse_matrices import PickedColumns, no_code, sums_by_code, 
 
 @dataclass(frozen=True)
 class Contrast:
-    """One comparison over all features, or the reason why it was not drawn."""
+    """One comparison over all features; or why it could not be made."""
 
     of: Comparison
     feature: np.ndarray

@@ -519,7 +519,7 @@ class LogImporter:
             raise TsaeError(what, where=entry.where, fix="Correct or drop that row, or scale rewards down.")
         asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
         by_prompt = self.config.columns.by_prompt
-        # An id made of the question and its answer is equal in all logs of one kind.
+        # Such an id is a hash of question and answer, so that two logs give the same problem the same id.
         own = f"{hash64(asked, *[entry.answer] * (not by_prompt)):016x}"
         problem, policy = own if by_prompt else entry.problem_id or own, self.policies.policy(entry, file)
         assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]

@@ -108,7 +108,7 @@ def saebench_sae(sae: TemporalSAE, model_name: str, *, context_size: int | None 
 
 
 def _described(metadata: Any) -> dict[str, Any]:
-    """What a published SAE's files say about how it is read, as far as the values are of the right type."""
+    """The reading instructions in a published SAE's files. Values of a wrong type are left out."""
     found = metadata if isinstance(metadata, dict) else {}
     texts = ("dataset_path", "neuronpedia_id", "sae_lens_version", "sae_lens_training_version")
     kinds: dict[str, type] = {**dict.fromkeys(texts, str), "prepend_bos": bool, "context_size": int}

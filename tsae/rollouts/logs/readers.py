@@ -214,7 +214,7 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
         refused="Save its samples again without other objects: images and arrays as tensors, lists or nothing.",
         damaged="Copy the file again, or leave it out.",
     )
-    # A list that is in many places takes a byte or more in the file for each.
+    # Every reference to a list takes at least one byte in the file.
     if not weighs_within(found, max(_LEAST, path.stat().st_size)):
         what = "stands for more values than it has bytes: its lists hold each other"
         raise TsaeError(what, where=path, fix="Leave it out, and ask where it is from.")

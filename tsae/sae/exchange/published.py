@@ -184,7 +184,7 @@ def _gemma_scope_2(folder: Path, site: str | None) -> FoundSAE:
 
 
 def _gemma(folder: Path, weights: Weights, site: str | None, kind: str | None) -> FoundSAE:
-    """Args: kind: the module whose output it reads, by its path."""
+    """The SAE in a folder of Gemma Scope; `kind` is the module whose output it reads, as the folder's path names it."""
     if kind == "transcoders":
         raise transcoder(folder)
     if site is None and kind is not None:
