@@ -27,7 +27,6 @@ from tsae.attribution.replay.forward_passes import OLD
 from tsae.attribution.training.loss import PolicyLoss, RewardKL
 from tsae.attribution.training.order import Plan, Update
 from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
-from tsae.base.files import is_partial
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.table import Rollouts
@@ -235,7 +234,7 @@ def test_what_is_saved_is_loaded(
         with pytest.raises(KeyboardInterrupt):
             replace(found, targets=found.targets.assign(realised=7.0)).save(tmp_path / "a")
     pd.testing.assert_frame_equal(Attribution.load(tmp_path / "a").targets, found.targets)
-    assert not [file for file in (tmp_path / "a").iterdir() if is_partial(file)]
+    assert not [file for file in (tmp_path / "a").iterdir() if file.name.endswith(".tsae.tmp")]
 
 
 def test_a_log_of_texts_gets_its_end_tokens_back(

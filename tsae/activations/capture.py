@@ -239,7 +239,8 @@ def _capture(
 def _whole(to: Path, manifest: dict[str, Any], mine: set[str]) -> set[str]:
     """Which of some shards are recorded and have their hash; each file is read once in a process.
 
-    Of a store at a URL, only the shards on this machine are compared now. The others are compared when they are fetched.
+    Of a store at a URL, only the shards on this machine are compared now,
+    and the others when they are fetched.
     """
     recorded = [(reader["id"], record) for reader in manifest["readers"] for record in reader["shards"]]
     shards = [(reader, record) for reader, record in recorded if record["file"] in mine]

@@ -44,11 +44,6 @@ def partial_name(path: str | Path) -> Path:
     return path.with_name(f".{path.name}{_PARTIAL}")
 
 
-def is_partial(path: Path) -> bool:
-    """Whether a file or folder has a name of `partial_name`."""
-    return path.name.startswith(".") and path.name.endswith(_PARTIAL)
-
-
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
