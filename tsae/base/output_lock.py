@@ -24,6 +24,8 @@ from tsae.base.torchrun import first_process
 from tsae.errors import TsaeError
 
 _PATIENCE_S = 0.2
+_LOOKS = 10
+"""How often a lock is tried that does not say yet whose it is."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What file systems without locks answer."""
 _parts: set[tuple[int, Path]] = set()
@@ -74,19 +76,23 @@ def _held(file: Path, to: Path, *, wait: bool = False) -> Iterator[None]:
     lock: BaseFileLock = FileLock(file, is_singleton=True)
     with writing(to.parent, "Make room there, or give another path."):
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        owner = ""
+        for _ in range(_LOOKS):
             try:
                 lock.acquire(timeout=_PATIENCE_S)
+            except Timeout:
+                owner = _owner(file)  # empty while another process takes the lock or gives it back: look again
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in _NO_LOCKS or isinstance(lock, SoftFileLock):
                     raise
                 lock = SoftFileLock(file, is_singleton=True)
-                lock.acquire(timeout=_PATIENCE_S)
-        except Timeout as error:
-            owner = _owner(file)
+            if lock.is_locked or owner:
+                break
+        if not lock.is_locked:
+            owner = owner or f"another process (if it has died, remove {file.name})"
             if not wait:
-                fix = "Wait until it has ended, or stop it; the same command then goes on from what is on disk."
-                raise TsaeError(f"is being written by {owner}", where=to, fix=fix) from error
+                fix = "Wait until it has ended, or stop it; the same command then resumes from what is on disk."
+                raise TsaeError(f"is being written by {owner}", where=to, fix=fix)
             print(f"waiting: {to} is being written by {owner}", file=sys.stderr)
             lock.acquire()
     own = lock.lock_counter == 1 and not isinstance(lock, SoftFileLock)
@@ -107,4 +113,4 @@ def _owner(file: Path) -> str:
         found = file.read_text()[:200]
     except (OSError, ValueError):
         found = ""
-    return found if found.startswith("process ") else f"another process (if it has died, remove {file.name})"
+    return found if found.startswith("process ") else ""
