@@ -7,7 +7,8 @@ resume where they were interrupted, the other stages start again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,12 +17,14 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
+from tsae.base.artefact import is_whole, read_manifest
 from tsae.base.files import read_object, write_json
 from tsae.base.output_lock import output_lock
 from tsae.causal.findings import Tested
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import token_strings
 from tsae.claims.evidence import StepCheck, attribution_in
+from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_before, claims_of
 from tsae.diff.baselines import baselines
 from tsae.diff.config import DiffConfig
@@ -36,8 +39,24 @@ from tsae.report.story.statements import noise_lines
 from tsae.report.text import visible
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.model import TemporalSAE
+from tsae.sae.model import SAE, TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
+
+
+@contextmanager
+def _stage(path: Path) -> Iterator[None]:
+    """Say how a stage that cannot be read is made again by the command of the run.
+
+    Raises:
+        TsaeError: in place of one about this stage.
+    """
+    try:
+        yield
+    except TsaeError as error:
+        if error.where is None or not Path(error.where).is_relative_to(path):
+            raise
+        fix = f"Remove {path}, and give the same command again: it makes what is missing."
+        raise TsaeError(error.what, where=error.where, fix=fix) from error
 
 
 class Choice(NamedTuple):
@@ -156,6 +175,9 @@ def analyse(
 
     if sae is None:
         config, training, why = choose(store)
+        if is_whole(to / "sae"):
+            with _stage(to / "sae"):
+                read_manifest(to / "sae", SAE)
         sae = tsae.train(store, config, to=to / "sae", training=training, progress=progress)
         passes = training.tokens / max(tokens, 1)
         told = f"trained on {training.tokens:,} tokens, {passes:.1f} times the store{f' ({why})' if why else ''}"
@@ -172,7 +194,8 @@ def analyse(
 
     file = to / "evaluation" / "evaluation.json"
     if file.is_file():
-        evaluation = Evaluation.load(file)
+        with _stage(file):
+            evaluation = Evaluation.load(file)
     else:
         evaluation = tsae.evaluate(sae, store)
         evaluation.save(file)
@@ -182,7 +205,7 @@ def analyse(
     )
 
     if encoded(to / "features"):
-        with output_lock(to / "features"):  # which clears away the lock of one that was killed at its end
+        with _stage(to / "features"), output_lock(to / "features"):  # clears the lock of a process that was killed
             features = tsae.FeatureTable.load(to / "features")
         features.need_sae(sae.fingerprint, sae.config.d_sae)
     else:
@@ -190,7 +213,8 @@ def analyse(
     say("features", f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens")
 
     if (to / "diff" / "diff.json").is_file():
-        diff = tsae.FeatureDiff.load(to / "diff", features=features)
+        with _stage(to / "diff"):
+            diff = tsae.FeatureDiff.load(to / "diff", features=features)
         (diffing or DiffConfig()).need_same(diff.info["config"], to / "diff")
     else:
         strings = token_strings(series.base.load_tokenizer())
@@ -242,7 +266,8 @@ def analyse(
             + f"; {tested.why}" * bool(tested.why),
         )
     written = report.is_file()
-    claims = Claims.load(to, diff) if written else None
+    with _stage(to / CLAIMS):
+        claims = Claims.load(to, diff) if written else None
     asked = claims is None
     if claims is None:
         # A function that somebody named to `tsae claims` is not called here, and what it found is not lost.

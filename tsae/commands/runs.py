@@ -138,10 +138,12 @@ class Verify:
                 what = f": {one_line(found.what)}" if found.what else ""
                 print(f"{one_line(found.shown):<{width}}  {one_line(found.kind):<{kinds}}  {found.state}{what}")
                 if found.command:
-                    print(f"{'':<{width}}  {'':<{kinds}}  -> {one_line(found.command)}")
+                    there = found.run is not None and found.kind != "store" and found.state != "missing"
+                    first = "remove it, then: " * there  # a run reads the stages that are there
+                    print(f"{'':<{width}}  {'':<{kinds}}  -> {first}{one_line(found.command)}")
             write({"artefacts": [found.as_dict() for found in findings]})
         bad = [found for found in findings if not found.ok]
         if bad:
             what = f"{len(bad)} of {len(findings)} artefacts are not intact"
-            fix = "Give the commands that are named above again, the first one first; see docs/reliability.md."
+            fix = "Do what is named above, the first one first; see docs/reliability.md."
             raise TsaeError(what, where=bad[0].path, fix=fix)
