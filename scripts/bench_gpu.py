@@ -128,9 +128,9 @@ def _peak_gb(step: Callable[[], None], device: str) -> float:
 
 
 _PARTS_OF_A_STEP = {
-    "_EncodeTopK": "encode", "_Decode": "decode", "_InfoNCE": "InfoNCE",
+    "_EncodeTopK": "encode", "_Reconstruct": "reconstruct and its gradients by codes", "_InfoNCE": "InfoNCE",
     **{f"autograd::engine::evaluate_function: {name}Backward": f"{what}, backward" for name, what in (
-        ("_EncodeTopK", "encode"), ("_Decode", "decode"), ("_InfoNCE", "InfoNCE")
+        ("_EncodeTopK", "encode"), ("_Reconstruct", "reconstruct"), ("_InfoNCE", "InfoNCE")
     )},
     "Optimizer.step#Adam.step": "Adam",
 }  # fmt: skip
@@ -138,7 +138,7 @@ _PARTS_OF_A_STEP = {
 
 
 def profile(bench: Bench) -> None:
-    """The parts of a step, then its ten longest kernels; on a CPU operations."""
+    """The parts of a step, then its longest kernels; on a CPU operations."""
     on_gpu = bench.device.startswith("cuda")
     kind = "device" if on_gpu else "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
@@ -160,41 +160,27 @@ def profile(bench: Bench) -> None:
             if event.key in _PARTS_OF_A_STEP:
                 of, ms = _PARTS_OF_A_STEP[event.key], getattr(event, f"{kind}_time_total") / 1e3
                 bench.keep("profile", {**begin, "of": of, "ms": ms})
-        for name in sorted(alone, key=lambda name: -alone[name])[:10]:
+        for name in sorted(alone, key=lambda name: -alone[name])[:24]:
             bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
 
 
-def _decode_backward_in_one(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """As `tsae.sae.training.sparse_codes` had it: all groups' rows in one product with all groups' gradients."""
-    values, rows, place, latent, order = ctx.saved_tensors
-    gradient = torch.cat(gradients)
-    by_value = torch.empty_like(values)
-    by_value[order] = sparse_codes._multiplied(gradient, rows.T)[place, latent]
-    codes = sparse_codes._dense(place, latent, values[order], (len(gradient), len(rows)))
-    return by_value, sparse_codes._multiplied(codes.T, gradient), *[None] * 5
-
-
 def variants(bench: Bench) -> None:
-    """On a CPU, too, products in bfloat16 are dense, as on a GPU."""
+    """Without kernels, and with tiles of other sizes. On a CPU there are none."""
     for size, begin in step_sizes(bench):
         step = bench_train.stepper(size, "ours")
         changed: dict[str, tuple[Any, str, Any]] = {
-            "as it is": (sparse_codes, "_DENSE_UP_TO", sparse_codes._DENSE_UP_TO),
-            "selection by kthvalue": (
-                sparse_codes, "_nth_largest", lambda values, n: values.kthvalue(len(values) - n + 1).values
-            ),
-        }  # fmt: skip
-        if size.precision == "bfloat16":
-            changed |= {
-                "products of sparse codes": (sparse_codes, "_DENSE_UP_TO", 0),
-                "products of dense codes": (sparse_codes, "_DENSE_UP_TO", math.inf),
-                "dense products, decoding backward in one": (
-                    sparse_codes._Decode, "backward", staticmethod(_decode_backward_in_one)
-                ),
-            }  # fmt: skip
+            "as it is": (sparse_codes, "_WITH_KERNELS", sparse_codes._WITH_KERNELS),
+            "torch's sparse products": (sparse_codes, "_WITH_KERNELS", ()),
+        }
+        if sparse_codes.kernels_for(torch.empty(0, device=bench.device)) is not None:
+            from tsae.sae.training import kernels
+
+            for constant, number in (("_TILE", 1 << 13), ("_TILE", 1 << 15), ("_ENTRIES", 64), ("_WIDTH", 64),
+                                ("_WIDTH", 256), ("_LATENTS", 16), ("_LATENTS", 64)):  # fmt: skip
+                changed[f"{constant[1:].lower()} {number}"] = (kernels, constant, number)
 
         def run(change: tuple[Any, str, Any], step: Callable[[], None] = step) -> None:
-            with mock.patch.object(*change), mock.patch.object(sparse_codes, "_TENSOR_CORES", ("cpu", "cuda")):
+            with mock.patch.object(*change):
                 step()
 
         seconds = bench.timed({name: partial(run, change) for name, change in changed.items()})
@@ -335,7 +321,7 @@ def encode(bench: Bench) -> None:
 _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
-    "its parts, and the ten longest kernels, which are in the parts.",
+    "its parts, and the longest kernels, which are in the parts.",
     "variants": "A training step with one decision taken otherwise.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tsae.checkpoints.hooks import HuggingFaceReader
+from tsae.sae.training import sparse_codes
 
 _ALSO_FROM_ELSEWHERE = {"aten::copy_", "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 """Operations that a CUDA tensor does with tensors on the CPU: copies, and indices."""
@@ -121,7 +122,8 @@ def stand_in_gpu() -> Iterator[None]:
     """While the block runs. The GPU's random numbers are the CPU's."""
     own = {"get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None}
     own["get_device_name"] = lambda *_: "stand-in"
-    with mock.patch.multiple(torch.cuda, **own), _Operations(), _Calls():
+    without_kernels = mock.patch.object(sparse_codes, "_WITH_KERNELS", ())
+    with mock.patch.multiple(torch.cuda, **own), without_kernels, _Operations(), _Calls():
         yield
 
 

@@ -108,11 +108,11 @@ def temporal_loss(
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
     encoder, bounds = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes), config.group_bounds
     codes = sparse_codes.encode_topk(x, *encoder)
-    residual, errors = x - sae.b_dec, []
-    for of_group in sparse_codes.decode(codes, sae.W_dec, bounds, config.k, precision):
-        residual = residual - of_group
-        errors.append(residual.pow(2).sum() / (n_tokens * sae.d_model))
-    total = torch.stack([weight * error for weight, error in zip(config.weights, errors, strict=True)]).sum()
+    dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
+    any_dead = dead is not None and len(dead) > 0
+    total, errors, residual = sparse_codes.reconstruct(
+        x, codes, sae.W_dec, sae.b_dec, bounds, config.weights, n_tokens * sae.d_model, precision, keep=any_dead
+    )
 
     temporal = x.new_zeros(())
     if config.temporal_weight > 0:
@@ -145,9 +145,7 @@ def temporal_loss(
             total = total + temporal_share * config.temporal_weight * temporal
 
     aux = x.new_zeros(())
-    dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
-    if dead is not None and len(dead):
-        residual = residual.detach()
+    if dead is not None and any_dead:
         error = _aux_error(sae, x, residual, dead, precision) / (n_tokens * sae.d_model)
         # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
@@ -181,12 +179,13 @@ def _aux_error(
     sae: TemporalSAE, x: torch.Tensor, residual: torch.Tensor, dead: torch.Tensor, precision: Precision
 ) -> torch.Tensor:
     """Sum over tokens of ‖residual − its reconstruction by the strongest dead latents‖²."""
-    weight = sae.W_enc[:, dead]
-    bias = sae.b_enc[dead] - sae.b_dec @ weight
+    # Not W_enc[:, dead], whose gradient a GPU sorts indices for.
+    weight, rows = sae.W_enc.index_select(1, dead), sae.W_dec.index_select(0, dead)
+    bias = sae.b_enc.index_select(0, dead) - sae.b_dec @ weight
     pre = sparse_codes.matmul(x, weight, precision) + bias
     values, indices = pre.relu().topk(min(len(dead), max(1, sae.d_model // 2)), dim=1, sorted=False)
     codes = torch.zeros_like(pre).scatter(1, indices, values)
-    return (residual - sparse_codes.matmul(codes, sae.W_dec[dead], precision)).pow(2).sum()
+    return (residual - sparse_codes.matmul(codes, rows, precision)).pow(2).sum()
 
 
 def info_nce(
@@ -301,23 +300,35 @@ class _Rows(NamedTuple):
         found[self.latent, self.pair] = self.values
         return found
 
+    def by_latent(self, n_latents: int) -> tuple[torch.Tensor, ...]:
+        """(pair, values, where a latent's entries begin and end), sorted by latent."""
+        return sparse_codes.by_latent(self.latent, n_latents, self.pair, self.values)
 
-def _logits(current: _Partners, previous: _Partners, n_latents: int, temperature: float, diagonal: int) -> torch.Tensor:
-    """(N current, N previous): similarities / temperature of the pairs' current tokens with the previous ones.
 
-    Those of a group are −∞, but for the diagonal.
-    """
-    mine, theirs = _Rows.of(current, 1), _Rows.of(previous, 0).dense(n_latents, len(previous.pairs))
-    codes = csr(mine.pair, mine.latent, mine.values / temperature, (len(current.pairs), n_latents))
-    logits = product(codes, theirs)
-    if current.groups is not None and previous.groups is not None:
-        kinds = zip(current.groups.unbind(1), previous.groups.unbind(1), strict=True)
-        alike = torch.zeros_like(logits, dtype=torch.bool)
-        for ours, others in kinds:
-            alike |= ours[:, None] == others[None, :]
-        alike.diagonal(diagonal).fill_(False)
-        logits.masked_fill_(alike, -torch.inf)
-    return logits
+def _similarities(current: _Rows, previous: _Rows, shape: tuple[int, int, int], temperature: float) -> torch.Tensor:
+    """(N current, N previous) inner products / temperature; shape: N current, N previous, and latents."""
+    n_current, n_previous, n_latents = shape
+    values = current.values / temperature
+    if (kernels := sparse_codes.kernels_for(values)) is not None:
+        zeros = torch.zeros(n_current, n_previous, device=values.device)
+        found: torch.Tensor = kernels.similarities(
+            current.pair, current.latent, values, *previous.by_latent(n_latents), zeros
+        )
+        return found
+    return product(
+        csr(current.pair, current.latent, values, (n_current, n_latents)), previous.dense(n_latents, n_previous)
+    )
+
+
+def _mask(logits: torch.Tensor, current: torch.Tensor | None, previous: torch.Tensor | None, diagonal: int) -> None:
+    """Set logits (N current, N previous) of a group to −∞, but for the diagonal."""
+    if current is None or previous is None:
+        return
+    alike = torch.zeros_like(logits, dtype=torch.bool)
+    for ours, others in zip(current.unbind(1), previous.unbind(1), strict=True):
+        alike |= ours[:, None] == others[None, :]
+    alike.diagonal(diagonal).fill_(False)
+    logits.masked_fill_(alike, -torch.inf)
 
 
 _LEAST_TEMPERATURE = 0.03
@@ -385,10 +396,15 @@ class _InfoNCE(torch.autograd.Function):
     ) -> torch.Tensor:
         own = _Partners(values, token, latent, n_tokens, pairs, groups)
         every, first = own.gathered(processes)
-        n = len(every.pairs)
-        rows = columns = _logits(own, every, n_latents, temperature, first)  # (N own, N)
+        n, n_own = len(every.pairs), len(pairs)
+        current, previous = _Rows.of(own, 1), _Rows.of(every, 0)
+        of_every, of_own = current, previous
+        rows = columns = _similarities(current, previous, (n_own, n, n_latents), temperature)
+        _mask(rows, groups, every.groups, first)
         if processes.size > 1:
-            columns = _logits(every, own, n_latents, temperature, -first)  # (N, N own)
+            of_every, of_own = _Rows.of(every, 1), _Rows.of(own, 0)
+            columns = _similarities(of_every, of_own, (n, n_own, n_latents), temperature)
+            _mask(columns, every.groups, groups, -first)
         positive = rows.diagonal(first).sum()
         # Codes are never negative, so every cosine lies between 0 and 1. Inner products may be of any size.
         shift = 1 / temperature if cosine and temperature >= _LEAST_TEMPERATURE else None
@@ -402,26 +418,24 @@ class _InfoNCE(torch.autograd.Function):
             rows = _pull(rows, shift, by_row, every_column, first, n * temperature)
         else:
             rows = columns = _pull(rows, shift, by_row, by_column, 0, n * temperature)
-        ctx.save_for_backward(*own[:3], own.pairs, *every[:3], every.pairs, rows, columns)
-        ctx.sizes = n_tokens, every.n_tokens, n_latents
+        ctx.save_for_backward(values, rows, columns)
+        ctx.sides = current, previous, of_every, of_own
+        ctx.n_latents = n_latents
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
-        values, token, latent, pairs, every_values, every_token, every_latent, every_pairs, rows, columns = (
-            ctx.saved_tensors
-        )
-        n_tokens, n_every, n_latents = ctx.sizes
-        own = _Partners(values, token, latent, n_tokens, pairs, None)
-        every = _Partners(every_values, every_token, every_latent, n_every, every_pairs, None)
-        total = torch.zeros_like(own.values)
-        mine = _Rows.of(own, 1)
-        others = _Rows.of(every, 0).dense(n_latents, len(every.pairs))
+        values, rows, columns = ctx.saved_tensors
+        current, previous, of_every, of_own = ctx.sides
+        n_latents, total = ctx.n_latents, torch.zeros_like(values)
+        if (kernels := sparse_codes.kernels_for(values)) is not None:
+            by_current = kernels.pulled(current.pair, current.latent, *previous.by_latent(n_latents), rows)
+            by_partner = kernels.pulled(of_own.pair, of_own.latent, *of_every.by_latent(n_latents), columns.T)
+        else:
+            others = previous.dense(n_latents, rows.shape[1])
+            by_current = sampled(current.pair, current.latent, rows, others)
+            codes = transposed(of_every.pair, of_every.latent, of_every.values, (len(columns), n_latents))
+            by_partner = product(codes, columns)[of_own.latent, of_own.pair]  # of (n_latents, N own)
         # Added, not assigned: a token may be a partner more than once.
-        total.index_add_(0, mine.entry, sampled(mine.pair, mine.latent, rows, others))
-        mine, theirs = _Rows.of(own, 0), _Rows.of(every, 1)
-        shape = (len(every.pairs), n_latents)
-        codes = transposed(theirs.pair, theirs.latent, theirs.values, shape)
-        pulled = product(codes, columns)  # (n_latents, N own)
-        total.index_add_(0, mine.entry, pulled[mine.latent, mine.pair])
+        total.index_add_(0, current.entry, by_current).index_add_(0, of_own.entry, by_partner)
         return gradients[0] * total, *[None] * 9

@@ -4,11 +4,15 @@ Of n · d_sae pre-activations BatchTopK keeps k · n (0.4 % at k 32 of 8,192). O
 Decoding, both weight gradients and the temporal terms cost in proportion to the codes that are kept. The values equal
 those of the dense formulas of `tsae.sae.training.loss`; tests compare them.
 
+On a GPU the products with sparse codes are kernels of our own (`tsae.sae.training.kernels`), where Triton is installed;
+torch's builds for GPUs bring it along on Linux.
+
 Where a process holds a share of a batch (`tsae.base.distributed`), the codes are selected among those of all processes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,11 +35,8 @@ _AT_ONCE = 1 << 22  # pre-activations computed at once on a CPU: what fits into 
 
 _COPIED = 512  # latents whose weights are transposed at once
 
-# In bfloat16 a GPU's tensor cores multiply densely, zeros and all, sooner than the rows of active codes are gathered,
-# up to about this many latents per active code. Reckoned from an H100's rates (600 Tflop/s, 3 TB/s), not measured.
-_DENSE_UP_TO = 1024
-_TENSOR_CORES = ("cuda",)
-
+_WITH_KERNELS = ("cuda",) if importlib.util.find_spec("triton") else ()
+"""Devices that run the kernels of `tsae.sae.training.kernels`."""
 
 _BUFFERS = Reused(12)  # gradients and similarities of a step, which the next step's have the sizes of
 
@@ -98,23 +99,58 @@ def encode_topk(
     return Codes(values, token, latent, len(x))
 
 
-def decode(
-    codes: Codes, rows: torch.Tensor, groups: Sequence[tuple[int, int]], k: int, precision: Precision = "float32"
-) -> tuple[torch.Tensor, ...]:
-    """Of every group of latents (n, d_model): Σ over a token's codes in it of value · decoder row.
+def reconstruct(
+    x: torch.Tensor,
+    codes: Codes,
+    rows: torch.Tensor,
+    bias: torch.Tensor,
+    groups: Sequence[tuple[int, int]],
+    weights: Sequence[float],
+    n_values: int,
+    precision: Precision = "float32",
+    *,
+    keep: bool = True,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor]:
+    """Squared errors of x − bias − Σ value · row, after each group of latents with those before it.
 
     Args:
+        x: (n, d_model); gets no gradient.
         codes: of all latents.
         rows: (n_latents, d_model).
+        bias: (d_model,).
         groups: (first latent, latent after the last) of each, one after another and together all.
-        k: codes per token that were asked for, on average; there may be fewer.
-        precision: of dense products.
+        weights: of each group's error.
+        n_values: that squares are a mean over; of several processes, those of all.
+        precision: in which kernels read the rows.
+        keep: whether the residual is wanted.
+
+    Returns:
+        the weighted sum of the errors; each group's error; and the last residual (n, d_model), which has no gradient.
+        Where kernels run, the errors of groups have none, either.
     """
-    densely = _densely(k * codes.n_tokens, (codes.n_tokens, len(rows)), rows.device, precision)
-    found: tuple[torch.Tensor, ...] = _Decode.apply(
-        codes.values, rows, codes.token, codes.latent, codes.n_tokens, tuple(groups), densely
-    )
-    return found
+    starts = torch.tensor([start for start, _ in groups[1:]], device=x.device)
+    # Ascending: within a token, codes are sorted by latent.
+    place = codes.token * len(groups) + torch.bucketize(codes.latent, starts, right=True)
+    if kernels_for(x) is not None:
+        found: tuple[torch.Tensor, ...] = _Reconstruct.apply(
+            codes.values, rows, bias, x, place, codes.latent, tuple(weights), n_values, precision, keep
+        )
+        return found[0], found[1].unbind(0), found[2]
+    residual, errors = x - bias, []
+    for of_group in _Decode.apply(codes.values, rows, place, codes.latent, (len(x), len(groups))):
+        residual = residual - of_group
+        errors.append(residual.pow(2).sum() / n_values)
+    total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
+    return total, errors, residual.detach()
+
+
+def kernels_for(tensor: torch.Tensor) -> Any:
+    """The kernels for the tensor's device; None where torch's own sparse products take their place."""
+    if tensor.device.type not in _WITH_KERNELS:
+        return None
+    from tsae.sae.training import kernels
+
+    return kernels
 
 
 def offsets(row: torch.Tensor, n_rows: int) -> torch.Tensor:
@@ -171,6 +207,9 @@ def _above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """Flat indices of the entries above a bound: one, or one for every column."""
     if values.device.type == "cpu":  # numpy takes 40 % of torch's time
         return torch.from_numpy(np.flatnonzero(values.numpy() > bound.numpy()))
+    if (kernels := kernels_for(values)) is not None:
+        found: torch.Tensor = kernels.above(values, bound.expand(values.shape[1]).contiguous())
+        return found
     return (values > bound).view(-1).nonzero()[:, 0]
 
 
@@ -185,16 +224,26 @@ def _order(column: torch.Tensor, n: int) -> torch.Tensor:
     """Indices that sort columns below n, equal ones in their order."""
     if column.device.type == "cpu" and n <= 1 << 16:  # numpy sorts 16 bits by radix, ten times as fast
         return torch.from_numpy(column.numpy().astype(np.uint16).argsort(kind="stable"))
-    return column.argsort(stable=True)
+    return column.int().argsort(stable=True)  # half the bytes, half the time
+
+
+def by_latent(latent: torch.Tensor, n_latents: int, *of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What entries hold, sorted by latent, and (n_latents + 1,) where the entries of a latent begin and end."""
+    order = _order(latent, n_latents)
+    return *(each[order] for each in of), offsets(latent[order], n_latents)
 
 
 class _Preactivations:
-    """ReLU(x W + b), computed in parts of the tokens, as often as they are read."""
+    """ReLU((x − centre) W + b), computed in parts of the tokens, as often as they are read."""
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, precision: Precision) -> None:
+    def __init__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, centre: torch.Tensor, precision: Precision
+    ) -> None:
         self.x, self.weight, self.bias, self.precision = x, weight, bias, precision
         if precision == "bfloat16":
-            self.x, self.weight = x.bfloat16(), weight.bfloat16()
+            self.x, self.weight = (x - centre).bfloat16(), weight.bfloat16()
+        else:
+            self.bias = bias - centre @ weight
         at_once = max(64, _AT_ONCE // weight.shape[1]) if x.device.type == "cpu" else len(x)
         self.parts = [slice(low, low + at_once) for low in range(0, len(x), max(1, at_once))]
         self._held: torch.Tensor | None = None
@@ -228,7 +277,7 @@ class _Preactivations:
             large = products.view(-1)[found]
             if rounded:
                 large += self.bias[found % width]
-                kept = large > bound
+                kept = (large > bound).nonzero()[:, 0]
                 found, large = found[kept], large[kept]
             values.append(large)
             indices.append(found + part.start * width)
@@ -264,7 +313,7 @@ def _largest(pre: _Preactivations, n: int, processes: Processes) -> tuple[torch.
     # Of equal values at the limit, as many as are still wanted are kept, from the first process on.
     left = of_all - (every > limit).sum() - sum((part == limit).sum() for part in parts[: processes.rank])
     tied = values == limit
-    kept = (values > limit) | (tied & (tied.cumsum(0) <= left))
+    kept = ((values > limit) | (tied & (tied.cumsum(0) <= left))).nonzero()[:, 0]
     return found[kept], values[kept]
 
 
@@ -290,19 +339,6 @@ class _RoundedProduct(torch.autograd.Function):
         return by_a, _multiplied(a.T, gradients[0]) if ctx.needs_input_grad[1] else None
 
 
-def _densely(wanted: float, shape: tuple[int, int], device: torch.device, precision: Precision) -> bool:
-    """Whether products with codes of this shape are taken as dense ones, by how many were asked for, not found."""
-    fast = precision == "bfloat16" and device.type in _TENSOR_CORES
-    return fast and shape[0] * shape[1] <= _DENSE_UP_TO * wanted
-
-
-def _dense(token: torch.Tensor, latent: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """(n_tokens, n_latents) bfloat16."""
-    codes = torch.zeros(shape, dtype=torch.bfloat16, device=values.device)
-    codes[token, latent] = values.bfloat16()
-    return codes
-
-
 class _EncodeTopK(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -316,11 +352,11 @@ class _EncodeTopK(torch.autograd.Function):
         processes: Processes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_sae = weight.shape[1]
-        index, values = _largest(_Preactivations(x, weight, bias - centre @ weight, precision), wanted, processes)
+        index, values = _largest(_Preactivations(x, weight, bias, centre, precision), wanted, processes)
         token = index // d_sae
         latent = index - token * d_sae
         ctx.save_for_backward(x, weight, centre, token, latent)
-        ctx.densely = _densely(wanted, (len(x), d_sae), x.device, precision)
+        ctx.precision = precision
         ctx.mark_non_differentiable(token, latent)
         return values, token, latent
 
@@ -330,58 +366,75 @@ class _EncodeTopK(torch.autograd.Function):
         gradient, shape = gradients[0], (len(x), weight.shape[1])
         # Survivors are positive, so that ReLU passes their gradient; the others get none.
         by_bias = torch.zeros(shape[1], dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
-        if ctx.densely:
-            by_weight = _multiplied(x.T, _dense(token, latent, gradient, shape))  # (d_model, d_sae)
-            by_weight -= centre[:, None] * by_bias
+        if (kernels := kernels_for(x)) is not None:
+            source = (x - centre).to(getattr(torch, ctx.precision))
+            by_weight = kernels.by_latent(*by_latent(latent, shape[1], gradient, token), source, across=True)
         else:
-            by_latent = product(transposed(token, latent, gradient, shape), x - centre)
+            of_latents = product(transposed(token, latent, gradient, shape), x - centre)
             by_weight = empty(x.shape[1], shape[1], x)
             for low in range(0, shape[1], _COPIED):  # as autograd would, but in parts that the cache holds
-                by_weight[:, low : low + _COPIED] = by_latent[low : low + _COPIED].T
+                by_weight[:, low : low + _COPIED] = of_latents[low : low + _COPIED].T
         return None, by_weight, by_bias, -(weight @ by_bias), None, None, None
 
 
 class _Decode(torch.autograd.Function):
-    """Of g groups: densely a product each, else one, in which a token's codes in each group are a row of their own."""
+    """Of every group (n, d_model): one product, in which a token's codes in each group are a row of their own."""
 
     @staticmethod
     def forward(
         ctx: Any,
         values: torch.Tensor,
         rows: torch.Tensor,
-        token: torch.Tensor,
+        place: torch.Tensor,
         latent: torch.Tensor,
-        n_tokens: int,
-        groups: tuple[tuple[int, int], ...],
-        densely: bool,
+        shape: tuple[int, int],
     ) -> tuple[torch.Tensor, ...]:
-        starts = torch.tensor([start for start, _ in groups[1:]], device=latent.device)
-        group = torch.bucketize(latent, starts, right=True)
-        order = _order(group, len(groups))
-        place = (token + group * n_tokens)[order]
-        ctx.save_for_backward(values, rows, place, latent[order], order)
-        ctx.groups, ctx.densely = groups, densely
-        if densely:
-            codes = _dense(token, latent, values, (n_tokens, len(rows)))
-            return tuple(_multiplied(codes[:, start:stop], rows[start:stop]) for start, stop in groups)
-        shape = (len(groups) * n_tokens, len(rows))
-        return product(csr(place, latent[order], values[order], shape), rows).chunk(len(groups))
+        ctx.save_for_backward(values, rows, place, latent)
+        n = shape[0] * shape[1]
+        return product(csr(place, latent, values, (n, len(rows))), rows).unflatten(0, shape).unbind(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, rows, place, latent, order = ctx.saved_tensors
-        n_tokens, by_value = len(gradients[0]), torch.empty_like(values)
-        if ctx.densely:
-            by_row = torch.empty_like(rows)
-            ends = offsets(place // n_tokens, len(ctx.groups)).tolist()
-            for i, (gradient, (start, stop)) in enumerate(zip(gradients, ctx.groups, strict=True)):
-                mine = slice(ends[i], ends[i + 1])
-                entries = place[mine] - i * n_tokens, latent[mine] - start
-                by_value[order[mine]] = _multiplied(gradient, rows[start:stop].T)[entries]
-                codes = _dense(*entries, values[order[mine]], (n_tokens, stop - start))
-                by_row[start:stop] = _multiplied(codes.T, gradient)
-        else:
-            gradient = torch.cat(gradients)
-            by_value[order] = sampled(place, latent, gradient, rows)
-            by_row = product(transposed(place, latent, values[order], (len(gradient), len(rows))), gradient)
-        return by_value, by_row, *[None] * 5
+        values, rows, place, latent = ctx.saved_tensors
+        gradient = torch.stack(gradients, dim=1).flatten(0, 1)
+        by_row = product(transposed(place, latent, values, (len(gradient), len(rows))), gradient)
+        return sampled(place, latent, gradient, rows), by_row, None, None, None
+
+
+class _Reconstruct(torch.autograd.Function):
+    """`reconstruct` by kernels, the gradient with it: the rows that give a token's residual are read again at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        rows: torch.Tensor,
+        bias: torch.Tensor,
+        x: torch.Tensor,
+        place: torch.Tensor,
+        latent: torch.Tensor,
+        weights: tuple[float, ...],
+        n_values: int,
+        precision: Precision,
+        keep: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        weight = torch.tensor(weights, device=x.device) / n_values
+        ends = offsets(place, len(x) * len(weights))
+        read = rows.to(getattr(torch, precision))
+        errors, by_value, gradient, residual = kernels_for(x).reconstruct(
+            x, bias, read, values, latent, ends, weight, keep
+        )
+        ctx.save_for_backward(values, place, latent, by_value, gradient)
+        ctx.shape = (len(weights), len(rows))
+        total = errors.sum(0)
+        errors = total / n_values
+        ctx.mark_non_differentiable(errors, residual)
+        return total @ weight, errors, residual
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, place, latent, by_value, gradient = ctx.saved_tensors
+        (n_groups, n_latents), scale = ctx.shape, gradients[0]
+        by_row = kernels_for(values).by_latent(*by_latent(latent, n_latents, values * scale, place), gradient)
+        by_bias = gradient[::n_groups].sum(0, dtype=torch.float32) * scale  # the first group's holds all
+        return by_value * scale, by_row, by_bias, *[None] * 7

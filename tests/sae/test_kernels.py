@@ -1,0 +1,123 @@
+"""The kernels for a GPU against dense formulas and against torch's sparse products.
+
+Without a GPU Triton interprets them. It is told so before it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from tsae.sae.config import SAEConfig  # noqa: E402
+from tsae.sae.model import TemporalSAE  # noqa: E402
+from tsae.sae.training import kernels, sparse_codes  # noqa: E402
+from tsae.sae.training.loss import temporal_loss  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+N, D, M, HIGH = 13, 48, 200, 40
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+class Case:
+    """Random codes, of which one token has none."""
+
+    def __init__(self) -> None:
+        self.pre, self.least = random(N, M), random(M, seed=1).abs() + 0.5
+        self.pre[3] = -1.0
+        self.index = kernels.above(self.pre, self.least)
+        self.token, self.latent = self.index // M, self.index % M
+        self.values = self.pre.view(-1)[self.index]
+        self.dense = torch.zeros_like(self.pre).index_put((self.token, self.latent), self.values)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+def test_entries_above_a_bound(case: Case) -> None:
+    assert torch.equal(case.index, (case.pre > case.least).view(-1).nonzero()[:, 0])
+    wide, none = random(3, 5000), torch.full((5000,), torch.inf, device=DEVICE)
+    assert torch.equal(kernels.above(wide, 0 * none.nan_to_num(0, 0) + 1), (wide > 1).view(-1).nonzero()[:, 0])
+    assert len(kernels.above(wide, none)) == 0
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_reconstruction_and_gradients(case: Case, precision: torch.dtype) -> None:
+    x, bias, rows = random(N, D, seed=2), random(D, seed=3).requires_grad_(), random(M, D, seed=4).to(precision)
+    weights, group = torch.tensor([0.5, 1.0], device=DEVICE), (case.latent >= HIGH).long()
+    place = case.token * 2 + group
+    errors, by_value, gradient, residual = kernels.reconstruct(
+        x, bias.detach(), rows, case.values, case.latent, sparse_codes.offsets(place, 2 * N), weights, True
+    )
+    values, exact = case.values.clone().requires_grad_(), rows.float().requires_grad_()
+    codes = torch.zeros(N, M, device=DEVICE).index_put((case.token, case.latent), values)
+    of_groups = codes[:, :HIGH] @ exact[:HIGH], codes[:, HIGH:] @ exact[HIGH:]
+    for of_group in of_groups:
+        of_group.retain_grad()
+    first = x - bias - of_groups[0]
+    second = first - of_groups[1]
+    (0.5 * first.square().sum() + second.square().sum()).backward()
+    share = 1e-5 if precision == torch.float32 else 1e-2
+    torch.testing.assert_close(errors, torch.stack([first, second], 1).square().sum(2).detach(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(residual, second.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_value, values.grad, rtol=1e-4, atol=1e-3)
+    theirs = torch.stack([of_group.grad for of_group in of_groups], 1)
+    assert (gradient.view(N, 2, D).float() - theirs).norm() < share * theirs.norm()
+    sorted_by_latent = sparse_codes.by_latent(case.latent, M, case.values, place)
+    by_row = kernels.by_latent(*sorted_by_latent, gradient)
+    assert (by_row - exact.grad).norm() < share * exact.grad.norm()
+    assert torch.equal(kernels.by_latent(*sorted_by_latent, gradient, across=True).T, by_row)
+
+
+def test_products_of_two_sparse_factors(case: Case) -> None:
+    others = sparse_codes.by_latent(case.latent, M, case.token, case.values)
+    found = kernels.similarities(case.token, case.latent, case.values, *others, torch.ones(N, N, device=DEVICE))
+    torch.testing.assert_close(found, 1 + case.dense @ case.dense.T, rtol=1e-5, atol=1e-5)
+    matrix = random(N, N, seed=5)
+    for m in (matrix, matrix.T):
+        found = kernels.pulled(case.token, case.latent, *others, m)
+        torch.testing.assert_close(found, (m @ case.dense)[case.token, case.latent], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"precision": "bfloat16"}, {"similarity": "inner"}, {"groups": (0.1, 0.3, 0.6)}, {"others": True}, {"k": 80}
+], ids=str)  # fmt: skip
+def test_the_loss_and_its_gradients(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(settings)
+    precision, apart = options.pop("precision", "float32"), options.pop("others", False)
+    sae = TemporalSAE(D, SAEConfig(**{"d_sae": M, "k": 6, **options}))
+    sae.initialize(torch.zeros(D), torch.Generator().manual_seed(1))
+    sae = sae.to(DEVICE)
+    with torch.no_grad():
+        sae.b_dec += 0.1
+    x, others = 2 * random(40, D), 2 * random(8, D, seed=1) if apart else None
+    start = torch.arange(39, device=DEVICE)
+    pairs = torch.stack([start, start + 1], 1)[start % 8 != 7]
+    if apart:
+        pairs[:8, 0] = 40 + torch.arange(8, device=DEVICE)
+    dead, trajectory = torch.arange(M, device=DEVICE) % 7 == 0, torch.arange(40, device=DEVICE) // 16
+    found = []
+    for devices in ((DEVICE,), ()):
+        monkeypatch.setattr(sparse_codes, "_WITH_KERNELS", devices)
+        terms = temporal_loss(sae, x, pairs, dead, trajectory, others, precision=precision)
+        gradients = torch.autograd.grad(terms.total, list(sae.parameters()))
+        found.append(
+            ([terms.total, terms.reconstruction_high, terms.reconstruction, terms.temporal, terms.aux], gradients)
+        )
+    (ours, by_kernels), (theirs, by_torch) = found
+    share = 1e-4 if precision == "float32" else 1e-2
+    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=share, atol=0)
+    for a, b in zip(by_kernels, by_torch, strict=True):
+        assert (a - b).norm() < share * b.norm()
