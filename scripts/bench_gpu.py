@@ -296,11 +296,11 @@ def encode(bench: Bench) -> None:
             run = Capturing(bench, d_model, 2, rollouts, Path(folder))
             shard, source = run.shard(), _Source(rollouts)
             x = torch.from_numpy(shard.read(run.site, slice(None)))
-            with torch.device(bench.device):
-                sae = TemporalSAE(d_model, SAEConfig(d_sae=d_sae, k=k), site=run.site).requires_grad_(False)
-                sae.initialize(x.mean(0), torch.Generator(bench.device).manual_seed(0))
-                sample = sae.preactivations(x[:256].to(bench.device)).flatten()
-                sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
+            sae = TemporalSAE(d_model, SAEConfig(d_sae=d_sae, k=k), site=run.site).requires_grad_(False)
+            sae = sae.to(bench.device)
+            sae.initialize(x.mean(0), torch.Generator(bench.device).manual_seed(0))
+            sample = sae.preactivations(x[:256].to(bench.device)).flatten()
+            sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
             at_once = tokens_at_once(sae)
 
             def ours(sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once) -> None:

@@ -93,9 +93,8 @@ def make_batch(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_sae(bench: Bench) -> TemporalSAE:
-    with torch.device(bench.device):
-        sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k))
-        sae.initialize(torch.zeros(bench.d_model), torch.Generator(bench.device).manual_seed(1))
+    sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k)).to(bench.device)
+    sae.initialize(torch.zeros(bench.d_model), torch.Generator(bench.device).manual_seed(1))
     return sae
 
 

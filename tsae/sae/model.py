@@ -121,7 +121,7 @@ class TemporalSAE(torch.nn.Module):
     @torch.no_grad()
     def initialize(self, bias: torch.Tensor, generator: torch.Generator) -> None:
         """Random unit decoder rows, the encoder their transpose, and the given decoder bias (d_model,)."""
-        rows = torch.randn(self.config.d_sae, self.d_model, generator=generator)
+        rows = torch.randn(self.config.d_sae, self.d_model, generator=generator, device=generator.device)
         self.W_dec.copy_(rows / rows.norm(dim=1, keepdim=True))
         self.W_enc.copy_(self.W_dec.T)
         self.b_enc.zero_()
