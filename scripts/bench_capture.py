@@ -159,7 +159,7 @@ class Capturing:
 
     def run(self, folder: Path, batch_tokens: int) -> None:
         with tqdm(disable=True) as bar:
-            capture_shard(self.reader, "", self.rollouts, self.piece, folder, self.manifest, batch_tokens, bar)
+            capture_shard(self.reader, "", self.rollouts, self.piece, folder, self.manifest, batch_tokens, bar)()
 
 
 def forward(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:

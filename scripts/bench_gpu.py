@@ -244,7 +244,7 @@ class Capturing:
         with tqdm(disable=True) as bar:
             self.record = capture_shard(
                 self.reader, "", self.rollouts, self.piece, self.folder, self.manifest, self.budget, bar
-            )
+            )()
 
     @torch.no_grad()
     def bare(self) -> None:

@@ -122,8 +122,12 @@ def stand_in_gpu() -> Iterator[None]:
     """While the block runs. The GPU's random numbers are the CPU's."""
     own = {"get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None}
     own["get_device_name"] = lambda *_: "stand-in"
+    streams = mock.MagicMock()  # what is computed is there at once
+    own |= {"Stream": streams, "current_stream": streams, "stream": streams}
+    here = {"record_stream": lambda *_: None, "pin_memory": lambda tensor: tensor}
     without_kernels = mock.patch.object(sparse_codes, "_WITH_KERNELS", ())
-    with mock.patch.multiple(torch.cuda, **own), without_kernels, _Operations(), _Calls():
+    patches = mock.patch.multiple(torch.cuda, **own), mock.patch.multiple(torch.Tensor, **here), without_kernels
+    with patches[0], patches[1], patches[2], _Operations(), _Calls():
         yield
 
 

@@ -26,10 +26,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,7 @@ from tsae.activations.forward_batches import (
     OutOfMemory,
     Reader,
     read_batches,
-    stored_texts,
+    storing,
 )
 from tsae.activations.manifest import (
     KIND,
@@ -59,6 +61,7 @@ from tsae.activations.shard import STATISTICS, Piece, Shard, ShardWriter, as_tor
 from tsae.activations.store import ActivationStore
 from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.artefact import command_facts, read_record, versions, write_record
+from tsae.base.beside import Beside, to_cpu
 from tsae.base.distributed import join
 from tsae.base.files import clear_first, is_beginning, write_first
 from tsae.base.output_lock import output_lock
@@ -76,6 +79,9 @@ if TYPE_CHECKING:
 
 _THREADS = 4
 """Shards that are compared with their checksums at once."""
+
+_BATCHES = 2
+"""That a GPU has read, and that may wait to be written."""
 
 
 def capture(
@@ -209,7 +215,18 @@ def _capture(
     found = {} if earlier is None else shards_by_content(earlier, manifest)
     reader: Reader | None = None
     current = ""
-    with progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar, Uploads() as uploads:
+
+    def end(finish: Callable[[], dict[str, Any]], piece: Piece, weights: str) -> None:
+        entry = finish()
+        need_unchanged(series[piece.reader], weights, loaded=True)  # before the shard counts
+        record = write_record(inside(to, record_file(piece.file)), as_record(entry, manifest))
+        uploads.add(inside(to, piece.file), record)
+
+    with (
+        progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar,
+        Uploads() as uploads,
+        Beside(0 if device == "cpu" else 1) as ends,
+    ):
         bar.update(sum(size for file, size in sizes.items() if file in done))
         for file in sorted(done):  # whose upload may have failed
             uploads.add(inside(to, file), inside(to, record_file(file)))
@@ -229,10 +246,9 @@ def _capture(
                 reader, kept = as_reader(series[current], sites, config, device, loader, kept, server), None
                 need_unchanged(series[current], weights)
             assert reader is not None
-            entry = capture_shard(reader, series[current].path, rollouts, piece, to, manifest, config.batch_tokens, bar)
-            need_unchanged(series[current], weights, loaded=True)  # before the shard counts
-            record = write_record(inside(to, record_file(piece.file)), as_record(entry, manifest))
-            uploads.add(inside(to, piece.file), record)
+            path = series[current].path
+            finish = capture_shard(reader, path, rollouts, piece, to, manifest, config.batch_tokens, bar)
+            ends.run(partial(end, finish, piece, weights))
     return _complete(to, pieces, rollouts, series, part)
 
 
@@ -359,8 +375,11 @@ def capture_shard(
     manifest: Mapping[str, Any],
     batch_tokens: int,
     bar: Any,
-) -> dict[str, Any]:
-    """Read the trajectories of a shard, write it, and return its entry for the manifest.
+) -> Callable[[], dict[str, Any]]:
+    """Read the trajectories of a shard.
+
+    What a GPU computes is written in a thread while it reads on. The result waits for that, in any thread; it flushes
+    the shard to disk and gives its entry for the manifest.
 
     Args:
         reader: of the piece's checkpoint.
@@ -373,8 +392,8 @@ def capture_shard(
         bar: progress, in tokens.
 
     Raises:
-        TsaeError: where activations are not finite or overflow, one trajectory alone does not fit into memory, or a
-            server gives other activations than the checkpoint computes.
+        TsaeError: here or by the result, where activations are not finite or overflow, one trajectory alone does not
+            fit into memory, or a server gives other activations than the checkpoint computes.
     """
     ids, offsets = texts_of(piece, rollouts)
     texts = np.split(ids, offsets[1:-1])
@@ -382,13 +401,20 @@ def capture_shard(
     while True:
         short: OutOfMemory | None = None
         again = Sample(reader, texts, piece.file) if isinstance(reader, StatesReader) else None
-        with shard_writer(piece, ids, offsets, folder, manifest) as writer:
+        with ExitStack() as held:
+            writer = held.enter_context(shard_writer(piece, ids, offsets, folder, manifest))
+            writing = held.enter_context(Beside(_BATCHES))
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
                     if again is not None:
                         again.compare(batch)
-                    _put_batch(writer, batch, piece, rollouts, manifest, checkpoint)
+                    put = _putting(writer, batch, piece, rollouts, manifest, checkpoint)
+                    if any(value.device.type == "cuda" for value in batch.values.values()):
+                        writing.run(put)
+                    else:
+                        put()
                     bar.update(sum(batch.lengths))
+                    del batch, put
             except OutOfMemory as error:
                 short = error
             except Misread as error:
@@ -400,16 +426,16 @@ def capture_shard(
                     fix=error.fix,
                 ) from error
             if short is None:
-                entry = {
+                entry: dict[str, Any] = {
                     "file": piece.file,
                     "n_tokens": int(offsets[-1]),
                     "n_trajectories": len(piece.rows),
                     "batch_tokens": batch_tokens,
-                    "hash": writer.finish(),
+                    "hash": "",  # until it is finished
                 }
                 if again is not None:
                     entry["read_again"] = {"trajectories": len(again.chosen), "largest_difference": again.largest}
-                return entry
+                return partial(_finish, writer, writing, held.pop_all(), entry)
         if len(short.texts) == 1:
             t = int(short.texts[0])
             raise TsaeError(
@@ -450,25 +476,37 @@ def shard_writer(
     )
 
 
-def _put_batch(
+def _finish(writer: ShardWriter, writing: Beside, held: ExitStack, entry: dict[str, Any]) -> dict[str, Any]:
+    with held:
+        writing.wait()
+        return {**entry, "hash": writer.finish()}
+
+
+def _putting(
     writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
-) -> None:
-    """Check what the reader computed on a batch, and write it."""
-    for site in writer.sites:
-        for t, text in stored_texts(batch, site, piece, rollouts, manifest, checkpoint):
-            writer.put(site, t, text)
-    for name in [name for name in STATISTICS if name in batch.values]:
-        for t, text in batch.each(name):
-            if bool(text[1:].isnan().any()):
-                row = int(piece.rows[t])
-                problem = rollouts.table["problem_id"][row].as_py()
-                raise TsaeError(
-                    f"the {name} of a token is not a number while reader {piece.reader} reads trajectory {row} "
-                    f"(problem {problem})",
-                    where=checkpoint,
-                    fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-                )
-            writer.put_statistic(name, t, text)
+) -> Callable[[], None]:
+    """Begin to bring what the reader computed on a batch to the CPU. The result checks it and writes it."""
+    sites = {site: storing(batch, site, piece, rollouts, manifest, checkpoint) for site in writer.sites}
+    statistics = {name: to_cpu(batch.values[name]) for name in STATISTICS if name in batch.values}
+
+    def put() -> None:
+        for site, arrived in sites.items():
+            for t, values, norms in arrived():
+                writer.put(site, t, values, norms)
+        for name, copied in statistics.items():
+            for t, text in zip(batch.texts.tolist(), copied().split(batch.lengths), strict=True):
+                if bool(text[1:].isnan().any()):
+                    row = int(piece.rows[t])
+                    problem = rollouts.table["problem_id"][row].as_py()
+                    raise TsaeError(
+                        f"the {name} of a token is not a number while reader {piece.reader} reads trajectory {row} "
+                        f"(problem {problem})",
+                        where=checkpoint,
+                        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
+                    )
+                writer.put_statistic(name, t, text)
+
+    return put
 
 
 _SAME = ("dtype", "sites", "tokenizer", "special_ids", "config")

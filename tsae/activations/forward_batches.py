@@ -7,7 +7,7 @@ raised, and the caller starts again with half the budget and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from einops import rearrange
 
 from tsae.activations.shard import Piece
+from tsae.base.beside import to_cpu
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -84,7 +85,7 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
         ids, mask = pad([texts[t] for t in batch])
         try:
             values = reader.read(ids, mask)
-            found = {name: _without_padding(value, mask.bool()) for name, value in values.items()}
+            found = {name: _without_padding(value, mask) for name, value in values.items()}
         except Misread as error:
             raise Misread(int(batch[error.text]), error.what, error.where, error.fix) from error
         except (RuntimeError, MemoryError) as error:
@@ -117,16 +118,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-def _without_padding(value: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    if bool(real.all()):
-        return rearrange(value, "text token ... -> (text token) ...")
-    return value[real.to(value.device)]
+def _without_padding(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    flat = rearrange(value, "text token ... -> (text token) ...")
+    real = mask.flatten().nonzero()[:, 0]  # of the mask on the CPU: a GPU that counts is waited for
+    return flat if len(real) == len(flat) else flat.index_select(0, real.to(value.device, non_blocking=True))
 
 
-def stored_texts(
+def storing(
     batch: Batch, site: str, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(position, (n_tokens, d_model) on the CPU in the stored precision) of every trajectory of a batch.
+) -> Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]]:
+    """Begin to bring to the CPU what is stored of a site; the result waits for it, in any thread.
 
     Args:
         batch: what the piece's reader computed.
@@ -136,8 +137,13 @@ def stored_texts(
         manifest: says d_model and the stored precision.
         checkpoint: the reader's path, for messages.
 
+    Returns:
+        (position, (n_tokens, d_model) in the stored precision, (n_tokens,) float32 norms of these if a GPU computed
+        them) of every trajectory.
+
     Raises:
-        TsaeError: where a reader has another d_model than the base, or a value is not finite once it is stored.
+        TsaeError: where a reader has another d_model than the base; the result, where a value is not finite once it is
+            stored.
     """
     value, d_model, dtype = batch.values[site], manifest["sites"][site]["d_model"], manifest["dtype"]
     if value.shape[-1] != d_model:
@@ -147,15 +153,31 @@ def stored_texts(
             fix="Use checkpoints of one model together.",
         )
     stored = value.to(getattr(torch, dtype))
-    if not torch.isfinite(stored).all():
-        each = zip(batch.each(site), stored.split(batch.lengths), strict=True)
-        t, computed = next(read for read, kept in each if not torch.isfinite(kept).all())
-        row = int(piece.rows[t])
-        what, fix = "are not finite", "Check that checkpoint's weights, or compute in float32 (--model-dtype float32)."
-        if bool(torch.isfinite(computed).all()):
-            what, fix = f"overflow {dtype}", "Store bfloat16 or float32 (--dtype)."
-        what = f"activations up to {computed.abs().max().item():.3g} at {site} {what}"
-        problem = rollouts.table["problem_id"][row].as_py()
-        what += f" while reader {piece.reader} reads trajectory {row} (problem {problem})"
-        raise TsaeError(what, where=checkpoint, fix=fix)
-    yield from zip(batch.texts.tolist(), stored.cpu().split(batch.lengths), strict=True)
+    norms = torch.linalg.vector_norm(stored, dim=1, dtype=torch.float32) if stored.device.type == "cuda" else None
+    copy, copied_norms = to_cpu(stored), None if norms is None else to_cpu(norms)
+
+    def arrived() -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        kept, lengths = copy(), None if copied_norms is None else copied_norms()
+        # A norm is finite only if all values are.
+        if (lengths is None or not lengths.isfinite().all()) and not kept.isfinite().all():
+            raise _not_finite(batch, site, kept, piece, rollouts, dtype, checkpoint)
+        each = kept.split(batch.lengths)
+        of = [None] * len(each) if lengths is None else [*lengths.split(batch.lengths)]
+        yield from zip(batch.texts.tolist(), each, of, strict=True)
+
+    return arrived
+
+
+def _not_finite(
+    batch: Batch, site: str, stored: torch.Tensor, piece: Piece, rollouts: Rollouts, dtype: str, checkpoint: str
+) -> TsaeError:
+    each = zip(batch.each(site), stored.split(batch.lengths), strict=True)
+    t, computed = next(read for read, kept in each if not kept.isfinite().all())
+    row = int(piece.rows[t])
+    what, fix = "are not finite", "Check that checkpoint's weights, or compute in float32 (--model-dtype float32)."
+    if bool(computed.isfinite().all()):
+        what, fix = f"overflow {dtype}", "Store bfloat16 or float32 (--dtype)."
+    what = f"activations up to {computed.abs().max().item():.3g} at {site} {what}"
+    problem = rollouts.table["problem_id"][row].as_py()
+    what += f" while reader {piece.reader} reads trajectory {row} (problem {problem})"
+    return TsaeError(what, where=checkpoint, fix=fix)

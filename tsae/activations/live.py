@@ -42,7 +42,7 @@ import torch
 
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
-from tsae.activations.forward_batches import OutOfMemory, plan_batches, read_batches, stored_texts
+from tsae.activations.forward_batches import OutOfMemory, plan_batches, read_batches, storing
 from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.reading_plan import cut, open_base, open_reader
 from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
@@ -157,7 +157,8 @@ class LiveSource(Source):
         while True:
             try:
                 for batch in read_batches(self._opened(reader), texts, budget):
-                    yield from stored_texts(batch, self.site, piece, self.rollouts, self.manifest, where)
+                    for t, values, _ in storing(batch, self.site, piece, self.rollouts, self.manifest, where)():
+                        yield t, values
                 need_unchanged(self.series[reader], self.reader_info(reader)["weights"], loaded=True)
                 return
             except OutOfMemory as error:

@@ -272,16 +272,17 @@ class ShardWriter:
 
     def put_statistic(self, name: str, i: int, values: torch.Tensor) -> None:
         """Write a statistic of the shard's trajectory i: (n_tokens of it,)."""
-        self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().cpu().numpy()
+        self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().numpy()
 
-    def put(self, site: str, i: int, values: torch.Tensor) -> None:
-        """Write the shard's trajectory i, (n_tokens of it, d_model), and its norms."""
+    def put(self, site: str, i: int, values: torch.Tensor, norms: torch.Tensor | None = None) -> None:
+        """Write the shard's trajectory i, (n_tokens of it, d_model), and its norms, which need not be given."""
         import torch
 
-        values = values.to(getattr(torch, self.dtype)).contiguous().cpu()
+        values = values.to(getattr(torch, self.dtype)).contiguous()
+        norms = torch.linalg.vector_norm(values.float(), dim=1) if norms is None else norms
         tokens = slice(self.offsets[i], self.offsets[i + 1])
         self._file[f"activations/{site}"][tokens] = as_stored(values)
-        self._file[f"norms/{site}"][tokens] = torch.linalg.vector_norm(values.float(), dim=1).numpy()
+        self._file[f"norms/{site}"][tokens] = norms.numpy()
 
     def finish(self) -> str:
         """Flush to disk, open again, and rename; returns the file's SHA-256."""
