@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.stand_in import stand_in_gpu, there
-from tsae.base.beside import Beside, to_cpu
+from tsae.base.beside import Beside, ahead, to_cpu
 
 
 @pytest.mark.parametrize("behind", [0, 2])
@@ -52,6 +52,21 @@ def test_what_a_call_raises_reaches_the_caller(behind: int) -> None:
     beside.run(lambda: done.append(1))
     beside.__exit__(KeyError)  # the calls are over before the block is left
     assert done == [1]
+
+
+def test_reading_ahead_keeps_the_order_and_bounds_what_is_held() -> None:
+    begun = list[int]()
+
+    def read(number: int) -> int:
+        begun.append(number)
+        return number * number
+
+    found = ahead(read, range(7), 2)
+    assert [next(found), next(found)] == [0, 1]
+    assert len(begun) <= 4
+    assert list(found) == [4, 9, 16, 25, 36]
+    with pytest.raises(ValueError, match="disk"):
+        list(ahead(lambda _: fails(), [0], 2))
 
 
 def test_a_copy_from_a_gpu_lies_on_the_cpu() -> None:

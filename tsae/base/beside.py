@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class Beside:
@@ -43,6 +46,18 @@ class Beside:
         self._pool.shutdown()
         if kind is None:
             self.wait()
+
+
+def ahead(read: Callable[[_Item], _Found], items: Iterable[_Item], threads: int) -> Iterator[_Found]:
+    """What a call gives of every item, in order; of the next ones, one a thread, while the caller uses it."""
+    with ThreadPoolExecutor(threads) as pool:
+        running = deque[Future[_Found]]()
+        for item in items:
+            running.append(pool.submit(read, item))
+            if len(running) > threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
 
 def to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

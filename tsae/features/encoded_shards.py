@@ -28,6 +28,7 @@ from einops import reduce
 from tsae.activations.live import LiveSource
 from tsae.activations.shard import Shard
 from tsae.activations.store import Source
+from tsae.base.beside import ahead, to_cpu
 from tsae.base.files import replacing, writing
 from tsae.base.part import check_same_work, digest_of, remove_work
 from tsae.base.remote.mirror import needed, published, removed, there
@@ -35,9 +36,11 @@ from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import explained
+from tsae.sae.training.sparse_codes import csr, offsets
 
 _OF = "encoding.json"
 _OF_PIECE = ("token_ids", "lengths", "outlier", "quality")
+_READING = 3  # batches that are read from disk while a GPU encodes another
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class Codes(NamedTuple):
     beyond: np.ndarray
     """(n,) bool: outliers."""
     x_hat: torch.Tensor
-    """(n, d_model) reconstruction, on the CPU."""
+    """(n, d_model) reconstruction, on the SAE's device."""
 
 
 def encode_shard(
@@ -207,16 +210,24 @@ _Found = Iterator[tuple[int, torch.Tensor, Codes]]
 
 
 def _stored(sae: TemporalSAE, shard: Shard, tokens: np.ndarray, batch_tokens: int, bar: Any) -> _Found:
-    """(number, activations, codes) of every batch of tokens."""
-    for number, low in enumerate(range(0, len(tokens), batch_tokens)):
-        index = tokens[low : low + batch_tokens]
-        x = torch.from_numpy(shard.read(sae.site, index))
+    """(number, activations on the SAE's device, codes) of every batch of tokens."""
+    device = sae.W_dec.device
+    on_gpu = device.type == "cuda"
+
+    def read(index: np.ndarray) -> torch.Tensor:
+        whole = index[-1] - index[0] + 1 == len(index)
+        x = torch.from_numpy(shard.read(sae.site, slice(index[0], index[-1] + 1) if whole else index))
+        return x.pin_memory() if on_gpu else x
+
+    batches = [tokens[low : low + batch_tokens] for low in range(0, len(tokens), batch_tokens)]
+    for number, x in enumerate(ahead(read, batches, _READING) if on_gpu else map(read, batches)):
+        x = x.to(device, non_blocking=on_gpu)
         yield number, x, _codes(sae, x)
-        bar.update(len(index))
+        bar.update(len(x))
 
 
 def _live(sae: TemporalSAE, source: LiveSource, shard: Shard, texts: np.ndarray, batch_tokens: int, bar: Any) -> _Found:
-    """(number, activations, codes) of every trajectory, in the order in which they are read.
+    """(number, activations on the SAE's device, codes) of every trajectory, in the order in which they are read.
 
     Where memory runs out, some come again.
     """
@@ -227,7 +238,7 @@ def _live(sae: TemporalSAE, source: LiveSource, shard: Shard, texts: np.ndarray,
     before = bar.n
     read = source.read(shard.reader, ids, shard.trajectory[texts])
     for group in _groups(read, batch_tokens):
-        x = torch.cat([values for _, values in group]).float()
+        x = torch.cat([values for _, values in group]).float().to(sae.W_dec.device)
         codes = _codes(sae, x)
         low = 0
         for number, values in group:
@@ -253,16 +264,17 @@ def _groups(read: Iterator[tuple[int, torch.Tensor]], batch_tokens: int) -> Iter
 
 @torch.no_grad()
 def _codes(sae: TemporalSAE, x: torch.Tensor) -> Codes:
-    """Of (n, d_model) float32 tokens."""
+    """Of (n, d_model) float32 tokens on the SAE's device."""
     beyond = sae.outliers(x)
-    codes = sae.encode(x.to(sae.W_dec.device))
+    codes = sae.encode(x)
     codes[beyond] = 0
-    x_hat, codes = sae.decode(codes, x.to(codes.device)).cpu(), codes.cpu()
     row, column = codes.nonzero(as_tuple=True)
-    offsets = np.concatenate([[0], np.bincount(row.numpy(), minlength=len(codes)).cumsum()])
-    values, indices = codes[row, column].numpy(), column.numpy().astype(np.int32)
-    sparse = sp.csr_array((values, indices, offsets), shape=(len(codes), sae.config.d_sae))
-    return Codes(sparse, beyond.numpy(), x_hat)
+    values, shape = codes[row, column], (len(codes), sae.config.d_sae)
+    # Dense on a CPU, whose bits are compared; a GPU would take as long for it as for the codes.
+    x_hat = sae.decode(csr(row, column, values, shape) if codes.is_cuda else codes, x)
+    found = [to_cpu(part) for part in (values, column.int(), offsets(row, len(codes)), beyond)]
+    values_here, indices, ends, outliers = (arrived().numpy() for arrived in found)
+    return Codes(sp.csr_array((values_here, indices, ends), shape=shape), outliers, x_hat)
 
 
 class Reconstruction:
@@ -273,15 +285,16 @@ class Reconstruction:
         self.total = torch.zeros(d_model, dtype=torch.float64)
 
     def add(self, x: torch.Tensor, codes: Codes, counted: np.ndarray) -> None:
-        """Add those of (n, d_model) tokens that are counted, an (n,) mask."""
-        kept = torch.from_numpy(counted & ~codes.beyond)
+        """Add those of (n, d_model) tokens that are counted, an (n,) mask. x lies where its reconstruction does."""
+        mask = counted & ~codes.beyond
+        kept = torch.from_numpy(mask).to(x.device)
         x, x_hat = x[kept].double(), codes.x_hat[kept].double()
         self.n += len(x)
         self.n_beyond += int((counted & codes.beyond).sum())
-        self.active += int(np.diff(codes.sparse.indptr)[kept.numpy()].sum())
+        self.active += int(np.diff(codes.sparse.indptr)[mask].sum())
         self.error += (x - x_hat).pow(2).sum().item()
         self.square += x.pow(2).sum().item()
-        self.total += reduce(x, "token d_model -> d_model", "sum")
+        self.total += reduce(x, "token d_model -> d_model", "sum").cpu()
 
     def sums(self) -> np.ndarray:
         """(5 + d_model,) float64: what `add_sums` takes."""
