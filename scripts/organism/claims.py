@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS, STUDIED
 from tsae.rollouts.difficulty import estimate
 
@@ -77,7 +77,7 @@ def judge(records: Records) -> dict[str, Judgement]:
 
 
 def _missing(key: str) -> Judgement:
-    return untestable(CLAIMS[key], f"runs of {', '.join(NEEDED[key])}", "Give the records of the study.")
+    return Judgement(CLAIMS[key], needs=f"runs of {', '.join(NEEDED[key])}", add="Give the records of the study.")
 
 
 def inverted_u(records: Records) -> Judgement:
@@ -641,7 +641,9 @@ def _of_features(
     }
     caveat += f"While it reads the base's own responses: {', '.join(same.values())}."
     if not parts:
-        return untestable(CLAIMS[key], f"features of the families with {dictionary}", "Use another dictionary.")
+        return Judgement(
+            CLAIMS[key], needs=f"features of the families with {dictionary}", add="Use another dictionary."
+        )
     return Judgement(CLAIMS[key], tuple(parts), caveat=caveat)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.errors import TsaeError
 
@@ -47,7 +47,7 @@ def test_verdicts() -> None:
     assert (Judgement(CLAIM, (unclear,)).verdict, Judgement(CLAIM, (unclear,)).finer) == ("not reproduced", "undecided")
     assert Judgement(CLAIM, (unclear, no)).finer == "not reproduced"
     assert Judgement(CLAIM, (unclear, yes)).finer == "partly"
-    assert untestable(CLAIM, "a second run", "Train one.").verdict == "cannot be tested"
+    assert Judgement(CLAIM, needs="a second run", add="Train one.").verdict == "cannot be tested"
 
 
 @pytest.mark.parametrize("values", [(), (1.0,), (1.0, float("nan")), (float("inf"), 1.0)])

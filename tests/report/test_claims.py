@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.results import MARKUP, make, rendered
-from tsae.claims.judging import Judgement, Part, untestable
+from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.errors import TsaeError
@@ -24,7 +24,7 @@ def claims(**info: Any) -> Claims:
         ),
         Judgement(CLAIMS["b"], (Part("It harms.", below, "problems", margin=-0.1),), caveat=f"Mind {MARKUP}."),
         Judgement(CLAIMS["o"], (Part("Sparser.", unclear, "problems"), Part("Sparser still.", above, "problems"))),
-        untestable(CLAIMS["h"], f"a second training {MARKUP}", "`tsae reformulate <x>`"),
+        Judgement(CLAIMS["h"], needs=f"a second training {MARKUP}", add="`tsae reformulate <x>`"),
     ]
     return Claims(tuple(one.record() for one in judged), {"rollouts": make().info["rollouts"], **info})
 

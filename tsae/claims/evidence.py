@@ -37,6 +37,8 @@ SAMPLE = "tsae run … --sample 8 --to OTHER"
 """Lets the base and every checkpoint answer the same problems."""
 NAMES = {"rollouts": "rollouts", "labels": "labels", "sae": "weights of the SAE"}
 """Of the inputs that claims, diff and features rest on, and what messages call them."""
+_BANDS = "`tsae run … --bands-from FILE`"
+_RESUME = "the command that started this run, which resumes it"
 _ROLLOUTS = ("rollouts/rollouts.parquet", "rollouts.parquet")
 _MOSTLY = 0.8
 """Share of a log's responses from which on a run counts as trained on a band."""
@@ -81,6 +83,12 @@ class Missing(Exception):
         self.needs, self.add = needs, add
 
 
+def need(there: object, needs: str, add: str) -> None:
+    """Raise `Missing` where something is not there."""
+    if not there:
+        raise Missing(needs, add)
+
+
 @dataclass(frozen=True)
 class Evidence:
     """A run, as far as it is there."""
@@ -101,8 +109,7 @@ class Evidence:
     @cached_property
     def diff(self) -> FeatureDiff:
         """What moved, and who the readers are."""
-        if not self._is_there("diff/diff.json"):
-            raise Missing("a finished diff", "the command that started this run, which resumes it")
+        need(self._is_there("diff/diff.json"), "a finished diff", _RESUME)
         diff = FeatureDiff.load(self.folder / "diff")
         self._need_own(self.folder / "diff", inputs_of(diff), self.of_answers)
         return diff
@@ -110,8 +117,7 @@ class Evidence:
     @cached_property
     def features(self) -> FeatureTable:
         """Codes of every token."""
-        if not self._is_there("features/features.json"):
-            raise Missing("the codes of the features", "the command that started this run, which resumes it")
+        need(self._is_there("features/features.json"), "the codes of the features", _RESUME)
         features = FeatureTable.load(self.folder / "features")
         of = {
             "rollouts": features.rollouts.fingerprint,
@@ -124,8 +130,8 @@ class Evidence:
     @cached_property
     def store(self) -> ActivationStore:
         """Activations."""
-        if not self._is_there("activations/manifest.json", known=(self.folder / "activations").is_dir()):
-            raise Missing("the store of activations, which is not in this folder", "the command that made this run")
+        there = self._is_there("activations/manifest.json", known=(self.folder / "activations").is_dir())
+        need(there, "the store of activations, which is not in this folder", "the command that made this run")
         store = ActivationStore(self.folder / "activations")
         self._need_own(self.folder / "activations", {"rollouts": store.rollouts.fingerprint}, self.of_answers)
         return store
@@ -181,11 +187,10 @@ class Evidence:
     def outline(self) -> pd.DataFrame:
         """The training's log, one row a response, without texts; see `tsae.rollouts.parquet.read_outline`."""
         file = self.folder / "rollouts" / "log.parquet"
-        if not self._log_is_there:
-            raise Missing("the log of the training's own responses", "`tsae run` on the trainer's folder")
+        need(self._log_is_there, "the log of the training's own responses", "`tsae run` on the trainer's folder")
         outline = read_outline(file)
-        if "step" not in outline or outline.step.isna().all():
-            raise Missing("the training step of the log's responses", "a log with steps (`tsae rollouts formats`)")
+        known = "step" in outline and outline.step.notna().any()
+        need(known, "the training step of the log's responses", "a log with steps (`tsae rollouts formats`)")
         return outline[outline.step.notna()]
 
     def logged(self, rows: pd.Index) -> Rollouts:
@@ -207,23 +212,23 @@ class Evidence:
         known = self.folder / _ROLLOUTS[0]
         found, _ = band_problems(outline.reset_index(drop=True), known, base=self.diff.base)
         if found is None or found.info.get("refused"):
-            raise Missing("bands of the log's problems that are not training steps", "`tsae run … --bands-from FILE`")
+            raise Missing("bands of the log's problems that are not training steps", _BANDS)
         return drawn.combine_first(problem_bands(found.rows).dropna())
 
     @cached_property
     def attribution(self) -> Attribution:
         """Which samples did that."""
         folder = self.folder / "attribution"
-        if not self._is_there("attribution/attribution.json"):
-            raise Missing("an attribution of this run", "`tsae attribute … --to ANALYSIS/attribution`")
+        there = self._is_there("attribution/attribution.json")
+        need(there, "an attribution of this run", "`tsae attribute … --to ANALYSIS/attribution`")
         found = Attribution.load(folder)
         of, own = found.info["inputs"]["rollouts"], self._log_fingerprint
-        if of != own:
-            raise Missing(
-                f"an attribution of this run’s own log (the one in its folder is of the log {of}, and this run’s is "
-                f"{own or 'not there'})",
-                "`tsae attribute … --rollouts ANALYSIS/rollouts/log.parquet --to ANALYSIS/attribution`",
-            )
+        need(
+            of == own,
+            f"an attribution of this run’s own log (the one in its folder is of the log {of}, and this run’s is "
+            f"{own or 'not there'})",
+            "`tsae attribute … --rollouts ANALYSIS/rollouts/log.parquet --to ANALYSIS/attribution`",
+        )
         return found
 
     @cached_property
@@ -240,11 +245,8 @@ class Evidence:
         """Causal tests of features, each a folder below causal."""
         names = [f"causal/{test.name}/causal.json" for test in folders_of_tests(self.folder)]
         files = [self.folder / name for name in names if self._is_there(name)]
-        if not files:
-            raise Missing(
-                "causal tests of features, since a correlation is not a verdict",
-                "the same `tsae run` with `--causal`, or `tsae causal --to ANALYSIS/causal/NAME`",
-            )
+        add = "the same `tsae run` with `--causal`, or `tsae causal --to ANALYSIS/causal/NAME`"
+        need(files, "causal tests of features, since a correlation is not a verdict", add)
         return [Intervention.load(file.parent) for file in files]
 
     def trained_on(self, checkpoint: str) -> str | None:
@@ -272,15 +274,12 @@ class Evidence:
             Missing: where there is none.
         """
         found = [checkpoint for checkpoint in self.diff.final_checkpoints if self.trained_on(checkpoint) == band]
-        if not found:
-            there = {checkpoint: self.trained_on(checkpoint) for checkpoint in self.diff.final_checkpoints}
-            told = ", ".join(
-                f"{checkpoint} on {of or 'a mixture, or it is not known'}" for checkpoint, of in there.items()
-            )
-            raise Missing(
-                f"a run that was trained on {band} problems (there is {told})",
-                f"a training on {band} problems alone, named in series.json (trained_on)",
-            )
+        told = ", ".join(
+            f"{checkpoint} on {self.trained_on(checkpoint) or 'a mixture, or it is not known'}"
+            for checkpoint in self.diff.final_checkpoints
+        )
+        add = f"a training on {band} problems alone, named in series.json (trained_on)"
+        need(found, f"a run that was trained on {band} problems (there is {told})", add)
         return found
 
     def success(self, policy: str, band: str = "all", *, of: Rollouts | None = None) -> pd.Series:
@@ -292,14 +291,12 @@ class Evidence:
     def need_bands(self, *bands: str) -> None:
         """Refuse, with `Missing`, answers whose bands are training steps, or with too few problems in one of these."""
         rollouts = self.answers
-        if (bands_info(rollouts.info, rollouts.origin) or {}).get("refused"):
-            raise Missing("bands that are not training steps", "`tsae run … --bands-from FILE`")
+        steps = (bands_info(rollouts.info, rollouts.origin) or {}).get("refused")
+        need(not steps, "bands that are not training steps", _BANDS)
         counts = problem_bands(rollouts.frame).value_counts()
-        if few := [f"{counts.get(band, 0)} {band}" for band in bands if counts.get(band, 0) < FEWEST]:
-            raise Missing(
-                f"{FEWEST} {' and '.join(bands)} problems or more (there are {', '.join(few)})",
-                f"problems of these bands, and `{SAMPLE}`",
-            )
+        few = [f"{counts.get(band, 0)} {band}" for band in bands if counts.get(band, 0) < FEWEST]
+        there = f"{FEWEST} {' and '.join(bands)} problems or more (there are {', '.join(few)})"
+        need(not few, there, f"problems of these bands, and `{SAMPLE}`")
 
     def steps(self, rollouts: Rollouts) -> Iterator[tuple[str, list[tuple[int, str]]]]:
         """(run, its (step, policy) in order, the base first as step 0) of runs that answered at two steps or more."""

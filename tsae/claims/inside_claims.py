@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.causal.intervention import Intervention
-from tsae.claims.evidence import SAMPLE, Evidence, Missing
+from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
 from tsae.claims.judging import Judgement, Part, between, part, those_that_can, within
 from tsae.claims.literature import CLAIMS
 from tsae.diff.comparisons import Rows
@@ -30,52 +30,58 @@ _ABLATIONS = ("ablate", "mean")
 _BOTH = f"`{SAMPLE}`"
 
 
-def easy_direct(run: Evidence) -> Judgement:
-    """e: of runs that were trained on easy problems."""
+_OF_BANDS: dict[str, tuple[str, tuple[str, ...], Sequence[tuple[str, int, str]], str, str]] = {
+    "e": (
+        "easy",
+        (DIRECT, COMPUTATION),
+        [
+            (DIRECT, 1, "{} strengthened features of direct answers."),
+            (COMPUTATION, 1, "{} strengthened features of basic computation."),
+            (DELIBERATION, -1, "{} weakened features of deliberation."),
+        ],
+        "direct_answer",
+        "Without such features {} answers directly less often.",
+    ),
+    "f": (
+        "hard",
+        (DELIBERATION,),
+        [(DELIBERATION, 1, "{} activates features of deliberation more than the base.")],
+        "accuracy",
+        "Without such features {} succeeds less often.",
+    ),
+    "g": (
+        "medium",
+        (COMPUTATION, DELIBERATION),
+        [
+            (COMPUTATION, 1, "{} strengthened features of computation."),
+            (DELIBERATION, 1, "{} strengthened features of multi-step reasoning."),
+        ],
+        "accuracy",
+        "Without such features {} succeeds less often.",
+    ),
+}
+"""By claim: the band that runs were trained on, the families to ablate, shifts of families with their direction, the
+behaviour that the ablation lowers, and that in a sentence."""
+
+
+def families_of_band(key: str, run: Evidence) -> Judgement:
+    """e, f and g: of runs that were trained on easy, hard and medium problems."""
+    band, families, shifts, behaviour, without = _OF_BANDS[key]
     parts: list[Part] = []
-    for c in run.trained_mostly_on("easy"):
-        test = _ablation(run, c, (DIRECT, COMPUTATION))
+    for c in run.trained_mostly_on(band):
+        test = _ablation(run, c, families)
         scores = _scores(run, c)
-        parts += [
-            _shift(scores, c, DIRECT, f"{c} strengthened features of direct answers."),
-            _shift(scores, c, COMPUTATION, f"{c} strengthened features of basic computation."),
-            _shift(scores, c, DELIBERATION, f"{c} weakened features of deliberation.", sign=-1),
-            _effect(test, "direct_answer", f"Without such features {c} answers directly less often."),
-        ]
-    return Judgement(CLAIMS["e"], tuple(parts))
-
-
-def hard_rare(run: Evidence) -> Judgement:
-    """f: of runs that were trained on hard problems."""
-    parts: list[Part] = []
-    for c in run.trained_mostly_on("hard"):
-        test = _ablation(run, c, (DELIBERATION,))
-        scores = _scores(run, c)
-        hard = scores[(scores.reader == c) & (scores.policy == c) & (scores.band == "hard")]
-        success, failure = (
-            hard[hard.outcome == outcome].groupby("problem_id")[DELIBERATION].mean()
-            for outcome in ("success", "failure")
-        )
-        parts += [
-            _shift(scores, c, DELIBERATION, f"{c} activates features of deliberation more than the base."),
-            within(f"On hard problems {c} has them more in successes than in failures.", success, failure, _BOTH),
-            _effect(test, "accuracy", f"Without such features {c} succeeds less often."),
-        ]
-    return Judgement(CLAIMS["f"], tuple(parts))
-
-
-def medium_both(run: Evidence) -> Judgement:
-    """g: of runs that were trained on medium problems."""
-    parts: list[Part] = []
-    for c in run.trained_mostly_on("medium"):
-        test = _ablation(run, c, (COMPUTATION, DELIBERATION))
-        scores = _scores(run, c)
-        parts += [
-            _shift(scores, c, COMPUTATION, f"{c} strengthened features of computation."),
-            _shift(scores, c, DELIBERATION, f"{c} strengthened features of multi-step reasoning."),
-            _effect(test, "accuracy", f"Without such features {c} succeeds less often."),
-        ]
-    return Judgement(CLAIMS["g"], tuple(parts))
+        parts += [_shift(scores, c, family, told.format(c), sign=sign) for family, sign, told in shifts]
+        if key == "f":
+            hard = scores[(scores.reader == c) & (scores.policy == c) & (scores.band == "hard")]
+            success, failure = (
+                hard[hard.outcome == outcome].groupby("problem_id")[DELIBERATION].mean()
+                for outcome in ("success", "failure")
+            )
+            told = f"On hard problems {c} has them more in successes than in failures."
+            parts.append(within(told, success, failure, _BOTH))
+        parts.append(_effect(test, behaviour, without.format(c)))
+    return Judgement(CLAIMS[key], tuple(parts))
 
 
 def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Intervention:
@@ -85,11 +91,8 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
         Missing: where features have no families, or no such test is there.
     """
     described = run.diff.features
-    if "family" not in described:
-        raise Missing(
-            "families of features",
-            "`tsae diff --annotator tsae.features.mathematics:math_classes --families --to ANALYSIS/diff`",
-        )
+    again = "`tsae diff --annotator tsae.features.mathematics:math_classes --families --to ANALYSIS/diff`"
+    need("family" in described, "families of features", again)
     for test in run.tests:
         info = test.info
         if info["checkpoint"] != checkpoint or info["config"]["mode"] not in _ABLATIONS:
@@ -116,8 +119,8 @@ def _scores(run: Evidence, checkpoint: str) -> pd.DataFrame:
     config = run.diff.info["config"]
     rows = Rows.of(features, DiffConfig(span=config["span"], min_problems=config["min_problems"]))
     base, names = features.readers[0], sorted(set(family) - {NO_FAMILY})
-    if lacking := [name for name in (DIRECT, COMPUTATION, DELIBERATION) if name not in names]:
-        raise Missing(f"features of {' and '.join(lacking)} (this SAE has none)", "another annotator or a wider SAE")
+    lacking = " and ".join(name for name in (DIRECT, COMPUTATION, DELIBERATION) if name not in names)
+    need(not lacking, f"features of {lacking} (this SAE has none)", "another annotator or a wider SAE")
     table = pd.DataFrame(family_scores(rows, checkpoint, family).toarray(), columns=names)
     unit = table.iloc[rows.by_reader[base, rows.own(base)]].std(ddof=1)
     frame = features.rollouts.frame.iloc[features.trajectory].reset_index(drop=True)
@@ -128,7 +131,7 @@ def _scores(run: Evidence, checkpoint: str) -> pd.DataFrame:
     return pd.concat([facts, table / unit.where(unit > 0)], axis=1).iloc[rows.n_tokens > 0]
 
 
-def _shift(scores: pd.DataFrame, checkpoint: str, family: str, statement: str, *, sign: int = 1) -> Part:
+def _shift(scores: pd.DataFrame, checkpoint: str, family: str, statement: str, *, sign: int) -> Part:
     """The family's total shift: the checkpoint on its own responses − the base on its own."""
     base = str(scores.reader.iloc[0])
     after, before = (
@@ -141,8 +144,8 @@ def _shift(scores: pd.DataFrame, checkpoint: str, family: str, statement: str, *
 def _effect(test: Intervention, behaviour: str, statement: str) -> Part:
     """How far an ablation lowers a behaviour below what ablating matched random features leaves."""
     found = measures(test.rollouts)
-    if behaviour not in found:
-        raise Missing(f"the behaviour {behaviour.replace('_', ' ')} in the causal test", "`tsae causal --describe`")
+    called = f"the behaviour {behaviour.replace('_', ' ')} in the causal test"
+    need(behaviour in found, called, "`tsae causal --describe`")
     frame = test.rollouts.frame
     means = found[behaviour].groupby([frame.problem_id, frame.policy]).mean().unstack()
     random = means[[name for name in means if str(name).startswith("random_")]].mean(axis=1)
@@ -151,7 +154,6 @@ def _effect(test: Intervention, behaviour: str, statement: str) -> Part:
     return part(statement, (random - edited).dropna().to_numpy(dtype=float), more)
 
 
-_SAMPLED = f"`{SAMPLE}`"
 _CHECK = "`tsae claims … --check module:function` with your own (prompt, response) -> whether each step is right"
 _RISES = 0.05
 """Rise in the share of valid solutions that counts as one."""
@@ -191,9 +193,9 @@ def coherent_not_valid(run: Evidence) -> Judgement:
             continue
         parts += [
             within(f"Of {c}’s steps a larger share follows from what precedes them than of the base’s.",
-                   _mean(after, "right"), _mean(before, "right"), _SAMPLED),
+                   _mean(after, "right"), _mean(before, "right"), _BOTH),
             within(f"{c}’s share of valid solutions is not over {100 * _RISES:.0f} points larger than the base’s.",
-                   _mean(before, "valid"), _mean(after, "valid"), _SAMPLED, margin=-_RISES),
+                   _mean(before, "valid"), _mean(after, "valid"), _BOTH, margin=-_RISES),
         ]  # fmt: skip
     if not parts:
         raise reasons[0]
@@ -228,8 +230,8 @@ def pruning_easy(run: Evidence) -> Judgement:
     run.need_bands()
     again = "`tsae attribute … --to ANALYSIS/attribution`"
     table = found.samples[found.samples.target.str.contains("right − wrong")]
-    if table.empty or found.info["gate"]:
-        raise Missing("shares in right against wrong responses in an attribution that can be believed", again)
+    believed = len(table) and not found.info["gate"]
+    need(believed, "shares in right against wrong responses in an attribution that can be believed", again)
     share = table.groupby("trajectory").share.sum() / table.target.nunique()
     of = share.groupby(found.facts.drop_duplicates("trajectory").set_index("trajectory").problem_id).sum()
     easy = of[of.index.map(problem_bands(found.facts)) == "easy"]
@@ -273,8 +275,7 @@ def _steps(run: Evidence, policy: str) -> pd.DataFrame:
         raise Missing("to know which steps of a response are right", _CHECK)
     frame = run.answers.frame
     mine = frame[(frame.policy == policy) & (frame.outcome != "unknown")]
-    if mine.empty or mine.response.isna().any():
-        raise Missing(f"responses of {policy} with texts", _SAMPLED)
+    need(len(mine) and mine.response.notna().all(), f"responses of {policy} with texts", _BOTH)
     steps = [
         _checked(run.check(prompt or "", response)) for prompt, response in zip(mine.prompt, mine.response, strict=True)
     ]

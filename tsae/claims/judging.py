@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.statistics.intervals import FEWEST
-from tsae.claims.evidence import Missing
+from tsae.claims.evidence import Missing, need
 from tsae.claims.literature import Claim
 from tsae.errors import TsaeError
 
@@ -85,6 +85,12 @@ class Part:
             return True
         return False if high < self.margin else None
 
+    def record(self) -> dict[str, Any]:
+        """The same, ready for JSON."""
+        ends = dict(zip(("mean", "low", "high"), self.interval, strict=True))
+        kept = {name: getattr(self, name) for name in ("unit", "margin", "equal", "holds")}
+        return {"statement": self.statement, **ends, "n": len(self.values), **kept}
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -125,29 +131,11 @@ class Judgement:
             "claim": self.claim.key,
             "title": self.claim.title,
             "verdict": self.finer,
-            "parts": [
-                {
-                    "statement": part.statement,
-                    "mean": part.interval[0],
-                    "low": part.interval[1],
-                    "high": part.interval[2],
-                    "n": len(part.values),
-                    "unit": part.unit,
-                    "margin": part.margin,
-                    "equal": part.equal,
-                    "holds": part.holds,
-                }
-                for part in self.parts
-            ],
+            "parts": [part.record() for part in self.parts],
             "needs": self.needs,
             "add": self.add,
             "caveat": self.caveat,
         }
-
-
-def untestable(claim: Claim, needs: str, add: str) -> Judgement:
-    """The judgement on a claim whose evidence is missing."""
-    return Judgement(claim, needs=needs, add=add)
 
 
 UNIT = "problems"
@@ -181,8 +169,8 @@ def between(statement: str, first: pd.Series, second: pd.Series, add: str, *, ma
     first, second = first.dropna(), second.dropna()
     for side in (first, second):
         _enough(statement, len(side), add)
-    if len(set(first)) == len(set(second)) == 1:
-        raise Missing(f"problems that differ (“{statement}”: {_same(first)} and {_same(second)} in every one)", add)
+    differ = len(set(first)) > 1 or len(set(second)) > 1
+    need(differ, f"problems that differ (“{statement}”: {_same(first)} and {_same(second)} in every one)", add)
     whole, ids = float(first.mean() - second.mean()), first.index.union(second.index)
     if len(set(first)) == 1:
         first = _spread(first, second)
@@ -213,8 +201,8 @@ def part(
         Missing: where there are too few of them, or all are the same.
     """
     _enough(statement, len(values), add)
-    if (values == values[0]).all() and values[0] != same:
-        raise Missing(f"problems that differ (“{statement}”: {_same(values)} in all {len(values)})", add)
+    differ = values[0] == same or not (values == values[0]).all()
+    need(differ, f"problems that differ (“{statement}”: {_same(values)} in all {len(values)})", add)
     return Part(statement, tuple(map(float, values)), UNIT, margin, equal)
 
 
@@ -243,8 +231,7 @@ def _spread(constant: pd.Series, other: pd.Series) -> pd.Series:
 
 
 def _enough(statement: str, n: int, add: str) -> None:
-    if n < FEWEST:
-        raise Missing(f"{FEWEST} problems or more for “{statement}” (there are {n})", add)
+    need(n >= FEWEST, f"{FEWEST} problems or more for “{statement}” (there are {n})", add)
 
 
 def _same(values: pd.Series | np.ndarray) -> str:

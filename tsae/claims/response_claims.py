@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.stats import hypergeom
 
 from tsae.base.statistics.intervals import FEWEST, change_interval
-from tsae.claims.evidence import SAMPLE, Evidence, Missing
+from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
 from tsae.claims.judging import CONFIDENCE, REPLAYED, Judgement, Part, between, part, those_that_can, within
 from tsae.claims.literature import CLAIMS
 from tsae.rollouts.behaviours import measures, with_behaviours
@@ -133,10 +133,8 @@ def base_overtakes(run: Evidence) -> Judgement:
         parts.append(within(f"At pass@{k} the base is ahead of {c}.", _pass_at(of_base, k), _pass_at(of_c, k), _SAME))
     if not parts and reasons:
         raise reasons[0]
-    if not parts:
-        raise Missing(
-            f"a checkpoint that is clearly ahead at pass@1 ({', '.join(behind)}: none)", "a training that gains"
-        )
+    ahead = f"a checkpoint that is clearly ahead at pass@1 ({', '.join(behind)}: none)"
+    need(parts, ahead, "a training that gains")
     told = f"Ahead at pass@1 is not {' nor '.join(behind)}: there is nothing to overtake. " if behind else ""
     small = f"k is {min(sizes)} here; the claim is on k in the hundreds." if min(sizes) < 100 else ""
     left = "".join(f"Left out for lack of {reason.needs}. " for reason in reasons)
@@ -200,12 +198,12 @@ def lone_successes(run: Evidence) -> Judgement:
     size, successes = group.map(group.value_counts()), right.groupby(group).transform("sum")
     lone = outline.index[right & (successes == 1) & (size >= _GROUP)]
     others = outline.index[right & (successes > 1) & (size >= _GROUP)]
-    if not len(lone) or not len(others):
-        raise Missing(
-            f"groups of {_GROUP} responses or more with one success, and others with several (there are {len(lone)} "
-            f"lone successes and {len(others)} others)",
-            _LONGER,
-        )
+    need(
+        len(lone) and len(others),
+        f"groups of {_GROUP} responses or more with one success, and others with several (there are {len(lone)} lone "
+        f"successes and {len(others)} others)",
+        _LONGER,
+    )
     frames = [_described(run.logged(rows)).frame for rows in (lone, others)]
     for frame in frames:
         frame["shorter"] = _shorter(frame, outline, group)
@@ -272,8 +270,8 @@ def one_format_wins(run: Evidence) -> Judgement:
     again = asked[asked.problem_id.duplicated()]
     epoch = outline if again.empty else outline[outline.step < again.step.min()]
     steps = np.sort(epoch.step.unique())
-    if len(steps) < _FEWEST_STEPS:
-        raise Missing(f"{_FEWEST_STEPS} steps or more of the first epoch (there are {len(steps)})", _LONGER)
+    enough = len(steps) >= _FEWEST_STEPS
+    need(enough, f"{_FEWEST_STEPS} steps or more of the first epoch (there are {len(steps)})", _LONGER)
     quarter = len(steps) // 4
     rows = [epoch.index[np.isin(epoch.step, some)] for some in (steps[:quarter], steps[-quarter:])]
     start, end = (_described(run.logged(some)).frame for some in rows)
@@ -282,9 +280,9 @@ def one_format_wins(run: Evidence) -> Judgement:
     winner = str(shares.loc[seen].mean().idxmax())
     shares = shares.drop(index=seen)
     before = (start.format == winner).groupby(start.problem_id).mean()
-    if before.mean() >= _ALONE:
-        share = f"“{winner}” has {100 * before.mean():.0f} % of the first steps"
-        raise Missing(f"responses in several formats to begin with ({share})", "a base that answers in several formats")
+    share = f"“{winner}” has {100 * before.mean():.0f} % of the first steps"
+    varied = before.mean() < _ALONE or before.empty
+    need(varied, f"responses in several formats to begin with ({share})", "a base that answers in several formats")
     known = start[start.outcome != "unknown"]
     right = [_by_problem(some.assign(right=some.outcome == "success"), "right")
              for some in (known[known.format != winner], known[known.format == winner])]  # fmt: skip
@@ -310,11 +308,11 @@ def _before_the_fall(path: Sequence[Place], fell: Callable[[Place, Place], bool]
     """
     for previous, place in pairwise(path):
         if fell(path[0], place):
-            if previous is path[0]:
-                raise Missing(
-                    f"checkpoints before accuracy falls ({name}: it has fallen at the first one after the start)",
-                    "more frequent checkpoints (save_steps), of which all are read (`--checkpoints`)",
-                )
+            need(
+                previous is not path[0],
+                f"checkpoints before accuracy falls ({name}: it has fallen at the first one after the start)",
+                "more frequent checkpoints (save_steps), of which all are read (`--checkpoints`)",
+            )
             return previous
     raise Missing(f"a fall of accuracy ({name}: it does not clearly fall)", "a training in which it does")
 
@@ -347,8 +345,7 @@ def _moved(start: Rollouts, then: Rollouts, when: str, compare: Callable[..., Pa
 def _blocks(outline: pd.DataFrame) -> list[Place]:
     """(first step, rows) of consecutive parts of a log."""
     steps = np.sort(outline.step.unique())
-    if len(steps) < _FEWEST_STEPS:
-        raise Missing(f"{_FEWEST_STEPS} steps of a log or more (there are {len(steps)})", _LONGER)
+    need(len(steps) >= _FEWEST_STEPS, f"{_FEWEST_STEPS} steps of a log or more (there are {len(steps)})", _LONGER)
     parts = np.array_split(steps, min(_BLOCKS, len(steps)))
     return [(float(some[0]), outline.index[np.isin(outline.step, some)]) for some in parts]
 
@@ -371,8 +368,7 @@ def _groups(frame: pd.DataFrame) -> np.ndarray:
 
 
 def _described(rollouts: Rollouts) -> Rollouts:
-    if rollouts.frame.response.isna().any():
-        raise Missing("the texts of the responses", "a log with texts")
+    need(rollouts.frame.response.notna().all(), "the texts of the responses", "a log with texts")
     return with_behaviours(rollouts)
 
 
@@ -422,12 +418,11 @@ def _alone(run: Evidence, target: str) -> pd.DataFrame:
     found = run.attribution
     table = found.bands[found.bands.target.str.contains(target) & (found.bands.how == "replayed")]
     wide = table.pivot_table(index="target", columns="band", values="alone", sort=False).reindex(columns=BANDS)
-    if found.info["gate"] or wide.empty or wide.isna().any(axis=None):
-        raise Missing(f"replays with easy, medium and hard samples alone ({target})", _AGAIN)
+    known = not found.info["gate"] and len(wide) and wide.notna().all(axis=None)
+    need(known, f"replays with easy, medium and hard samples alone ({target})", _AGAIN)
     return wide
 
 
 def _judged(key: str, parts: list[Part], what: str) -> Judgement:
-    if not parts:
-        raise Missing("replays with one band alone, with accuracy on each band", _AGAIN)
+    need(parts, "replays with one band alone, with accuracy on each band", _AGAIN)
     return Judgement(CLAIMS[key], tuple(parts), caveat=_CAVEAT.format(what=what), whole=False)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from tsae.base.artefact import command_facts, read_record, versions, write_recor
 from tsae.base.files import as_path, read_object, reading, writing
 from tsae.base.table_export import Tables
 from tsae.claims import inside_claims, response_claims
-from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of
-from tsae.claims.judging import Judgement, untestable
+from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of, need
+from tsae.claims.judging import Judgement
 from tsae.claims.literature import CLAIMS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -32,9 +33,9 @@ TESTS: dict[str, Callable[[Evidence], Judgement]] = {
     "b": response_claims.hard_harms,
     "c": response_claims.lone_successes,
     "d": response_claims.behaviour_first,
-    "e": inside_claims.easy_direct,
-    "f": inside_claims.hard_rare,
-    "g": inside_claims.medium_both,
+    "e": partial(inside_claims.families_of_band, "e"),
+    "f": partial(inside_claims.families_of_band, "f"),
+    "g": partial(inside_claims.families_of_band, "g"),
     "j": response_claims.one_format_wins,
     "k": response_claims.difficulty_drifts,
     "n": response_claims.base_overtakes,
@@ -72,18 +73,9 @@ class Claims(Tables):
     def table(self) -> pd.DataFrame:
         """One row a claim and part: claim, title, verdict, statement, mean, low, high, n, unit, holds, needs, add and
         caveat. A claim that cannot be tested has one row without numbers."""
-        names = ["claim", "title", "verdict"]
-        rows = [
-            {
-                **{name: record[name] for name in names},
-                **one,
-                **{name: record[name] for name in ("needs", "add", "caveat")},
-            }
-            for record in self.records
-            for one in record["parts"] or [{}]
-        ]
-        columns = ["statement", "mean", "low", "high", "n", "unit", "margin", "equal", "holds"]
-        return pd.DataFrame(rows, columns=[*names, *columns, "needs", "add", "caveat"])
+        rows = [{**record, **one} for record in self.records for one in record["parts"] or [{}]]
+        columns = "claim title verdict statement mean low high n unit margin equal holds needs add caveat"
+        return pd.DataFrame(rows, columns=columns.split())
 
     def __getitem__(self, key: str) -> dict[str, Any]:
         """The record of one claim, by its letter."""
@@ -174,16 +166,15 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
 def _judged(key: str, run: Evidence) -> Judgement:
     claim = CLAIMS[key]
     if claim.needs:
-        return untestable(claim, claim.needs, claim.add)
+        return Judgement(claim, needs=claim.needs, add=claim.add)
     try:
-        if not run.diff.final_checkpoints:
-            raise Missing("a checkpoint beside the base", "a run whose folder has one")
+        need(run.diff.final_checkpoints, "a checkpoint beside the base", "a run whose folder has one")
         return TESTS[key](run)
     except Missing as lacking:
         with suppress(Missing):
             if key in REPLAYED:
                 return REPLAYED[key](run)
-        return untestable(claim, lacking.needs, lacking.add)
+        return Judgement(claim, needs=lacking.needs, add=lacking.add)
 
 
 def claims_before(folder: Path, diff: FeatureDiff) -> Claims | None:

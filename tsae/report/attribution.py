@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from tsae.attribution.attribution import Attribution
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.figures.layout import DIVERGING, finish, label_rows, panels
+from tsae.report.figures.layout import finish, label_rows, panels, tiles
 from tsae.report.story.statements import Statement
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import capitalised, count, figure_text, percent, shortened, visible
@@ -347,22 +347,16 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
         for p, (values, columns, what) in enumerate(grids):
             cell = cells[len(heads) * place + p]
             limit = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
-            tiles = go.Heatmap(
-                z=values, x=list(range(len(columns))), y=list(range(len(bands))), xgap=1, ygap=1, hoverongaps=False,
-                colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
-                text=[[_tile(v, limit) for v in line] for line in values],
-                texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
-                customdata=[
-                    [
-                        f"{figure_text(shown_name(found, name))}<br>{figure_text(band)} samples, "
-                        f"{what.format(column)}: {amount(values[i, j])}"
-                        for j, column in enumerate(columns)
-                    ]
-                    for i, band in enumerate(bands)
-                ],
-                hovertemplate="%{customdata}<extra></extra>",
-            )  # fmt: skip
-            figure.add_trace(tiles, **cell)
+            hover = [
+                [
+                    f"{figure_text(shown_name(found, name))}<br>{figure_text(band)} samples, {what.format(column)}: "
+                    f"{amount(values[i, j])}"
+                    for j, column in enumerate(columns)
+                ]
+                for i, band in enumerate(bands)
+            ]
+            text = [[_tile(v, limit) for v in line] for line in values]
+            figure.add_trace(tiles(values, list(range(len(columns))), text, hover, limit), **cell)
             figure.update_xaxes(tickvals=list(range(len(columns))), ticktext=columns, ticks="", showgrid=False, **cell)
             label_rows(figure, [figure_text(band, 18) for band in bands], edge=0.5, **cell)
     return finish(figure, height=height + 100, left=100, top=56)

@@ -19,6 +19,7 @@ from tsae.report.figures.layout import (
     Mark,
     aside,
     dots,
+    dots_by,
     finish,
     name_rows,
     panels,
@@ -41,29 +42,35 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
     bands = [b for b in facts.BANDS if (table.band == b).any()] or ["all"]
     titles = [f"<b>{figure_text(facts.behaviour_name(n))}</b>" for n in names]
     panel = max(90, len(policies) * (14 * len(bands) + 12))
-    figure, cells, height = panels(titles, 4, panel=panel, gap=80, shared_yaxes=True)
-    for name, cell in zip(names, cells, strict=True):
-        share = facts.is_share(diff, name)
-        factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
-        shown: Callable[[float], str] = percent if share else number
-        for order, band in enumerate(bands):
-            marks = [
-                Mark(
-                    policies.index(r.policy),
-                    (factor * r.mean, factor * r.low, factor * r.high),
-                    f"{figure_text(r.policy)}, {band}: {shown(r.mean)}{unit} [{shown(r.low)}, {shown(r.high)}]<br>"
-                    f"{r.n_problems} problems, {r.n_trajectories} trajectories",
-                )
-                for r in facts.records(table[(table.behaviour == name) & (table.band == band)])
-            ]
-            figure.add_trace(_band_dots(marks, band, order, len(bands), 0.24, name == names[0]), **cell)
+    made = panels(titles, 4, panel=panel, gap=80, shared_yaxes=True)
+    shares = [facts.is_share(diff, name) for name in names]
+
+    def marks(place: int, band: str) -> list[Mark]:
+        factor, unit = (100.0, " %") if shares[place] else (1.0, _unit(names[place]))
+        shown: Callable[[float], str] = percent if shares[place] else number
+        return [
+            Mark(
+                policies.index(r.policy),
+                (factor * r.mean, factor * r.low, factor * r.high),
+                f"{figure_text(r.policy)}, {band}: {shown(r.mean)}{unit} [{shown(r.low)}, {shown(r.high)}]<br>"
+                f"{r.n_problems} problems, {r.n_trajectories} trajectories",
+            )
+            for r in facts.records(table[(table.behaviour == names[place]) & (table.band == band)])
+        ]
+
+    dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.24)
+    for name, share, cell in zip(names, shares, made.cells, strict=True):
         if share:
-            figure.update_xaxes(range=[-3, 103], ticksuffix=" %", nticks=5, **cell)
+            made.figure.update_xaxes(range=[-3, 103], ticksuffix=" %", nticks=5, **cell)
         else:
-            figure.update_xaxes(rangemode="tozero", nticks=5, **cell)
-            x_title(figure, unit.strip(), **cell)
-        name_rows(figure, policies, **cell)
-    return finish(figure, height=height + 110, left=130, top=66, legend=LEGEND)
+            made.figure.update_xaxes(rangemode="tozero", nticks=5, **cell)
+            x_title(made.figure, _unit(name).strip(), **cell)
+        name_rows(made.figure, policies, **cell)
+    return finish(made.figure, height=made.height + 110, left=130, top=66, legend=LEGEND)
+
+
+def _unit(behaviour: str) -> str:
+    return " tokens" if behaviour == "response_length" else ""
 
 
 def family_figure(diff: FeatureDiff) -> go.Figure | None:
@@ -75,30 +82,31 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
     families = list(table.family.unique())
     bands = [band for band in ("all", *facts.BANDS) if (table.band == band).any()]
     titles = [f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families]
-    panel = len(runs) * (13 * len(bands) + 12)
-    figure, cells, height = panels(titles, 3, panel=panel, gap=80, shared_yaxes=True)
+    made = panels(titles, 3, panel=len(runs) * (13 * len(bands) + 12), gap=80, shared_yaxes=True)
     drawn = table[(table.note == "") & table.checkpoint.isin(runs)]
-    for family, cell in zip(families, cells, strict=True):
-        for order, band in enumerate(bands):
-            marks = [
-                Mark(
-                    runs.index(r.checkpoint),
-                    (r.difference, r.low, r.high),
-                    f"{figure_text(r.checkpoint)}, {band} problems: {number(r.difference, sign=True)} "
-                    f"{interval(r.low, r.high, sign=True, like=r.difference)}, q {r.q:.2g}",
-                )
-                for r in facts.records(drawn[(drawn.family == family) & (drawn.band == band)])
-            ]
-            figure.add_trace(_band_dots(marks, band, order, len(bands), 0.19, family == families[0]), **cell)
-        vertical_zero(figure, **cell)
-        x_title(figure, "shift, standard deviations over trajectories", **cell)
-        name_rows(figure, runs, **cell)
-    return finish(figure, height=height + 112, left=130, top=66, bottom=46, legend=LEGEND)
+
+    def marks(place: int, band: str) -> list[Mark]:
+        return [
+            Mark(
+                runs.index(r.checkpoint),
+                (r.difference, r.low, r.high),
+                f"{figure_text(r.checkpoint)}, {band} problems: {number(r.difference, sign=True)} "
+                f"{interval(r.low, r.high, sign=True, like=r.difference)}, q {r.q:.2g}",
+            )
+            for r in facts.records(drawn[(drawn.family == families[place]) & (drawn.band == band)])
+        ]
+
+    dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.19)
+    for cell in made.cells:
+        _around_zero(made.figure, "shift, standard deviations over trajectories", runs, cell)
+    return finish(made.figure, height=made.height + 112, left=130, top=66, bottom=46, legend=LEGEND)
 
 
-def _band_dots(marks: list[Mark], band: str, order: int, n: int, step: float, named: bool) -> go.Scatter:
-    up, name = aside(order, n, step), f"{band} problems"
-    return dots(marks, BAND_STYLE[band], up=up, name=name, legendgroup=band, showlegend=named)
+def _around_zero(figure: go.Figure, title: str, rows: list[str], cell: dict[str, int], width: int = 18) -> None:
+    """A line at 0, the title below, and the names of rows."""
+    vertical_zero(figure, **cell)
+    x_title(figure, title, **cell)
+    name_rows(figure, rows, width, **cell)
 
 
 _BELOW = {"orientation": "h", "y": 0, "yref": "container", "yanchor": "bottom", "x": 0}
@@ -185,42 +193,38 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         "policy": "<b>policy part</b>: the base reads the run's responses",
         "total": "<b>total</b>: the run reads them",
     }
-    panel = len(runs) * (18 * len(ways) + 14)
-    figure, cells, height = panels(list(titles.values()), 2, panel=panel, gap=0, shared_yaxes=True)
-    for part, cell in zip(titles, cells, strict=True):
-        named = part == "policy"
+    made = panels(list(titles.values()), 2, panel=len(runs) * (18 * len(ways) + 14), gap=0, shared_yaxes=True)
+
+    def chosen(place: int, way: str) -> pd.DataFrame:
+        return table[(table.part == list(titles)[place]) & (table.predicted_on == way)]
+
+    def marks(place: int, way: str) -> list[Mark]:
+        return [
+            Mark(
+                runs.index(r.checkpoint),
+                (r.rho, r.low, r.high),
+                f"{figure_text(r.checkpoint)}, {r.part}, predicted on {r.predicted_on} problems"
+                f"{' (what it was trained on)' if r.matched else ''}<br>ρ {number(r.rho, sign=True)} "
+                f"{interval(r.low, r.high, sign=True)}, p {r.p:.2g}, ceiling {number(r.ceiling)}",
+            )
+            for r in facts.records(chosen(place, way))
+        ]
+
+    styles = {way: BAND_STYLE.get(way, BAND_STYLE["all"]) for way in ways}
+    dots_by(made, styles, marks, step=0.2, size=9, name="predicted on {} problems")
+    for place, cell in enumerate(made.cells):
         for order, way in enumerate(ways):
-            mine = table[(table.part == part) & (table.predicted_on == way)]
-            marks = [
-                Mark(
-                    runs.index(r.checkpoint),
-                    (r.rho, r.low, r.high),
-                    f"{figure_text(r.checkpoint)}, {part}, predicted on {r.predicted_on} problems"
-                    f"{' (what it was trained on)' if r.matched else ''}<br>ρ {number(r.rho, sign=True)} "
-                    f"{interval(r.low, r.high, sign=True)}, p {r.p:.2g}, ceiling {number(r.ceiling)}",
-                )
-                for r in facts.records(mine)
-            ]
-            style, name = BAND_STYLE.get(way, BAND_STYLE["all"]), f"predicted on {way} problems"
-            points = dots(
-                marks, style, size=9, up=aside(order, len(ways), 0.2), name=name, legendgroup=way, showlegend=named
-            )
+            mine = chosen(place, way)
+            up = aside(order, len(ways), 0.2)
             ceiling = go.Scatter(
-                x=mine.ceiling.tolist(),
-                y=points.y,
-                mode="markers",
-                name="ceiling",
-                legendgroup="ceiling",
-                showlegend=named and order == 0,
+                x=mine.ceiling.tolist(), y=[runs.index(run) + up for run in mine.checkpoint], mode="markers",
+                name="ceiling", legendgroup="ceiling", showlegend=place == order == 0, hoverinfo="skip",
                 marker={"symbol": "line-ns-open", "size": 12, "color": NEUTRAL, "line": {"width": 2}},
-                hoverinfo="skip",
-            )
-            figure.add_traces([points, ceiling], rows=[cell["row"]] * 2, cols=[cell["col"]] * 2)
-        vertical_zero(figure, **cell)
-        figure.update_xaxes(range=[-1.05, 1.05], **cell)
-        x_title(figure, "rank correlation over features", **cell)
-        name_rows(figure, runs, **cell)
-    return finish(figure, height=height + 120, left=130, top=70, bottom=46, legend=LEGEND)
+            )  # fmt: skip
+            made.figure.add_trace(ceiling, **cell)
+        made.figure.update_xaxes(range=[-1.05, 1.05], **cell)
+        _around_zero(made.figure, "rank correlation over features", runs, cell)
+    return finish(made.figure, height=made.height + 120, left=130, top=70, bottom=46, legend=LEGEND)
 
 
 def _shown_predictions(diff: FeatureDiff) -> pd.DataFrame | None:
@@ -258,10 +262,8 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
             colour = RAISED if r.change_low > 0 else LOWERED if r.change_high < 0 else NEUTRAL
             main = r.condition == "features"
             symbol, size = ("diamond", 10) if main else ("circle-open", 8)
-            hover = (
-                f"{CONDITIONS[r.condition]}: {number(r.change, sign=True)} "
-                f"{interval(r.change_low, r.change_high, sign=True)}"
-            )
+            ends = interval(r.change_low, r.change_high, sign=True)
+            hover = f"{CONDITIONS[r.condition]}: {number(r.change, sign=True)} {ends}"
             mark = Mark(conditions.index(r.condition), (r.change, r.change_low, r.change_high), hover)
             figure.add_trace(dots([mark], (colour, symbol), size=size, showlegend=False), **cell)
         vertical_zero(figure, **cell)
@@ -284,19 +286,14 @@ def noise_figure(diff: FeatureDiff) -> go.Figure | None:
         mine = table[table.checkpoint == run]
         for draw, rows in mine.groupby("draw"):
             size, share = _survival(rows.delta)
-            figure.add_trace(
-                go.Scatter(
-                    x=size.tolist(),
-                    y=share.tolist(),
-                    mode="lines",
-                    line={"shape": "hv", "width": 1.2 if draw else 2.4, "color": NEUTRAL if draw else RAISED},
-                    name="noise of the update's size" if draw else "run",
-                    legendgroup="noise" if draw else "run",
-                    showlegend=position == 0 and draw in (0, 1),
-                    hovertemplate="%{y:.0f} % of features have |Δ| > %{x:.2g}<extra></extra>",
-                ),
-                **cell,
-            )
+            line = go.Scatter(
+                x=size.tolist(), y=share.tolist(), mode="lines",
+                line={"shape": "hv", "width": 1.2 if draw else 2.4, "color": NEUTRAL if draw else RAISED},
+                name="noise of the update's size" if draw else "run", legendgroup="noise" if draw else "run",
+                showlegend=position == 0 and draw in (0, 1),
+                hovertemplate="%{y:.0f} % of features have |Δ| > %{x:.2g}<extra></extra>",
+            )  # fmt: skip
+            figure.add_trace(line, **cell)
         figure.add_vline(x=diff.minimum_effect, line={"color": NEUTRAL, "width": 1, "dash": "dot"}, **cell)
         figure.update_xaxes(type="log", exponentformat="power", dtick=1, title={"text": "|Δ|", "standoff": 2}, **cell)
     figure.update_yaxes(range=[0, 101], ticksuffix=" %", nticks=5)

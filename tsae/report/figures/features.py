@@ -13,7 +13,6 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.layout import (
     BAND_STYLE,
     DELTA,
-    DIVERGING,
     HOVER,
     LEGEND,
     LOWERED,
@@ -21,13 +20,14 @@ from tsae.report.figures.layout import (
     RAISED,
     Mark,
     Panels,
-    aside,
     dots,
+    dots_by,
     finish,
     label_rows,
     one_panel,
     panels,
     run_style,
+    tiles,
     vertical_zero,
     x_title,
 )
@@ -86,7 +86,7 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
     runs = drawn_runs(diff)
     if not features or not runs:
         return None
-    figure = one_panel(26 * len(features))
+    figure = one_panel(26 * len(features)).figure
     for order, run in enumerate(runs):
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), run)
         figure.add_trace(dots(marks, run_style(order), size=10, name=figure_text(run)))
@@ -104,9 +104,8 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
     features = list(dict.fromkeys(int(f) for table in top.values() for f in table.index))
     if not features:
         return None
-    figure = one_panel(30 * len(features))
     marks = {b: feature_marks(t[t.q <= diff.q], features, range(len(features)), _of(b)) for b, t in tables.items()}
-    _by_band(figure, marks, 8)
+    figure = _by_band(30 * len(features), marks, 8)
     x_title(figure, "← in failures    in successes →    (Δ, standard deviations over base trajectories)", 6)
     feature_rows(figure, diff, features)
     height = 30 * len(features) + 110
@@ -122,8 +121,7 @@ def feature_figure(diff: FeatureDiff, feature: int) -> go.Figure | None:
         marks[band] = [mark for mine in found for mark in mine]
     if not any(marks.values()):
         return None
-    figure = one_panel(52 * len(runs))
-    _by_band(figure, marks, 9, empty=True)
+    figure = _by_band(52 * len(runs), marks, 9, empty=True)
     label_rows(figure, [figure_text(run, 18) for run in runs], edge=0.55)
     x_title(figure, DELTA, 6)
     return finish(figure, height=52 * len(runs) + 110, left=140, bottom=50, legend=LEGEND, showlegend=True)
@@ -155,14 +153,8 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             ]
             for f in features
         ]
-        tiles = go.Heatmap(
-            z=grids[run], x=names, y=list(range(len(features))), xgap=1, ygap=1, hoverongaps=False,
-            colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
-            text=[[_tile(t, f) for t in tables[run]] for f in features],
-            texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
-            customdata=hover, hovertemplate="%{customdata}<extra></extra>",
-        )  # fmt: skip
-        figure.add_trace(tiles, **cell)
+        text = [[_tile(t, f) for t in tables[run]] for f in features]
+        figure.add_trace(tiles(grids[run], names, text, hover, limit), **cell)
     figure.update_xaxes(showgrid=False, ticks="", tickangle=-35, tickvals=names, ticktext=names)
     feature_rows(figure, diff, features)
     return finish(figure, height=height + 120, left=_LEFT, bottom=64)
@@ -184,18 +176,10 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             marks = feature_marks(_shift(diff, run, part), features, range(len(features)), who)
             pattern = {"shape": shape, "fillmode": "overlay", "fgcolor": "#fff", "fgopacity": 0.4, "size": 7}
             bar = go.Bar(
-                x=[mark.point[0] for mark in marks],
-                y=[mark.row for mark in marks],
-                orientation="h",
-                name=name,
-                legendgroup=part,
-                showlegend=first,
-                marker={"color": colour, "pattern": pattern},
-                width=0.62,
-                text=[mark.hover for mark in marks],
-                textposition="none",
-                **HOVER,
-            )
+                x=[mark.point[0] for mark in marks], y=[mark.row for mark in marks], orientation="h", width=0.62,
+                name=name, legendgroup=part, showlegend=first, marker={"color": colour, "pattern": pattern},
+                text=[mark.hover for mark in marks], textposition="none", **HOVER,
+            )  # fmt: skip
             figure.add_trace(bar, **cell)
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), f"{run}, total")
         name = "total, with interval"
@@ -215,13 +199,13 @@ def _of(band: str) -> str:
     return f"{band} problems"
 
 
-def _by_band(figure: go.Figure, marks: dict[str, list[Mark]], size: int, *, empty: bool = False) -> None:
+def _by_band(height: int, marks: dict[str, list[Mark]], size: int, *, empty: bool = False) -> go.Figure:
     """Marks of every band beside each other in their rows, around a line at 0."""
-    for order, (band, mine) in enumerate(marks.items()):
-        if mine or empty:
-            up = aside(order, len(marks), 0.18)
-            figure.add_trace(dots(mine, BAND_STYLE[band], size=size, up=up, name=_of(band)))
-    vertical_zero(figure)
+    made = one_panel(height)
+    styles = {band: BAND_STYLE[band] for band in marks}
+    dots_by(made, styles, lambda _, band: marks[band], step=0.18, size=size, empty=empty)
+    vertical_zero(made.figure)
+    return made.figure
 
 
 def _effect(table: pd.DataFrame, feature: int) -> float | None:

@@ -9,9 +9,10 @@ colours are not set here: the page's script sets them for light or dark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -77,6 +78,51 @@ def dots(marks: Sequence[Mark], style: tuple[str, str], *, size: int = 8, up: fl
         text=[mark.hover for mark in marks],
         **HOVER | trace,
     )
+
+
+def dots_by(
+    panel: Panels,
+    styles: Mapping[str, tuple[str, str]],
+    marks: Callable[[int, str], Sequence[Mark]],
+    *,
+    step: float,
+    size: int = 8,
+    name: str = "{} problems",
+    empty: bool = True,
+) -> None:
+    """Add marks of several series, beside each other in their rows, to every panel.
+
+    Args:
+        panel: where.
+        styles: colour and symbol of every series.
+        marks: gives those of a panel (its number) and a series.
+        step: between two series, in rows.
+        size: of a mark.
+        name: of a series, for the legend.
+        empty: whether a series without marks stands in the legend.
+    """
+    for place, cell in enumerate(panel.cells):
+        for order, (series, style) in enumerate(styles.items()):
+            if (mine := marks(place, series)) or empty:
+                group = {"legendgroup": series, "showlegend": place == 0} if len(panel.cells) > 1 else {}
+                up = aside(order, len(styles), step)
+                panel.figure.add_trace(dots(mine, style, size=size, up=up, name=name.format(series), **group), **cell)
+
+
+def tiles(
+    values: Sequence[Sequence[float | None]] | np.ndarray,
+    columns: Sequence[Any],
+    text: Sequence[Sequence[str]],
+    hover: Sequence[Sequence[str]],
+    limit: float,
+) -> go.Heatmap:
+    """A heat map with a number on every tile, in rows 0, 1, … from the top; `limit` has the deepest colour."""
+    return go.Heatmap(
+        z=values, x=columns, y=list(range(len(values))), xgap=1, ygap=1, hoverongaps=False,
+        colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
+        text=text, texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
+        customdata=hover, hovertemplate="%{customdata}<extra></extra>",
+    )  # fmt: skip
 
 
 def aside(order: int, n: int, step: float) -> float:
@@ -188,9 +234,9 @@ def _above(figure: go.Figure, text: str, x: float, y: float, size: float, **plac
         figure.add_annotation(text=text, x=x, y=y, showarrow=False, font={"size": size}, name="title", **place)
 
 
-def one_panel(height: int) -> go.Figure:
+def one_panel(height: int) -> Panels:
     """An empty figure of a single panel."""
-    return panels([""], 1, panel=height, gap=0).figure
+    return panels([""], 1, panel=height, gap=0)
 
 
 def label_rows(figure: go.Figure, labels: Sequence[str], *, edge: float = 0.6, **cell: int) -> None:
