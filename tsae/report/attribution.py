@@ -63,15 +63,6 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Shares of tokens in one target."""
-
-    bands: list[str]
-    share: np.ndarray
-    """(bands, 5): by fifth of the policy's entropy."""
-
-
-@dataclass(frozen=True)
 class Read:
     """A sample to read."""
 
@@ -169,15 +160,13 @@ def most_moved(found: Attribution) -> list[str]:
     return [str(name) for name in table.target[order]]
 
 
-def signal(found: Attribution, name: str) -> Grid | None:
-    """Where in the text the shares in a target are; None where that was not measured."""
+def signal(found: Attribution, name: str) -> pd.DataFrame:
+    """Where in the text the shares in a target are, by band and fifth of the entropy; empty if not measured."""
     table = found.entropy[found.entropy.target == name]
-    if table.empty:
-        return None
-    wide = table.pivot_table(index="band", columns="fifth", values="share", aggfunc="sum")
     known = list(dict.fromkeys(table.band))
     bands = [*[band for band in BANDS if band in known], *[band for band in known if band not in BANDS]]
-    return Grid(bands, wide.reindex(index=bands, columns=range(1, 6)).to_numpy())
+    wide = table.pivot_table(index="band", columns="fifth", values="share", aggfunc="sum")
+    return wide.reindex(index=bands, columns=range(1, 6))
 
 
 def to_read(found: Attribution, n: int = 10) -> list[Read]:
@@ -320,13 +309,13 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
     if not names or found.info["gate"]:
         return None
     # Where one target alone has tokens, a second row of panels would be half empty.
-    names.sort(key=lambda name: signal(found, name) is None)
-    mixed = signal(found, names[0]) is not None and signal(found, names[-1]) is None
+    names.sort(key=lambda name: signal(found, name).empty)
+    mixed = len(signal(found, names[0])) and signal(found, names[-1]).empty
     names = names[: _MAX_TARGETS // 2 if mixed else _MAX_TARGETS]
     every = [moved(found, name).bands for name in names]
     bands = list(every[0].band)
     tokens = [signal(found, name) for name in names]
-    heads = ["<b>bands</b>", *(["<b>tokens</b>"] if any(tokens) else [])]
+    heads = ["<b>bands</b>", *(["<b>tokens</b>"] if any(map(len, tokens)) else [])]
     figure, cells, height = panels(
         [f"<b>{figure_text(shown_name(found, name), 40)}</b>" for name in names],
         3,
@@ -341,9 +330,9 @@ def attribution_figure(found: Attribution) -> go.Figure | None:
     )
     for place, (name, table) in enumerate(zip(names, every, strict=True)):
         grids = [(table[list(_COLUMNS)].to_numpy(dtype=float), list(_COLUMNS), "{}")]
-        if (grid := tokens[place]) is not None:
-            rows = [grid.share[grid.bands.index(b)] if b in grid.bands else np.full(5, np.nan) for b in bands]
-            grids.append((np.array(rows), [str(fifth) for fifth in range(1, 6)], "share of tokens in fifth {}"))
+        if len(tokens[place]):
+            of_tokens = tokens[place].reindex(bands).to_numpy()
+            grids.append((of_tokens, [str(fifth) for fifth in range(1, 6)], "share of tokens in fifth {}"))
         for p, (values, columns, what) in enumerate(grids):
             cell = cells[len(heads) * place + p]
             limit = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
@@ -390,28 +379,11 @@ class Piece(NamedTuple):
     share: str = ""
 
 
-class Attributed(NamedTuple):
-    """What the section tells."""
+def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
+    """All that the section shows but its figure; where `gate` says why, belief, recipe and notes alone are shown.
 
-    gate: str
-    """Why only belief, recipe and notes are shown; empty where everything is."""
-    lead: str
-    meaning: tuple[str, ...]
-    bands: list[tuple[Cell, Moved, list[list[str | Cell]]]]
-    """Targets, and of each the rows of its bands."""
-    lone: Table | None
-    signal: Table | None
-    samples: list[tuple[Read, str, list[Piece]]]
-    """Samples to read, with prompt and response."""
-    others: list[tuple[Moved, Table]]
-    belief: list[Said]
-    steps: Table | None
-    recipe: str
-    notes: list[str]
-
-
-def attributed(found: Attribution, diff: FeatureDiff) -> Attributed:
-    """All that the section tells but its figure."""
+    bands are targets, each with the rows of its bands; samples are to be read, each with its prompt and its response.
+    """
     sae, own = found.info.get("sae"), (diff.info.get("sae") or {}).get("weights")
     same_sae = sae is not None and sae == own
     named = any(name.startswith("feature ") for name in found.targets.target)
@@ -419,20 +391,21 @@ def attributed(found: Attribution, diff: FeatureDiff) -> Attributed:
     described = {f"feature {i}": (int(i), str(diff.features.responds_to[i])) for i in diff.features.index if same_sae}
     gate = str(found.info["gate"])
     every = [] if gate else [moved(found, name) for name in told_targets(found)]
-    return Attributed(
-        gate,
-        lead(found),
-        meaning(found),
-        [(_target(one, described), one, [_row(row.band, row) for row in one.bands.itertuples()]) for one in every],
-        _lone(every),
-        _signal(found, every),
-        [] if gate else [(one, shortened(one.prompt, _PROMPT), _pieces(one)) for one in to_read(found, _SAMPLES)],
-        [(one, _others(one.others.head(_MAX_GROUPS))) for one in every if len(one.others)],
-        (strange if not gate else []) + belief(found),
-        _steps(found.steps),
-        str(found.info["recipe"]),
-        list(found.info["notes"]),
-    )
+    samples = [] if gate else to_read(found, _SAMPLES)
+    return {
+        "gate": gate,
+        "lead": lead(found),
+        "meaning": meaning(found),
+        "bands": [(_target(one, described), one, [_row(r.band, r) for r in one.bands.itertuples()]) for one in every],
+        "lone": _lone(every),
+        "signal": _signal(found, every),
+        "samples": [(one, shortened(one.prompt, _PROMPT), _pieces(one)) for one in samples],
+        "others": [(one, _others(one.others.head(_MAX_GROUPS))) for one in every if len(one.others)],
+        "belief": (strange if not gate else []) + belief(found),
+        "steps": _steps(found.steps),
+        "recipe": str(found.info["recipe"]),
+        "notes": list(found.info["notes"]),
+    }
 
 
 def _target(one: Moved, described: Mapping[str, tuple[int, str]]) -> Cell:
@@ -467,11 +440,10 @@ def _others(table: pd.DataFrame) -> Table:
 def _signal(found: Attribution, every: list[Moved]) -> Table | None:
     rows: list[list[str | Cell]] = []
     for one in every:
-        if (grid := signal(found, one.target)) is not None:
-            rows += [
-                [Cell(one.name, tone="isolated"), Cell(band, tone="isolated"), *map(amount, line)]
-                for band, line in zip(grid.bands, grid.share, strict=True)
-            ]
+        rows += [
+            [Cell(one.name, tone="isolated"), Cell(str(band), tone="isolated"), *map(amount, line)]
+            for band, line in signal(found, one.target).iterrows()
+        ]
     head = ["target", "samples", *(f"fifth {fifth}" for fifth in range(1, 6))]
     return Table("Shares of tokens by fifth of the policy's entropy", head, rows, 2) if rows else None
 

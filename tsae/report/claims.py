@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -24,39 +24,25 @@ _SAID = {True: "as claimed", False: "against it", None: "undecided"}
 _OPEN, _CANNOT = VERDICTS[-2:]
 
 
-@dataclass(frozen=True)
-class ToldPart:
-    """One thing that a claim says."""
+def told_claims(claims: Claims) -> list[SimpleNamespace]:
+    """The claims, those with a verdict first, each kind in order of their letters.
 
-    statement: str
-    effect: str
-    """“+0.17 [+0.12, +0.21]”."""
-    least: str
-    """What the effect has to exceed, where that is not 0."""
-    rows: str
-    """“180 problems”."""
-    said: str
-    """as claimed, against it or undecided."""
-
-
-@dataclass(frozen=True)
-class ToldClaim:
-    """A claim and what the run shows of it."""
-
-    key: str
-    title: str
-    sentence: str
-    source: str
-    verdict: str
-    parts: tuple[ToldPart, ...]
-    missing: str
-    """“needs …; add it by …”; empty where it was tested."""
-    caveat: str
-
-
-def told_claims(claims: Claims) -> list[ToldClaim]:
-    """The claims, those with a verdict first, each kind in order of their letters."""
-    found = [_told(record) for record in claims.records]
+    Each has key, title, sentence and source of `tsae.claims.literature.Claim`, verdict and caveat, missing (“needs …;
+    add it by …”, empty where it was tested), and parts: statement, effect (“+0.17 [+0.12, +0.21]”), least (what the
+    effect has to exceed, where that is not 0), rows (“180 problems”) and said (as claimed, against it or undecided).
+    """
+    found = [
+        SimpleNamespace(
+            **vars(CLAIMS[record["claim"]])
+            | {
+                "verdict": record["verdict"],
+                "caveat": record["caveat"],
+                "missing": f"needs {record['needs']}; add it by {record['add']}" if record["needs"] else "",
+                "parts": [_part(of) for of in record["parts"]],
+            }
+        )
+        for record in claims.records
+    ]
     return sorted(found, key=lambda one: one.verdict == _CANNOT)
 
 
@@ -77,39 +63,23 @@ def counted(claims: Claims) -> str:
     """“Of 26 claims about sample difficulty, this run shows 3 (a, b and k) as claimed, …”."""
     of = Counter(record["verdict"] for record in claims.records)
     said = {"reproduced": "as claimed", "partly": "in part", "not reproduced": "not"}
-    clauses = []
-    for verdict, words in said.items():
-        if of[verdict]:
-            keys = [record["claim"] for record in claims.records if record["verdict"] == verdict]
-            clauses.append(f"{of[verdict]} {words} ({listed(keys)})")
-    shown = f"this run shows {listed(clauses)}" if clauses else "this run can test none"
-    left = ""
-    if of[_OPEN]:
-        open_ones = listed([record["claim"] for record in claims.records if record["verdict"] == _OPEN])
-        left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({open_ones})"
+    keys = {verdict: listed([r["claim"] for r in claims.records if r["verdict"] == verdict]) for verdict in VERDICTS}
+    clauses = [f"{of[verdict]} {words} ({keys[verdict]})" for verdict, words in said.items() if of[verdict]]
+    left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({keys[_OPEN]})" if of[_OPEN] else ""
     left += f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and (clauses or left) else ""
-    if left and not clauses:
-        shown = "this run shows none"
+    shown = f"this run shows {listed(clauses)}" if clauses else f"this run {'shows' if left else 'can test'} none"
     return f"Of {count(len(claims.records), 'claim')} about sample difficulty, {shown}{left}."
 
 
-def _told(record: dict[str, Any]) -> ToldClaim:
-    claim = CLAIMS[record["claim"]]
-    lacking = f"needs {record['needs']}; add it by {record['add']}" if record["needs"] else ""
-    return ToldClaim(
-        claim.key, claim.title, claim.sentence, claim.source, record["verdict"],
-        tuple(map(_part, record["parts"])), lacking, record["caveat"],
-    )  # fmt: skip
-
-
-def _part(of: dict[str, Any]) -> ToldPart:
+def _part(of: dict[str, Any]) -> SimpleNamespace:
     margin = of.get("margin") or 0
     least = f"within ±{margin:g}" if of.get("equal") else f"> {number(margin)}" if margin else ""
     effect, rows = number(of["mean"], sign=True), str(of["unit"])
     if rows != REPLAYED:
         effect += f" {interval(of['low'], of['high'], sign=True, like=of['mean'])}"
         rows = f"{of['n']:,} {rows}"
-    return ToldPart(of["statement"], effect, least, rows, _SAID[of["holds"]])
+    said = _SAID[of["holds"]]
+    return SimpleNamespace(statement=of["statement"], effect=effect, least=least, rows=rows, said=said)
 
 
 _WIDTH = 118
@@ -140,19 +110,15 @@ def claims_text(claims: Claims) -> str:
 
 def claims_card(claims: Claims) -> str:
     """Tables of the effects behind the verdicts, of what was not tested of these, and of what the others lack."""
-    told = told_claims(claims)
+    told = [(f"{one.key}  {one.title}", one) for one in told_claims(claims)]
     tested = [
-        {"claim": f"{one.key}  {one.title}", "verdict": one.verdict, "statement": part.statement, "effect": part.effect,
+        {"claim": claim, "verdict": one.verdict, "statement": part.statement, "effect": part.effect,
          "rows": part.rows, "says": part.said}
-        for one in told
+        for claim, one in told
         for part in one.parts
     ]  # fmt: skip
-    others = [
-        {"claim": f"{one.key}  {one.title}", "cannot be tested on this run": one.missing} for one in told if one.missing
-    ]
-    minded = [
-        {"claim": f"{one.key}  {one.title}", "what to mind": one.caveat} for one in told if one.parts and one.caveat
-    ]
-    tables = [("effects, with 95 % intervals", pd.DataFrame(tested)), ("what to mind", pd.DataFrame(minded))]
-    tables.append(("cannot be tested", pd.DataFrame(others)))
-    return card(HEADING, {"found": counted(claims)}, *(t for t in tables if len(t[1])), note=ONE_RUN)
+    others = [{"claim": claim, "cannot be tested on this run": one.missing} for claim, one in told if one.missing]
+    minded = [{"claim": claim, "what to mind": one.caveat} for claim, one in told if one.parts and one.caveat]
+    tables = {"effects, with 95 % intervals": tested, "what to mind": minded, "cannot be tested": others}
+    shown = [(caption, pd.DataFrame(rows)) for caption, rows in tables.items() if rows]
+    return card(HEADING, {"found": counted(claims)}, *shown, note=ONE_RUN)

@@ -37,7 +37,7 @@ from tsae.report.figures.features import (
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
-from tsae.report.story.statements import contrasts, noise_text, predictions, step_features, tests
+from tsae.report.story.statements import noise_text, predictions, step_features, tests
 from tsae.report.text import capitalised, shortened
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -119,7 +119,6 @@ def render(
         tests=[(test, capitalised(facts.test_name(test)), tables.changes(test)) for test in tests(diff)],
         attributed=None if attribution is None else attributed(attribution, diff),
         behaviour_order=facts.behaviour_order,
-        contrasts=lambda kind: contrasts(diff, kind=kind),
         written=written_with(),
         has_classes=facts.has_classes(diff),
         has_stability=facts.has_stability(diff),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -17,7 +16,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.checks import CONDITIONS
 from tsae.report.story import facts
 from tsae.report.story.gates import bands_by_step, gates
-from tsae.report.story.statements import Caveat, Contrast, Effect, along_steps, caveats, contrasts, effects
+from tsae.report.story.statements import Caveat, along_steps, caveats, contrasts, found_in
 from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
 
 DASH = "–"
@@ -84,36 +83,21 @@ def _cell_text(cell: str | Cell) -> str:
     return " ".join(visible(part) for part in parts if part)
 
 
-def effect_cells(effect: Effect) -> list[str | Cell]:
-    """Its feature, and what that responds to."""
-    return _described(effect.feature, effect)
-
-
 def described_cells(diff: FeatureDiff, feature: int) -> list[str | Cell]:
     """A feature of a diff, and what it responds to."""
     row = diff.features.loc[feature]
-    return _described(feature, SimpleNamespace(**{"share": None, "stability": None, **row}))
+    share = f"{100 * row.share:.0f} %, " if facts.has_classes(diff) else ""
+    stable = f", stability {number(row.stability)}" if facts.has_stability(diff) else ""
+    small = f"{share}{row.group}-level{stable}"
+    return [Cell(feature=int(feature)), Cell(str(row.responds_to), small, tone="isolated")]
 
 
-def _described(feature: int, of: Any) -> list[str | Cell]:
-    share = "" if of.share is None else f"{100 * of.share:.0f} %, "
-    stable = "" if of.stability is None else f", stability {number(of.stability)}"
-    return [Cell(feature=int(feature)), Cell(of.responds_to, f"{share}{of.group}-level{stable}", tone="isolated")]
-
-
-def delta_cell(effect: Effect | None) -> Cell:
-    """Δ with direction, interval and q."""
-    if effect is None:
-        return Cell(small="not tested", quiet=True)
-    return sized(effect.delta, effect.low, effect.high, effect.q, effect.found)
-
-
-def sized(delta: float, low: float, high: float, q: float, found: bool) -> Cell:
-    """Δ with an arrow where it is found, its interval and q."""
-    tone = ("up" if delta > 0 else "down") if found else "still"
+def delta_cell(row: Any, q: float) -> Cell:
+    """Δ of a row with an arrow where it is found at this q, its interval and its own q."""
+    tone = ("up" if row.delta > 0 else "down") if row.q <= q else "still"
     arrow = {"up": "▲", "down": "▼", "still": "·"}[tone]
-    small = f"{interval(low, high, sign=True, like=delta)} q {q_value(q)}"
-    return Cell(f"{arrow} {number(delta, sign=True)}", small, tone=tone)
+    small = f"{interval(row.delta_low, row.delta_high, sign=True, like=row.delta)} q {q_value(row.q)}"
+    return Cell(f"{arrow} {number(row.delta, sign=True)}", small, tone=tone)
 
 
 def ranged(value: float, low: float, high: float, *, sign: bool = True, like: bool = True) -> Cell:
@@ -122,14 +106,14 @@ def ranged(value: float, low: float, high: float, *, sign: bool = True, like: bo
     return Cell(number(value, sign=sign), small)
 
 
-def count_cell(contrast: Contrast | None) -> str | Cell:
+def count_cell(contrast: Any | None) -> str | Cell:
     """How many features moved, of how many, and how many differ at all."""
     if contrast is None:
         return DASH
-    if contrast.refused:
+    if contrast.note:
         return "refused"
     null = "" if math.isnan(contrast.n_null) else f", null {number(contrast.n_null)}"
-    return Cell(f"{contrast.n_found:,}", f"of {contrast.n_tested:,}{null}", f"{contrast.n_differs:,} differ")
+    return Cell(f"{contrast.n_discoveries:,}", f"of {contrast.n_tested:,}{null}", f"{contrast.n_differs:,} differ")
 
 
 MAX_OPPOSED, MAX_PAIRS = 12, 6
@@ -210,12 +194,12 @@ def shift_counts(diff: FeatureDiff) -> Table | None:
     return Table(caption, ["checkpoint", "shift", *names], rows, 2) if shifts else None
 
 
-def refused(found: list[Contrast]) -> Table | None:
-    """Contrasts that were not drawn, and why."""
+def refused(diff: FeatureDiff, kind: str) -> Table | None:
+    """Contrasts of a kind that were not drawn, and why."""
     rows = [
-        [c.checkpoint, facts.PART_NAMES.get(c.part, "success − failure"), c.band, c.outcome, c.refused]
-        for c in found
-        if c.refused
+        [c.checkpoint, facts.PART_NAMES.get(c.part, "success − failure"), c.band, c.outcome, c.note]
+        for c in contrasts(diff, kind=kind)
+        if c.note
     ]
     head = ["checkpoint", "contrast", "band", "outcome", "why"]
     return Table(f"{count(len(rows), 'contrast')} refused, with the reason", head, rows, 9) if rows else None
@@ -228,12 +212,15 @@ def opposed(diff: FeatureDiff) -> list[Table]:
     tables = []
     for up, down, found in facts.opposed_pairs(diff)[:MAX_PAIRS]:
         shown = found.head(MAX_OPPOSED)
-        moved = {
-            run: {e.feature: e for e in effects(table.loc[table.index.intersection(shown.index)], diff)}
-            for run, table in shifts.items()
-        }
         rows = [
-            [*described_cells(diff, f), *(delta_cell(moved[run].get(f)) for run in runs), Cell(flags=caveats(row))]
+            [
+                *described_cells(diff, f),
+                *(
+                    delta_cell(table.loc[f], diff.q) if f in table.index else Cell(small="not tested", quiet=True)
+                    for table in shifts.values()
+                ),
+                Cell(flags=caveats(row)),
+            ]
             for f, row in shown.iterrows()
         ]
         more = f", the {len(shown)} clearest" if len(shown) < len(found) else ""
@@ -258,10 +245,7 @@ def families(diff: FeatureDiff) -> Table | None:
     rows: list[list[str | Cell]] = []
     for (checkpoint, band), mine in table.groupby(["checkpoint", "band"], sort=False):
         cells = {
-            r.family: Cell(small=r.note, quiet=True)
-            if r.note
-            else sized(r.delta, r.delta_low, r.delta_high, r.q, r.q <= diff.q)
-            for r in facts.records(mine)
+            r.family: Cell(small=r.note, quiet=True) if r.note else delta_cell(r, diff.q) for r in facts.records(mine)
         }
         rows.append([str(checkpoint), str(band), *(cells.get(family, DASH) for family in sizes)])
     head: list[str | Cell] = ["run", "band", *(Cell(family, f"({n} features)") for family, n in sizes.items())]
@@ -277,10 +261,10 @@ def outcome_counts(diff: FeatureDiff) -> Table | None:
             c.band,
             f"{c.n_problems:,}",
             f"{c.n_left_out:,}",
-            DASH if c.refused else f"{c.n_tested:,}",
-            "refused" if c.refused else f"{c.n_found:,}",
+            DASH if c.note else f"{c.n_tested:,}",
+            "refused" if c.note else f"{c.n_discoveries:,}",
             DASH if math.isnan(c.n_null) else number(c.n_null),
-            DASH if c.refused else f"{c.n_differs:,}",
+            DASH if c.note else f"{c.n_differs:,}",
         ]
         for c in contrasts(diff, kind="outcome")
     ]
@@ -305,10 +289,11 @@ def outcomes(diff: FeatureDiff) -> list[Table]:
     for checkpoint in dict.fromkeys(checkpoint for checkpoint, _ in found):
         drawn = [found[checkpoint, b] for b in ["all", *facts.bands_of(diff)] if (checkpoint, b) in found]
         rows = [
-            [c.band, *effect_cells(e), number(e.after), number(e.before), delta_cell(e), Cell(flags=e.caveats)]
+            [c.band, *described_cells(diff, e.feature), number(e["mean"]), number(e.reference), delta_cell(e, diff.q),
+             Cell(flags=caveats(e))]
             for c in drawn
-            for e in c.strongest(_MAX_STRONGEST)
-        ]
+            for _, e in found_in(diff, c, _MAX_STRONGEST).iterrows()
+        ]  # fmt: skip
         head = ["band", "feature", "responds to", "successes", "failures", "Δ", "confounds"]
         if rows:
             tables.append(Table(f"{checkpoint}: clearest features by band", head, rows, 3))
@@ -322,14 +307,15 @@ def interactions(diff: FeatureDiff) -> list[Table]:
         return []
     bands = {c: c.band.replace("-", " − ") for c in found}
     counts = [
-        [bands[c], f"{c.n_problems:,}", *([DASH, "refused"] if c.refused else [f"{c.n_tested:,}", f"{c.n_found:,}"])]
+        [bands[c], f"{c.n_problems:,}", *([DASH, "refused"] if c.note else [f"{c.n_tested:,}", f"{c.n_discoveries:,}"])]
         for c in found
     ]
     clearest = [
-        [bands[c], *effect_cells(e), number(e.after, sign=True), number(e.before, sign=True), delta_cell(e)]
+        [bands[c], *described_cells(diff, e.feature), number(e["mean"], sign=True), number(e.reference, sign=True),
+         delta_cell(e, diff.q)]
         for c in found
-        for e in c.strongest(_MAX_STRONGEST)
-    ]
+        for _, e in found_in(diff, c, _MAX_STRONGEST).iterrows()
+    ]  # fmt: skip
     caption = f"Bands whose outcome effects differ by {facts.least_text(diff)}"
     tables = [Table(caption, ["bands", "problems", "features tested", "differ"], counts)]
     head = ["bands", "feature", "responds to", "effect in the first", "in the second", "Δ"]

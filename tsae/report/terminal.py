@@ -20,7 +20,7 @@ from tsae.report import tables
 from tsae.report.story import facts
 from tsae.report.story.findings import feature_sentences, tested
 from tsae.report.story.gates import bands_warning, gates
-from tsae.report.story.statements import Contrast, contrasts
+from tsae.report.story.statements import contrasts, found_in, survivors
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
 from tsae.sae.quality.evaluation import Evaluation
@@ -96,20 +96,22 @@ def contrasts_text(diff: FeatureDiff, kind: str, checkpoint: str, n: int) -> str
     lines = [f"{title} (Δ, interval, q)"]
     for c in found:
         counted = f"{c.n_problems} problems, {c.n_left_out} left out"
-        lines.append(f"  {c.band.replace('-', ' − ')}: {c.refused or _counted(c)} ({counted})")
-        if not c.refused and kind != "shift":
-            lines.append(f"    {power_text(c.n_problems, c.detectable)}")
-        if not c.refused and kind != "interaction" and len(c.found) and c.controls:
-            lines.append(f"    {c.controls}")
-        largest = [[*tables.effect_cells(e), tables.delta_cell(e)] for e in c.strongest(n)]
+        null = "" if math.isnan(c.n_null) else f", null {c.n_null:.1f}"
+        moves = f"{c.n_discoveries} of {c.n_tested} features, {facts.least_text(diff)}{null}"
+        lines.append(
+            f"  {c.band.replace('-', ' − ')}: {c.note or f'{moves}; {c.n_differs} differ detectably'} ({counted})"
+        )
+        moved = found_in(diff, c)
+        if not c.note and kind != "shift":
+            lines.append(f"    {power_text(c.n_problems, getattr(c, 'detectable_delta', math.nan))}")
+        if not c.note and kind != "interaction" and (controls := survivors(moved)):
+            lines.append(f"    {controls}")
+        largest = [
+            [*tables.described_cells(diff, e.feature), tables.delta_cell(e, diff.q)]
+            for e in facts.records(moved.head(n))
+        ]
         lines += [f"  {line}" for line in table_text(Table("", ["", "", ""], largest, 2)).splitlines()[2:]]
     return "\n".join(lines)
-
-
-def _counted(c: Contrast) -> str:
-    """How many features a contrast found, and how many differ at all."""
-    null = "" if math.isnan(c.n_null) else f", null {c.n_null:.1f}"
-    return f"{c.n_found} of {c.n_tested} features, {facts.least_text(c.diff)}{null}; {c.n_differs} differ detectably"
 
 
 def _steps_text(diff: FeatureDiff) -> str:

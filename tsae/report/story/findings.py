@@ -16,14 +16,14 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.gates import bands_warning, belief, flag_reason
 from tsae.report.story.statements import (
-    Effect,
     Statement,
     along_steps,
     contrasts,
-    effects,
+    found_in,
     main_contrast,
     noise_sentence,
     predictions,
+    survivors,
     tests,
 )
 from tsae.report.text import capitalised, count, interval, listed, number, percent
@@ -152,16 +152,16 @@ def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     contrast = main_contrast(diff, checkpoint)
     if contrast is None:
         return []
-    if contrast.refused:
-        return [f"Its feature shifts were not drawn: {contrast.refused}."]
-    moved, detectable = contrast.found, f"{contrast.n_differs} differ detectably"
+    if contrast.note:
+        return [f"Its feature shifts were not drawn: {contrast.note}."]
+    moved, detectable = found_in(diff, contrast), f"{contrast.n_differs} differ detectably"
     how = "" if contrast.part == "total" else f" {facts.PART_NAMES[contrast.part]}"
     counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({facts.least_text(diff)})"
     if moved.empty:
         return [f"{counts}; {detectable}{', none of them clearly by that much' * bool(contrast.n_differs)}."]
     sides = {"raised": moved[moved.delta > 0], "lowered": moved[moved.delta < 0]}
-    clearest = [f"{word} {_told(diff, e)}" for word, side in sides.items() for e in effects(side.head(1), diff)]
-    controls = contrast.controls
+    clearest = [f"{word} {_told(diff, e)}" for word, side in sides.items() for e in facts.records(side.head(1))]
+    controls = survivors(moved)
     if contrast.part == "same_trajectories":
         controls = "Both read the same text: length, position and tokens cannot explain it."
     known = f"{counts}: {len(sides['raised'])} raised, {len(sides['lowered'])} lowered; {detectable}."
@@ -171,9 +171,8 @@ def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     ]
 
 
-def _told(diff: FeatureDiff, effect: Effect) -> str:
-    ends = interval(effect.low, effect.high, sign=True, like=effect.delta)
-    return f"{facts.named(diff, effect.feature)} Δ {number(effect.delta, sign=True)} {ends}"
+def _told(diff: FeatureDiff, effect: Any) -> str:
+    return f"{facts.named(diff, effect.feature)} Δ {facts.effect_text(effect)}"
 
 
 def _opposed(diff: FeatureDiff) -> Statement | None:
@@ -201,16 +200,17 @@ def _outcomes(diff: FeatureDiff) -> Statement | None:
         if band not in found:
             continue
         c, where = found[band], "All problems" if band == "all" else f"{band.capitalize()} problems"
-        if c.refused:
-            sentences.append(f"{where}: not drawn, because {c.refused}.")
+        if c.note:
+            sentences.append(f"{where}: not drawn, because {c.note}.")
             continue
+        moved = found_in(diff, c)
         told = (
-            f"{where}: {c.n_found} of {c.n_tested} tested features differ between successes and failures of the same "
-            f"problem ({facts.least_text(diff)}; {count(c.n_problems, 'problem')} with both outcomes, {c.n_left_out} "
-            "left out)."
+            f"{where}: {c.n_discoveries} of {c.n_tested} tested features differ between successes and failures of the "
+            f"same problem ({facts.least_text(diff)}; {count(c.n_problems, 'problem')} with both outcomes, "
+            f"{c.n_left_out} left out)."
         )
-        largest = [f"Largest: {_told(diff, effect)} in successes." for effect in c.strongest(1)]
-        sentences.append(" ".join([told, *([c.controls] if len(c.found) and c.controls else []), *largest]))
+        largest = [f"Largest: {_told(diff, effect)} in successes." for effect in facts.records(moved.head(1))]
+        sentences.append(" ".join(part for part in [told, survivors(moved), *largest] if part))
     return Statement("Success against failure", tuple(sentences), "outcomes") if sentences else None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.statements import contrasts, survivors
@@ -95,7 +97,7 @@ def _nulls(diff: FeatureDiff) -> tuple[str, ...]:
     clauses = []
     for kind, what in _NULLS.items():
         mine = [c for c in contrasts(diff, kind=kind) if kind == "interaction" or c.band == "all"]
-        if mine := [c for c in mine if c.n_null == c.n_null]:  # NaN where none was drawn
+        if mine := [c for c in mine if not pd.isna(c.n_null)]:  # NaN where none was drawn
             worst = max(mine, key=lambda c: c.n_null)
             most = f"{worst.n_null:.0f}" if worst.n_null.is_integer() else f"{worst.n_null:.1f}"
             clauses.append(f"{what}: at most {most} of {worst.n_tested}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -44,129 +43,37 @@ class Caveat:
     """The number behind it."""
 
 
-@dataclass(frozen=True)
-class Effect:
-    """How far one feature moved in one contrast. Sizes are Δ, standard deviations over base trajectories."""
-
-    feature: int
-    group: str
-    responds_to: str
-    share: float | None
-    """Of its activation, on what it responds to; None where no annotator named classes."""
-    stability: float | None
-    """Matched cosine with other seeds; None where they were not matched."""
-    delta: float
-    low: float
-    high: float
-    q: float
-    found: bool
-    """Whether it moved by more than the minimum effect."""
-    before: float
-    after: float
-    """Means of the two sides, in units of activation."""
-    caveats: tuple[Caveat, ...]
-
-    @classmethod
-    def of(cls, row: Any, q: float) -> Self:
-        """From a row of `FeatureDiff.table`."""
-        return cls(
-            feature=int(row.feature),
-            group=str(row.group),
-            responds_to=str(row.responds_to),
-            share=row.get("share"),
-            stability=row.get("stability"),
-            delta=float(row.delta),
-            low=float(row.delta_low),
-            high=float(row.delta_high),
-            q=float(row.q),
-            found=bool(row.q <= q),
-            before=float(row.reference),
-            after=float(row["mean"]),
-            caveats=caveats(row),
-        )
+_KEYS = ("kind", "checkpoint", "part", "band", "outcome")
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """What one contrast found, and the rows that it rests on."""
-
-    kind: str
-    checkpoint: str
-    part: str
-    band: str
-    outcome: str
-    n_problems: int
-    n_left_out: int
-    n_tested: int
-    n_found: int
-    """Features that moved by more than the minimum effect."""
-    n_differs: int
-    """Features that differ at all."""
-    n_null: float
-    """Features found where there is nothing to find, on the same rows."""
-    detectable: float
-    """Δ that is found 8 times in 10."""
-    refused: str
-    """Why it was not drawn; empty where it was."""
-    diff: FeatureDiff = field(repr=False, compare=False)
-
-    @cached_property
-    def found(self) -> pd.DataFrame:
-        """Rows of the features that moved, the largest |Δ| first."""
-        keys = {name: getattr(self, name) for name in ("kind", "checkpoint", "part", "band", "outcome")}
-        rows = facts.rows(self.diff, **keys)
-        return facts.strongest(rows, self.diff.q, len(rows))
-
-    def strongest(self, n: int) -> list[Effect]:
-        """The n largest effects that were found."""
-        return effects(self.found.head(n), self.diff)
-
-    @property
-    def controls(self) -> str:
-        """What the controls leave of what was found; empty where they were not measured."""
-        return survivors(self.found)
-
-
-def contrasts(diff: FeatureDiff, **keys: str) -> list[Contrast]:
-    """The contrasts with these keys, in the diff's order."""
+def contrasts(diff: FeatureDiff, **keys: str) -> list[Any]:
+    """Rows of `FeatureDiff.contrasts` with these keys, in the diff's order; `note` says why one was not drawn."""
     table = diff.contrasts
     for name, value in keys.items() if len(table) else ():
         table = table[table[name] == value]
-    return [_contrast(diff, row) for row in facts.records(table)]
+    return facts.records(table)
 
 
-def _contrast(diff: FeatureDiff, row: Any) -> Contrast:
-    keys: dict[str, Any] = {name: str(getattr(row, name)) for name in ("kind", "checkpoint", "part", "band", "outcome")}
-    sizes = {name: int(getattr(row, name)) for name in ("n_problems", "n_left_out", "n_tested", "n_differs")}
-    return Contrast(
-        **keys | sizes,
-        n_found=int(row.n_discoveries),
-        n_null=float(row.n_null),
-        detectable=float(getattr(row, "detectable_delta", float("nan"))),
-        refused=str(row.note),
-        diff=diff,
-    )
-
-
-def main_contrast(diff: FeatureDiff, checkpoint: str, band: str = "all") -> Contrast | None:
+def main_contrast(diff: FeatureDiff, checkpoint: str) -> Any | None:
     """The contrast that speaks for a checkpoint."""
     keys = {"kind": "shift", "checkpoint": checkpoint, "part": str(diff.main_part(checkpoint))}
-    return next(iter(contrasts(diff, **keys, band=band, outcome="all")), None)
+    return next(iter(contrasts(diff, **keys, band="all", outcome="all")), None)
 
 
-def effects(rows: pd.DataFrame, diff: FeatureDiff) -> list[Effect]:
-    """One of every row."""
-    return [Effect.of(row, diff.q) for _, row in rows.iterrows()]
+def found_in(diff: FeatureDiff, contrast: Any, n: int | None = None) -> pd.DataFrame:
+    """Rows of the n features that moved furthest in a contrast, the largest |Δ| first; by default all that moved."""
+    rows = facts.rows(diff, **{name: str(getattr(contrast, name)) for name in _KEYS})
+    return facts.strongest(rows, diff.q, len(rows) if n is None else n)
 
 
-def caveats(row: pd.Series) -> tuple[Caveat, ...]:
+def caveats(row: Any) -> tuple[Caveat, ...]:
     """What else might explain a feature, and whether other seeds have it."""
     found = []
     if row.top_token_share >= 0.5:
         found.append(Caveat("one token", f"{row.top_token_share:.0%} on its top token"))
     if abs(row.length_correlation) >= 0.7:
         found.append(Caveat("tracks length", f"ρ {number(row.length_correlation, sign=True)} with response length"))
-    if "stability" in row and row.stability < FOUND_AGAIN:
+    if getattr(row, "stability", FOUND_AGAIN) < FOUND_AGAIN:
         found.append(Caveat("not found again", f"matched cosine {number(row.stability)} with other seeds"))
     return tuple(found)
 
