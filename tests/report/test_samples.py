@@ -101,11 +101,10 @@ def test_targets_are_told_in_the_order_of_the_block() -> None:
 
 def test_the_signal_is_by_band_and_fifth() -> None:
     made = signal(make_attribution(), TARGETS[3])
-    assert made is not None
-    assert made.bands == list(BANDS)
-    np.testing.assert_allclose(made.share[0], 0.9 * np.array([0, 0.1, 0.1, 0.2, 0.6]), atol=1e-12)
-    assert made.share.sum() == pytest.approx(-0.9)
-    assert signal(make_attribution(), "another") is None
+    assert list(made.index) == list(BANDS)
+    np.testing.assert_allclose(made.to_numpy()[0], 0.9 * np.array([0, 0.1, 0.1, 0.2, 0.6]), atol=1e-12)
+    assert made.to_numpy().sum() == pytest.approx(-0.9)
+    assert signal(make_attribution(), "another").empty
 
 
 def test_samples_to_read_have_the_tokens_that_carry_them() -> None:
@@ -213,7 +212,7 @@ def test_features_of_another_sae_are_said_to_be_others() -> None:
     found, diff = make_attribution(), make()
     diff.info["sae"] = {**(diff.info.get("sae") or {}), "weights": "own"}
     told = [
-        [one.warns for one in section_of(replace(found, info={**found.info, "sae": sae}), diff).belief]
+        [one.warns for one in section_of(replace(found, info={**found.info, "sae": sae}), diff)["belief"]]
         for sae in ("own", "another")
     ]
     assert told[1] == [True, *told[0]]
@@ -245,7 +244,7 @@ def test_the_page_stays_bounded(attributed: str) -> None:
     # Of a long response, what is around its strongest token.
     tokens = found.tokens[found.tokens.trajectory == 11].iloc[[0] * 3000].assign(token="y", position=range(3000))
     tokens = tokens.assign(share=np.where(tokens.position == 2900, -1.0, 0.0))
-    [(_, _, pieces), *_] = section_of(with_tables(found, tokens=tokens), make()).samples
+    [(_, _, pieces), *_] = section_of(with_tables(found, tokens=tokens), make())["samples"]
     assert [(piece.text, piece.shade) for piece in pieces] == [("…" + "y" * 300, 0), ("y", 9), ("y" * 99, 0)]
 
 
