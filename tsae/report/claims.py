@@ -63,7 +63,9 @@ def counted(claims: Claims) -> str:
     """“Of 26 claims about sample difficulty, this run shows 3 (a, b and k) as claimed, …”."""
     of = Counter(record["verdict"] for record in claims.records)
     said = {"reproduced": "as claimed", "partly": "in part", "not reproduced": "not"}
-    keys = {verdict: listed([r["claim"] for r in claims.records if r["verdict"] == verdict]) for verdict in VERDICTS}
+    keys: dict[str, str] = {
+        verdict: listed([r["claim"] for r in claims.records if r["verdict"] == verdict]) for verdict in VERDICTS
+    }
     clauses = [f"{of[verdict]} {words} ({keys[verdict]})" for verdict, words in said.items() if of[verdict]]
     left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({keys[_OPEN]})" if of[_OPEN] else ""
     left += f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and (clauses or left) else ""
