@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pandas as pd
 
 from tsae.attribution.replay.shares import Shares
 from tsae.attribution.sample_kinds import band_of
-from tsae.base.artefact import Kind, read_artefact, write_artefact
+from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path, reading
-from tsae.base.table_export import Tables, write_table
+from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
@@ -153,7 +153,7 @@ class Attribution(Tables):
 
     def save(self, folder: str | Path) -> Attribution:
         """Write the tables as Parquet, and info as attribution.json. Until all is written, the earlier one stays."""
-        tables = {f"{name}.parquet": partial(write_table, table=getattr(self, name)) for name in _TABLES}
+        tables = table_files({name: getattr(self, name) for name in _TABLES})
         inputs = {"rollouts": self.info.get("inputs", {}).get("rollouts")}
         write_artefact(folder, ATTRIBUTION, self.info, tables, config=self.info.get("config"), inputs=inputs)
         return self
@@ -170,11 +170,7 @@ class Attribution(Tables):
             TsaeError: where the folder holds no attribution or a damaged one, or the log is another.
         """
         folder = as_path(folder)
-        info = read_artefact(folder, ATTRIBUTION, [f"{table}.parquet" for table in _TABLES])
-        tables = {}
-        for name in _TABLES:
-            with reading(folder / f"{name}.parquet", "Attribute again."):
-                tables[name] = pd.read_parquet(folder / f"{name}.parquet")
+        info, tables = read_tables(folder, ATTRIBUTION, _TABLES)
         with reading(folder, "Attribute again."):
             for name, columns in _COLUMNS.items():
                 if lacking := set(columns) - set(tables[name]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.files import as_path, replacing
+from tsae.base.artefact import Kind, read_artefact
+from tsae.base.files import as_path, reading, replacing
 from tsae.errors import TsaeError
 
 
@@ -19,6 +22,38 @@ def write_table(file: str | Path, table: pd.DataFrame, *, index: bool = False, c
     with replacing(file) as partial:
         table.to_parquet(partial, index=index, compression=compression)
     return as_path(file)
+
+
+def table_files(tables: Mapping[str, pd.DataFrame | None], **how: Any) -> dict[str, Callable[[Path], object]]:
+    """The tables as files of an artefact (`tsae.base.artefact.write_artefact`); None is left out."""
+    return {
+        f"{name}.parquet": partial(write_table, table=table, **how)
+        for name, table in tables.items()
+        if table is not None
+    }
+
+
+def read_tables(
+    folder: Path, kind: Kind, names: Iterable[str], optional: Iterable[str] = (), *, others: Iterable[str] = ()
+) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+    """The main file of an artefact, and its tables by name; the optional ones need not be there.
+
+    Args:
+        folder: that holds it.
+        kind: that it must be.
+        names: of tables.
+        optional: of further tables.
+        others: names of further files that it must have.
+
+    Raises:
+        TsaeError: where something is missing or damaged.
+    """
+    there = [*names, *(name for name in optional if (folder / f"{name}.parquet").is_file())]
+    info, tables = read_artefact(folder, kind, [*(f"{name}.parquet" for name in there), *others]), {}
+    for name in there:
+        with reading(folder / f"{name}.parquet", kind.fix):
+            tables[name] = pd.read_parquet(folder / f"{name}.parquet")
+    return info, tables
 
 
 class Tables:

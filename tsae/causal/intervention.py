@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import numpy as np
 import pandas as pd
 
 from tsae.base import display
-from tsae.base.artefact import Kind, read_artefact, write_artefact
-from tsae.base.files import as_path, reading
+from tsae.base.artefact import Kind, write_artefact
+from tsae.base.files import as_path
 from tsae.base.filters import several
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.statistics.intervals import too_few
 from tsae.base.statistics.proportions import wilson_interval
-from tsae.base.table_export import Tables, write_table
+from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.causal.controls import beyond_random
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -293,10 +292,7 @@ class Intervention(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write outcomes.parquet, rollouts.parquet and causal.json, which comes last."""
-        files: dict[str, Callable[[Path], object]] = {
-            "outcomes.parquet": partial(write_table, table=self.outcomes),
-            "rollouts.parquet": self.rollouts.write,
-        }
+        files = {**table_files({"outcomes": self.outcomes}), "rollouts.parquet": self.rollouts.write}
         sae = self.info.get("sae") or {}
         inputs = {"rollouts": self.info.get("features_encoded_with"), "sae": sae.get("weights")}
         return write_artefact(folder, CAUSAL, {**self.info, "record": self.record()}, files, inputs=inputs, gives={})
@@ -305,11 +301,9 @@ class Intervention(Tables):
     def load(cls, folder: str | Path) -> Intervention:
         """Read a folder that `save` wrote."""
         folder = as_path(folder)
-        info = read_artefact(folder, CAUSAL, ["outcomes.parquet", "rollouts.parquet"])
+        info, tables = read_tables(folder, CAUSAL, ["outcomes"], others=["rollouts.parquet"])
         info.pop("record", None)
-        with reading(folder / "outcomes.parquet", "Run it again."):
-            outcomes = pd.read_parquet(folder / "outcomes.parquet")
-        return cls(outcomes=outcomes, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)
+        return cls(**tables, rollouts=Rollouts.read(folder / "rollouts.parquet"), info=info)
 
 
 CAUSAL = Kind("causal test", 1, "causal.json", "Make it with `tsae causal`.", Intervention.load)

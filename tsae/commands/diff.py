@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,7 @@ class Drift:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.base.table_export import write_table
+        from tsae.base.table_export import table_files
         from tsae.report.drift import drift_text, write_drift
 
         series = load_series(*self.series)
@@ -54,10 +53,7 @@ class Drift:
         with as_json(self.json) as write:
             print(drift_text(drift))
             if self.to is not None:
-                files: dict[str, Callable[[Path], object]] = {
-                    "drift.parquet": partial(write_table, table=drift),
-                    "drift.html": partial(write_drift, drift),
-                }
+                files = {**table_files({"drift": drift}), "drift.html": partial(write_drift, drift)}
                 say_wrote(write_artefact(self.to, DRIFT, None, files))
             write({"drift": drift})
 
@@ -188,7 +184,7 @@ class Reinforcement:
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
     def execute(self) -> None:
-        from tsae.base.table_export import write_table
+        from tsae.base.table_export import table_files
         from tsae.report.tables import predicted, table_text
         from tsae.report.terminal import reinforcement_text
 
@@ -201,7 +197,7 @@ class Reinforcement:
                 tables["predicted"] = found.compare(tsae.FeatureDiff.load(self.diff))
                 print(f"\n{table_text(predicted(tables['predicted']))}")
             if self.to is not None:
-                files = {f"{name}.parquet": partial(write_table, table=table) for name, table in tables.items()}
+                files = table_files(tables)
                 of = found.source.made_from
                 say_wrote(write_artefact(self.to, REINFORCEMENT, of, files, config=self.config, inputs=of))
             write(tables)

@@ -21,16 +21,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 
-from tsae.base.artefact import Kind, read_artefact, write_artefact
-from tsae.base.files import as_path, reading
-from tsae.base.table_export import Tables, write_table
+from tsae.base.artefact import Kind, write_artefact
+from tsae.base.files import as_path
+from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.diff.config import ExplainConfig
 from tsae.diff.feature_diff import FeatureDiff
@@ -236,8 +235,7 @@ def _moved(diff: FeatureDiff, config: ExplainConfig) -> dict[int, str | None]:
     return {int(f): against.get(f) if against.get(f) in known else None for f in chosen}
 
 
-FILE, _TABLE = "explanations.json", "explanations.parquet"
-_FIX = "Make it again with `tsae explain`."
+FILE = "explanations.json"
 
 
 @dataclass(frozen=True)
@@ -298,7 +296,7 @@ class Explanations(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write explanations.parquet, and explanations.json last."""
-        files = {_TABLE: partial(write_table, table=self.table)}
+        files = table_files({"explanations": self.table})
         return write_artefact(folder, EXPLANATIONS, self.info, files, inputs={"sae": self.info.get("sae")}, gives={})
 
     @classmethod
@@ -308,10 +306,8 @@ class Explanations(Tables):
         Raises:
             TsaeError: where a file is missing or damaged.
         """
-        folder = as_path(folder)
-        info = read_artefact(folder, EXPLANATIONS, [_TABLE])
-        with reading(folder / _TABLE, _FIX):
-            return cls(pd.read_parquet(folder / _TABLE), info)
+        info, tables = read_tables(as_path(folder), EXPLANATIONS, ["explanations"])
+        return cls(tables["explanations"], info)
 
 
 EXPLANATIONS = Kind("explanations", 1, FILE, "Make it with `tsae explain`.", Explanations.load)

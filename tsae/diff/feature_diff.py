@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from tsae.base import display
-from tsae.base.artefact import Kind, read_artefact, versions, write_artefact
+from tsae.base.artefact import Kind, versions, write_artefact
 from tsae.base.files import as_path, reading
 from tsae.base.filters import several, strongest
-from tsae.base.table_export import Tables, write_table
+from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.checkpoints.tokenizers import text_of
 from tsae.diff.comparisons import CONTRAST, MAIN_PARTS, Rows, comparisons, main_part
@@ -476,12 +476,9 @@ class FeatureDiff(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, and diff.json last."""
-        tables: dict[str, pd.DataFrame | None] = {name: getattr(self, name) for name in (*_TABLES, *_OPTIONAL)}
-        files = {
-            f"{name}.parquet": partial(write_table, table=table, index=name == "features", compression="zstd")
-            for name, table in tables.items()
-            if table is not None
-        }
+        tables = {name: getattr(self, name) for name in (*_TABLES, *_OPTIONAL) if name != "features"}
+        files = table_files(tables, compression="zstd")
+        files |= table_files({"features": self.features}, index=True, compression="zstd")
         of = {name: self.info.get(name) for name in ("rollouts", "labels")}
         of["sae"] = (self.info.get("sae") or {}).get("weights")
         return write_artefact(folder, DIFF, self.info, files, config=self.info.get("config"), inputs=of)
@@ -494,18 +491,11 @@ class FeatureDiff(Tables):
             TsaeError: where a file is missing or damaged, or the features are others than those that were compared.
         """
         folder = as_path(folder)
-        files, fix = {name: folder / f"{name}.parquet" for name in (*_TABLES, *_OPTIONAL)}, DIFF.fix
-        there = [files[name].name for name in _OPTIONAL if files[name].is_file()]
-        info = read_artefact(folder, DIFF, [*(f"{name}.parquet" for name in _TABLES), *there])
-        tables = {}
+        info, tables = read_tables(folder, DIFF, _TABLES, _OPTIONAL)
         strings = info.get("token_strings", {})
-        with reading(folder / "diff.json", fix):
+        with reading(folder / "diff.json", DIFF.fix):
             if not all(isinstance(text, str) and 0 <= int(id) < 2**31 for id, text in strings.items()):
                 raise ValueError("its token_strings are not texts by token id")
-        for name, file in files.items():
-            if file.is_file():
-                with reading(file, fix):
-                    tables[name] = pd.read_parquet(file)
         if features is not None and (other := features.differing(info)) is not None:
             what = f"was drawn from other features (of other {other}) than these"
             raise TsaeError(what, where=folder, fix="Give the features that `tsae diff` read.")

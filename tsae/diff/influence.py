@@ -27,7 +27,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +39,10 @@ from tqdm.auto import tqdm
 from tsae.activations.forward_batches import plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
-from tsae.base.artefact import Kind, read_artefact, write_artefact
-from tsae.base.files import as_path, reading
+from tsae.base.artefact import Kind, write_artefact
+from tsae.base.files import as_path
 from tsae.base.filters import several, strongest
-from tsae.base.table_export import Tables, write_table
+from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.checkpoints.hooks import Site, check_sites, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.tokenizers import load_tokenizer
@@ -217,16 +216,13 @@ class Influence(Tables):
 
     def save(self, folder: str | Path) -> Path:
         """Write influence.parquet, and influence.json last."""
-        write = partial(write_table, table=self.table)
-        return write_artefact(folder, INFLUENCE, self.info, {"influence.parquet": write})
+        return write_artefact(folder, INFLUENCE, self.info, table_files({"influence": self.table}))
 
     @classmethod
     def load(cls, folder: str | Path) -> Influence:
         """Read a folder that `save` wrote."""
-        folder = as_path(folder)
-        info = read_artefact(folder, INFLUENCE, ["influence.parquet"])
-        with reading(folder / "influence.parquet", INFLUENCE.fix):
-            return cls(pd.read_parquet(folder / "influence.parquet"), info)
+        info, tables = read_tables(as_path(folder), INFLUENCE, ["influence"])
+        return cls(tables["influence"], info)
 
 
 INFLUENCE = Kind("influence", 1, "influence.json", "Make it with `tsae influence`.", Influence.load)

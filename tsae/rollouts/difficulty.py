@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import pandas as pd
 from tsae.base import display
 from tsae.base.artefact import Kind, versions, write_artefact
 from tsae.base.statistics.intervals import change_interval, mean_interval
-from tsae.base.table_export import Tables, write_table
+from tsae.base.table_export import Tables, table_files
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import bands_info, find_bands, halves, pass_rates
@@ -66,7 +65,7 @@ class Difficulty(Tables):
     def save(self, folder: str | Path) -> Path:
         """Write the tables as Parquet, difficulty.json, and the page difficulty.html."""
         files: dict[str, Callable[[Path], object]] = {"difficulty.html": self.to_html}
-        files |= {f"{name}.parquet": partial(write_table, table=getattr(self, name)) for name in _TABLES}
+        files |= table_files({name: getattr(self, name) for name in _TABLES})
         content = {**self.info, "paths": self.paths}
         return write_artefact(folder, DIFFICULTY, content, files, inputs={"rollouts": self.info.get("rollouts")})
 
