@@ -53,7 +53,7 @@ class Drift:
         with as_json(self.json) as write:
             print(drift_text(drift))
             if self.to is not None:
-                files = {**table_files({"drift": drift}), "drift.html": partial(write_drift, drift)}
+                files = table_files({"drift": drift}) | {"drift.html": partial(write_drift, drift)}
                 say_wrote(write_artefact(self.to, DRIFT, None, files))
             write({"drift": drift})
 
