@@ -132,7 +132,7 @@ _PARTS_OF_A_STEP = {
     **{f"autograd::engine::evaluate_function: {name}Backward": f"{what}, backward" for name, what in (
         ("_EncodeTopK", "encode"), ("_Reconstruct", "reconstruct"), ("_InfoNCE", "InfoNCE")
     )},
-    "Optimizer.step#Adam.step": "Adam",
+    "update": "Adam, clipping and norms of rows",
 }  # fmt: skip
 """By what the profiler calls them."""
 
@@ -175,8 +175,8 @@ def variants(bench: Bench) -> None:
         if sparse_codes.kernels_for(torch.empty(0, device=bench.device)) is not None:
             from tsae.sae.training import kernels
 
-            for constant, number in (("_TILE", 1 << 13), ("_TILE", 1 << 15), ("_ENTRIES", 64), ("_WIDTH", 64),
-                                ("_WIDTH", 256), ("_LATENTS", 16), ("_LATENTS", 64)):  # fmt: skip
+            for constant, number in (("_TILE", 1 << 13), ("_ENTRIES", 16), ("_ENTRIES", 64), ("_WIDTH", 64),
+                                            ("_WIDTH", 256), ("_LATENTS", 32), ("_COLUMNS", 8192)):  # fmt: skip
                 changed[f"{constant[1:].lower()} {number}"] = (kernels, constant, number)
 
         def run(change: tuple[Any, str, Any], step: Callable[[], None] = step) -> None:

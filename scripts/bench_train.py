@@ -5,7 +5,8 @@ whole batch, decoding and the N × N similarities are dense, autograd does the r
 windows encode each token once, and everything after selection touches only active codes.
 
 Loss agreement is measured on the very same pairs: there both steps compute the same number. The floor is one dense
-encode (the only dense product that cannot be avoided) plus one fused optimizer step. With --precision bfloat16 the
+encode (the only dense product that cannot be avoided) plus one fused optimizer step. On a GPU our step is the trainer's
+whole one: it also clips the gradient, and keeps the decoder's rows at norm 1. With --precision bfloat16 the
 baseline runs under autocast, and the floor's product has bfloat16 factors.
 
     python scripts/bench_train.py                                   # two CPU threads
@@ -25,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ import tyro
 from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training.loss import temporal_loss
+from tsae.sae.training.trainer import adam, update
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,11 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     x, pairs = make_batch(bench)
     both = x[pairs].flatten(0, 1)  # (2N, d_model): token t − 1 and t of every pair after one another
     two = torch.arange(len(both), device=x.device).view(-1, 2)
+    whole = which == "ours" and bench.device.startswith("cuda")
     optimizer = torch.optim.Adam(sae.parameters(), lr=1e-4, fused=which != "dense", foreach=False)
+    if whole:
+        optimizer = adam(sae, 1e-4)
+    steps = count(1)
     window = torch.arange(len(x), device=x.device) // bench.window
     factors = [tensor.detach().to(getattr(torch, bench.precision)) for tensor in (x, sae.W_enc)]
 
@@ -126,7 +133,10 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
             for parameter in sae.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        if whole:
+            update(sae, optimizer, next(steps))
+        else:
+            optimizer.step()
 
     return step
 

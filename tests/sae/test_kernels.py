@@ -20,6 +20,7 @@ from tsae.sae.config import SAEConfig  # noqa: E402
 from tsae.sae.model import TemporalSAE  # noqa: E402
 from tsae.sae.training import kernels, sparse_codes  # noqa: E402
 from tsae.sae.training.loss import temporal_loss  # noqa: E402
+from tsae.sae.training.trainer import adam, update  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 N, D, M, HIGH = 13, 48, 200, 40
@@ -85,10 +86,41 @@ def test_products_of_two_sparse_factors(case: Case) -> None:
     others = sparse_codes.by_latent(case.latent, M, case.token, case.values)
     found = kernels.similarities(case.token, case.latent, case.values, *others, torch.ones(N, N, device=DEVICE))
     torch.testing.assert_close(found, 1 + case.dense @ case.dense.T, rtol=1e-5, atol=1e-5)
-    matrix = random(N, N, seed=5)
-    for m in (matrix, matrix.T):
-        found = kernels.pulled(case.token, case.latent, *others, m)
-        torch.testing.assert_close(found, (m @ case.dense)[case.token, case.latent], rtol=1e-4, atol=1e-4)
+    matrix, of_row, of_column = random(N, N, seed=5), random(N, seed=6), random(N, seed=7)
+    for m, diagonal in ((matrix, 2), (matrix.T, -1)):
+        found = kernels.pulled(case.token, case.latent, *others, m, of_row, of_column, diagonal, 0.5)
+        exact = m * (of_row[:, None] + of_column)
+        exact.diagonal(diagonal).sub_(0.5)
+        torch.testing.assert_close(found, (exact @ case.dense)[case.token, case.latent], rtol=1e-4, atol=1e-4)
+
+
+def test_exponentials_and_their_sums() -> None:
+    logits, groups, others = random(35, 300), torch.arange(35) // 4, torch.arange(300) // 9
+    both = [torch.stack([of, of % 3 * 0 + torch.arange(len(of)) % 97], 1).to(DEVICE) for of in (groups, others)]
+    alike = (both[0][:, None] == both[1][None]).any(2)
+    alike.diagonal(5).fill_(False)
+    exact = (logits - 2).exp().masked_fill(alike, 0)
+    rows, columns = kernels.exponentials(logits, *both, 5, 2.0)
+    for ours, theirs in ((logits, exact), (rows, exact.sum(1)), (columns, exact.sum(0))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.01, 100.0])
+def test_a_step_of_the_trainer(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for devices in ((DEVICE,), ()):
+        monkeypatch.setattr(sparse_codes, "_WITH_KERNELS", devices)
+        sae = TemporalSAE(D, SAEConfig(d_sae=M, k=6))
+        sae.initialize(torch.zeros(D), torch.Generator().manual_seed(1))
+        optimizer = adam(sae.to(DEVICE), 1e-2)
+        for step in (1, 2, 3):
+            for i, parameter in enumerate(sae.parameters()):
+                parameter.grad = size * random(*parameter.shape, seed=10 * step + i) / 100
+            update(sae, optimizer, step)
+        state = [optimizer.state[p][name] for p in sae.parameters() for name in ("step", "exp_avg", "exp_avg_sq")]
+        found.append([*sae.parameters(), *state])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("settings", [

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-_COLUMNS = 2048  # pre-activations that one program compares
-_LATENTS, _WIDTH, _ENTRIES = 32, 128, 32  # of a tile of `by_latent`
+_COLUMNS = 4096  # pre-activations that one program compares
+_LATENTS, _WIDTH, _ENTRIES = 16, 128, 32  # of a tile of `by_latent`
 _TILE = 1 << 14  # numbers of decoder rows that one program of `reconstruct` holds at once
 
 
@@ -38,11 +38,17 @@ def _list(words, ends, found, n_columns, n_blocks, COLUMNS: tl.constexpr):
     end = tl.load(ends + program)
     start = tl.load(ends + program - 1, program > 0, 0)
     if end > start:
-        place = tl.arange(0, COLUMNS)
-        word = tl.load(words + program * (COLUMNS // 32) + place // 32)
-        above = (word >> (place % 32)) & 1
-        index = program // n_blocks * n_columns + program % n_blocks * COLUMNS + place
-        tl.store(found + start + tl.cumsum(above, 0) - 1, index, above == 1)
+        lane = tl.arange(0, COLUMNS // 32)
+        word = tl.load(words + program * (COLUMNS // 32) + lane)
+        count = word - ((word >> 1) & 0x55555555)  # of its bits, first in pairs, then in fours, bytes and all
+        count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+        count = (((count + (count >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+        place = start + tl.cumsum(count, 0) - count
+        index = program // n_blocks * n_columns + program % n_blocks * COLUMNS + lane * 32
+        for bit in tl.static_range(32):
+            above = (word >> bit) & 1
+            tl.store(found + place, index + bit, above == 1)
+            place += above
 
 
 def above(products: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -198,18 +204,45 @@ def _similarities(row, latent, values, columns, others, ends, out, n_columns, AT
 
 
 @triton.jit
-def _pulled(row, latent, columns, others, ends, matrix, by_row, by_column, out, AT_ONCE: tl.constexpr):
+def _pulled(
+    row, latent, columns, others, ends, matrix, by_row, by_column, of_row, of_column, diagonal, less, out,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
     entry = tl.program_id(0)
-    which = tl.load(latent + entry)
+    which, mine = tl.load(latent + entry), tl.load(row + entry)
     begin, end = tl.load(ends + which), tl.load(ends + which + 1)
-    matrix += tl.load(row + entry) * by_row
+    matrix += mine * by_row
+    share = tl.load(of_row + mine)
     total = tl.zeros([AT_ONCE], tl.float32)
     for start in range(begin, end, AT_ONCE):
         other = start + tl.arange(0, AT_ONCE)
         column = tl.load(columns + other, other < end, 0)
         value = tl.load(others + other, other < end, 0.0)
-        total += value * tl.load(matrix + column * by_column, other < end, 0.0)
+        weight = tl.load(matrix + column * by_column, other < end, 0.0)
+        weight *= share + tl.load(of_column + column, other < end, 0.0)
+        total += value * tl.where(column == mine + diagonal, weight - less, weight)
     tl.store(out + entry, tl.sum(total, 0))
+
+
+@triton.jit
+def _exponentials(
+    logits, groups, others, by_row, by_column, shift, n_rows, n_columns, diagonal,
+    KINDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]
+    place = logits + row.to(tl.int64)[:, None] * n_columns + column[None, :]
+    kept = inside
+    for kind in tl.static_range(KINDS):
+        mine = tl.load(groups + row * KINDS + kind, row < n_rows, 0)
+        theirs = tl.load(others + column * KINDS + kind, column < n_columns, 0)
+        kept &= mine[:, None] != theirs[None, :]
+    kept |= inside & (row[:, None] + diagonal == column[None, :])
+    value = tl.where(kept, tl.exp(tl.load(place, inside, 0.0) - shift), 0.0)
+    tl.store(place, value, inside)
+    tl.atomic_add(by_row + row, tl.sum(value, 1), row < n_rows, sem="relaxed")
+    tl.atomic_add(by_column + column, tl.sum(value, 0), column < n_columns, sem="relaxed")
 
 
 def similarities(
@@ -236,6 +269,28 @@ def similarities(
     return out
 
 
+def exponentials(
+    logits: torch.Tensor, groups: torch.Tensor, others: torch.Tensor, diagonal: int, shift: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn logits (n, m) into exp(logits − shift), 0 where a row and a column are of one group off the diagonal.
+
+    Args:
+        logits: float32.
+        groups, others: (n, kinds) and (m, kinds) of rows and columns, int64.
+        diagonal: column less row, where groups do not count.
+        shift: subtracted.
+
+    Returns:
+        the sums of rows (n,) and of columns (m,).
+    """
+    (n, m), kinds = logits.shape, groups.shape[1]
+    by_row, by_column = logits.new_zeros(n), logits.new_zeros(m)
+    _exponentials[(triton.cdiv(n, 32), triton.cdiv(m, 256))](
+        logits, groups, others, by_row, by_column, shift, n, m, diagonal, KINDS=kinds, ROWS=32, COLUMNS=256
+    )
+    return by_row, by_column
+
+
 def pulled(
     row: torch.Tensor,
     latent: torch.Tensor,
@@ -243,15 +298,97 @@ def pulled(
     others: torch.Tensor,
     ends: torch.Tensor,
     matrix: torch.Tensor,
+    of_row: torch.Tensor,
+    of_column: torch.Tensor,
+    diagonal: int,
+    less: float,
 ) -> torch.Tensor:
-    """(nnz,) the entries (row, latent) of M B, where B (m, n_latents) is sparse and M (n, m) dense, in any strides.
+    """(nnz,) the entries (row, latent) of W B, where B (m, n_latents) is sparse and W (n, m) dense.
+
+    W = M · (of_row + of_column), less a number on a diagonal.
 
     Args:
         row, latent: (nnz,) of the entries wanted.
         columns, others, ends: B, as for `similarities`.
-        matrix: M, float32.
+        matrix: M, float32, in any strides.
+        of_row, of_column: (n,) and (m,).
+        diagonal: column less row.
+        less: what is subtracted there.
     """
     out = matrix.new_empty(len(row))
     if len(row):
-        _pulled[(len(row),)](row, latent, columns, others, ends, matrix, *matrix.stride(), out, AT_ONCE=64, num_warps=1)
+        _pulled[(len(row),)](
+            row, latent, columns, others, ends, matrix, *matrix.stride(), of_row, of_column, diagonal, less, out,
+            AT_ONCE=64, num_warps=1,
+        )  # fmt: skip
     return out
+
+
+@triton.jit
+def _along_rows(rows, gradient, along, squares, d, D: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, D)
+    row = tl.load(rows + number * d + column, column < d, 0.0)
+    slope = tl.load(gradient + number * d + column, column < d, 0.0)
+    part = tl.sum(row * slope, 0)
+    tl.store(along + number, part)
+    tl.store(squares + number, tl.sum(slope * slope, 0) - part * part * (2 - tl.sum(row * row, 0)))
+
+
+@triton.jit
+def _adam(
+    weights, gradient, mean, square, along, clip, rate, beta1, beta2, eps, correction1, correction2, width, n,
+    UNIT: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, D)
+    place = number * width + column
+    inside = (column < width) & (place < n)
+    weight, slope = tl.load(weights + place, inside, 0.0), tl.load(gradient + place, inside, 0.0)
+    if UNIT:
+        slope -= tl.load(along + number) * weight
+    slope *= tl.load(clip)
+    first, second = tl.load(mean + place, inside, 0.0), tl.load(square + place, inside, 0.0)
+    first += (1 - beta1) * (slope - first)
+    second = beta2 * second + (1 - beta2) * slope * slope
+    weight -= rate / correction1 * first / (tl.sqrt(second) / tl.sqrt(correction2) + eps)
+    if UNIT:
+        weight /= tl.maximum(tl.sqrt(tl.sum(weight * weight, 0)), 1e-8)
+    tl.store(mean + place, first, inside)
+    tl.store(square + place, second, inside)
+    tl.store(weights + place, weight, inside)
+
+
+def update(
+    parameters: list[tuple[torch.Tensor, ...]],
+    unit: int,
+    rate: float,
+    step: int,
+    betas: tuple[float, float],
+    eps: float,
+    most: float,
+) -> None:
+    """Adam's step for all parameters, with the gradient clipped to a norm, and one parameter's rows kept at norm 1.
+
+    Args:
+        parameters: each with its gradient and Adam's two moments, all float32. Only the gradient stays as it is.
+        unit: number of the one (n, d) whose rows have norm 1; its gradient along them is removed.
+        rate: the learning rate.
+        step: this step's number, from 1 on.
+        betas, eps: Adam's.
+        most: norm of the gradient of all parameters.
+    """
+    rows, slopes = parameters[unit][:2]
+    d, width = rows.shape[1], triton.next_power_of_2(rows.shape[1])
+    along, squares = rows.new_empty(len(rows)), rows.new_empty(len(rows))
+    n_warps = min(16, max(4, width // 512))
+    _along_rows[(len(rows),)](rows, slopes, along, squares, d, D=width, num_warps=n_warps)
+    norms = [torch.linalg.vector_norm(each[1]).square() for i, each in enumerate(parameters) if i != unit]
+    clip = (most / (torch.stack([squares.sum(), *norms]).sum().sqrt() + 1e-6)).clamp_max(1)
+    for i, (weights, gradient, mean, square) in enumerate(parameters):
+        one = i == unit
+        stride, block = (d, width) if one else (4096, 4096)
+        _adam[(triton.cdiv(weights.numel(), stride),)](
+            weights, gradient, mean, square, along, clip, rate, *betas, eps, 1 - betas[0] ** step, 1 - betas[1] ** step,
+            stride, weights.numel(), UNIT=one, D=block, num_warps=n_warps if one else 8,
+        )  # fmt: skip

@@ -108,13 +108,8 @@ def temporal_loss(
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
     encoder, bounds = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes), config.group_bounds
     codes = sparse_codes.encode_topk(x, *encoder)
-    dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
-    any_dead = dead is not None and len(dead) > 0
-    total, errors, residual = sparse_codes.reconstruct(
-        x, codes, sae.W_dec, sae.b_dec, bounds, config.weights, n_tokens * sae.d_model, precision, keep=any_dead
-    )
-
-    temporal = x.new_zeros(())
+    # First, as a GPU then works at the errors while the many small operations here are begun.
+    temporal, weight = x.new_zeros(()), temporal_share * config.temporal_weight
     if config.temporal_weight > 0:
         n_pairs = sum(processes.counts(len(pairs)))
         if n_pairs < 2:
@@ -129,7 +124,7 @@ def temporal_loss(
             high, tokens = high.followed_by(apart.columns(*bounds[0])), torch.cat([x, others])
         if config.temporal == "l1":
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
-            total = total + temporal_share * config.temporal_weight * config.weights[0] * temporal
+            weight *= config.weights[0]
         else:
             if config.negatives == "batch":
                 trajectory = None
@@ -142,7 +137,14 @@ def temporal_loss(
             temporal = info_nce(
                 high, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
             )
-            total = total + temporal_share * config.temporal_weight * temporal
+
+    dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
+    any_dead = dead is not None and len(dead) > 0
+    total, errors, residual = sparse_codes.reconstruct(
+        x, codes, sae.W_dec, sae.b_dec, bounds, config.weights, n_tokens * sae.d_model, precision, keep=any_dead
+    )
+    if config.temporal_weight > 0:
+        total = total + weight * temporal
 
     aux = x.new_zeros(())
     if dead is not None and any_dead:
@@ -335,42 +337,64 @@ _LEAST_TEMPERATURE = 0.03
 """Above it no exp((cos − 1) / τ) comes near the least number of float32, 1e-38."""
 
 
-def _log_sums(logits: torch.Tensor, shift: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exp of rows and of columns.
+def _log_sums(
+    logits: torch.Tensor, groups: torch.Tensor | None, others: torch.Tensor | None, diagonal: int, shift: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of rows and of columns, without what groups leave out.
 
     With a shift that is at least the largest logit and nowhere far from any, logits become exp(logits − shift): one
     exponential then serves both sums and their gradient.
     """
+    if shift is not None and (kernels := sparse_codes.kernels_for(logits)) is not None:
+        none = torch.empty(0, 0, dtype=torch.long, device=logits.device)
+        of = (none, none) if groups is None or others is None else (groups, others)
+        rows, columns = kernels.exponentials(logits, *of, diagonal, shift)
+        return rows.log_().add_(shift), columns.log_().add_(shift)
+    _mask(logits, groups, others, diagonal)
     if shift is None:
         return logits.logsumexp(1), logits.logsumexp(0)
     logits.sub_(shift).exp_()
     return logits.sum(1).log_().add_(shift), logits.sum(0).log_().add_(shift)
 
 
-def _pull(
-    logits: torch.Tensor,
-    shift: float | None,
-    by_row: torch.Tensor,
-    by_column: torch.Tensor,
-    diagonal: int,
-    scale: float,
-) -> torch.Tensor:
-    """∂loss/∂similarities: (softmax over rows + softmax over columns) / 2, less 1 on the diagonal, all / scale.
+class _Pull(NamedTuple):
+    """∂loss/∂similarities, (softmax over rows + softmax over columns) / 2 less 1 on the diagonal, all / scale.
 
-    Args:
-        logits, shift: as `_log_sums` left them.
-        by_row, by_column: log-sums.
-        diagonal: on which the pairs lie.
-        scale: pairs · temperature.
+    As `matrix` · (of_row + of_column), less a number on the diagonal; where kernels do not run, as the matrix alone.
     """
-    if shift is None:
-        weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
-        weight.mul_(0.5 / scale)
-    else:
-        rows, columns = ((shift - sums).exp_().mul_(0.5 / scale) for sums in (by_row, by_column))
-        weight = logits.mul_(rows[:, None] + columns[None, :])
-    weight.diagonal(diagonal).sub_(1 / scale)
-    return weight
+
+    matrix: torch.Tensor
+    of_row: torch.Tensor
+    of_column: torch.Tensor
+    diagonal: int
+    less: float
+
+    @classmethod
+    def of(
+        cls,
+        logits: torch.Tensor,
+        shift: float | None,
+        by_row: torch.Tensor,
+        by_column: torch.Tensor,
+        diagonal: int,
+        scale: float,
+    ) -> _Pull:
+        """From logits and log-sums as `_log_sums` leaves them; scale: pairs · temperature."""
+        one, zero, less = logits.new_ones(len(logits)), logits.new_zeros(logits.shape[1]), 1 / scale
+        if shift is None:
+            weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()
+            weight.mul_(0.5 / scale)
+        else:
+            rows, columns = ((shift - sums).exp_().mul_(0.5 / scale) for sums in (by_row, by_column))
+            if sparse_codes.kernels_for(logits) is not None:
+                return cls(logits, rows, columns, diagonal, less)
+            weight = logits.mul_(rows[:, None] + columns[None, :])
+        weight.diagonal(diagonal).sub_(less)
+        return cls(weight, one, zero, diagonal, 0.0)
+
+    def across(self) -> _Pull:
+        """The transpose."""
+        return _Pull(self.matrix.T, self.of_column, self.of_row, -self.diagonal, self.less)
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -400,40 +424,37 @@ class _InfoNCE(torch.autograd.Function):
         current, previous = _Rows.of(own, 1), _Rows.of(every, 0)
         of_every, of_own = current, previous
         rows = columns = _similarities(current, previous, (n_own, n, n_latents), temperature)
-        _mask(rows, groups, every.groups, first)
-        if processes.size > 1:
-            of_every, of_own = _Rows.of(every, 1), _Rows.of(own, 0)
-            columns = _similarities(of_every, of_own, (n, n_own, n_latents), temperature)
-            _mask(columns, every.groups, groups, -first)
         positive = rows.diagonal(first).sum()
         # Codes are never negative, so every cosine lies between 0 and 1. Inner products may be of any size.
         shift = 1 / temperature if cosine and temperature >= _LEAST_TEMPERATURE else None
-        by_row, by_column = _log_sums(rows, shift)  # of the own pairs
+        by_row, by_column = _log_sums(rows, groups, every.groups, first, shift)  # of the own pairs
         if processes.size > 1:
-            _, by_column = _log_sums(columns, shift)
+            of_every, of_own = _Rows.of(every, 1), _Rows.of(own, 0)
+            columns = _similarities(of_every, of_own, (n, n_own, n_latents), temperature)
+            _, by_column = _log_sums(columns, every.groups, groups, -first, shift)
         loss = (by_row + by_column).sum() / n / 2 - positive / n
         if processes.size > 1:
             every_row, every_column = torch.cat(processes.gather(torch.stack([by_row, by_column], dim=1))).unbind(1)
-            columns = _pull(columns, shift, every_row, by_column, -first, n * temperature)
-            rows = _pull(rows, shift, by_row, every_column, first, n * temperature)
+            by_columns = _Pull.of(columns, shift, every_row, by_column, -first, n * temperature)
+            by_rows = _Pull.of(rows, shift, by_row, every_column, first, n * temperature)
         else:
-            rows = columns = _pull(rows, shift, by_row, by_column, 0, n * temperature)
-        ctx.save_for_backward(values, rows, columns)
-        ctx.sides = current, previous, of_every, of_own
-        ctx.n_latents = n_latents
+            by_rows = by_columns = _Pull.of(rows, shift, by_row, by_column, 0, n * temperature)
+        ctx.save_for_backward(values)
+        ctx.sides, ctx.pulls, ctx.n_latents = (current, previous, of_every, of_own), (by_rows, by_columns), n_latents
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
-        values, rows, columns = ctx.saved_tensors
+        (values,), (by_rows, by_columns) = ctx.saved_tensors, ctx.pulls
         current, previous, of_every, of_own = ctx.sides
         n_latents, total = ctx.n_latents, torch.zeros_like(values)
         if (kernels := sparse_codes.kernels_for(values)) is not None:
-            by_current = kernels.pulled(current.pair, current.latent, *previous.by_latent(n_latents), rows)
-            by_partner = kernels.pulled(of_own.pair, of_own.latent, *of_every.by_latent(n_latents), columns.T)
+            by_current = kernels.pulled(current.pair, current.latent, *previous.by_latent(n_latents), *by_rows)
+            others = of_every.by_latent(n_latents)
+            by_partner = kernels.pulled(of_own.pair, of_own.latent, *others, *by_columns.across())
         else:
-            others = previous.dense(n_latents, rows.shape[1])
-            by_current = sampled(current.pair, current.latent, rows, others)
+            rows, columns = by_rows.matrix, by_columns.matrix
+            by_current = sampled(current.pair, current.latent, rows, previous.dense(n_latents, rows.shape[1]))
             codes = transposed(of_every.pair, of_every.latent, of_every.values, (len(columns), n_latents))
             by_partner = product(codes, columns)[of_own.latent, of_own.pair]  # of (n_latents, N own)
         # Added, not assigned: a token may be a partner more than once.

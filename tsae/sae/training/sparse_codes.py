@@ -277,8 +277,9 @@ class _Preactivations:
             large = products.view(-1)[found]
             if rounded:
                 large += self.bias[found % width]
-                kept = (large > bound).nonzero()[:, 0]
-                found, large = found[kept], large[kept]
+                if bool((large <= bound).any()):
+                    kept = (large > bound).nonzero()[:, 0]
+                    found, large = found[kept], large[kept]
             values.append(large)
             indices.append(found + part.start * width)
         if not indices:

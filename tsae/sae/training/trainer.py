@@ -26,6 +26,7 @@ from tsae.sae.config import InitialBias, SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training.finetuning import trainable
 from tsae.sae.training.loss import LossTerms, temporal_loss, variance
+from tsae.sae.training.sparse_codes import kernels_for
 
 
 class Trainer:
@@ -71,14 +72,7 @@ class Trainer:
         self.sae.to(self.device)
         self.centre = self.centre.to(self.device)
         self.learning_rate = training.learning_rate or _learning_rate(config.d_sae, self.n_steps, start)
-        self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=self.learning_rate, betas=(0.9, 0.999), fused=True)
-        for parameter in self.sae.parameters():
-            # As Adam would make it at its first step; made here, so that `state` has the same tensors at every step.
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), device=self.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        self.optimizer = adam(self.sae, self.learning_rate)
         self.idle_tokens = torch.zeros(len(self.sae.b_enc), dtype=torch.long, device=self.device)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -147,11 +141,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         terms.total.backward()
         self.processes.sum_gradients(self.sae.parameters())
-        self._project_gradient()
-        torch.nn.utils.clip_grad_norm_(self.sae.parameters(), 1.0)
-        self.optimizer.step()
-        with torch.no_grad():
-            self.sae.W_dec.div_(self.sae.W_dec.norm(dim=1, keepdim=True).clamp_min(1e-8))
+        update(self.sae, self.optimizer, self.steps + 1)
         self.idle_tokens.add_(terms.n_tokens).masked_fill_(terms.fired, 0)
         # Read once all is under way: a GPU is waited for here.
         if not math.isfinite(self.processes.sum(terms.total.detach()).item()):
@@ -172,12 +162,6 @@ class Trainer:
         """Share of the full learning rate: up, level, down."""
         warmup, decay = self.training.warmup_share * self.n_steps, self.training.decay_share * self.n_steps
         return min(1.0, (step + 1) / max(warmup, 1), (self.n_steps - step) / max(decay, 1))
-
-    def _project_gradient(self) -> None:
-        """Remove the part along the rows: renormalising would undo it, but Adam's moments would keep it."""
-        gradient, rows = self.sae.W_dec.grad, self.sae.W_dec.detach()
-        assert gradient is not None
-        gradient.sub_((gradient * rows).sum(1, keepdim=True) * rows)
 
     def _metrics(self, x: torch.Tensor, terms: LossTerms, rate: float) -> dict[str, float]:
         parts = [terms.total, terms.reconstruction, terms.reconstruction_high, terms.temporal, terms.aux]
@@ -201,6 +185,46 @@ class Trainer:
         self.sae.requires_grad_(False)
         calibrate(self.sae, torch.from_numpy(sample))
         return self.sae.eval()
+
+
+def adam(sae: TemporalSAE, rate: float) -> torch.optim.Adam:
+    """Adam for an SAE's weights."""
+    optimizer = torch.optim.Adam(sae.parameters(), lr=rate, betas=(0.9, 0.999), fused=True)
+    for parameter in sae.parameters():
+        # As Adam would make it at its first step; made here, so that every state has the same tensors.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+@torch.no_grad()
+def update(sae: TemporalSAE, optimizer: torch.optim.Adam, step: int) -> None:
+    """One step of Adam, of the gradient clipped to norm 1, after which the decoder's rows have norm 1.
+
+    The gradient's part along the rows is removed: renormalising would undo it, but Adam's moments would keep it.
+
+    Args:
+        sae: whose parameters have gradients.
+        optimizer: of `adam`, with this step's learning rate.
+        step: its number, from 1 on.
+    """
+    (group,) = optimizer.param_groups
+    if (kernels := kernels_for(sae.W_dec)) is not None:
+        state = optimizer.state
+        every = [(p, p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in group["params"]]
+        unit = next(i for i, parameter in enumerate(group["params"]) if parameter is sae.W_dec)
+        kernels.update(every, unit, group["lr"], step, group["betas"], group["eps"], 1.0)
+        torch._foreach_add_([state[p]["step"] for p in group["params"]], 1)
+        return
+    gradient, rows = sae.W_dec.grad, sae.W_dec
+    assert gradient is not None
+    gradient.sub_((gradient * rows).sum(1, keepdim=True) * rows)
+    torch.nn.utils.clip_grad_norm_(sae.parameters(), 1.0)
+    optimizer.step()
+    rows.div_(rows.norm(dim=1, keepdim=True).clamp_min(1e-8))
 
 
 def _learning_rate(d_sae: int, n_steps: int, start: TemporalSAE | None) -> float:
