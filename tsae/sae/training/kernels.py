@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 _COLUMNS = 4096  # pre-activations that one program compares
-_LATENTS, _WIDTH, _ENTRIES = 16, 128, 32  # of a tile of `by_latent`
+_LATENTS, _WIDTH, _ENTRIES = 16, 256, 16  # of a tile of `by_latent`
 _TILE = 1 << 14  # numbers of decoder rows that one program of `reconstruct` holds at once
 
 

@@ -107,17 +107,26 @@ def temporal_loss(
     """
     config, n_tokens = sae.config, sum(processes.counts(len(x)))
     encoder, bounds = (sae.W_enc, sae.b_enc, sae.b_dec, config.k, precision, processes), config.group_bounds
+    temporal, weight = x.new_zeros(()), temporal_share * config.temporal_weight
+    n_pairs = sum(processes.counts(len(pairs)))
+    if config.temporal_weight > 0 and n_pairs < 2:
+        raise TsaeError(
+            f"the batch has {n_pairs} pairs of tokens: the temporal term would be silently zero",
+            where="temporal_loss",
+            fix="Give batches of adjacent tokens, or set temporal_weight=0.",
+        )
+    if config.negatives == "batch":
+        trajectory = None
+    contrastive = config.temporal_weight > 0 and config.temporal != "l1"
+    if contrastive and trajectory is not None and _are_one(trajectory, processes):
+        raise TsaeError(
+            "all pairs of the batch are of one trajectory, so that no pair has negatives",
+            where="temporal_loss",
+            fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
+        )
     codes = sparse_codes.encode_topk(x, *encoder)
     # First, as a GPU then works at the errors while the many small operations here are begun.
-    temporal, weight = x.new_zeros(()), temporal_share * config.temporal_weight
     if config.temporal_weight > 0:
-        n_pairs = sum(processes.counts(len(pairs)))
-        if n_pairs < 2:
-            raise TsaeError(
-                f"the batch has {n_pairs} pairs of tokens: the temporal term would be silently zero",
-                where="temporal_loss",
-                fix="Give batches of adjacent tokens, or set temporal_weight=0.",
-            )
         tokens, high = x, codes.columns(*bounds[0])
         if others is not None:
             apart = sparse_codes.encode_topk(others, *encoder)
@@ -126,14 +135,6 @@ def temporal_loss(
             temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
             weight *= config.weights[0]
         else:
-            if config.negatives == "batch":
-                trajectory = None
-            elif trajectory is not None and _are_one(trajectory, processes):
-                raise TsaeError(
-                    "all pairs of the batch are of one trajectory, so that no pair has negatives",
-                    where="temporal_loss",
-                    fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
-                )
             temporal = info_nce(
                 high, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
             )
@@ -313,9 +314,8 @@ def _similarities(current: _Rows, previous: _Rows, shape: tuple[int, int, int], 
     values = current.values / temperature
     if (kernels := sparse_codes.kernels_for(values)) is not None:
         zeros = torch.zeros(n_current, n_previous, device=values.device)
-        found: torch.Tensor = kernels.similarities(
-            current.pair, current.latent, values, *previous.by_latent(n_latents), zeros
-        )
+        others = previous.by_latent(n_latents)
+        found: torch.Tensor = kernels.similarities(current.pair, current.latent, values, *others, zeros)
         return found
     return product(
         csr(current.pair, current.latent, values, (n_current, n_latents)), previous.dense(n_latents, n_previous)

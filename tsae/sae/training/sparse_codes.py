@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,8 +129,8 @@ def reconstruct(
         the weighted sum of the errors; each group's error; and the last residual (n, d_model), which has no gradient.
         Where kernels run, the errors of groups have none, either.
     """
-    starts = torch.tensor([start for start, _ in groups[1:]], device=x.device)
     # Ascending: within a token, codes are sorted by latent.
+    starts = _constant(tuple(start for start, _ in groups[1:]), x.device)
     place = codes.token * len(groups) + torch.bucketize(codes.latent, starts, right=True)
     if kernels_for(x) is not None:
         found: tuple[torch.Tensor, ...] = _Reconstruct.apply(
@@ -142,6 +143,12 @@ def reconstruct(
         errors.append(residual.pow(2).sum() / n_values)
     total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
     return total, errors, residual.detach()
+
+
+@cache
+def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """On the device since the first step: to bring numbers to a GPU is to wait for it."""
+    return torch.tensor(values, device=device)
 
 
 def kernels_for(tensor: torch.Tensor) -> Any:
@@ -419,7 +426,7 @@ class _Reconstruct(torch.autograd.Function):
         precision: Precision,
         keep: bool,
     ) -> tuple[torch.Tensor, ...]:
-        weight = torch.tensor(weights, device=x.device) / n_values
+        weight = _constant(weights, x.device) / n_values
         ends = offsets(place, len(x) * len(weights))
         read = rows.to(getattr(torch, precision))
         errors, by_value, gradient, residual = kernels_for(x).reconstruct(
