@@ -7,6 +7,7 @@ All are measured on fixed responses: to problems of the user's (`problems`), els
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -17,7 +18,8 @@ from einops import einsum, rearrange, reduce
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.sample_kinds import band_of
-from tsae.checkpoints.hooks import Site, decoder_blocks, positions
+from tsae.base.filters import need_features
+from tsae.checkpoints.hooks import PastLastSite, positions, rewritten
 from tsae.diff.influence import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviours_named
@@ -177,12 +179,9 @@ class FeatureMeans:
         batch_tokens: int = 8192,
         width: float = 0.05,
     ) -> None:
-        wrong = [feature for feature in features if not 0 <= feature < sae.config.d_sae]
-        if wrong or not len(features):
-            raise TsaeError(
-                f"no feature {wrong[0]}; there are 0 to {sae.config.d_sae - 1}" if wrong else "no feature is asked for",
-                where="FeatureMeans",
-            )
+        need_features(features, sae.config.d_sae, "FeatureMeans")
+        if not len(features):
+            raise TsaeError("no feature is asked for", where="FeatureMeans")
         if isinstance(sae, ForeignSAE) and sae.config.architecture == "topk":
             raise TsaeError(
                 "chooses the k largest latents of a token, and no derivative sees that choice",
@@ -193,7 +192,6 @@ class FeatureMeans:
         self.batch_tokens, self.width, self.names = batch_tokens, width, [f"feature {feature}" for feature in features]
         problem, size = np.unique(fixed.frame.problem_id, return_inverse=True, return_counts=True)[1:]
         self.weight = 1 / (size[problem] * len(size))
-        self.site = Site.parse(sae.site)
 
     def _padded(self, trained: TrainedWeights, rollouts: Rollouts) -> Iterator[Batch]:
         return padded(rollouts, np.arange(len(rollouts)), self.batch_tokens, str(trained.device))
@@ -222,24 +220,13 @@ class FeatureMeans:
     def _activations(self, trained: TrainedWeights, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, d_model) at the site; the blocks after it are not run."""
         found: list[torch.Tensor] = []
-        block = decoder_blocks(trained.model)[self.site.layer]
 
-        def keep(value: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            found.append(value[0] if isinstance(value, tuple) else value)
-            raise _Enough
+        def keep(value: torch.Tensor) -> torch.Tensor:
+            found.append(value)
+            raise PastLastSite
 
-        if self.site.point == "post":
-            handle = block.register_forward_hook(lambda _m, _i, out: keep(out))
-        else:
-            handle = block.register_forward_pre_hook(
-                lambda _m, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-            )
-        try:
+        with suppress(PastLastSite), rewritten(trained.model, self.sae.site, keep):
             trained.model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
-        except _Enough:
-            pass
-        finally:
-            handle.remove()
         return found[0]
 
     @torch.no_grad()
@@ -256,10 +243,6 @@ class FeatureMeans:
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
         return _summed(trained, self._sum, self._padded(trained, self.fixed))
-
-
-class _Enough(Exception):
-    """The forward pass has come to the site."""
 
 
 class Together:

@@ -1,9 +1,12 @@
-"""Arguments that take one value or several, and the rows of a table that lead it."""
+"""Arguments that take one value or several, numbers of features, and the rows of a table that lead it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,6 +17,13 @@ def several(value: Any) -> tuple[Any, ...]:
     # Arrays of no dimension have __iter__, too.
     single = isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return (value,) if single else tuple(value)
+
+
+def need_features(chosen: Iterable[int], n_features: int, where: str | Path) -> None:
+    """Refuse numbers of features that there are not."""
+    for feature in chosen:
+        if not 0 <= feature < n_features:
+            raise TsaeError(f"no feature {feature}; there are 0 to {n_features - 1}", where=where)
 
 
 def strongest(table: pd.DataFrame, column: str, n: int | None = None) -> pd.DataFrame:

@@ -23,9 +23,10 @@ import pandas as pd
 from einops import reduce
 
 from tsae.activations.forward_batches import OutOfMemory, read_batches
+from tsae.base.filters import need_features
 from tsae.base.statistics.bootstrap import bootstrap_interval
 from tsae.causal.config import InsertionConfig
-from tsae.causal.intervene import check_features, check_model, check_sae
+from tsae.causal.intervene import check_model, check_sae
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -87,7 +88,7 @@ def insertion(
     sae = TemporalSAE.of(sae, device=config.device)
     chosen = [int(feature) for feature in chosen]
     check_sae(sae, features)
-    check_features(tuple(chosen), features.n_features)
+    need_features(chosen, features.n_features, "features")
     model = checkpoint.load_model(device=config.device)
     check_model(model, sae, checkpoint, features)
     reading = HuggingFaceReader(model, [sae.site])

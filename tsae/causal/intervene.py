@@ -31,6 +31,7 @@ import torch
 
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.base.artefact import versions
+from tsae.base.filters import need_features
 from tsae.base.progress import progress_bar
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, matched_features, overlap
@@ -104,7 +105,7 @@ def intervene(
         raise TsaeError(f"mode={config.mode!r} {what}", where="intervene", fix='donor goes with mode="transplant".')
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
     _check_chosen(chosen, scales, features.n_features)
-    check_features(tuple(exclude), features.n_features)
+    need_features(exclude, features.n_features, "features")
     model, rewriting = _load(checkpoint, config)
     check_model(model, sae, checkpoint, features)
     asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint)
@@ -183,13 +184,6 @@ def check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
         raise TsaeError(what, where=features.origin, fix="Give the SAE that `tsae encode` took, or encode again.")
 
 
-def check_features(chosen: tuple[int, ...], n_features: int) -> None:
-    """Refuse indices that there are not."""
-    outside = [feature for feature in chosen if not 0 <= feature < n_features]
-    if outside:
-        raise TsaeError(f"no feature {outside[0]}; there are 0 to {n_features - 1}", where="features")
-
-
 def _whole(feature: SupportsIndex) -> int:
     if not isinstance(feature, SupportsIndex):
         raise TsaeError(f"{feature!r} is not a feature number", where="features")
@@ -199,7 +193,7 @@ def _whole(feature: SupportsIndex) -> int:
 def _check_chosen(chosen: tuple[int, ...], scales: FeatureScales, n_features: int) -> None:
     if not chosen:
         raise TsaeError("no features chosen", where="intervene", fix="Give at least one.")
-    check_features(chosen, n_features)
+    need_features(chosen, n_features, "features")
     if len(set(chosen)) < len(chosen):
         raise TsaeError("a feature comes twice", where="intervene", fix="Give every feature once.")
     silent = [feature for feature in chosen if not scales.typical[feature] > 0]

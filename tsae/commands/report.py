@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 import tsae
 from tsae.base.artefact import MANIFEST, Kind, manifest_of, read_artefact, write_artefact
 from tsae.base.files import new_folder, reading
+from tsae.base.filters import need_features
 from tsae.base.validation import config
 from tsae.commands.common import say_wrote
 from tsae.commands.diff import REINFORCEMENT
@@ -273,9 +274,7 @@ def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable
     from tsae.features.exchange import Neuronpedia, write_delphi, write_neuronpedia
     from tsae.sae.steering import SteeringVector
 
-    if strange := [feature for feature in options.choose if not 0 <= feature < sae.config.d_sae]:
-        there = f"there are 0 to {sae.config.d_sae - 1}"
-        raise TsaeError(f"no feature {strange[0]}; {there}", where="--choose")
+    need_features(options.choose, sae.config.d_sae, "--choose")
     if options.format == "saelens":
         sae.to_saelens(folder, architecture=options.architecture)
         return f"{sae} as {options.architecture}"

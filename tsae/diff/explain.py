@@ -29,6 +29,7 @@ import pandas as pd
 
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
+from tsae.base.filters import need_features
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.diff.config import ExplainConfig
@@ -227,10 +228,7 @@ def _moved(diff: FeatureDiff, config: ExplainConfig) -> dict[int, str | None]:
     first = table.drop_duplicates("feature")
     against = dict(zip(first.feature.tolist(), first.checkpoint.tolist(), strict=True)) if shifts else {}
     chosen = config.choose or first.feature.tolist()[: config.n]
-    for feature in chosen:
-        if feature not in diff.features.index:
-            there = f"there are 0 to {len(diff.features) - 1}"
-            raise TsaeError(f"no feature {feature}; {there}", where="ExplainConfig.choose")
+    need_features(chosen, len(diff.features), "ExplainConfig.choose")
     known = set() if diff.source is None else set(diff.source.readers)
     return {int(f): against.get(f) if against.get(f) in known else None for f in chosen}
 

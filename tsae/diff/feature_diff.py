@@ -16,7 +16,7 @@ import pandas as pd
 from tsae.base import display
 from tsae.base.artefact import Kind, versions, write_artefact
 from tsae.base.files import as_path, reading
-from tsae.base.filters import several, strongest
+from tsae.base.filters import need_features, several, strongest
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.checkpoints.tokenizers import text_of
@@ -405,9 +405,7 @@ class FeatureDiff(Tables):
 
     def feature(self, feature: int) -> Feature:
         """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
-        if feature not in self.features.index:
-            what = f"no feature {feature}; there are 0 to {len(self.features) - 1}"
-            raise TsaeError(what, where="FeatureDiff.feature")
+        need_features([feature], len(self.features), "FeatureDiff.feature")
         table = self.table()
         return Feature(
             feature,

@@ -41,9 +41,9 @@ from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
-from tsae.base.filters import several, strongest
+from tsae.base.filters import need_features, several, strongest
 from tsae.base.table_export import Tables, read_tables, table_files
-from tsae.checkpoints.hooks import Site, check_sites, decoder_blocks, positions
+from tsae.checkpoints.hooks import Site, attach, check_sites, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.tokenizers import load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
@@ -144,10 +144,9 @@ def _check(
     if sae.d_model != config.hidden_size:
         what = f"the SAE has d_model {sae.d_model}, the model {config.hidden_size}"
         raise TsaeError(what, where=checkpoint.path, fix="Give the SAE that was trained on this model's activations.")
-    missing = [f for f in features if f not in range(sae.config.d_sae)]
-    if missing or not len(features) or len(set(features)) < len(features):
-        what = f"no feature {missing[0]}; there are 0 to {sae.config.d_sae - 1}" if missing else "none, or one twice"
-        raise TsaeError(what, where="features", fix="Give indices of features, each once.")
+    need_features(features, sae.config.d_sae, "features")
+    if not len(features) or len(set(features)) < len(features):
+        raise TsaeError("none, or one twice", where="features", fix="Give indices of features, each once.")
     tokenizer = load_tokenizer(checkpoint)
     for given in rollouts:
         check_tokenizer(checkpoint, given, tokenizer)
@@ -295,24 +294,14 @@ class Forward:
 
     def __init__(self, model: PreTrainedModel, sae: TemporalSAE, temperature: float) -> None:
         self.model, self.sae, self.temperature = model, sae, temperature
-        site = Site.parse(sae.site)
-        self.block, self.after = decoder_blocks(model)[site.layer], site.point == "post"
+        self.blocks, self.site = decoder_blocks(model), Site.parse(sae.site)
 
     def __call__(
         self, weights: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """((B,) Σ_t log π of the response tokens, (B, T, d_model) activations at the site)."""
         found: list[torch.Tensor] = []
-
-        def keep(value: Any) -> None:
-            found.append(value[0] if isinstance(value, tuple) else value)
-
-        if self.after:
-            handle = self.block.register_forward_hook(lambda _m, _i, out: keep(out))
-        else:
-            handle = self.block.register_forward_pre_hook(
-                lambda _m, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-            )
+        handle = attach(self.blocks, self.site, found.append)
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask), "use_cache": False}
         try:
             logits = torch.func.functional_call(self.model, weights, kwargs=inputs).logits

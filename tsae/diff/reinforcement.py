@@ -40,10 +40,10 @@ too often there. Where the interval contains 0, p is at least the bootstrap's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -53,7 +53,7 @@ from scipy.stats import rankdata
 from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
-from tsae.base.filters import several, strongest
+from tsae.base.filters import need_features, several, strongest
 from tsae.base.statistics.bootstrap import counts, percentile_interval
 from tsae.base.table_export import Tables
 from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader
@@ -223,15 +223,6 @@ def _parts(frame: pd.DataFrame, kind: np.ndarray, *, by_outcome: bool) -> dict[t
     return parts
 
 
-class Realised(Protocol):
-    """What `Reinforcement.compare` asks of a diff."""
-
-    @property
-    def info(self) -> Mapping[str, Any]: ...
-    @property
-    def checkpoints(self) -> Sequence[str]: ...
-
-
 @dataclass(frozen=True)
 class Reinforcement(Tables):
     """Which features the rollouts of a policy reinforce, and which rollouts do it."""
@@ -302,9 +293,7 @@ class Reinforcement(Tables):
         """`groups` with their share of one feature's reinforcement, the largest first."""
         self._check(gradient)
         share = self.per_group[gradient]
-        if not 0 <= feature < share.shape[1]:
-            what = f"no feature {feature}; there are 0 to {share.shape[1] - 1}"
-            raise TsaeError(what, where="Reinforcement.of_groups")
+        need_features([feature], share.shape[1], "Reinforcement.of_groups")
         found = self.groups.assign(reinforcement=share[:, [feature]].toarray()[:, 0])
         return strongest(found, "reinforcement")
 
@@ -317,11 +306,11 @@ class Reinforcement(Tables):
             )
 
     @one_blas_thread
-    def compare(self, diff: Realised) -> pd.DataFrame:
+    def compare(self, diff: Any) -> pd.DataFrame:
         """Set the shifts that these rollouts predict against those that every run realised.
 
         Args:
-            diff: of the same features; its checkpoints are compared.
+            diff: FeatureDiff of the same features; its checkpoints are compared.
 
         Returns:
             one row a comparison:
@@ -346,15 +335,56 @@ class Reinforcement(Tables):
         if (other := self.source.differing(diff.info)) is not None:
             raise TsaeError(f"is a diff of other {other}", where="Reinforcement.compare", fix="Give that of the same.")
         tested = self.table.feature.unique()
-        records = [
-            record
-            for checkpoint in diff.checkpoints
-            for part in ("policy", "total")
-            for record in agreements(
-                self.source, self.rows, self.picked, self.samples, tested, self.config, checkpoint, part
-            )
-        ]
-        return pd.DataFrame(records)
+        parts = [(checkpoint, part) for checkpoint in diff.checkpoints for part in ("policy", "total")]
+        return pd.DataFrame([record for each in parts for record in self._agreements(*each, tested)])
+
+    def _agreements(self, checkpoint: str, part: str, features: np.ndarray) -> Iterator[dict[str, object]]:
+        """Compare predictions with one part of a checkpoint's realised shift, over features: rows of `compare`."""
+        base = self.source.readers[0]
+        info = self.source.reader_info(checkpoint)
+        reader = base if part == "policy" else checkpoint
+        run, own = self.rows.by_reader[reader, checkpoint], self.rows.by_reader[base, base]
+        trained_on = info["trained_on"] if info["trained_on"] in BANDS else "all"
+        keys = {"checkpoint": checkpoint, "run": info["run"], "step": info["step"], "part": part}
+        problem = self.rows.problem[self.picked]
+        band = pd.Series(self.rows.band[self.picked]).groupby(problem).first()
+        here = [b for b in BANDS if (band == b).any()]
+        both = np.intersect1d(np.intersect1d(self.rows.problem[run], self.rows.problem[own]), problem)
+        active = np.flatnonzero((self.rows.values[np.concatenate([run, own])] > 0).sum(0))
+        tested = np.intersect1d(active, features)
+        realised = np.zeros((0, len(tested)))
+        if len(both) and len(tested):
+            realised = group_difference(sp.csr_array(self.rows.columns[:, tested]), run, own, self.rows.problem, both)
+        values = self.rows.values[self.picked][:, tested].toarray().astype(np.float64)
+        codes, weight, group = pd.unique(problem), self.samples.weight, self.samples.group
+        for gradient in self.samples.relative:
+            moved = self.samples.moved(values, gradient)
+            predicted = np.asarray(sums(self.samples.problem, weight) @ moved)  # (n_problems, n_tested)
+            for predicted_on in ("all", *here):
+                for realised_on in dict.fromkeys((trained_on, "all")):
+                    mine = codes if predicted_on == "all" else codes[band[codes].to_numpy() == predicted_on]
+                    theirs = both if realised_on == "all" else both[band[both].to_numpy() == realised_on]
+                    record = keys | {"gradient": gradient, "predicted_on": predicted_on, "realised_on": realised_on}
+                    record |= {
+                        "matched": predicted_on == trained_on,
+                        "n_features": len(tested),
+                        "n_problems": len(theirs),
+                    }
+                    numbers, note = dict.fromkeys(_NUMBERS, np.nan), ""
+                    used = np.isin(problem, mine)
+                    if min(len(mine), len(theirs)) < 2 * self.config.min_problems or len(tested) < 3:
+                        note = f"{len(mine)} and {len(theirs)} problems, {len(tested)} features: too few"
+                    elif not weight[used].any():
+                        note = "no group there has rollouts that differ in advantage"
+                    else:
+                        pairs = _Pairs(predicted[np.isin(codes, mine)], mine, realised[np.isin(both, theirs)], theirs)
+                        numbers, rng = pairs.statistics(self.config), np.random.default_rng([self.config.seed, 5])
+                        shift, single = pairs.realised.mean(0)[None], moved[used].astype(np.float32)
+                        permuted = permuted_weights(weight[used], group[used], self.config.n_bootstrap, rng)
+                        nulls = np.concatenate([spearman(drawn @ single, shift) for drawn in permuted])
+                        extreme = np.abs(nulls) >= abs(numbers["rho"]) * (1 - 1e-5)
+                        numbers["p"] = (1 + extreme.sum()) / (1 + len(extreme))
+                    yield {**record, **numbers, "note": note}
 
 
 Gradient = Literal["natural", "vanilla"]
@@ -480,71 +510,6 @@ def _weights(frame: pd.DataFrame, group: np.ndarray, problem: np.ndarray, where:
 
 
 _SPLITS = 50  # of the problems into halves, for reliabilities
-
-
-def agreements(
-    source: FeatureTable,
-    rows: Rows,
-    picked: np.ndarray,
-    samples: Samples,
-    features: np.ndarray,
-    config: DiffConfig,
-    checkpoint: str,
-    part: str,
-) -> Iterator[dict[str, object]]:
-    """Compare predictions with one part of a checkpoint's realised shift: rows of `Reinforcement.compare`.
-
-    Args:
-        source: the features.
-        rows: of the source.
-        picked: the rows that predict.
-        samples: of these.
-        features: that were tested.
-        config: of the draws.
-        checkpoint: whose shifts were realised.
-        part: of these; see `tsae.diff.effects`.
-    """
-    base = source.readers[0]
-    info = source.reader_info(checkpoint)
-    reader = base if part == "policy" else checkpoint
-    run, own = rows.by_reader[reader, checkpoint], rows.by_reader[base, base]
-    trained_on = info["trained_on"] if info["trained_on"] in BANDS else "all"
-    keys = {"checkpoint": checkpoint, "run": info["run"], "step": info["step"], "part": part}
-    problem = rows.problem[picked]
-    band = pd.Series(rows.band[picked]).groupby(problem).first()
-    here = [b for b in BANDS if (band == b).any()]
-    both = np.intersect1d(np.intersect1d(rows.problem[run], rows.problem[own]), problem)
-    active = np.flatnonzero((rows.values[np.concatenate([run, own])] > 0).sum(0))
-    tested = np.intersect1d(active, features)
-    realised = np.zeros((0, len(tested)))
-    if len(both) and len(tested):
-        realised = group_difference(sp.csr_array(rows.columns[:, tested]), run, own, rows.problem, both)
-    values = rows.values[picked][:, tested].toarray().astype(np.float64)
-    codes, weight, group = pd.unique(problem), samples.weight, samples.group
-    for gradient in samples.relative:
-        moved = samples.moved(values, gradient)
-        predicted = np.asarray(sums(samples.problem, weight) @ moved)  # (n_problems, n_tested)
-        for predicted_on in ("all", *here):
-            for realised_on in dict.fromkeys((trained_on, "all")):
-                mine = codes if predicted_on == "all" else codes[band[codes].to_numpy() == predicted_on]
-                theirs = both if realised_on == "all" else both[band[both].to_numpy() == realised_on]
-                record = keys | {"gradient": gradient, "predicted_on": predicted_on, "realised_on": realised_on}
-                record |= {"matched": predicted_on == trained_on, "n_features": len(tested), "n_problems": len(theirs)}
-                numbers, note = dict.fromkeys(_NUMBERS, np.nan), ""
-                used = np.isin(problem, mine)
-                if min(len(mine), len(theirs)) < 2 * config.min_problems or len(tested) < 3:
-                    note = f"{len(mine)} and {len(theirs)} problems, {len(tested)} features: too few"
-                elif not weight[used].any():
-                    note = "no group there has rollouts that differ in advantage"
-                else:
-                    pairs = _Pairs(predicted[np.isin(codes, mine)], mine, realised[np.isin(both, theirs)], theirs)
-                    numbers, rng = pairs.statistics(config), np.random.default_rng([config.seed, 5])
-                    shift, single = pairs.realised.mean(0)[None], moved[used].astype(np.float32)
-                    permuted = permuted_weights(weight[used], group[used], config.n_bootstrap, rng)
-                    nulls = np.concatenate([spearman(drawn @ single, shift) for drawn in permuted])
-                    extreme = np.abs(nulls) >= abs(numbers["rho"]) * (1 - 1e-5)
-                    numbers["p"] = (1 + extreme.sum()) / (1 + len(extreme))
-                yield {**record, **numbers, "note": note}
 
 
 _NUMBERS = ("rho", "low", "high", "p", "reliability_predicted", "reliability_realised", "ceiling", "rho_halves")

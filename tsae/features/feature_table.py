@@ -32,7 +32,7 @@ from tsae.base import display
 from tsae.base.artefact import MANIFEST, Kind, is_whole, read_artefact, write_artefact
 from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.base.files import reading, replacing, writing
-from tsae.base.filters import several
+from tsae.base.filters import need_features, several
 from tsae.base.remote.mirror import local, published, removed
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.errors import TsaeError
@@ -182,9 +182,7 @@ class FeatureTable:
             TsaeError: where the table has no such feature.
         """
         found = list(dict.fromkeys(map(int, features)))
-        for feature in found:
-            if not 0 <= feature < self.n_features:
-                raise TsaeError(f"no feature {feature}; there are 0 to {self.n_features - 1}", where=self.origin)
+        need_features(found, self.n_features, self.origin)
         return found
 
     def need_sae(self, weights: str | None, d_sae: int) -> None:

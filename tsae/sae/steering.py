@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, reading, replacing
+from tsae.base.filters import need_features
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.hooks import attach, check_sites, decoder_blocks, site_names
 from tsae.errors import TsaeError
@@ -53,8 +54,7 @@ class SteeringVector:
         Raises:
             TsaeError: where there is no such feature.
         """
-        if not 0 <= feature < sae.config.d_sae:
-            raise TsaeError(f"no feature {feature}; there are 0 to {sae.config.d_sae - 1}", where="SteeringVector")
+        need_features([feature], sae.config.d_sae, "SteeringVector")
         vector = scale * sae.W_dec[feature].detach().float().cpu()
         return cls(vector, sae.site, {"feature": feature, "scale": scale, "sae": sae.fingerprint})
 
