@@ -5,6 +5,9 @@
 - variants: the step with single decisions of `tsae.sae.training.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
+- causal: generating with a feature ablated, or steered, against generating.
+- replay: the gradient of a step as attribution replays it, against forward and backward pass of the same batches.
+- end_to_end: `tsae run` on the shipped log, on the device and on the CPU.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
@@ -17,8 +20,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,11 +37,21 @@ import torch
 import tyro
 from tqdm.auto import tqdm
 
+import tsae
+from tsae import testbed
 from tsae.activations.capture import capture_shard
 from tsae.activations.forward_batches import pad, plan_batches
 from tsae.activations.reading_plan import cut
 from tsae.activations.shard import open_shard
-from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions
+from tsae.attribution.readers.find import find_settings
+from tsae.attribution.replay.forward_passes import Run, chunks_of, gradient_of, inputs_of, known_at, rows_of
+from tsae.attribution.replay.states import State
+from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.training.order import plan_updates
+from tsae.base.beside import Beside
+from tsae.causal.edits import FeatureEdit
+from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions, rewritten
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.features.encode import tokens_at_once
 from tsae.features.encoded_shards import encode_shard
 from tsae.rollouts.table import Rollouts
@@ -43,7 +59,7 @@ from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import sparse_codes
 
-Part = Literal["train", "profile", "variants", "capture", "encode"]
+Part = Literal["train", "profile", "variants", "capture", "encode", "causal", "replay", "end_to_end"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -63,7 +79,7 @@ class Bench:
     """Of every measurement, the median of which counts."""
     seconds: float = math.inf
     """After which a measurement takes no further round."""
-    trajectories: int = 100
+    trajectories: int = 200
     """That capture reads, of 750 tokens on average."""
     encoded: int = 40
     """The same, for encode."""
@@ -194,7 +210,7 @@ def llama(bench: Bench, d_model: int, n_blocks: int) -> Any:
 
     tiny = bench.scale == "tiny"
     config = LlamaConfig(
-        vocab_size=1000 if tiny else 32_000, hidden_size=d_model, intermediate_size=d_model * 4,
+        vocab_size=1000 if tiny else 32_000, hidden_size=d_model, intermediate_size=d_model * 43 // 16, pad_token_id=0,
         num_hidden_layers=n_blocks, num_attention_heads=d_model // (16 if tiny else 128),
         num_key_value_heads=d_model // (16 if tiny else 128), max_position_embeddings=4096,
     )  # fmt: skip
@@ -215,36 +231,47 @@ def texts(bench: Bench, n: int) -> Rollouts:
 
 
 class Capturing:
-    """Capture of one shard by a Llama, five eighths of whose blocks are read.
+    """Capture of shards by a Llama, five eighths of whose blocks are read.
 
     Args:
         bench: what is measured.
         d_model: of the Llama.
         n_blocks: of the Llama.
         rollouts: that it reads.
-        folder: for the shard.
+        folder: for the shards.
+        shards: about so many.
     """
 
-    def __init__(self, bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path) -> None:
+    def __init__(
+        self, bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path, shards: int = 1
+    ) -> None:
         self.device, self.rollouts, self.folder = bench.device, rollouts, folder
         self.model = llama(bench, d_model, n_blocks)
         self.layer = n_blocks * 5 // 8
         self.site = f"blocks.{self.layer}.hook_resid_post"
         self.lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
         self.budget = 16_384 if bench.scale == "full" else 200
-        (self.piece,) = cut({"base": np.arange(len(rollouts))}, self.lengths, int(self.lengths.sum()))
+        tokens = int(self.lengths.sum())
+        self.pieces = list(cut({"base": np.arange(len(rollouts))}, self.lengths, -(-tokens // shards)))
         self.manifest: dict[str, Any] = {
             "dtype": "bfloat16", "sites": {self.site: {"d_model": d_model}}, "rollouts": rollouts.fingerprint,
             "readers": [{"id": "base", "weights": ""}], "config": {"token_statistics": False},
         }  # fmt: skip
         self.reader = HuggingFaceReader(self.model, [self.site])
-        self.record: dict[str, Any] = {}
+        self.records: list[dict[str, Any]] = []
 
     def ours(self) -> None:
-        with tqdm(disable=True) as bar:
-            self.record = capture_shard(
-                self.reader, "", self.rollouts, self.piece, self.folder, self.manifest, self.budget, bar
-            )()
+        """As `tsae.activations.capture` captures shard after shard."""
+        self.records = []
+        with tqdm(disable=True) as bar, Beside(0 if self.device == "cpu" else 1) as ends:
+            for piece in self.pieces:
+                end = capture_shard(
+                    self.reader, "", self.rollouts, piece, self.folder, self.manifest, self.budget, bar
+                )  # fmt: skip
+                ends.run(partial(self._end, end))
+
+    def _end(self, end: Callable[[], dict[str, Any]]) -> None:
+        self.records.append(end())
 
     @torch.no_grad()
     def bare(self) -> None:
@@ -252,8 +279,10 @@ class Capturing:
         blocks = decoder_blocks(self.model)
         kept = [blocks.pop(-1) for _ in range(len(blocks) - self.layer - 1)]
         try:
-            for batch in plan_batches(self.lengths, self.budget):
-                ids = [np.concatenate(self.rollouts.tokens(row)) for row in batch]
+            for rows, batch in (
+                (p.rows, b) for p in self.pieces for b in plan_batches(self.lengths[p.rows], self.budget)
+            ):
+                ids = [np.concatenate(self.rollouts.tokens(row)) for row in rows[batch]]
                 input_ids, mask = (each.to(self.device) for each in pad(ids))
                 self.model.model(
                     input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
@@ -261,21 +290,34 @@ class Capturing:
         finally:
             blocks.extend(reversed(kept))
 
+    def disk(self) -> float:
+        """Seconds in which as many bytes are written and flushed, and nothing else is done."""
+        n_bytes = sum((self.folder / piece.file).stat().st_size for piece in self.pieces)
+        begin, block = time.perf_counter(), np.ones(min(n_bytes, 1 << 26), np.uint8)
+        with (self.folder / "alone").open("wb", buffering=0) as stream:
+            for _ in range(-(-n_bytes // len(block))):
+                stream.write(block.data)
+            os.fsync(stream.fileno())
+        return time.perf_counter() - begin
+
     def shard(self) -> Any:
         self.ours()
-        return open_shard(self.folder / self.piece.file, self.manifest, "base", self.record)
+        return open_shard(self.folder / self.pieces[0].file, self.manifest, "base", self.records[0])
 
 
 def capture(bench: Bench) -> None:
+    """Of a Llama of the shape of 7B, where d_model is 4,096."""
     for d_model in sorted({size[0] for size in bench.shapes}):
         with tempfile.TemporaryDirectory() as folder:
-            n_blocks, rollouts = 3 if bench.scale == "tiny" else 16, texts(bench, bench.trajectories)
-            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder))
+            n_blocks, rollouts = 3 if bench.scale == "tiny" else 32, texts(bench, bench.trajectories)
+            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=3)
             seconds = bench.timed({"ours": run.ours, "bare": run.bare})
             n_tokens = int(run.lengths.sum())
             bench.keep("capture", {
-                "d_model": d_model, "dtype": "bfloat16", "tokens": n_tokens, "tokens_per_s": n_tokens / seconds["ours"],
-                "share_of_bare_forward": seconds["bare"] / seconds["ours"],
+                "d_model": d_model, "blocks": n_blocks, "dtype": "bfloat16", "tokens": n_tokens,
+                "tokens_per_s": n_tokens / seconds["ours"], "share_of_bare_forward": seconds["bare"] / seconds["ours"],
+                "s": seconds["ours"], "s_of_writing_alone": run.disk(), "peak_gb": _peak_gb(run.ours, bench.device),
+                "peak_gb_bare": _peak_gb(run.bare, bench.device),
             })  # fmt: skip
 
 
@@ -288,6 +330,15 @@ class _Source:
         self.rollouts, self.rows = rollouts, np.ones(len(rollouts), dtype=bool)
 
 
+def _sae(x: torch.Tensor, d_sae: int, k: int, site: str, device: str) -> TemporalSAE:
+    """An SAE of random weights with about k active latents on such tokens (n, d_model)."""
+    sae = TemporalSAE(x.shape[1], SAEConfig(d_sae=d_sae, k=k), site=site).requires_grad_(False).to(device)
+    sae.initialize(x.mean(0), torch.Generator(device).manual_seed(0))
+    sample = sae.preactivations(x[:256].to(device)).flatten()
+    sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
+    return sae
+
+
 def encode(bench: Bench) -> None:
     """The shard is what the second block of a Llama of two reads: what encoding costs does not depend on it."""
     for d_model, d_sae, k in bench.shapes:
@@ -296,11 +347,7 @@ def encode(bench: Bench) -> None:
             run = Capturing(bench, d_model, 2, rollouts, Path(folder))
             shard, source = run.shard(), _Source(rollouts)
             x = torch.from_numpy(shard.read(run.site, slice(None)))
-            sae = TemporalSAE(d_model, SAEConfig(d_sae=d_sae, k=k), site=run.site).requires_grad_(False)
-            sae = sae.to(bench.device)
-            sae.initialize(x.mean(0), torch.Generator(bench.device).manual_seed(0))
-            sample = sae.preactivations(x[:256].to(bench.device)).flatten()
-            sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
+            sae = _sae(x, d_sae, k, run.site, bench.device)
             at_once = tokens_at_once(sae)
 
             def ours(sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once) -> None:
@@ -318,6 +365,107 @@ def encode(bench: Bench) -> None:
             })  # fmt: skip
 
 
+def causal(bench: Bench) -> None:
+    """Greedy answers of a Llama of 16 blocks to 32 prompts of 128 tokens."""
+    tiny = bench.scale == "tiny"
+    for d_model, d_sae, k in bench.shapes[:1]:
+        model = llama(bench, d_model, 3 if tiny else 16)
+        ids = torch.randint(5, 1000, (4, 8) if tiny else (32, 128), device=bench.device)
+        mask, new = torch.ones_like(ids), 4 if tiny else 64
+        site = "blocks.1.hook_resid_post" if tiny else "blocks.10.hook_resid_post"
+        sae = _sae(HuggingFaceReader(model, [site]).read(ids, mask)[site].flatten(0, 1).float(), d_sae, k, site,
+                   bench.device)  # fmt: skip
+        features = tuple(range(8))
+        edits = {
+            "ablate": FeatureEdit(sae, features, "ablate", (0.0,) * 8),
+            "steer": FeatureEdit(sae, features, "steer", (1.0,) * 8),
+        }
+
+        def generate(edit: FeatureEdit | None = None, model: Any = model, ids: Any = ids, mask: Any = mask,
+                     new: int = new) -> None:  # fmt: skip
+            hook = None if edit is None else edit.hook(lambda model: partial(rewritten, model), "all", ())
+            with torch.no_grad(), nullcontext() if hook is None else hook(model, ids, mask):
+                model.generate(
+                    input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
+                )
+
+        steps: dict[str, Callable[[], None]] = {"bare": generate}
+        seconds = bench.timed(steps | {name: partial(generate, edit) for name, edit in edits.items()})
+        for name in edits:
+            bench.keep("causal", {
+                "d_model": d_model, "d_sae": d_sae, "edit": name, "tokens_per_s": len(ids) * new / seconds[name],
+                "share_of_generation": seconds["bare"] / seconds[name],
+            })  # fmt: skip
+
+
+def replay(bench: Bench) -> None:
+    """A step of the shipped mixed run, with a Llama of random weights in the place of its model; in float32."""
+    base = testbed.series().base
+    series = CheckpointSeries.load(base.path, testbed.mixed_run())
+    log = Rollouts.read(testbed.mixed_run() / "completions", series)
+    settings = find_settings(series)
+    d_model, n_blocks = (64, 3) if bench.scale == "tiny" else (1024, 24)
+    model = llama(bench, d_model, n_blocks).float()
+    trained = TrainedWeights(model)
+    plan = plan_updates(log, settings, checkpoints={}, vocabulary=None, steps=(1, 1))
+    run = Run(trained, log, settings, plan, State.at(trained.vector()), 16_384)
+    step = rows_of(run, plan.updates[0])
+    known = known_at(run, plan.updates[0], run.begin.weights)
+    given = [inputs_of(run, chunk) for chunk in chunks_of(run, step)]
+
+    def bare() -> None:
+        with trained.differentiable():
+            for inputs in given:
+                logits = model(**inputs).logits.flatten(0, 1)
+                torch.nn.functional.cross_entropy(
+                    logits.float(), inputs["input_ids"].flatten()[-len(logits) :]
+                ).backward()
+        model.zero_grad()
+
+    seconds = bench.timed({"ours": lambda: gradient_of(run, step, known), "bare": bare})
+    n_tokens = sum(inputs["input_ids"].numel() for inputs in given)
+    bench.keep("replay", {
+        "d_model": d_model, "blocks": n_blocks, "tokens": n_tokens, "ms": seconds["ours"] * 1e3,
+        "share_of_bare_step": seconds["bare"] / seconds["ours"],
+    })  # fmt: skip
+
+
+def end_to_end(bench: Bench) -> None:
+    """The device first. Trainings part within some hundred steps: compare what is measured, not single features."""
+    from tsae.run import analyze_run
+
+    found: dict[str, dict[str, float]] = {}
+    for device in dict.fromkeys([bench.device, "cpu"]):
+        with tempfile.TemporaryDirectory() as folder:
+            config = tsae.RunConfig(
+                testbed.mixed_run(), to=Path(folder) / "out", base=str(testbed.series().base.path), device=device,
+                tokens=8_000 if bench.scale == "tiny" else 1_000_000,
+                training_tokens=4_000 if bench.scale == "tiny" else 250_000,
+            )  # fmt: skip
+            begin = time.perf_counter()
+            diff = analyze_run(config, progress=False)
+            seconds = time.perf_counter() - begin
+            readers = tsae.FeatureTable.load(config.to / "features").info["readers"]
+            tables = {"behaviours": diff.behaviours}
+            if (config.to / "attribution" / "attribution.json").is_file():
+                tables["targets"] = tsae.Attribution.load(config.to / "attribution").targets
+            numbers = {f"{reader['id']} {name}": float(reader[name]) for reader in readers for name in ("fve", "l0")}
+            for name, table in tables.items():
+                for column, values in table.select_dtypes("number").fillna(0).items():
+                    numbers |= {f"{name} {column} {i}": float(value) for i, value in enumerate(values)}
+            found[device] = numbers
+            first = found[bench.device]
+            far = max(
+                (abs(numbers[name] - first[name]) / max(abs(numbers[name]), abs(first[name]), 1e-3), name)
+                for name in numbers.keys() & first.keys()
+            )
+            bench.keep("end_to_end", {
+                "device": device, "s": seconds, "fve": f"{readers[0]['fve']:.4f}", "l0": readers[0]["l0"],
+                "features_compared": len(diff.shifts), "numbers": len(numbers),
+                "largest_difference": f"{far[0]:.2g} of {far[1]}",
+            })  # fmt: skip
+
+
 _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
@@ -325,6 +473,11 @@ _SAYS = {
     "variants": "A training step with one decision taken otherwise.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
+    "causal": "Generation with eight features edited at every token, against generation alone, of the same model.",
+    "replay": "The gradient of a step of the shipped mixed run as attribution replays it, in float32, against forward "
+    "and backward pass of the same batches.",
+    "end_to_end": "`tsae run` on the shipped mixed run, with a short training of the SAE. The largest difference is "
+    "from the first row, as a share of the number.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
 }
 
@@ -335,7 +488,7 @@ def tables(found: dict[str, list[Row]]) -> str:
     for part, rows in found.items():
         names = list(rows[0])
         heads = " | ".join(name.replace("_", " ") for name in names)
-        lines += ["", f"## {part.capitalize()}", "", _SAYS[part], "", f"| {heads} |"]
+        lines += ["", f"## {part.replace('_', ' ').capitalize()}", "", _SAYS[part], "", f"| {heads} |"]
         lines.append("| --- " * len(names) + "|")
         lines += [f"| {' | '.join(_shown(row[name], name) for name in names)} |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -55,19 +55,22 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
 
     def bench(title: str, seconds: int, *options: str) -> Part:
         common = ("--device", device, "--scale", scale, "--rows", str(rows), "--seconds", str(seconds // 6))
-        return Part(title, seconds, ("scripts/bench_gpu.py", "--parts", *options, *common))
+        return Part(title, seconds, ("scripts/bench_gpu.py", *common, "--parts", *options))
 
     half = ("--precisions", "bfloat16")
     # -v: of a run that is cut off, too, the log says which tests passed
     tests = ("-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "tests/app/test_gpu.py")
     return [
-        Part("Tests", 90, tests),
+        Part("Tests", 80, tests),
         bench("Training step in bfloat16", 100, "train", *half, *sizes),
         bench("Profile of a training step", 45, "profile", *half, *large),
-        bench("Training step in float32", 45, "train", "--precisions", "float32", *large),
-        bench("Capture", 70, "capture", "--rounds", "3", *large),
-        bench("Encoding", 60, "encode", "--rounds", "2", *large),
-        bench("Variants of a training step", 60, "variants", *half, *large),
+        bench("Training step in float32", 35, "train", "--precisions", "float32", *large),
+        bench("Capture", 60, "capture", "--rounds", "3", *large),
+        bench("Encoding", 40, "encode", "--rounds", "2", *large),
+        bench("Causal generation", 20, "causal", "--rounds", "2", *(sizes[:2])),
+        bench("Replay", 20, "replay", "--rounds", "3"),
+        bench("End to end", 60, "end_to_end"),
+        bench("Variants of a training step", 25, "variants", *half, *large),
     ]
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU can tell, within the minutes that there are: its tests, then the benches in the order of their worth.
 #
-#     scripts/gpu_suite.sh --wheels                         # once, with network: puts nine wheels into .wheels/
+#     scripts/gpu_suite.sh --wheels                         # once, with network: puts twelve wheels into .wheels/
 #     scripts/gpu_suite.sh --minutes 8 --out runs/gpu       # on the machine with the GPU; needs no network
 #     scripts/gpu_suite.sh --minutes 8 --tiny --device cpu  # a rehearsal without a GPU
 #
@@ -20,7 +20,7 @@ if [ "${1:-}" = --wheels ]; then
     pinned="$(mktemp)"
     trap 'rm -f "$pinned"' EXIT
     for name in tyro docstring-parser typeguard typing-extensions pydantic pydantic-core annotated-types typing-inspection \
-        xxhash; do
+        xxhash threadpoolctl plotly narwhals; do
         sed -n "/^$name==/,/[^\\\\]\$/p" requirements.lock # a version with the hashes of its files
     done > "$pinned"
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --require-hashes \

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 _BARE = '''"""What a bare machine lacks; and a bench that fails."""
 import sys
 
-MISSING = "sae_lens transformer_lens plotly datasets trl ray s3fs threadpoolctl".split()
+MISSING = "sae_lens transformer_lens datasets trl ray s3fs math_verify".split()
 
 
 class Lacks:
@@ -50,6 +50,9 @@ def test_it_runs_on_a_bare_machine_and_a_bench_that_fails_costs_no_other(tmp_pat
         ("Profile of a training step", "profile", "ms"),
         ("Training step in float32", "train", "tokens_per_s"),
         ("Encoding", "encode", "tokens_per_s"),
+        ("Causal generation", "causal", "tokens_per_s"),
+        ("Replay", "replay", "ms"),
+        ("End to end", "end_to_end", "s"),
         ("Variants of a training step", "variants", "ms"),
     ):
         shown = [row for row in rows if row["part"] == part and f"| {row[figure]:,.1f} |" in sections[title]]
