@@ -6,6 +6,7 @@ Where there is none, a stand-in shows at least that no tensor meets one of the o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pandas as pd
 import pytest
 import torch
 from organism.mixed import MixedConfig, train
+from safetensors.torch import load_file, save_file
 
 import tsae
 from support.builders import make_rollouts, save_base_and_run
 from support.stand_in import stand_in_gpu
+from tsae.causal.edits import FeatureEdit
+from tsae.checkpoints.hooks import rewritten
 from tsae.checkpoints.loading import Checkpoint
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.problems import Problem
@@ -86,14 +90,24 @@ def test_capture_training_and_encoding(world: dict[str, Any]) -> None:
         )
     for mine, theirs in zip(*(store.shards() for store in stores.values()), strict=True):
         np.testing.assert_allclose(mine.read(SITE, slice(None)), theirs.read(SITE, slice(None)), atol=1e-3)
-        np.testing.assert_allclose(mine.entropy, theirs.entropy, atol=1e-3, equal_nan=True)
+        np.testing.assert_allclose(mine.norms(SITE), theirs.norms(SITE), rtol=1e-4)
+        own = np.linalg.norm(mine.read(SITE, slice(None)), axis=1)
+        np.testing.assert_allclose(mine.norms(SITE), own, rtol=1e-5)
+        np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
+        for name in ("entropy", "logprob"):
+            np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), atol=1e-3, equal_nan=True)
     store, training = stores["here"], tsae.TrainingConfig(tokens=8_000, batch_tokens=200, device="cuda")
     sae = tsae.train(store, tsae.SAEConfig(d_sae=64, k=4), training=training, progress=False)
     assert tsae.evaluate(sae.to("cpu"), store).as_dict() is not None
-    here = tsae.encode(sae, store, device="cpu", progress=False).codes[:].toarray()
+    on_cpu = tsae.encode(sae, store, device="cpu", progress=False)
+    here = on_cpu.codes[:].toarray()
     live = tsae.LiveSource(world["series"], world["rollouts"], SITE, config=tsae.LiveConfig(device="cuda"))
     for source in (store, live):
-        there = tsae.encode(sae, source, device="cuda", progress=False).codes[:].toarray()
+        on_gpu = tsae.encode(sae, source, device="cuda", progress=False)
+        there = on_gpu.codes[:].toarray()
+        for mine, theirs in zip(on_gpu.info["readers"], on_cpu.info["readers"], strict=True):
+            assert mine["n_tokens"] == theirs["n_tokens"]
+            assert [mine[name] for name in ("fve", "l0")] == pytest.approx([theirs["fve"], theirs["l0"]], rel=1e-2)
         # Last bits differ, and a code at the threshold may be there on one device alone.
         sure = np.abs(np.maximum(there, here) - sae.threshold.item()) > 1e-2
         assert sure.mean() > 0.99
@@ -108,6 +122,40 @@ def test_sampling(llama: Path) -> None:
         for config in (cold, tsae.SamplingConfig(**{**cold.__dict__, "device": "cuda"}))
     ]
     assert found[0] == found[1]
+
+
+def test_what_a_gpu_cannot_store_is_said_with_its_trajectory(world: dict[str, Any], tmp_path: Path) -> None:
+    broken = save_base_and_run(tmp_path / "series", Path(world["series"].base.path))
+    file = broken / "base" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][:, 0] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    config, to = tsae.CaptureConfig(device="cuda"), tmp_path / "store"
+    with pytest.raises(tsae.TsaeError, match=r"are not finite while reader base reads trajectory \d+ \(problem"):
+        tsae.capture(
+            tsae.CheckpointSeries.load(broken), world["rollouts"], [SITE], to=to, config=config, progress=False
+        )
+    assert not list(to.glob("base/*"))
+
+
+@pytest.mark.parametrize("mode", ["ablate", "steer"])
+def test_generation_with_edited_features(llama: Path, mode: Any) -> None:
+    checkpoint, found = Checkpoint("base", str(llama)), {}
+    ids = torch.tensor([[18, 16, 3, 10, 4], [16, 5, 11, 6, 12]])
+    for device in ("cuda", "cpu"):
+        model, generator = checkpoint.load_model(device=device), torch.Generator().manual_seed(0)
+        sae = tsae.TemporalSAE(16, tsae.SAEConfig(d_sae=64, k=4), site=SITE)
+        sae.initialize(torch.zeros(16), generator)
+        edit = FeatureEdit(sae.to(device), (1, 5, 9), mode, (2.0, 1.0, 3.0))
+        around = edit.hook(lambda model: partial(rewritten, model), "all", ())
+        prompt, mask = ids.to(device), (ids != 18).long().to(device)
+        with torch.no_grad(), around(model, prompt, mask):
+            made = model.generate(
+                input_ids=prompt, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=18,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        found[device] = made.sequences.cpu(), torch.stack(made.logits).cpu()
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-3, rtol=1e-3)
 
 
 def test_attribution(tmp_path: Path) -> None:
