@@ -144,6 +144,7 @@ class Windows:
             raise TsaeError(what, where="TrainingConfig", fix=fix)
         self.store, self.site, self.window, self.partner, self.seed = store, site, window, partner, seed
         self.max_norm = max_norm
+        self.pinned = False  # whether batches lie in memory that a GPU copies from by itself
         self.d_model = store.d_model(site)
         self.shards = list(store.shards())
         kept = kept_problems(store, held_out) & store.rows
@@ -297,9 +298,13 @@ class Windows:
         memory = Reused(2 * (_AHEAD + 2))
         with ThreadPoolExecutor(_THREADS) as threads:
 
+            def gather(rows: Rows) -> torch.Tensor:
+                x = self._gather(rows, memory)
+                return x.pin_memory() if self.pinned else x
+
             def begin(plan: _Plan) -> tuple[_Plan, list[Future[torch.Tensor]]]:
                 read = [plan.x] if plan.others is None else [plan.x, plan.others]
-                return plan, [threads.submit(self._gather, rows, memory) for rows in read]
+                return plan, [threads.submit(gather, rows) for rows in read]
 
             ahead = deque(map(begin, islice(due, _AHEAD)))
             while ahead:

@@ -49,6 +49,7 @@ class Trainer:
     ) -> None:
         self.windows, self.config, self.training = windows, config, training
         self.processes, self.device = processes, processes.device
+        windows.pinned = torch.cuda.is_available() and torch.device(self.device).type == "cuda"
         self.n_steps = training.tokens // training.batch_tokens
         self.steps = self.epoch = self.next_batch = 0
         # Computed now: a live source holds these tokens only at the start. `finish` may need them.
@@ -156,7 +157,7 @@ class Trainer:
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """(n, d_model) tokens as the SAE takes them in training: about the centre, of mean norm √d_model."""
-        return (x.to(self.device).float() - self.centre).mul_(self.scale)
+        return (x.to(self.device, non_blocking=True).float() - self.centre).mul_(self.scale)
 
     def _schedule(self, step: int) -> float:
         """Share of the full learning rate: up, level, down."""
