@@ -198,33 +198,17 @@ TEXTS = 20
 
 def target_table(split: Shares, flag: float) -> pd.DataFrame:
     remainder = split.remainder / np.where(split.realised == 0, np.nan, split.realised)
-    return pd.DataFrame(
-        {
-            "target": split.targets,
-            "before": split.before,
-            "after": split.after,
-            "realised": split.realised,
-            "predicted": split.predicted,
-            "decay": split.decay,
-            "remainder": remainder,
-            "flagged": ~(np.abs(remainder) <= flag),
-        }
-    )
+    kept = {name: getattr(split, name) for name in ("before", "after", "realised", "predicted", "decay")}
+    flagged = ~(np.abs(remainder) <= flag)
+    return pd.DataFrame({"target": split.targets, **kept, "remainder": remainder, "flagged": flagged})
 
 
 def sample_table(split: Shares) -> pd.DataFrame:
     """(n · n_targets) rows."""
     n, names = len(split.rows), split.targets
-    return pd.DataFrame(
-        {
-            "trajectory": np.repeat(split.rows, len(names)),
-            "step": np.repeat(split.steps, len(names)),
-            "target": np.tile(names, n),
-            "share": split.shares.ravel(),
-            "policy": split.policy.ravel(),
-            "kl": split.kl.ravel(),
-        }
-    )
+    keys = {"trajectory": np.repeat(split.rows, len(names)), "step": np.repeat(split.steps, len(names))}
+    shares = {"share": split.shares.ravel(), "policy": split.policy.ravel(), "kl": split.kl.ravel()}
+    return pd.DataFrame({**keys, "target": np.tile(names, n), **shares})
 
 
 def share_of_rows(split: Shares, n: int) -> np.ndarray:
@@ -278,13 +262,8 @@ def group_table(
     for name, (kind, mask) in kinds.items():
         without, how = found.get(("without", name), (nothing, ""))
         alone = found.get(("alone", name), (nothing, ""))[0]
-        columns = {
-            "share": split.shares[mask[split.rows]].sum(0),
-            "without": without,
-            "effect": whole.get(how, nothing) - without,
-            "alone": alone,
-            "how": how,
-        }
-        first = {"kind": kind, "group": name, "n": int(mask.sum()), "target": split.targets}
-        tables.append(pd.DataFrame({**first, **columns}))
+        keys = {"kind": kind, "group": name, "n": int(mask.sum()), "target": split.targets}
+        share, effect = split.shares[mask[split.rows]].sum(0), whole.get(how, nothing) - without
+        columns = {"share": share, "without": without, "effect": effect, "alone": alone, "how": how}
+        tables.append(pd.DataFrame({**keys, **columns}))
     return pd.concat(tables, ignore_index=True)[names] if tables else pd.DataFrame(columns=names)

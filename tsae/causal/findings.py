@@ -7,7 +7,6 @@ into the base (do they bring it about alone?). Where a run raised none, those th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -122,6 +121,32 @@ def causal_tests(
         seed=seed + 1,
         device=device,
     )
+
+    def made_of(test: Planned) -> Intervention:
+        direction: torch.Tensor | None = None
+        with suppress(TsaeError):  # A log may have no responses of the base: there is no such control.
+            direction = mean_difference(store, sae.site, test.has, test.lacks, sae=sae)
+        transplants = test.mode == "transplant"
+        settings = InterventionConfig(
+            mode=test.mode,
+            amount=config.amount,
+            tokens="all" if transplants else "predicting",
+            n_random=config.n_random,
+            sampling=sampling,
+        )
+        return intervene(
+            series[test.has if test.mode == "ablate" else test.lacks],
+            sae,
+            features,
+            test.features,
+            settings,
+            problems=_some(rollouts, config.problems),
+            verify=verify,
+            direction=direction,
+            donor=series[test.has] if transplants else None,
+            progress=progress,
+        )
+
     began, slowest, why = time.monotonic(), 0.0, ""
     made: list[Intervention] = []
     for test in plan:
@@ -131,7 +156,7 @@ def causal_tests(
                 why = f"the others did not fit into {minutes:g} minutes; the same command makes them"
                 break
             try:
-                found = _made(test, series, sae, store, features, config, sampling, verify, progress)
+                found = made_of(test)
             except TsaeError as error:
                 why = f"{test.name}: {error.what}"
                 continue
@@ -141,41 +166,6 @@ def causal_tests(
             slowest = max(slowest, time.monotonic() - start)
         made.append(Intervention.load(folder))
     return Tested(tuple(made), len(plan), why)
-
-
-def _made(
-    test: Planned,
-    series: CheckpointSeries,
-    sae: TemporalSAE,
-    store: ActivationStore,
-    features: FeatureTable,
-    config: CausalConfig,
-    sampling: SamplingConfig,
-    verify: Callable[[str, str], bool] | None,
-    progress: bool,
-) -> Intervention:
-    direction: torch.Tensor | None = None
-    with suppress(TsaeError):  # A log may have no responses of the base: there is no such control.
-        direction = mean_difference(store, sae.site, test.has, test.lacks, sae=sae)
-    settings = InterventionConfig(
-        mode=test.mode,
-        amount=config.amount,
-        tokens="all" if test.mode == "transplant" else "predicting",
-        n_random=config.n_random,
-        sampling=sampling,
-    )
-    return intervene(
-        series[test.has if test.mode == "ablate" else test.lacks],
-        sae,
-        features,
-        test.features,
-        settings,
-        problems=_some(features.rollouts, config.problems),
-        verify=verify,
-        direction=direction,
-        donor=series[test.has] if test.mode == "transplant" else None,
-        progress=progress,
-    )
 
 
 def _some(rollouts: Rollouts, n: int) -> Rollouts:

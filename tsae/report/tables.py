@@ -136,9 +136,18 @@ def readers(diff: FeatureDiff) -> Table:
         ]
         for r in gates(diff).readers
     ]
-    head = ["reader", "run", "step", "trained on", "tokens", "left out"]
-    head += ["variance explained", "active per token", "gate"]
-    return Table("Reconstruction per reader", head, rows, 4)
+    head = [
+        "reader",
+        "run",
+        "step",
+        "trained on",
+        "tokens",
+        "left out",
+        "variance explained",
+        "active per token",
+        "gate",
+    ]
+    return Table("Reconstruction per reader", [*head, "gate"], rows, 4)
 
 
 def problems_by_step(diff: FeatureDiff) -> Table | None:
@@ -268,16 +277,8 @@ def outcome_counts(diff: FeatureDiff) -> Table | None:
         ]
         for c in contrasts(diff, kind="outcome")
     ]
-    head = [
-        "reader",
-        "band",
-        "problems with both outcomes",
-        "left out",
-        "features tested",
-        "differ so",
-        "null",
-        "at all",
-    ]
+    head = ["reader", "band", "problems with both outcomes", "left out"]
+    head += ["features tested", "differ so", "null", "at all"]
     caption = f"Success − failure within problem: features that differ by {facts.least_text(diff)}"
     return Table(caption, head, rows, 2) if rows else None
 
@@ -340,9 +341,8 @@ def insertion(table: pd.DataFrame | None, strings: Mapping[str, str]) -> Table |
         ]
         for r in facts.records(table)
     ]
-    return Table(
-        "Top tokens inserted elsewhere", ["reader", "feature", "tokens", "kept", "control", "verdict"], rows, 3
-    )
+    head = ["reader", "feature", "tokens", "kept", "control", "verdict"]
+    return Table("Top tokens inserted elsewhere", head, rows, 3)
 
 
 def baselines(table: pd.DataFrame | None) -> Table | None:
@@ -438,12 +438,8 @@ def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
     for test in tests:
         if "donor" not in test:
             continue
-        ablated = [
-            other
-            for other in tests
-            if other["mode"] == "ablate"
-            and (other["checkpoint"], other["features"]) == (test["donor"], test["features"])
-        ]
+        same = ("ablate", test["donor"], test["features"])
+        ablated = [other for other in tests if (other["mode"], other["checkpoint"], other["features"]) == same]
         into = {(row["condition"], row["behaviour"]): row for row in test["changes"]}
         undone = {(row["condition"], row["behaviour"]): row for other in ablated for row in other["changes"]}
         # A behaviour that few responses allow to be measured may be unknown of some conditions.

@@ -51,8 +51,7 @@ def behaviour_text(table: pd.DataFrame) -> str:
     """One line a checkpoint: every behaviour of `behaviour_table` by band, with 95 % intervals."""
     bands = [band for band in facts.BANDS if (table.band == band).any()] or ["all"]
     lines = ["Behaviour on each band (mean over problems, interval; ↑ ↓ where the paired change is clear)"]
-    if ((table.n_paired > 0) & (table.n_paired < FEWEST)).any():
-        lines[0] += f"\n  ?: too few problems to say whether it changed ({FEWEST} are needed)"
+    lines += _few(table)
     for behaviour in table.behaviour.unique():
         lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>24}" for band in bands))
         for policy in table.policy.unique():
@@ -64,11 +63,16 @@ def behaviour_text(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def _few(table: pd.DataFrame) -> list[str]:
+    """What a question mark means, where there is one."""
+    few = ((table.n_paired > 0) & (table.n_paired < FEWEST)).any()
+    return [f"  ?: too few problems to say whether it changed ({FEWEST} are needed)"] if few else []
+
+
 def format_text(table: pd.DataFrame) -> str:
     """One line a policy and band of `format_table`."""
     lines = ["Formats (entropy in bits, interval; ↑ ↓ where its paired change is clear; the most frequent format)"]
-    if ((table.n_paired > 0) & (table.n_paired < FEWEST)).any():
-        lines[0] += f"\n  ?: too few problems to say whether it changed ({FEWEST} are needed)"
+    lines += _few(table)
     for row in table.to_dict("records"):
         ends = "" if pd.isna(row["low"]) else f" [{row['low']:.2f}, {row['high']:.2f}]"
         lines.append(

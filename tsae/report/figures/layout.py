@@ -72,11 +72,10 @@ def dots(marks: Sequence[Mark], style: tuple[str, str], *, size: int = 8, up: fl
     return go.Scatter(
         x=[value for value, _, _ in points],
         y=[mark.row + up for mark in marks],
-        mode="markers",
         marker={"color": colour, "symbol": symbol, "size": size},
         error_x=whiskers(points, colour),
         text=[mark.hover for mark in marks],
-        **HOVER | trace,
+        **HOVER | {"mode": "markers"} | trace,
     )
 
 

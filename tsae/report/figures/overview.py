@@ -20,11 +20,12 @@ from tsae.report.figures.layout import (
     LOWERED,
     NEUTRAL,
     RAISED,
+    Mark,
+    dots,
     finish,
     label_rows,
     panels,
     vertical_zero,
-    whiskers,
     x_title,
 )
 from tsae.report.story import facts
@@ -140,21 +141,17 @@ def _behaviours(
             (diff.base, before, "markers", "circle-open", 9, NEUTRAL),
             (run, after, "markers+text", "circle", 10, colour),
         ):
-            mark = go.Scatter(
-                x=[100 * point["mean"]],
-                y=[y],
-                mode=mode,
-                text=[f"  {percent(point['mean'])}  "],
-                textposition=f"middle {side}",
-                textfont={"size": 11},
-                marker={"symbol": symbol, "size": size, "color": ink, "line": {"width": 2, "color": ink}},
-                error_x=whiskers([tuple(100 * point[side] for side in ("mean", "low", "high"))], ink),
-                hovertemplate=(
-                    f"{figure_text(who)}<br>{figure_text(label)}: {percent(point['mean'])} % "
-                    f"[{percent(point['low'])}, {percent(point['high'])}]<br>"
-                    f"{int(point['n_problems'])} problems<extra></extra>"
-                ),
+            hover = (
+                f"{figure_text(who)}<br>{figure_text(label)}: {percent(point['mean'])} % "
+                f"[{percent(point['low'])}, {percent(point['high'])}]<br>{int(point['n_problems'])} problems"
             )
+            ends = tuple(100 * point[end] for end in ("mean", "low", "high"))
+            mark = dots([Mark(y, ends, "")], (ink, symbol), size=size, mode=mode)
+            mark.marker.line = {"width": 2, "color": ink}
+            mark.update(
+                text=[f"  {percent(point['mean'])}  "], textposition=f"middle {side}", textfont={"size": 11},
+                hovertemplate=f"{hover}<extra></extra>",
+            )  # fmt: skip
             figure.add_trace(mark, **cell)
     # Room for the number beside a mark at either end; fit.js keeps it in pixels.
     figure.update_layout(meta={**figure.layout.meta, "pad": 48})
@@ -189,17 +186,17 @@ def _strip(figure: go.Figure, classes: Sequence[str], moved: pd.DataFrame, cell:
         offset = np.array([0.0, 0.22, -0.22, 0.11, -0.11])[np.arange(len(mine)) % 5]
         parts.append(mine.assign(height=y + offset))
         counts += [(y, sign, n) for sign in (-1, 1) if (n := int((np.sign(mine.delta) == sign).sum()))]
-    dots = pd.concat(parts)
+    shown = pd.concat(parts)
     points = go.Scatter(
-        x=dots.delta.tolist(),
-        y=dots.height.tolist(),
+        x=shown.delta.tolist(),
+        y=shown.height.tolist(),
         mode="markers",
-        marker={"size": 7, "color": list(map(_colour, dots.delta)), "opacity": 0.62, "line": {"width": 0}},
+        marker={"size": 7, "color": list(map(_colour, shown.delta)), "opacity": 0.62, "line": {"width": 0}},
         text=[
             f"feature {r.feature}<br>{figure_text(f'{r.responds_to}, {100 * r.share:.0f} % of its activation')}<br>"
             f"{number(r.reference)} → {number(r.mean)}, shift {number(r.difference, sign=True)} "
             f"[{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>Δ {facts.effect_text(r)}"
-            for r in facts.records(dots)
+            for r in facts.records(shown)
         ],
         **HOVER,
     )
@@ -222,23 +219,14 @@ def _colour(delta: float) -> str:
 def _forest(figure: go.Figure, features: Sequence[int], moved: pd.DataFrame, cell: dict[str, int]) -> None:
     """A mark with its interval for every feature."""
     for y, feature in enumerate(features):
-        if feature not in moved.index:
-            continue
-        record = facts.record(moved, feature)
-        point = facts.standardised(record)
-        colour = _colour(point[0])
-        mark = go.Scatter(
-            x=[point[0]],
-            y=[y],
-            mode="markers",
-            marker={"size": 9, "color": colour},
-            error_x=whiskers([point], colour),
-            hovertemplate=(
+        if feature in moved.index:
+            record = facts.record(moved, feature)
+            hover = (
                 f"feature {feature}<br>{figure_text(record.responds_to)}<br>"
-                f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}<extra></extra>"
-            ),
-        )
-        figure.add_trace(mark, **cell)
+                f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}"
+            )
+            point = facts.standardised(record)
+            figure.add_trace(dots([Mark(y, point, hover)], (_colour(point[0]), "circle"), size=9), **cell)
     vertical_zero(figure, **cell)
 
 
