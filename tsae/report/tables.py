@@ -136,18 +136,9 @@ def readers(diff: FeatureDiff) -> Table:
         ]
         for r in gates(diff).readers
     ]
-    head = [
-        "reader",
-        "run",
-        "step",
-        "trained on",
-        "tokens",
-        "left out",
-        "variance explained",
-        "active per token",
-        "gate",
-    ]
-    return Table("Reconstruction per reader", [*head, "gate"], rows, 4)
+    head = ["reader", "run", "step", "trained on", "tokens", "left out"]
+    head += ["variance explained", "active per token", "gate"]
+    return Table("Reconstruction per reader", head, rows, 4)
 
 
 def problems_by_step(diff: FeatureDiff) -> Table | None:
