@@ -32,7 +32,7 @@ import tyro
 
 import tsae
 from tsae.base.artefact import versions
-from tsae.base.files import write_json
+from tsae.base.files import read_object, write_json
 from tsae.checkpoints.drift import Update, update_of
 from tsae.config import DemoConfig
 from tsae.diff.comparisons import Rows, comparisons, shift_comparisons
@@ -40,7 +40,6 @@ from tsae.diff.effects import Contrast, draw, null_counts
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import read_problems
 from tsae.rollouts.rewards import find_verifier
-from tsae.stamps import claim
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 SHARES = (0.01, 0.1, 1.0)
@@ -194,7 +193,10 @@ def changed_weights(options: CheckNull) -> dict[str, Any]:
     """What noise in the weights moves, beside what training did."""
     stamp = {name: getattr(options, name) for name in ("seed", "samples", "sae")}
     stamp |= {"problems": options.problems or LEVEL, "versions": versions()}
-    claim(options.to, "weights.json", {name: str(value) for name, value in stamp.items()}, "a check")
+    asked, record = {name: str(value) for name, value in stamp.items()}, options.to / "weights.json"
+    if record.is_file() and read_object(record, "Remove it.") != asked:
+        raise TsaeError("holds a check of other settings or versions", where=options.to, fix="Give another --to.")
+    write_json(record, asked)
     series = tsae.testbed.series().final()
     sae, features = testbed_features(options, series)
     config = replace(options.config, seed=options.seed, bands=())

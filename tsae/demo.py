@@ -6,12 +6,13 @@ called hard. Samples are attributed of a fourth run, on problems of all levels, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import tsae
+from tsae.activations.config import CaptureConfig
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_kinds import other_problems
@@ -19,12 +20,22 @@ from tsae.base.artefact import versions
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
-from tsae.pipeline import Choice, analyse
+from tsae.pipeline import (
+    Choice,
+    attribution_stage,
+    capture_stage,
+    diff_stage,
+    encoding_stage,
+    evaluation_stage,
+    fingerprints,
+    last_stages,
+    training_stage,
+)
 from tsae.report.attribution import attribution_text
 from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import claim
+from tsae.stages import RunRecord, Stage, carry_out
 from tsae.testbed import eval_problems, mixed_run, verify
 from tsae.testbed import series as shipped_series
 from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
@@ -42,30 +53,48 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     """
     config = config or DemoConfig()
     to = config.to
-    claim(to, "demo.json", {"demo": {**asdict(config), "to": None}, "versions": versions()}, "a demo")
+    record = RunRecord(to, "demo.json", {"demo": {**asdict(config), "to": None}, "versions": versions()}, "a demo")
     series = shipped_series().final()
-    rollouts = demo_rollouts(config, progress=progress)
-    print(f"{rollouts}\n  read by {', '.join(c.id for c in series)}")
-    diff, evaluation = analyse(
-        series,
-        rollouts,
-        to,
-        choose=lambda store: Choice(config.sae, replace(config.training, seed=config.seed)),
-        diffing=tsae.DiffConfig(seed=config.seed),
-        annotator=token_classes,
-        families=FAMILIES,
-        steps=demo_steps(config, rollouts, progress=progress) if config.steps else None,
-        attribute=(lambda sae, diff: _attributed(config, sae, progress)) if config.attribute else None,
-        check=right_steps,
-        title="What easy, medium and hard training did to an arithmetic model",
-        progress=progress,
-    )
-    print_findings(diff, evaluation)
+    found = carry_out(demo_stages(config, progress=progress), record, lambda *_, **__: None, print)
+    print(f"{found['rollouts']}\n  read by {', '.join(c.id for c in series)}")
+    print_findings(found["diff"], found["evaluation"])
     if config.attribute:
         print(f"\n{attribution_text(Attribution.load(to / 'attribution'), _SHOWN)}")
     report = to / "report.html"
     print(f"\nReport: {report.resolve()}")
     return report
+
+
+def demo_stages(config: DemoConfig, *, progress: bool = True) -> list[Stage]:
+    """The stages of the demo."""
+    to, series = config.to, shipped_series().final()
+    asked = {name: getattr(config, name) for name in ("problems", "samples", "band_samples", "seed")}
+    choice = Choice(config.sae, replace(config.training, seed=config.seed))
+    attributing = attribution_stage(to, asked, lambda sae, diff: _attributed(config, sae, progress), lambda diff: None)
+    return [
+        Stage(
+            "rollouts", "rollouts.parquet", asked, lambda: demo_rollouts(config, progress=progress),
+            lambda: Rollouts.read(to / "rollouts.parquet"),
+            fingerprint=fingerprints,
+        ),
+        capture_stage(to, series, progress=progress),
+        training_stage(
+            to, lambda _: choice, {"sae": asdict(choice.sae), "training": asdict(choice.training)}, progress=progress
+        ),
+        evaluation_stage(to),
+        encoding_stage(to, progress=progress),
+        *(_steps_stages(config, asked, progress) if config.steps else []),
+        diff_stage(
+            to, series, tsae.DiffConfig(seed=config.seed), annotator=token_classes, families=FAMILIES,
+            steps=config.steps,
+            progress=progress,
+        ),
+        *([attributing] if config.attribute else []),
+        *last_stages(
+            to, ["attribution"] if config.attribute else [], check=right_steps,
+            title="What easy, medium and hard training did to an arithmetic model",
+        ),
+    ]  # fmt: skip
 
 
 def _attributed(config: DemoConfig, sae: TemporalSAE, progress: bool) -> Attribution:
@@ -96,18 +125,30 @@ def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
     return rollouts
 
 
-def demo_steps(config: DemoConfig, rollouts: Rollouts, *, progress: bool = True) -> tuple[CheckpointSeries, Rollouts]:
-    """All shipped checkpoints, and the demo's rollouts together with as many of every earlier step."""
-    series, path = shipped_series(), config.to / "steps" / "rollouts.parquet"
-    if path.is_file():
-        return series, tsae.Rollouts.read(path)
-    earlier = [checkpoint for checkpoint in series if checkpoint.id not in rollouts.policies]
-    sampled = with_behaviours(_sampled(earlier, config, progress))
-    band = dict(zip(*(rollouts.table[name].to_pylist() for name in ("problem_id", "band")), strict=True))
-    sampled = sampled.with_column("band", [band[id] for id in sampled.table["problem_id"].to_pylist()])
-    together = tsae.Rollouts.concat([rollouts, sampled])
-    together.write(path)
-    return series, together
+def _steps_stages(config: DemoConfig, asked: Mapping[str, Any], progress: bool) -> list[Stage]:
+    """All shipped checkpoints, each on its own responses, with the entropy of its predictions."""
+    path, series = config.to / "steps" / "rollouts.parquet", shipped_series()
+
+    def sample(rollouts: Rollouts) -> Rollouts:
+        earlier = [checkpoint for checkpoint in series if checkpoint.id not in rollouts.policies]
+        sampled = with_behaviours(_sampled(earlier, config, progress))
+        band = dict(zip(*(rollouts.table[name].to_pylist() for name in ("problem_id", "band")), strict=True))
+        sampled = sampled.with_column("band", [band[id] for id in sampled.table["problem_id"].to_pylist()])
+        together = tsae.Rollouts.concat([rollouts, sampled])
+        together.write(path)
+        return together
+
+    return [
+        Stage(
+            "steps/rollouts", "steps/rollouts.parquet", dict(asked), sample, lambda _: Rollouts.read(path),
+            ("rollouts",), fingerprint=fingerprints,
+        ),
+        capture_stage(
+            config.to, series, config=CaptureConfig(plan="own", token_statistics=True), within="steps/",
+            progress=progress,
+        ),
+        encoding_stage(config.to, within="steps/", progress=progress),
+    ]  # fmt: skip
 
 
 def _sampled(checkpoints: Iterable[Checkpoint], config: DemoConfig, progress: bool, **changes: Any) -> Rollouts:

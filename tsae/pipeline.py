@@ -1,26 +1,27 @@
-"""The stages that `tsae demo` and `tsae run` share, from rollouts to the report: each writes a folder of its own.
+"""The stages that `tsae demo` and `tsae run` share, from rollouts to the report: each function here gives one.
 
-A stage writes its last file when it is finished; a later call then reads that stage from disk. Capture and training
-resume where they were interrupted, the other stages start again.
+A stage writes its manifest, or its file, when it is finished. Capture, training and encoding resume where they were
+interrupted; the other stages start again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tsae
 from tsae.activations.config import CaptureConfig
+from tsae.activations.manifest import check_store
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.artefact import is_whole, read_manifest
-from tsae.base.files import read_object, write_json
+from tsae.base.artefact import is_whole, manifest_of
 from tsae.base.output_lock import output_lock
-from tsae.causal.findings import Tested
+from tsae.causal.findings import Tested, planned_tests
+from tsae.causal.intervention import Intervention, folders_of_tests
+from tsae.checkpoints.loading import weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import token_strings
 from tsae.claims.evidence import StepCheck, attribution_in
@@ -36,27 +37,11 @@ from tsae.features.feature_table import FeatureTable
 from tsae.report.attribution import statement
 from tsae.report.claims import expected
 from tsae.report.story.statements import noise_lines
-from tsae.report.text import visible
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.model import SAE, TemporalSAE
+from tsae.sae.model import TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
-
-
-@contextmanager
-def _stage(path: Path) -> Iterator[None]:
-    """Say how a stage that cannot be read is made again by the command of the run.
-
-    Raises:
-        TsaeError: in place of one about this stage.
-    """
-    try:
-        yield
-    except TsaeError as error:
-        if error.where is None or not Path(error.where).is_relative_to(path):
-            raise
-        fix = f"Remove {path}, and give the same command again: it makes what is missing."
-        raise TsaeError(error.what, where=error.where, fix=fix) from error
+from tsae.stages import Stage, before
 
 
 class Choice(NamedTuple):
@@ -68,236 +53,407 @@ class Choice(NamedTuple):
     """What decided its size, in a few words."""
 
 
-class Before(NamedTuple):
-    """What an analysis takes from an earlier one, of the same training when it was shorter (`tsae watch`)."""
-
-    sae: TemporalSAE | None
-    """It is not trained again; None to train one."""
-    trained: dict[str, float | None]
-    """FVE by reader when the SAE was trained."""
-    activations: Path
-    """Folder of a store; its shards are copied where they hold what they are to hold now. It may be missing."""
-    codes: Path
-    """Folder for the codes of every shard (`tsae.encode`); it may be missing."""
-
-
-class Say(Protocol):
-    """Tells of a finished stage: its name, and one line on what it did."""
-
-    def __call__(self, stage: str, line: str, *, made: bool = False) -> None: ...
-
-
-def _silent(stage: str, line: str, *, made: bool = False) -> None:
-    pass
-
-
-class Stages:
-    """Prints one line for each stage, marks stages that an earlier call finished, and keeps the lines in a file."""
-
-    def __init__(self, file: Path, say: Callable[[str], None]) -> None:
-        self.file, self.print = file, say
-        self.before = read_object(file, "Remove it: it only holds what was printed.") if file.is_file() else {}
-        self.lines: dict[str, str] = dict(self.before)
-
-    def say(self, stage: str, line: str, *, made: bool = False) -> None:
-        """Print the line of a stage. With `made`, this call did the work: the line does not say "from disk"."""
-        done = " [from disk]" if stage in self.before and not made else ""
-        # Names come from the log and from folders: they must not control the terminal.
-        self.print(f"{stage + ':':<13}{visible(line)}{done}")
-        self.lines[stage] = line
-        write_json(self.file, self.lines)
-
-
-def analyse(
-    series: CheckpointSeries,
-    rollouts: Rollouts,
+def capture_stage(
     to: Path,
+    series: CheckpointSeries,
+    site: str | None = None,
+    config: CaptureConfig | None = None,
     *,
-    choose: Callable[[ActivationStore], Choice],
-    published: TemporalSAE | None = None,
-    sites: Sequence[str] = (),
-    capturing: CaptureConfig | None = None,
-    diffing: DiffConfig | None = None,
-    annotator: Annotator | None = None,
-    families: Mapping[str, Sequence[str]] | None = None,
-    steps: tuple[CheckpointSeries, Rollouts] | None = None,
-    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution] | None = None,
-    test: Callable[[TemporalSAE, ActivationStore, FeatureTable, FeatureDiff], Tested] | None = None,
-    check: StepCheck | None = None,
-    before: Before | None = None,
-    title: str | None = None,
-    say: Say | None = None,
+    asked: bool = False,
+    within: str = "",
     progress: bool = True,
-) -> tuple[FeatureDiff, Evaluation]:
-    """Capture, train, evaluate, encode, diff and report, all below one folder.
+) -> Stage:
+    """The store: every reader on the rollouts, at one site, by default the middle block.
 
     Args:
+        to: folder of the run.
         series: the readers.
-        rollouts: what they read, with outcomes and, where known, bands.
-        to: folder for activations, sae, evaluation, features, diff and report.html.
-        choose: chooses the SAE and its training, given the store.
-        published: an SAE in place of one that is trained; a copy is kept in `to`/sae.
-        sites: one TransformerLens name; by default the output of the middle block.
-        capturing: defaults of `CaptureConfig`.
-        diffing: defaults of `DiffConfig`.
+        site: TransformerLens name.
+        config: of the capture.
+        asked: whether somebody chose the site.
+        within: folder below that of the run, such as "steps/", which holds the rollouts, too.
+        progress: show bars.
+    """
+    name = f"{within}activations"
+    folder = to / name
+
+    def make(rollouts: Rollouts) -> ActivationStore:
+        earlier = before(to, name)
+        sites = [site] if site else ()
+        return tsae.capture(series, rollouts, sites, to=folder, config=config, earlier=earlier, progress=progress)
+
+    def load(rollouts: Rollouts) -> ActivationStore | None:
+        store = ActivationStore(folder) if is_whole(folder) else None
+        if store is None or not store.manifest["complete"]:
+            return None
+        # A capture again mends single shards, and clears their records away after a kill.
+        return None if any(folder.glob("*/*.json")) or check_store(folder) else store
+
+    def lines(store: ActivationStore, _: Rollouts) -> dict[str, str]:
+        read = next(iter(store.manifest["sites"]))
+        block = "as asked" if asked else "the middle block"
+        readers = f"{n_tokens(store):,} tokens of {len(store.readers)} readers"
+        return {name: f"{read} ({block}), {readers}, d_model {store.d_model(read)}"}
+
+    known = {option: value for option, value in asdict(config or CaptureConfig()).items() if option != "device"}
+    readers = [[c.id, weights_fingerprint(c)] for c in series]
+    return Stage(
+        name,
+        name,
+        {"site": site, "readers": readers, "capture": known},
+        make,
+        load,
+        (f"{within}rollouts",),
+        rests_on=fingerprints,
+        lines=lines,
+    )
+
+
+def fingerprints(rollouts: Rollouts) -> list[str]:
+    """Of the tokens, and of outcomes, bands and other labels."""
+    return [rollouts.fingerprint, rollouts.labels_fingerprint]
+
+
+def n_tokens(store: ActivationStore) -> int:
+    """Tokens of a store, of all readers."""
+    return sum(shard.n_tokens for shard in store.shards())
+
+
+def training_stage(
+    to: Path,
+    choose: Callable[[ActivationStore], Choice],
+    settings: Mapping[str, Any],
+    *,
+    device: str = "cpu",
+    kept: bool = False,
+    progress: bool = True,
+) -> Stage:
+    """The SAE, trained on the store.
+
+    Args:
+        to: folder of the run.
+        choose: chooses the SAE and its training.
+        settings: options that decide the choice.
+        device: that the SAE is loaded on.
+        kept: an SAE that is there is kept, although the store has grown.
+        progress: show bars.
+    """
+    folder = to / "sae"
+
+    def make(store: ActivationStore) -> TemporalSAE:
+        config, training, _ = choose(store)
+        return tsae.train(store, config, to=folder, training=training, progress=progress)
+
+    def load(store: ActivationStore) -> TemporalSAE | None:
+        return TemporalSAE.load(folder, device=device) if is_whole(folder) else None
+
+    def lines(sae: TemporalSAE, store: ActivationStore) -> dict[str, str]:
+        if kept:
+            return sae_line(sae, "kept from an earlier, shorter part of the training", norms=True)
+        _, training, why = choose(store)
+        passes = f"{training.tokens / max(n_tokens(store), 1):.1f} times the store{f' ({why})' if why else ''}"
+        return sae_line(sae, f"trained on {training.tokens:,} tokens, {passes}", norms=True)
+
+    return Stage(
+        "sae", "sae", dict(settings), make, load, ("activations",), fingerprint=_sae_print, lines=lines, kept=kept
+    )
+
+
+def published_stage(to: Path, sae: TemporalSAE) -> Stage:
+    """A published SAE in place of one that is trained; a copy is kept in the folder of the run."""
+
+    def make(store: ActivationStore) -> TemporalSAE:
+        sae.save(to / "sae")
+        return sae
+
+    def load(store: ActivationStore) -> TemporalSAE:
+        TemporalSAE.load(to / "sae")
+        return sae
+
+    return Stage(
+        "sae", "sae", {"sae": sae.fingerprint}, make, load, ("activations",),
+        rests_on=lambda store: None, fingerprint=_sae_print,
+        lines=lambda sae, _: sae_line(sae, "published, not trained here"),
+    )  # fmt: skip
+
+
+def _sae_print(sae: TemporalSAE) -> Any:
+    return [sae.fingerprint, sae.norm_limit, sae.norm_centre]
+
+
+def sae_line(sae: TemporalSAE, told: str, *, norms: bool = False) -> dict[str, str]:
+    """Say how wide an SAE is and where it comes from."""
+    active = f", k {sae.config.k}" if sae.config.k else ""
+    known = sae.training_info.get("norms") if norms else None
+    left = f"; {known['outlier_share']:.2%} left out by their norm" if known else ""
+    return {"sae": f"{sae.config.d_sae:,} latents{active}, {told}{left}"}
+
+
+def evaluation_stage(to: Path) -> Stage:
+    """How well the SAE reconstructs held-out problems."""
+    file = to / "evaluation" / "evaluation.json"
+
+    def make(sae: TemporalSAE, store: ActivationStore) -> Evaluation:
+        found = tsae.evaluate(sae, store)
+        found.save(file)
+        return found
+
+    def line(found: Evaluation, *_: Any) -> dict[str, str]:
+        told = f"on held-out problems: FVE {found.fve:.3f}, L0 {found.l0:.1f}, {found.alive:.0%} alive"
+        return {"evaluation": told}
+
+    load = lambda sae, store: Evaluation.load(file)  # noqa: E731
+    return Stage("evaluation", "evaluation/evaluation.json", {}, make, load, ("sae", "activations"), lines=line)
+
+
+def encoding_stage(to: Path, *, kept: Path | None = None, within: str = "", progress: bool = True) -> Stage:
+    """Codes of every token.
+
+    Args:
+        to: folder of the run.
+        kept: folder in which the codes of every shard stay for the next encoding.
+        within: as for `capture_stage`.
+        progress: show a bar.
+    """
+    name = f"{within}features"
+    folder = to / name
+
+    def make(sae: TemporalSAE, store: ActivationStore) -> FeatureTable:
+        return tsae.encode(sae, store, to=folder, kept=kept, progress=progress)
+
+    def load(sae: TemporalSAE, store: ActivationStore) -> FeatureTable | None:
+        if not encoded(folder):
+            return None
+        with output_lock(folder):  # clears the lock of a process that was killed
+            return FeatureTable.load(folder)
+
+    def line(features: FeatureTable, *_: Any) -> dict[str, str]:
+        return {name: f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens"}
+
+    return Stage(name, name, {}, make, load, ("sae", f"{within}activations"), lines=line)
+
+
+def diff_stage(
+    to: Path,
+    series: CheckpointSeries,
+    config: DiffConfig,
+    capture: CaptureConfig | None = None,
+    *,
+    annotator: Annotator | None = None,
+    families: Mapping[str, Sequence[str]] | None = None,
+    steps: bool = False,
+    sae_kept: Mapping[str, float | None] | None = None,
+    progress: bool = True,
+) -> Stage:
+    """What moved, with its controls, baselines and null.
+
+    Args:
+        to: folder of the run.
+        series: the readers.
+        config: which contrasts are drawn.
+        capture: how noisy checkpoints read, for the null.
         annotator: names the class of every response token.
         families: classes of each family of features.
-        steps: checkpoints at more steps of the runs, with the base, and rollouts of all of them. They show what
-            features and behaviours do along steps. The SAE is not trained on them. Written below `to`/steps.
-        attribute: attributes the run, given SAE and diff, and saves that in `to`/attribution. A TsaeError says why it
-            cannot; the page then says so.
-        test: tests features causally, and saves that in `to`/causal.
-        check: says which steps of a response are right, for claims on steps (`tsae.claims_of`).
-        before: an earlier analysis, of which this one takes what it can.
-        title: title of the report.
-        say: called with the name of each finished stage and one line on what it did; `Stages.say` is one.
+        steps: whether "steps/features" has the codes of more steps of the runs, each on its own rollouts. They show
+            what features and behaviours do along steps. The SAE is not trained on them.
+        sae_kept: FVE by reader when the SAE was trained, if that was earlier in this training.
         progress: show bars.
-
-    Returns:
-        The diff, with the features as its source, and the evaluation on held-out problems.
     """
-    say = say or _silent
-    if published is not None:
-        _need_same(published, to / "sae")
-        if before is not None:  # else features would have other numbers from here on
-            _need_same(published, before.activations.parent / "sae")
-    sae = published if published is not None or before is None else before.sae
-    earlier, kept = (None, None) if before is None else (before.activations, before.codes)
-    folder, sites = to / "activations", sites if sae is None else (sae.site,)
-    store = tsae.capture(series, rollouts, sites, to=folder, config=capturing, earlier=earlier, progress=progress)
-    site = next(iter(store.manifest["sites"]))
-    tokens = sum(shard.n_tokens for shard in store.shards())
-    block = "the middle block" if not sites else "as asked"
-    say(
-        "activations",
-        f"{site} ({block}), {tokens:,} tokens of {len(store.readers)} readers, d_model {store.d_model(site)}",
-    )
+    folder = to / "diff"
 
-    if sae is None:
-        config, training, why = choose(store)
-        if is_whole(to / "sae"):
-            with _stage(to / "sae"):
-                read_manifest(to / "sae", SAE)
-        sae = tsae.train(store, config, to=to / "sae", training=training, progress=progress)
-        passes = training.tokens / max(tokens, 1)
-        told = f"trained on {training.tokens:,} tokens, {passes:.1f} times the store{f' ({why})' if why else ''}"
-    elif published is not None:
-        if not _holds_sae(to / "sae"):
-            sae.save(to / "sae")
-        told = "published, not trained here"
-    else:
-        told = "kept from an earlier, shorter part of the training"
-    active = f", k {sae.config.k}" if sae.config.k else ""
-    norms = sae.training_info.get("norms")
-    left = f"; {norms['outlier_share']:.2%} left out by their norm" if norms and published is None else ""
-    say("sae", f"{sae.config.d_sae:,} latents{active}, {told}{left}")
-
-    file = to / "evaluation" / "evaluation.json"
-    if file.is_file():
-        with _stage(file):
-            evaluation = Evaluation.load(file)
-    else:
-        evaluation = tsae.evaluate(sae, store)
-        evaluation.save(file)
-    say(
-        "evaluation",
-        f"on held-out problems: FVE {evaluation.fve:.3f}, L0 {evaluation.l0:.1f}, {evaluation.alive:.0%} alive",
-    )
-
-    if encoded(to / "features"):
-        with _stage(to / "features"), output_lock(to / "features"):  # clears the lock of a process that was killed
-            features = tsae.FeatureTable.load(to / "features")
-        features.need_sae(sae.fingerprint, sae.config.d_sae)
-    else:
-        features = tsae.encode(sae, store, to=to / "features", kept=kept, progress=progress)
-    say("features", f"{features.codes.nnz:,} active codes of {features.codes.shape[0]:,} tokens")
-
-    if (to / "diff" / "diff.json").is_file():
-        with _stage(to / "diff"):
-            diff = tsae.FeatureDiff.load(to / "diff", features=features)
-        (diffing or DiffConfig()).need_same(diff.info["config"], to / "diff")
-    else:
+    def make(
+        rollouts: Rollouts, sae: TemporalSAE, store: ActivationStore, features: FeatureTable, *more: FeatureTable
+    ) -> FeatureDiff:
         strings = token_strings(series.base.load_tokenizer())
         diff = tsae.feature_diff(
             features,
-            diffing,
+            config,
             annotator=annotator,
             families=families,
             token_strings=strings,
-            steps=None if steps is None else _encode_steps(*steps, to / "steps", sae, progress),
+            steps=more[0] if more else None,
             logits=logit_effects(sae, series.base, strings),
             progress=progress,
         )
-        diff = replace(diff, baselines=baselines(features, store, diffing))
+        diff = replace(diff, baselines=baselines(features, store, config))
         diff = diff.with_noise(
-            tsae.noise_null(series, sae, features, diffing, capturing=capturing, scratch=to / "diff", progress=progress)
+            tsae.noise_null(series, sae, features, config, capturing=capture, scratch=folder, progress=progress)
         )
+        info: dict[str, Any] = {}
         try:
-            diff = diff.with_reinforcement(tsae.reinforcement(features, diffing))
+            diff = diff.with_reinforcement(tsae.reinforcement(features, config))
         except TsaeError as error:
-            diff = replace(diff, info={**diff.info, "no_reinforcement": error.what})
+            info["no_reinforcement"] = error.what
         if rollouts.info.get("sampled"):
-            diff = replace(
-                diff, info={**diff.info, "sampled": rollouts.info["sampled"], **_pass_at_k(rollouts, series)}
-            )
-        if before is not None and before.sae is not None:
-            diff = replace(diff, info={**diff.info, "sae_kept": before.trained})
-        diff.save(to / "diff")
-    say("diff", _drawn(diff))
-    if diff.info.get("noise"):
-        say("noise", "; ".join(noise_lines(diff.info["noise"])))
+            info |= {"sampled": rollouts.info["sampled"], **_pass_at_k(rollouts, series)}
+        if sae_kept:
+            info["sae_kept"] = dict(sae_kept)
+        diff = replace(diff, info={**diff.info, **info})
+        diff.save(folder)
+        return diff
 
-    attribution = None
-    if attribute is not None:
-        attribution, told = _attributed(attribute, sae, diff, to)
-        if attribution is None:
-            diff = replace(diff, info={**diff.info, "no_attribution": told})
-        say("attribution", told)
+    def load(
+        rollouts: Rollouts, sae: TemporalSAE, store: ActivationStore, features: FeatureTable, *more: FeatureTable
+    ) -> FeatureDiff | None:
+        if not is_whole(folder):
+            return None
+        diff = FeatureDiff.load(folder, features=features)
+        config.need_same(diff.info["config"], folder)  # `tsae diff` may have written another one here
+        return diff
 
-    report = to / "report.html"
-    if test is not None:
-        tested = test(sae, store, features, diff)
-        for one in tested.tests:
-            diff = one.mark(diff)
-        made = f"{len(tested.tests)} of {tested.planned} tests of what the diff found: ablated, transplanted, steered"
-        say(
-            "causal",
-            (made if tested.planned else "no feature moved: there is nothing to test")
-            + f"; {tested.why}" * bool(tested.why),
-        )
-    written = report.is_file()
-    with _stage(to / CLAIMS):
-        claims = Claims.load(to, diff) if written else None
-    asked = claims is None
-    if claims is None:
-        # A function that somebody named to `tsae claims` is not called here, and what it found is not lost.
-        claims = claims_of(to, check=check).with_steps_of(claims_before(to, diff))
-        claims.save(to)
-    say("claims", expected(diff, claims).sentences[0], made=asked)
-    if not written:
-        diff.to_html(report, title=title, attribution=attribution, claims=claims)
-    say("report", str(report), made=not written)
-    return diff, evaluation
+    def lines(diff: FeatureDiff, *_: Any) -> dict[str, str]:
+        noise = {"noise": "; ".join(noise_lines(diff.info["noise"]))} if diff.info.get("noise") else {}
+        return {"diff": _drawn(diff), **noise}
+
+    return Stage(
+        "diff", "diff", {"diff": config.settings(), "sae_kept": sae_kept, "steps": steps}, make, load,
+        ("rollouts", "sae", "activations", "features", *["steps/features"] * steps), lines=lines,
+    )  # fmt: skip
 
 
-def _holds_sae(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("cfg.json", "config.json"))
+class Attributed(NamedTuple):
+    """What is known of the samples that moved the features."""
+
+    found: Attribution | None
+    told: str
+    """What it says; or what is missing."""
 
 
-def _need_same(published: TemporalSAE, folder: Path) -> None:
-    """Refuse a published SAE if a run's folder holds another: what is published under a name may change.
+def attribution_stage(
+    to: Path,
+    settings: Mapping[str, Any],
+    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution],
+    rests_on: Callable[[FeatureDiff], Any],
+) -> Stage:
+    """Which samples did that.
 
-    Raises:
-        TsaeError: where it does.
+    Args:
+        to: folder of the run.
+        settings: options that decide what is attributed, and fingerprints of what else is read.
+        attribute: attributes the run, and saves that in `to`/attribution. A TsaeError says why it cannot; the page then
+            says so.
+        rests_on: what of the diff decides the targets.
     """
-    if _holds_sae(folder):
-        found = TemporalSAE.load(folder).fingerprint
-        if found != published.fingerprint:
-            raise TsaeError(
-                f"is another SAE than the published one (weights {found}, published {published.fingerprint})",
-                where=folder,
-                fix="Give another folder with --to.",
-            )
+
+    def there() -> Attributed | None:
+        found, why = attribution_in(to)
+        if found is None and not why:
+            return None
+        told = f"Not known. It needs {why}. `tsae attribute` adds it." if found is None else _said(found)
+        return Attributed(found, told)
+
+    def make(sae: TemporalSAE, diff: FeatureDiff) -> Attributed:
+        try:
+            found = attribute(sae, diff)
+        except TsaeError as error:
+            # The name alone: the page of a run does not depend on where it lies.
+            where = f"{Path(error.where).name}: " if error.where else ""
+            fix = (error.fix or "See docs/attribution.md").rstrip(".")
+            missing = f"{where}{error.what.rstrip('.')}"
+            return Attributed(None, f"Not known. {missing}. {fix}; `tsae attribute` then adds it.")
+        return Attributed(found, _said(found))
+
+    def key(sae: TemporalSAE, diff: FeatureDiff) -> Any:
+        return [_sae_print(sae), rests_on(diff)]
+
+    return Stage(
+        "attribution", "attribution", dict(settings), make, lambda sae, diff: there(), ("sae", "diff"), rests_on=key,
+        fingerprint=lambda known: [known.told, _hashes(to / "attribution")],
+        lines=lambda known, *_: {"attribution": known.told},
+    )  # fmt: skip
+
+
+def _said(found: Attribution) -> str:
+    return " ".join(statement(found).sentences)
+
+
+def _hashes(folder: Path) -> Any:
+    return (manifest_of(folder) or {}).get("files")
+
+
+def causal_stage(
+    to: Path, settings: Mapping[str, Any], test: Callable[..., Tested], found: Callable[[list[str]], None]
+) -> Stage:
+    """Features tested by ablation, steering and transplant.
+
+    Args:
+        to: folder of the run.
+        settings: options that decide what is tested.
+        test: makes the tests that are missing in `to`/causal, given SAE, store, features and diff.
+        found: called with the names of the tests that are there.
+    """
+
+    def make(*inputs: Any) -> Tested:
+        tested = test(*inputs)
+        found([folder.name for folder in folders_of_tests(to)])
+        return tested
+
+    def load(sae: TemporalSAE, store: ActivationStore, features: FeatureTable, diff: FeatureDiff) -> Tested | None:
+        plan = planned_tests(diff, settings["tests"]["features"])
+        if not all(is_whole(to / "causal" / one.name) for one in plan):
+            return None
+        return Tested(tuple(Intervention.load(to / "causal" / one.name) for one in plan), len(plan), "")
+
+    def line(tested: Tested, *_: Any) -> dict[str, str]:
+        made = f"{len(tested.tests)} of {tested.planned} tests of what the diff found: ablated, transplanted, steered"
+        told = made if tested.planned else "no feature moved: there is nothing to test"
+        return {"causal": told + f"; {tested.why}" * bool(tested.why)}
+
+    return Stage(
+        "causal", "causal", dict(settings), make, load, ("sae", "activations", "features", "diff"),
+        fingerprint=lambda tested: {test.name: _hashes(test) for test in folders_of_tests(to)}, lines=line,
+    )  # fmt: skip
+
+
+def last_stages(to: Path, inputs: Sequence[str], *, title: str, check: StepCheck | None = None) -> list[Stage]:
+    """What the run shows of the literature's claims, and the page.
+
+    Args:
+        to: folder of the run.
+        inputs: which of attribution and causal there are.
+        title: of the page.
+        check: says which steps of a response are right, for claims on steps (`tsae.claims_of`).
+    """
+
+    def make(diff: FeatureDiff, *rest: Any) -> Claims:
+        # A function that somebody named to `tsae claims` is not called here, and what it found is not lost.
+        earlier = claims_before(before(to, "."), diff) or claims_before(to, diff)
+        claims = claims_of(to, check=check).with_steps_of(earlier)
+        claims.save(to)
+        return claims
+
+    def load(diff: FeatureDiff, *rest: Any) -> Claims | None:
+        return Claims.load(to, diff)
+
+    def write(diff: FeatureDiff, *rest: Any) -> Path:
+        results = {"diff": diff, **dict(zip((*inputs, "claims"), rest, strict=True))}
+        attribution = results["attribution"].found if "attribution" in results else None
+        diff = with_results(results)
+        return diff.to_html(page, title=title, attribution=attribution, claims=results["claims"])
+
+    page, shown = to / "report.html", ("diff", *inputs)
+    # Tests that an earlier command made are evidence, too.
+    tests = {test.name: _hashes(test) for test in folders_of_tests(to)} if "causal" not in inputs else {}
+    return [
+        Stage(
+            "claims", CLAIMS, {"tests": tests, "check": check is not None}, make, load, shown,
+            lines=lambda claims, diff, *_: {"claims": expected(diff, claims).sentences[0]},
+        ),
+        Stage(
+            "report", page.name, {"title": title}, write, lambda *_: page, (*shown, "claims"),
+            lines=lambda *_: {"report": str(page)},
+        ),
+    ]  # fmt: skip
+
+
+def with_results(results: Mapping[str, Any]) -> FeatureDiff:
+    """The diff, with a note of what was tested causally, and of why nothing was attributed."""
+    diff: FeatureDiff = results["diff"]
+    for test in results["causal"].tests if "causal" in results else ():
+        diff = test.mark(diff)
+    if "attribution" in results and results["attribution"].found is None:
+        diff = replace(diff, info={**diff.info, "no_attribution": results["attribution"].told})
+    return diff
 
 
 def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:
@@ -308,35 +464,6 @@ def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:
     # Of some problems only half of the responses are in the band. Without these, those left would be a selection.
     kept = (table.band == "all") | ((table.n_left_out == 0) & rollouts.frame.band.notna().any())
     return {"pass_at_k": json.loads(table[kept].to_json(orient="records"))}
-
-
-def _attributed(
-    attribute: Callable[[TemporalSAE, FeatureDiff], Attribution], sae: TemporalSAE, diff: FeatureDiff, to: Path
-) -> tuple[Attribution | None, str]:
-    """The attribution and what it did; or nothing, and what is missing for it."""
-    try:
-        found, why = attribution_in(to)
-        found = attribute(sae, diff) if found is None and not why else found
-    except TsaeError as error:
-        # The name alone: the page of a run does not depend on where it lies.
-        where = f"{Path(error.where).name}: " if error.where else ""
-        fix = (error.fix or "See docs/attribution.md").rstrip(".")
-        missing = f"{where}{error.what.rstrip('.')}"
-        return None, f"Not known. {missing}. {fix}; `tsae attribute` then adds it."
-    if found is None:
-        return None, f"Not known. It needs {why}. `tsae attribute` adds it."
-    return found, " ".join(statement(found).sentences)
-
-
-def _encode_steps(
-    series: CheckpointSeries, rollouts: Rollouts, to: Path, sae: TemporalSAE, progress: bool
-) -> FeatureTable:
-    """Codes of what every checkpoint sampled itself, with the entropy of its predictions."""
-    if encoded(to / "features"):
-        return tsae.FeatureTable.load(to / "features")
-    reading = tsae.CaptureConfig(plan="own", token_statistics=True)
-    store = tsae.capture(series, rollouts, [sae.site], to=to / "activations", config=reading, progress=progress)
-    return tsae.encode(sae, store, to=to / "features", check=False, progress=progress)
 
 
 def _drawn(diff: FeatureDiff) -> str:

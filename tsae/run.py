@@ -26,16 +26,31 @@ from tsae.attribution.attribution import Attribution
 from tsae.attribution.readers.find import find_settings, read_settings
 from tsae.attribution.sample_kinds import other_problems
 from tsae.base.artefact import file_hash, versions
+from tsae.base.files import plain
+from tsae.base.part import digest_of
 from tsae.base.remote.mirror import removed
-from tsae.causal.findings import causal_tests
-from tsae.causal.intervention import folders_of_tests
+from tsae.causal.findings import Tested, causal_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base, step_folders
 from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
 from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.pipeline import Before, Choice, Stages, analyse
+from tsae.features.feature_table import FeatureTable
+from tsae.pipeline import (
+    Choice,
+    attribution_stage,
+    capture_stage,
+    causal_stage,
+    diff_stage,
+    encoding_stage,
+    evaluation_stage,
+    fingerprints,
+    last_stages,
+    published_stage,
+    training_stage,
+    with_results,
+)
 from tsae.report.story import facts
 from tsae.rollouts.bands import band_counts, band_problems
 from tsae.rollouts.config import ImportConfig, SamplingConfig
@@ -55,7 +70,7 @@ from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import CONTENTS, add_found, claim
+from tsae.stages import RunRecord, Stage, StageLines, carry_out, read_run
 
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. Rarer ones are hardly learned or compared."""
@@ -63,10 +78,6 @@ _SAMPLING = "sampling"
 """Folder of the batches of an unfinished sampling."""
 _SHARD_TOKENS = 8192
 """Fewest of the largest shard. A shard has a quarter of the largest on average."""
-_LATER = ("site", "sae", "d_sae", "k", "training_tokens", "diff", "attribute", "attribution", "causal", "tests")
-"""Settings on which rollouts do not rest."""
-_ADDED = ("causal", "tests", "minutes")
-"""Settings of a stage that can be added to an analysis; the first asks for it."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
 
 
@@ -74,18 +85,19 @@ class OneCheckpoint(TsaeError):
     """There is nothing to compare a checkpoint with."""
 
 
-class Grown(NamedTuple):
-    """A state of a training that goes on, and what was found of an earlier one."""
+class State(NamedTuple):
+    """A state of a training that goes on."""
 
     without: frozenset[Path]
     """Folders of checkpoints that are not complete, resolved."""
     log: dict[Path, int]
     """Files of the log that count, and how many bytes of each (`tsae.rollouts.importing.import_log`)."""
-    folder: Path
-    """Of the earlier analysis; it may be missing."""
-    parts: Path
-    """Folder for what was read of the log (`tsae.rollouts.importing.import_log`)."""
-    before: Before
+    kept: str | None
+    """Fingerprint of the SAE that is kept; None where one is trained."""
+    trained: dict[str, float | None]
+    """FVE by reader when the kept SAE was trained."""
+    cache: Path
+    """Folder for what was read of the log, and for the codes of shards."""
 
 
 def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
@@ -118,95 +130,56 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
 
 
 def analyze_state(
-    config: RunConfig, grown: Grown | None, *, progress: bool = True, say: Callable[[str], None] = print
+    config: RunConfig,
+    state: State | None = None,
+    *,
+    progress: bool = True,
+    say: Callable[[str], None] = print,
 ) -> FeatureDiff:
     """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
     sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
-    series, origin = find_series(config, frozenset() if grown is None else grown.without)
+    series, origin = find_series(config, frozenset() if state is None else state.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
-    log, only = find_run_log(config), None if grown is None else grown.log
+    log, only = find_run_log(config), None if state is None else state.log
     form, files, _ = find_log(log, config.importing, only)
     importing, success = with_outcome(form.read(files[0], config.importing), config.importing, log)
     sizes = only or {file.path: file.path.stat().st_size for file in files}
-    later = () if (config.to / "activations").exists() else _LATER
-    claim(config.to, "run.json", stamp(config, series, log, sizes, grown), "an analysis", _ADDED, later)
-    stages = Stages(config.to / "stages.json", say)
+    asked = run_facts(config, series, log, sizes, None if state is None else state.kept)
+    _need_own_sae(config.to, asked)
+    record = RunRecord(config.to, "run.json", asked, "an analysis")
+    lines = StageLines(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
     others = ", ".join(c.id for c in list(readers)[1:])
     told = [note.rstrip(".") for note in series.notes if "stands in for the base" not in note]  # `origin` says that
-    stages.say(
+    lines.say(
         "series", "; ".join([f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})", *told])
     )
-    rollouts = _rollouts(config, series, readers, log, importing, success, progress, grown)
-    contrast_bands(rollouts, config.diff, config.to / "rollouts")  # one that is missing is said before the work
-    for stage in ("rollouts", "second look", "sampled", "bands"):
-        if stage in rollouts.info.get("stages", {}):
-            stages.say(stage, rollouts.info["stages"][stage])
-    add_found(config.to, "run.json", {"second_look": rollouts.info.get("log", {}).get("second_look")})
-    analysed, _ = analyse(
-        readers,
-        rollouts,
-        config.to,
-        choose=lambda store: choose_sae(store, config),
-        published=sae,
-        sites=(config.site,) if config.site else (),
-        # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
-        # reads all, the others the base's and their own. Shards are small and steady: few are captured again.
-        capturing=CaptureConfig(
-            device=config.device,
-            plan="all" if config.sample is None else "paired",
-            shard_tokens=max(_SHARD_TOKENS, config.tokens // 8),
-            steady_shards=True,
-        ),
-        diffing=replace(config.diff, seed=config.seed),
-        attribute=(lambda sae, diff: _attributed(config, series, sae, diff, progress)) if config.attribute else None,
-        test=partial(
-            causal_tests,
-            readers,
-            config=config.tests,
-            to=config.to / "causal",
-            page=config.to / "report.html",
-            verifier=config.importing.verifier,
-            seed=config.seed,
-            device=config.device,
-            minutes=config.minutes,
-            progress=progress,
-        )
-        if config.causal
-        else None,
-        before=None if grown is None else grown.before,
-        title=f"What training changed: {series.name}",
-        say=stages.say,
-        progress=progress,
-    )
-    if config.causal:
-        add_found(config.to, "run.json", {"causal": [test.name for test in folders_of_tests(config.to)]})
-    return analysed
+    work = _Run(config, series, readers, log, importing, success, sizes, state, record, progress)
+    results = carry_out(work.stages(sae), record, lines.say, say)
+    return with_results(results)
 
 
-def stamp(
-    config: RunConfig, series: CheckpointSeries, log: Path, sizes: Mapping[Path, int], grown: Grown | None = None
+def run_facts(
+    config: RunConfig, series: CheckpointSeries, log: Path, sizes: Mapping[Path, int], kept: str | None = None
 ) -> dict[str, Any]:
     """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it was not trained for it."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
     settings["diff"] = config.diff.settings()
-    if not config.causal:  # what is not asked for does not tell runs apart
-        settings |= {"tests": None, "minutes": None if config.sample is None else config.minutes}
-    # Wherever the command is given next, it is the same run.
-    for name in ("log", "bands_from", "problems", "base", "sae"):
-        if settings[name] is not None and Path(settings[name]).exists():
-            settings[name] = Path(settings[name]).resolve()
-    kept = None if grown is None or grown.before.sae is None else grown.before.sae.fingerprint
-    # Labels may change and leave the size. A log that grows is compared when it has grown.
-    read = [*sizes, *((config.bands_from,) if config.bands_from is not None else ())] if grown is None else []
     return {
         "run": {**settings, "path": config.path.resolve()},
         "series": [[c.id, c.path] for c in series],
         "log": [[name_in(log, file), size] for file, size in sizes.items()],
         "versions": versions(),
-        **({CONTENTS: [file_hash(file) for file in read if file.is_file()]} if read else {}),
         **({} if kept is None else {"sae": kept}),
     }
+
+
+def _need_own_sae(to: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse to train an SAE in place of the one that `tsae watch` keeps: features would get other numbers."""
+    held = read_run(to, "run.json") or {}
+    if "sae" in held and "sae" not in facts:
+        fix = "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to)."
+        raise TsaeError("holds something else than an analysis by `tsae run`", where=to, fix=fix)
 
 
 def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
@@ -270,125 +243,216 @@ def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
     )
 
 
-def _rollouts(
-    config: RunConfig,
-    series: CheckpointSeries,
-    readers: CheckpointSeries,
-    log: Path,
-    importing: ImportConfig,
-    success: str,
-    progress: bool,
-    grown: Grown | None,
-) -> Rollouts:
-    """Import, band and draw the rollouts, or read those of an earlier call; ``info["stages"]`` says how.
+def _drawn_lines(drawn: Rollouts, _: Path) -> dict[str, str]:
+    told = drawn.info.get("stages", {})
+    return {name: told[name] for name in ("rollouts", "second look", "sampled", "bands") if name in told}
 
-    Keeps only an index of the log in memory, with token ids and texts of the drawn trajectories.
-    """
-    folder = config.to / "rollouts"
-    file, whole = folder / "rollouts.parquet", folder / "log.parquet"
-    if file.is_file():
-        removed(folder / _SAMPLING)  # after a kill between these two
-        return tsae.Rollouts.read(file)
-    if not whole.is_file():
-        only, kept = (None, None) if grown is None else (grown.log, grown.parts)
-        import_log(log, whole, series, importing, only=only, kept=kept, progress=progress)
-    if grown is not None:
-        check_grown(grown.folder / "rollouts" / "log.parquet", whole, log)
-    outline = read_outline(whole)
-    base = series.base.id
-    measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base)
-    bands, told = band_problems(outline, whole, base=base, measured_on=measured_on, seed=config.seed)
-    outline["band"] = None if bands is None else bands.rows.band.to_numpy()
-    if config.sample is None:
-        rows = draw_problems(outline, config.tokens, config.seed, whole)
-    else:
-        rows = drawn_problems(outline, config.sample * len(readers), config.tokens, config.seed, whole)
-    drawn = tsae.Rollouts.read_rows(whole, rows)
-    if bands is not None:
-        drawn = drawn.in_bands(bands.select(rows))
-    logged = drawn.info["log"]
-    left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
-    for outcome, other in (("success", "failure"), ("failure", "success")):
-        if set(outline.outcome) - {"unknown"} == {other}:
-            success += f" (there is no {outcome}, so that successes and failures are not compared)"
-    rewards = [name for name in outline.columns if name.startswith("reward/")]
-    for name in rewards if len(rewards) > 1 else ():
-        if outline[name].nunique() == 1:
-            success += f"; {name[7:]} is {outline[name].dropna().iloc[0]:g} for every response, and says nothing"
-    part = "all of them are read"
-    if config.sample is not None:
-        part = f"{drawn.n_problems:,} of its problems are answered anew"
-    elif not rows.all():
-        part = (
-            f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band up "
-            f"to {config.tokens:,} tokens"
+
+class _Run(NamedTuple):
+    """The stages of one analysis."""
+
+    config: RunConfig
+    series: CheckpointSeries
+    readers: CheckpointSeries
+    log: Path
+    importing: ImportConfig
+    success: str
+    """How the log says that a response is right."""
+    sizes: Mapping[Path, int]
+    state: State | None
+    record: RunRecord
+    progress: bool
+
+    @property
+    def whole(self) -> Path:
+        """The imported log."""
+        return self.config.to / "rollouts" / "log.parquet"
+
+    def stages(self, sae: TemporalSAE | None) -> list[Stage]:
+        """All stages, in order."""
+        config, state, to, progress = self.config, self.state, self.config.to, self.progress
+        # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
+        # reads all, the others the base's and their own. Shards are small and steady: few are captured again.
+        capturing = CaptureConfig(
+            device=config.device,
+            plan="all" if config.sample is None else "paired",
+            shard_tokens=max(_SHARD_TOKENS, config.tokens // 8),
+            steady_shards=True,
         )
+        kept = state is not None and state.kept is not None
+        site = config.site if sae is None else sae.site
+        widths = {name: getattr(config, name) for name in ("d_sae", "k", "training_tokens", "seed")}
+        found = [
+            Stage("log", "rollouts/log.parquet", self._log_settings(), self._import, lambda: self.whole,
+                  fingerprint=lambda _: self._log_settings()),
+            Stage("rollouts", "rollouts/rollouts.parquet", self._draw_settings(), self._draw, self._read_drawn,
+                  ("log",), fingerprint=fingerprints,
+                  lines=_drawn_lines),
+            capture_stage(to, self.readers, site, capturing, asked=site is not None, progress=progress),
+            training_stage(to, partial(choose_sae, config=config), widths, device=config.device, kept=kept,
+                           progress=progress) if sae is None else published_stage(to, sae),
+            evaluation_stage(to),
+            encoding_stage(to, kept=None if state is None else state.cache / ".codes", progress=progress),
+            diff_stage(to, self.readers, replace(config.diff, seed=config.seed), capturing,
+                       sae_kept=state.trained if kept and state is not None else None, progress=progress),
+        ]  # fmt: skip
+        shown: list[str] = []
+        if config.attribute:
+            asked = {"attribution": asdict(config.attribution), **self._draw_settings()}
+            asked |= {"problems": None if config.problems is None else file_hash(config.problems)}
+            moved = partial(facts.moved_features, n=config.attribution.n_features)
+            found.append(attribution_stage(to, asked, self._attribute, moved))
+            shown.append("attribution")
+        if config.causal:
+            tests = {"tests": asdict(config.tests), "seed": config.seed}
+            note = lambda names: self.record.add_found(causal=names)  # noqa: E731
+            found.append(causal_stage(to, tests, self._test, note))
+            shown.append("causal")
+        return [*found, *last_stages(to, shown, title=f"What training changed: {self.series.name}")]
+
+    def _log_settings(self) -> dict[str, Any]:
+        # Labels may change and leave the size. A log that grows is compared when it has grown.
+        read = () if self.state is not None else self.sizes
+        hashes = [file_hash(file) for file in read if file.is_file()]
+        sizes = [[name_in(self.log, file), size] for file, size in self.sizes.items()]
+        return {"log": [str(self.log.resolve()), sizes, hashes], "importing": asdict(self.importing),
+                "series": [[c.id, c.path] for c in self.series]}  # fmt: skip
+
+    def _draw_settings(self) -> dict[str, Any]:
+        config = self.config
+        names = ("tokens", "seed", "sample", "bands_from") + ("server", "minutes") * (config.sample is not None)
+        given = plain({name: getattr(config, name) for name in names})
+        of_bands = None if config.bands_from is None else file_hash(config.bands_from)
+        readers = None if config.sample is None else [c.id for c in self.readers]
+        return {**given, "bands_from": of_bands, "readers": readers}
+
+    def _import(self) -> Path:
+        only, kept = (None, None) if self.state is None else (self.state.log, self.state.cache / ".log")
+        import_log(self.log, self.whole, self.series, self.importing, only=only, kept=kept, progress=self.progress)
+        if self.state is not None:
+            check_grown(self.state.cache / "rollouts" / "log.parquet", self.whole, self.log)
+        return self.whole
+
+    def _read_drawn(self, whole: Path) -> Rollouts:
+        removed(self.config.to / "rollouts" / _SAMPLING)  # after a kill between these two
+        return self._checked(tsae.Rollouts.read(self.config.to / "rollouts" / "rollouts.parquet"))
+
+    def _checked(self, rollouts: Rollouts) -> Rollouts:
+        # A band that is missing is said before the work.
+        contrast_bands(rollouts, self.config.diff, self.config.to / "rollouts")
+        self.record.add_found(second_look=rollouts.info.get("log", {}).get("second_look"))
+        return rollouts
+
+    def _draw(self, whole: Path) -> Rollouts:
+        """Band and draw the rollouts; ``info["stages"]`` says how.
+
+        Keeps only an index of the log in memory, with token ids and texts of the drawn trajectories.
+        """
+        config, series, readers, success = self.config, self.series, self.readers, self.success
+        folder = config.to / "rollouts"
+        outline = read_outline(whole)
+        base = series.base.id
+        measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base)
+        bands, told = band_problems(outline, whole, base=base, measured_on=measured_on, seed=config.seed)
+        outline["band"] = None if bands is None else bands.rows.band.to_numpy()
+        if config.sample is None:
+            rows = draw_problems(outline, config.tokens, config.seed, whole)
+        else:
+            rows = drawn_problems(outline, config.sample * len(readers), config.tokens, config.seed, whole)
+        drawn = tsae.Rollouts.read_rows(whole, rows)
         if bands is not None:
-            told += f"; of those that are read: {band_counts(problem_bands(drawn.frame))}"
-    assumed = [note for note in logged["notes"] if not note.startswith("success: ")]
-    drawn.info["stages"] = {
-        "rollouts": f"{logged['format']}, {len(outline):,} trajectories of {outline.problem_id.nunique():,} problems"
-        f"{left}; {part}; success: {success}" + "".join(f"; {note}" for note in assumed),
-        "second look": "; ".join(check["line"] for check in logged["second_look"].values()),
-        "bands": told,
-    }
-    if config.sample is not None:
-        drawn = answered_anew(
-            list(readers),
-            drawn,
-            SamplingConfig(
-                n_samples=config.sample,
-                max_new_tokens=longest_response(list(readers), outline),
-                seed=config.seed,
-                device=config.device,
-            ),
-            verifier=config.importing.verifier,
-            measured_on=measured_on,
-            server=config.server if config.server.url else None,
-            minutes=config.minutes,
-            pieces=folder / _SAMPLING,
-            progress=progress,
-        )
-    drawn.write(file)
-    removed(folder / _SAMPLING)
-    return drawn
+            drawn = drawn.in_bands(bands.select(rows))
+        logged = drawn.info["log"]
+        left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
+        for outcome, other in (("success", "failure"), ("failure", "success")):
+            if set(outline.outcome) - {"unknown"} == {other}:
+                success += f" (there is no {outcome}, so that successes and failures are not compared)"
+        rewards = [name for name in outline.columns if name.startswith("reward/")]
+        for name in rewards if len(rewards) > 1 else ():
+            if outline[name].nunique() == 1:
+                success += f"; {name[7:]} is {outline[name].dropna().iloc[0]:g} for every response, and says nothing"
+        part = "all of them are read"
+        if config.sample is not None:
+            part = f"{drawn.n_problems:,} of its problems are answered anew"
+        elif not rows.all():
+            part = (
+                f"{len(drawn):,} trajectories of {drawn.n_problems:,} problems are read, drawn as many from every band "
+                f"up to {config.tokens:,} tokens"
+            )
+            if bands is not None:
+                told += f"; of those that are read: {band_counts(problem_bands(drawn.frame))}"
+        assumed = [note for note in logged["notes"] if not note.startswith("success: ")]
+        drawn.info["stages"] = {
+            "rollouts": f"{logged['format']}, {len(outline):,} trajectories of {outline.problem_id.nunique():,} "
+            f"problems{left}; {part}; success: {success}" + "".join(f"; {note}" for note in assumed),
+            "second look": "; ".join(check["line"] for check in logged["second_look"].values()),
+            "bands": told,
+        }
+        if config.sample is not None:
+            drawn = answered_anew(
+                list(readers),
+                drawn,
+                SamplingConfig(
+                    n_samples=config.sample,
+                    max_new_tokens=longest_response(list(readers), outline),
+                    seed=config.seed,
+                    device=config.device,
+                ),
+                verifier=config.importing.verifier,
+                measured_on=measured_on,
+                server=config.server if config.server.url else None,
+                minutes=config.minutes,
+                pieces=folder / _SAMPLING / digest_of(plain(self._draw_settings())),
+                progress=self.progress,
+            )
+        drawn.write(folder / "rollouts.parquet")
+        removed(folder / _SAMPLING)
+        return self._checked(drawn)
 
+    def _attribute(self, sae: TemporalSAE, diff: FeatureDiff) -> Attribution:
+        """Which samples moved the features that the diff names, from the whole log. Says what is missing before it
+        loads.
 
-def _attributed(
-    config: RunConfig, series: CheckpointSeries, sae: TemporalSAE, diff: FeatureDiff, progress: bool
-) -> Attribution:
-    """Which samples moved the features that the diff names, from the whole log. Says what is missing before it loads.
+        Raises:
+            TsaeError: where checkpoints, log and settings do not suffice.
+        """
+        config, series, whole = self.config, self.series, self.whole
+        # A trainer may have rotated others away meanwhile.
+        there = [c for c in series if c.is_base or not Path(c.path).is_absolute() or Path(c.path).exists()]
+        series = replace(series, checkpoints=tuple(there))
+        settings = find_settings(series)
+        options = replace(config.attribution, device=config.device, seed=config.seed)
+        if "features" in options.targets:
+            moved = facts.moved_features(diff, options.n_features)
+            options = replace(options, features=options.features or tuple(moved))
+        outline, base = read_outline(whole), series.base
+        n_tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
+        if n_tokens > config.tokens:
+            raise TsaeError(
+                f"the log has {n_tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
+                where=whole,
+                fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
+            )
+        measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
+        bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)
+        log = tsae.Rollouts.read(whole)
+        if bands is not None:  # whole problems, so that every sample is in a band
+            log = log.in_bands(bands).with_column(
+                "band", log.frame.problem_id.map(problem_bands(bands.rows)).to_numpy()
+            )
+        problems = None if config.problems is None else other_problems(config.problems, log, base.id)
+        return tsae.attribute(
+            series, log, config.to / "attribution", settings=settings, sae=sae, problems=problems, config=options,
+            progress=self.progress,
+        )  # fmt: skip
 
-    Raises:
-        TsaeError: where checkpoints, log and settings do not suffice.
-    """
-    # A trainer may have rotated others away meanwhile.
-    there = [c for c in series if c.is_base or not Path(c.path).is_absolute() or Path(c.path).exists()]
-    series = replace(series, checkpoints=tuple(there))
-    settings = find_settings(series)
-    options = replace(config.attribution, device=config.device, seed=config.seed)
-    if "features" in options.targets:
-        moved = facts.moved_features(diff, options.n_features)
-        options = replace(options, features=options.features or tuple(moved))
-    whole = config.to / "rollouts" / "log.parquet"
-    outline, base = read_outline(whole), series.base
-    n_tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
-    if n_tokens > config.tokens:
-        raise TsaeError(
-            f"the log has {n_tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
-            where=whole,
-            fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
-        )
-    measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
-    bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)
-    log = tsae.Rollouts.read(whole)
-    if bands is not None:  # whole problems, so that every sample is in a band
-        log = log.in_bands(bands).with_column("band", log.frame.problem_id.map(problem_bands(bands.rows)).to_numpy())
-    problems = None if config.problems is None else other_problems(config.problems, log, base.id)
-    return tsae.attribute(
-        series, log, config.to / "attribution", settings=settings, sae=sae, problems=problems, config=options,
-        progress=progress,
-    )  # fmt: skip
+    def _test(self, sae: TemporalSAE, store: ActivationStore, features: FeatureTable, diff: FeatureDiff) -> Tested:
+        config, to = self.config, self.config.to
+        return causal_tests(
+            self.readers, sae, store, features, diff, config.tests, to=to / "causal", page=to / "report.html",
+            verifier=config.importing.verifier, seed=config.seed, device=config.device, minutes=config.minutes,
+            progress=self.progress,
+        )  # fmt: skip
 
 
 def find_run_log(config: RunConfig) -> Path:

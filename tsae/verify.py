@@ -47,7 +47,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.crosscoder import OF_PAIR, Crosscoder
 from tsae.sae.model import SAE, TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
-from tsae.stamps import STAMPS, read_stamp
+from tsae.stages import RECORDS, read_run
 
 State = Literal["intact", "no hash", "damaged", "missing", "incomplete", "outdated", "other version", "not ours"]
 """no hash: another program wrote it; it can be read, and nothing tells whether it is whole.
@@ -66,7 +66,7 @@ _ORDER = ("run", "rollouts", STORE.name, SAE.name, "evaluation", FEATURES.name, 
 """Later kinds rest on earlier ones."""
 _AGAIN = "Make it again."
 _RECORDS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    **{name: ("run", lambda file: read_record(file, _AGAIN)) for name in STAMPS},
+    **{name: ("run", lambda file: read_record(file, _AGAIN)) for name in RECORDS},
     "claims.json": ("claims", lambda file: Claims.load(file.parent)),
     "evaluation.json": ("evaluation", Evaluation.load),
 }
@@ -174,7 +174,7 @@ def _walk(path: Path, run: Path | None) -> Iterator[Finding]:
 
 def _stamp(folder: Path) -> str | None:
     """The name of a run's record in a folder."""
-    return next((name for name in STAMPS if _is_record(folder / name)), None)
+    return next((name for name in RECORDS if _is_record(folder / name)), None)
 
 
 def _kind_of(folder: Path) -> str | None:
@@ -280,7 +280,7 @@ def _missing(run: Path) -> Iterator[Finding]:
     if said_claims(run) or os.path.lexists(run / "claims.json"):
         expected["claims.json"] = "claims"
     with suppress(TsaeError, KeyError, TypeError):
-        tests = {str(name) for name in (read_stamp(run, stamp) or {})["found"]["causal"]}
+        tests = {str(name) for name in (read_run(run, stamp) or {})["found"]["causal"]}
         lost = tests - {test.name for test in folders_of_tests(run)}
         names = [name for name in sorted(lost) if Path(name).name == name and len(name) < 200 and "\0" not in name]
         expected |= {f"causal/{name}": "causal test" for name in names}
@@ -318,7 +318,7 @@ def _inputs(finding: Finding) -> Iterator[Path]:
         return
     kept = False  # an SAE that `tsae watch` trained on an earlier, shorter state
     with suppress(TsaeError):
-        kept = finding.kind == SAE.name and "sae" in (read_stamp(finding.run, "run.json") or {})
+        kept = finding.kind == SAE.name and "sae" in (read_run(finding.run, "run.json") or {})
     for name in () if kept else _RESTS_ON.get(finding.kind, ()):
         yield (finding.path.parent / name).resolve()
 

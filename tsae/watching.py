@@ -1,8 +1,8 @@
 """`tsae watch`: follow a training that goes on. New checkpoints and log steps are added to the folder of `tsae run`.
 
 1. Look: which checkpoints are complete, and how much of every file of the log. What is being written waits.
-2. If that is something new, the stages of `tsae run` analyse exactly this state, in the hidden folder .next. Shards and
-   codes that were computed before are copied from the analysis before; the SAE is kept.
+2. If that is something new, the stages of `tsae run` (`tsae.stages`) are carried out for exactly this state, in the
+   hidden folder .next, which begins as a copy by hard links. So only what is new is computed. The SAE is kept.
 3. When all of it is there, its parts take the places of the old ones. Until then the old analysis stays whole.
 
 What comes out depends on the state and the SAE alone, not on the updates before. So an update that was killed is
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from tsae.activations.capture import changed_checkpoints, rewritten_checkpoints
 from tsae.activations.manifest import read_manifest
-from tsae.base.files import read_object, write_json
+from tsae.base.files import partial_name, read_object, write_json
 from tsae.base.output_lock import output_lock
 from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
@@ -32,24 +32,23 @@ from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, public
 from tsae.features.feature_table import FeatureTable
-from tsae.pipeline import Before
 from tsae.report.text import visible
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
 from tsae.rollouts.logs.readers import grows
-from tsae.run import Grown, OneCheckpoint, analyze_state, find_run_log, find_series, stamp
+from tsae.run import OneCheckpoint, State, analyze_state, find_run_log, find_series, run_facts
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import add_found, read_stamp
+from tsae.stages import RunRecord, read_run
 
-_NEXT, _OLD, _READY, _CODES, _PARTS = ".next", ".old", "ready.json", ".codes", ".log"
-_STAGES = ("rollouts", "activations", "sae", "evaluation", "features", "diff", "attribution", "causal", "report.html")
-_FILES = ("claims.json", "stages.json", "run.json")
+_NEXT, _OLD, _READY = ".next", ".old", "ready.json"
+_NOT_SHOWN = ("attribution", "causal")
+"""Stages that a watch leaves out: what lies there is of a shorter training."""
+_OF_SAE = ("site", "sae", "d_sae", "k", "training_tokens", "seed")
+"""Settings that decided which SAE is kept."""
 _FALL = 0.05
 """A fall of a reader's FVE below that of the training that is worth a warning."""
 _NAMED = 3
 """Checkpoints that one line names; of more, the first and the last."""
-_LATER = ("attribution", "causal")
-_NOT_COMPARED = ("attribute", "problems", "attribution", "causal", "tests", "minutes")
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,13 @@ def watch(
     return _Watch(replace(config, attribute=False, causal=False), watching or WatchConfig(), progress, say).updates()
 
 
-class _State(NamedTuple):
+class _Update(NamedTuple):
     """A state of the training, to be analysed."""
 
     series: CheckpointSeries
-    grown: Grown
-    stamp: dict[str, Any]
+    read: State
+    facts: dict[str, Any]
+    """What run.json says of it."""
 
 
 class _Watch:
@@ -125,7 +125,6 @@ class _Watch:
         self.to, self.next = config.to, config.to / _NEXT
         self.settling = StableFiles(watching.quiet)
         self.told, self.reached = "", -1
-        self.sae: TemporalSAE | None = None  # the one that is kept, once it was loaded
 
     def updates(self) -> Generator[Update]:
         if not self.config.path.is_dir():
@@ -170,7 +169,7 @@ class _Watch:
             self._tell(f"waiting: {why}")
         self.told = why
 
-    def _look(self) -> _State | None:
+    def _look(self) -> _Update | None:
         """The state of the training, if it differs from the one that was analysed."""
         self.settling.waits = False
         folders = self._checkpoints()
@@ -205,15 +204,14 @@ class _Watch:
             self._wait("there is no rollout log yet")
             return None
         sizes = {file.path: sizes[file.path] for file in of_log}
-        grown = self._grown(before, frozenset(partial), sizes)
         try:
-            series, _ = find_series(self.config, grown.without)
+            series, _ = find_series(self.config, frozenset(partial))
         except OneCheckpoint as error:
             self._wait(f"{error.what}; the next checkpoint can be compared with it, or give its model (--base)")
             return None
-        state = self._state(series, log, grown)
-        same = before is not None and all(sorted(before[n]) == sorted(state.stamp[n]) for n in ("series", "log"))
-        same = same and all((self.to / name).exists() for name in _STAGES if name not in _NOT_COMPARED)
+        state = self._state(series, log, before, frozenset(partial), sizes)
+        same = before is not None and all(sorted(before[n]) == sorted(state.facts[n]) for n in ("series", "log"))
+        same = same and (self.to / "report.html").is_file()
         anew = rewritten_checkpoints(self.to / "activations", series) if same else []
         if anew:
             self._tell(f"{', '.join(anew)}: written anew since the last analysis, and read again")
@@ -230,14 +228,14 @@ class _Watch:
             return [Path(c.path) for c in series if not c.is_base and Path(c.path).is_dir()]
         return step_folders(self.config.path)
 
-    def _begun(self) -> _State | None:
+    def _begun(self) -> _Update | None:
         """The state of an update that was interrupted, if it can be completed; else nothing is left of it."""
         file = self.next / "run.json"
         if not file.is_file():
             _remove(self.next)
             return None
         try:
-            found = read_stamp(self.next, file.name) or {}
+            found = read_run(self.next, file.name) or {}
             paths = {Path(path) for _, path in found["series"]}
             folders = self._checkpoints()
             without = frozenset(folder for folder in folders if folder not in paths)
@@ -248,28 +246,28 @@ class _Watch:
                 for file, n in sizes.items()
             )
             if there:
-                grown = self._grown(self._finished(), without, sizes)
                 series, _ = find_series(self.config, without)
-                state = self._state(series, log, grown)
-                if not self._rewritten(series) and {**found, "found": None} == {**state.stamp, "found": None}:
+                state = self._state(series, log, self._finished(), without, sizes)
+                if not self._rewritten(series) and all(found[n] == state.facts[n] for n in state.facts):
                     return state
         except (TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
             pass
         _remove(self.next)
         return None
 
-    def _grown(self, before: dict[str, Any] | None, without: frozenset[Path], sizes: dict[Path, int]) -> Grown:
-        if before is None or self.watching.retrain or self.config.sae is not None:
-            self.sae = None  # trained, or published
-        elif self.sae is None:
-            self.sae = TemporalSAE.load(self.to / "sae", device=self.config.device)
-        trained = {} if before is None or self.sae is None else self._trained(before)
-        before_this = Before(self.sae, trained, self.to / "activations", self.to / _CODES)
-        return Grown(without, sizes, self.to, self.to / _PARTS, before_this)
-
-    def _state(self, series: CheckpointSeries, log: Path, grown: Grown) -> _State:
-        found = stamp(self.config, series, log, grown.log, grown)
-        return _State(series, grown, public(json.loads(json.dumps(found, default=str))))
+    def _state(
+        self,
+        series: CheckpointSeries,
+        log: Path,
+        before: dict[str, Any] | None,
+        without: frozenset[Path],
+        sizes: dict[Path, int],
+    ) -> _Update:
+        kept, trained = None, {}
+        if before is not None and not self.watching.retrain and self.config.sae is None:
+            kept, trained = TemporalSAE.load(self.to / "sae").fingerprint, self._trained(before)
+        found = public(json.loads(json.dumps(run_facts(self.config, series, log, sizes, kept), default=str)))
+        return _Update(series, State(without, sizes, kept, trained, self.to), found)
 
     def _finished(self) -> dict[str, Any] | None:
         """What run.json of the analysis that is there says; None where there is none.
@@ -277,18 +275,19 @@ class _Watch:
         Raises:
             TsaeError: where the folder holds something else.
         """
-        before = read_stamp(self.to, "run.json")
+        before = read_run(self.to, "run.json")
         if before is None and self.to.is_dir() and any(not path.name.startswith(".") for path in self.to.iterdir()):
             raise TsaeError("holds something else than an analysis", where=self.to, fix="Give another one with --to.")
         return before
 
-    def _update(self, state: _State) -> Update | None:
+    def _update(self, state: _Update) -> Update | None:
         began, before = time.monotonic(), self._finished()
         if before is not None:
             self._refuse_others(before, state)
+            _begin(self.to)
         try:
             diff = analyze_state(
-                replace(self.config, to=self.next), state.grown, progress=self.progress, say=lambda line: None
+                replace(self.config, to=self.next), state.read, progress=self.progress, say=lambda line: None
             )
         except (TsaeError, OSError) as error:
             gone = self._gone(state)
@@ -297,9 +296,8 @@ class _Watch:
             self._tell(f"looking again: {gone} was removed or changed while it was read ({str(error).splitlines()[0]})")
             return None
         fve = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
-        trained = state.grown.before.trained or fve
-        found = (read_stamp(self.next, "run.json") or {}).get("found", {})
-        add_found(self.next, "run.json", {**found, "fve_at_training": trained})
+        trained = state.read.trained or fve
+        RunRecord(self.next, "run.json", state.facts, "an analysis").add_found(fve_at_training=trained)
         stages = read_object(self.next / "stages.json", "Remove it.")
         write_json(self.next / "stages.json", {**stages, "report": str(self.to / "report.html")})
         held, n = (_n_rows(folder / "rollouts" / "log.parquet") for folder in (self.to, self.next))
@@ -319,11 +317,11 @@ class _Watch:
             page=(self.to / "report.html").resolve(),
         )
 
-    def _gone(self, state: _State) -> str:
+    def _gone(self, state: _Update) -> str:
         """What of a state is no longer there or no longer as it was; empty where all of it is."""
         ids = {Path(c.path): c.id for c in state.series if not c.is_base and Path(c.path).is_absolute()}
         lost = [id for path, id in ids.items() if path in unfinished([path])] or self._rewritten(state.series)
-        return ", ".join([*lost, *(file.name for file in state.grown.log if not file.is_file())])
+        return ", ".join([*lost, *(file.name for file in state.read.log if not file.is_file())])
 
     def _rewritten(self, series: CheckpointSeries) -> list[str]:
         """Ids of checkpoints that are no longer those that an unfinished update has begun to read."""
@@ -331,21 +329,18 @@ class _Watch:
         manifest = read_manifest(held) if (held / "manifest.json").is_file() else {"readers": []}
         return [id for id, *_ in changed_checkpoints(manifest, series)]
 
-    def _refuse_others(self, before: dict[str, Any], state: _State) -> None:
-        """Refuse to go on with an analysis of other settings, versions or another base."""
-        wanted, held = state.stamp, before["run"]
-        different = [
-            name for name in wanted["run"] if name not in _NOT_COMPARED and held.get(name) != wanted["run"][name]
-        ]
-        different += ["versions"] * (before["versions"] != wanted["versions"])
-        if different:
-            raise TsaeError(
-                f"holds an analysis of other settings or versions (differing: {', '.join(different)})",
-                where=self.to,
-                fix="Give the options that it was begun with, or another folder with --to.",
-            )
-        base, manifest = state.series.base, read_manifest(self.to / "activations")
-        for _, found, captured in changed_checkpoints(manifest, state.series, [base.id]):
+    def _refuse_others(self, before: dict[str, Any], state: _Update) -> None:
+        """Refuse another training, other versions, another base, and options of another SAE than the kept one."""
+        differing = RunRecord.refusal(before, state.facts, "run")
+        if state.read.kept is not None:
+            held, wanted = before["run"], state.facts["run"]
+            differing += [name for name in _OF_SAE if held.get(name) != wanted[name]]
+        if differing:
+            what = f"holds an analysis of another training, SAE or versions (differing: {', '.join(differing)})"
+            fix = "Give the options that it was begun with, another SAE (--retrain), or another folder (--to)."
+            raise TsaeError(what, where=self.to, fix=fix)
+        base = state.series.base
+        for _, found, captured in changed_checkpoints(read_manifest(self.to / "activations"), state.series, [base.id]):
             raise TsaeError(
                 f"is another base than before: its weights and config have the hash {found}, and those that were "
                 f"compared with have {captured}",
@@ -375,25 +370,46 @@ def _n_rows(file: Path) -> int:
     return int(pq.read_metadata(file).num_rows) if file.is_file() else 0
 
 
+def _begin(to: Path) -> None:
+    """Let the next analysis begin with what the one before holds: the same files under a second name."""
+    if (to / _NEXT).is_dir():
+        return
+    copy = partial_name(to / _NEXT)
+    _remove(copy)
+    copy.mkdir()
+    for path in to.iterdir():
+        if path.is_dir() and path.name[0] != "." and path.name not in _NOT_SHOWN:
+            shutil.copytree(path, copy / path.name, copy_function=_link)
+        elif path.is_file() and path.name[0] != ".":
+            _link(path, copy / path.name)
+    os.replace(copy, to / _NEXT)
+
+
+def _link(old: str | Path, new: str | Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:  # a file system without hard links
+        shutil.copy2(old, new)
+
+
 def _exchange(to: Path) -> None:
-    """Put a finished update in the place of the analysis before. Goes on where it was interrupted."""
+    """Put a finished update in the place of the analysis before. Resumes where it was interrupted."""
     new, old = to / _NEXT, to / _OLD
     if (new / _READY).is_file():
-        for name in [name for name in (*_STAGES, *_FILES) if name != "sae" or (new / "sae").is_dir()]:
-            if (new / name).exists():
-                _put_away(to / name, old)
-                os.replace(new / name, to / name)
-            elif name in _LATER:
-                _put_away(to / name, old)
+        old.mkdir(exist_ok=True)
+        for path in [path for path in new.iterdir() if path.name != _READY]:
+            _put_away(to / path.name, old)
+            os.replace(path, to / path.name)
+        for name in _NOT_SHOWN:
+            _put_away(to / name, old)
         (new / _READY).unlink()
         _remove(new)
     _remove(old)
 
 
 def _put_away(path: Path, old: Path) -> None:
-    """Move a file or folder out of the way, until the new one is in its place."""
+    """Move a folder out of the way, until the new one is in its place."""
     if path.is_dir():
-        old.mkdir(exist_ok=True)
         _remove(old / path.name)
         os.replace(path, old / path.name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from tsae.activations.store import ActivationStore
 from tsae.base.artefact import write_record
 from tsae.errors import TsaeError
 from tsae.rollouts.sampling import Batches, Response
-from tsae.stamps import add_found, claim, read_stamp
+from tsae.stages import RunRecord, read_run
 
 
 def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
@@ -44,51 +43,14 @@ def test_a_changed_batch_of_a_sampling_is_refused(tmp_path: Path) -> None:
         batches.read(0)
 
 
-def test_a_stage_is_added_to_a_run_that_left_it_out(tmp_path: Path) -> None:
-    def asked(causal: bool, **more: Any) -> dict[str, Any]:
-        return {"run": {"seed": 0, "causal": causal, "tests": {"problems": 8}, **more}}
-
-    adds = ("causal", "tests")
-    claim(tmp_path, "run.json", asked(False), "an analysis", adds)
-    page = tmp_path / "report.html"
-    page.write_text("page")
-    claim(tmp_path, "run.json", asked(False), "an analysis", adds)
-    assert page.is_file()
-    with pytest.raises(TsaeError, match="holds something else"):
-        claim(tmp_path, "run.json", asked(True, seed=1), "an analysis", adds)
-    add_found(tmp_path, "run.json", {"second_look": 3})
-    claim(tmp_path, "run.json", asked(True, tests={"problems": 9}), "an analysis", adds)
-    assert page.is_file()  # until there is a test that it does not show
-    add_found(tmp_path, "run.json", {"causal": ["one"]})
-    claim(tmp_path, "run.json", asked(True, tests={"problems": 9}), "an analysis", adds)
-    told = {"found": {"second_look": 3, "causal": ["one"]}}
-    assert read_stamp(tmp_path, "run.json") == {**asked(True, tests={"problems": 9}), **told}
-    for other, fix in (
-        (asked(False), "asked for --causal"),
-        (asked(True, tests={"problems": 7}), "Delete that folder"),
-    ):
-        with pytest.raises(TsaeError, match=f"holds something else.*{fix}"):
-            claim(tmp_path, "run.json", other, "an analysis", adds)
-
-
-def test_a_corrected_setting_of_a_stage_that_made_nothing_is_taken(tmp_path: Path) -> None:
-    claim(tmp_path, "run.json", {"run": {"site": "wrong", "tokens": 9}}, "an analysis")
-    (tmp_path / "rollouts").mkdir()
-    wanted = {"run": {"site": "blocks.1.hook_resid_post", "tokens": 9}}
-    with pytest.raises(TsaeError, match="holds something else"):
-        claim(tmp_path, "run.json", wanted, "an analysis")
-    with pytest.raises(TsaeError, match="holds something else"):
-        claim(tmp_path, "run.json", {"run": {**wanted["run"], "tokens": 8}}, "an analysis", later=("site",))
-    claim(tmp_path, "run.json", wanted, "an analysis", later=("site",))
-    assert read_stamp(tmp_path, "run.json") == wanted
-
-
-def test_a_changed_stamp_is_refused(tmp_path: Path) -> None:
-    claim(tmp_path, "demo.json", {"demo": {"seed": 0}}, "a demo")
-    claim(tmp_path, "demo.json", {"demo": {"seed": 0}}, "a demo")
-    assert read_stamp(tmp_path, "demo.json") == {"demo": {"seed": 0}}
+def test_a_changed_record_of_a_run_is_refused(tmp_path: Path) -> None:
+    asked = {"demo": {"seed": 0}, "versions": {}}
+    for _ in range(2):
+        RunRecord(tmp_path, "demo.json", asked, "a demo")
+    assert (read_run(tmp_path, "demo.json") or {})["demo"] == {"seed": 0}
+    with pytest.raises(TsaeError, match=r"holds something else than a demo .*differing: versions"):
+        RunRecord(tmp_path, "demo.json", {**asked, "versions": {"torch": "9"}}, "a demo")
     file = tmp_path / "demo.json"
     file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
-    for seed in (0, 1):
-        with pytest.raises(TsaeError, match=r"demo\.json: is damaged"):
-            claim(tmp_path, "demo.json", {"demo": {"seed": seed}}, "a demo")
+    with pytest.raises(TsaeError, match=r"demo\.json: is damaged"):
+        RunRecord(tmp_path, "demo.json", asked, "a demo")

@@ -52,8 +52,13 @@ def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[s
     demo(replace(TINY, to=tmp_path / "one", steps=True, attribute=True), progress=False)
     assert capsys.readouterr().out.replace(str(tmp_path / "one"), "") == printed[0]
 
-    with pytest.raises(tsae.TsaeError, match="something else"):
-        demo(replace(TINY, to=tmp_path / "one", steps=True, attribute=True, seed=1), progress=False)
+    # What was asked for wrongly is made anew.
+    config = replace(TINY, to=tmp_path / "one", steps=True, attribute=True)
+    demo(replace(config, sae=replace(TINY.sae, k=TINY.sae.k + 1)), progress=False)
+    said = capsys.readouterr().out
+    assert "made anew:   sae, evaluation, features, diff, attribution, claims, report (changed: sae)" in said
+    demo(config, progress=False)
+    assert capsys.readouterr().out.replace(str(tmp_path / "one"), "").endswith(printed[0])
 
 
 def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 import tsae
 from support.builders import digests, make_rollouts
 from support.checkpoints import cached
+from support.damage import flip
 from support.results import rendered
 from tsae.activations.manifest import record_file
 from tsae.activations.store import ActivationStore
@@ -51,9 +52,8 @@ from tsae.rollouts.fresh_rollouts import draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
-from tsae.run import analyze_run, choose_sae, find_series, stamp
+from tsae.run import analyze_run, choose_sae, find_series
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import claim
 from tsae.verify import verify
 
 SHIPPED = tsae.testbed.series_path()
@@ -185,7 +185,9 @@ def diff_config(diff: Any) -> tsae.DiffConfig:
     return tsae.DiffConfig(**{**config, "bands": None if config["bands"] is None else tuple(config["bands"])})
 
 
-def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any], tiny: RunConfig) -> None:
+def test_again_reads_everything_from_disk(
+    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+) -> None:
     out, lines, diff = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")}
     report = (out / "report.html").stat().st_mtime_ns
@@ -199,59 +201,120 @@ def test_again_reads_everything_from_disk(finished: tuple[Path, list[str], Any],
         assert shifts.run.isna().sum() == (shifts.checkpoint == "base").sum()
     columns = diff.shifts.columns.drop("run")
     pd.testing.assert_frame_equal(found.shifts[columns], diff.shifts[columns], check_dtype=False)
-    with pytest.raises(TsaeError, match=r"something else than an analysis.*differing: run"):
-        analyze_run(replace(tiny, to=out, seed=1), progress=False)
+    with pytest.raises(TsaeError, match=r"something else than an analysis.*differing: path"):
+        analyze_run(replace(tiny, path=shutil.copytree(tiny.path, tmp_path / "other"), to=out), progress=False)
 
 
-def test_labels_that_changed_since_are_not_shown_with_the_old_numbers(tiny: RunConfig, tmp_path: Path) -> None:
-    """The file has the size that it had."""
-    log, out = tmp_path / "log.jsonl", tmp_path / "out"
-    log.write_text('{"reward": 1.0}\n')
-    config = replace(tiny, log=log, to=out)
-    series, _ = find_series(config)
-
-    def claimed() -> None:
-        claim(out, "run.json", stamp(config, series, log, {log: log.stat().st_size}), "an analysis")
-
-    claimed()
-    claimed()
-    log.write_text('{"reward": 0.0}\n')
-    with pytest.raises(TsaeError, match="differing: contents of what was read"):
-        claimed()
+def flip_digit(file: Path) -> None:
+    text = file.read_text()
+    file.write_text(text.replace('"fve": 0.', '"fve": 1.', 1))
+    assert file.read_text() != text
 
 
-def test_a_diff_of_other_settings_is_not_shown_as_the_runs_own(
-    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
+    "evaluation": ("evaluation/evaluation.json", flip_digit, ["evaluation"]),
+    "sae": ("sae/sae.safetensors", lambda file: flip(file, -2), ["sae"]),
+    "features": ("features/columns.h5", lambda file: flip(file, -2), ["features"]),
+    "diff": ("diff/shifts.parquet", Path.unlink, ["diff", "noise"]),
+    "rollouts": ("rollouts/rollouts.parquet", lambda file: flip(file, 99), ["rollouts", "second look", "bands"]),
+    "claims": ("claims.json", lambda file: file.write_text("{"), ["claims"]),
+}
+
+
+@pytest.mark.parametrize("damage", [pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES])
+def test_what_is_damaged_is_made_again(
+    damage: str, finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
 ) -> None:
-    """Drawn into the run's folder by `tsae diff`."""
-    out = shutil.copytree(finished[0], tmp_path / "out")
-    diff = tsae.FeatureDiff.load(out / "diff")
-    settings = {**diff.info["config"], "minimum_effect": 0.0}
-    replace(diff, info={**diff.info, "config": settings}).save(out / "diff")
-    with pytest.raises(TsaeError, match=r"other settings than this run's \(differing: minimum_effect\)"):
-        analyze_run(replace(tiny, to=out), progress=False)
-
-
-def test_what_is_damaged_in_an_analysis_is_not_read(
-    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
-) -> None:
+    name, do, stages = DAMAGES[damage]
     out = shutil.copytree(finished[0], tmp_path / "out")
     left = out / ".features.lock"  # of a process that was killed at the end of encoding
     left.write_text("{}")
     batches = out / "rollouts" / "sampling"  # of one that was killed when its samples had been written
     batches.mkdir()
-    analyze_run(replace(tiny, to=out), progress=False)
+    do(out / name)
+    lines: list[str] = []
+    analyze_run(replace(tiny, to=out), progress=False, say=lines.append)
     assert not left.exists()
     assert not batches.exists()
-    file = out / "evaluation" / "evaluation.json"
-    whole = file.read_text()
-    file.write_text(whole.replace('"fve": 0.', '"fve": 1.', 1))
-    assert file.read_text() != whole
-    with pytest.raises(TsaeError, match=r"evaluation\.json: is damaged"):
-        analyze_run(replace(tiny, to=out), progress=False)
-    (out / "run.json").write_text("{")
+    told = [line for line in lines if line.endswith("made again")]
+    assert len(told) == 1
+    assert str(out / name.partition("/")[0]) in told[0]
+    made = [line.partition(":")[0] for line in lines if not line.endswith((" [from disk]", "made again"))]
+    assert made == [*stages, *(["report"] if "report" not in stages else [])]
+    assert contents(out) == contents(finished[0])
+
+
+def test_a_damaged_record_is_refused(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{")
     with pytest.raises(TsaeError, match=r"run\.json: cannot be read"):
-        analyze_run(replace(tiny, to=out), progress=False)
+        analyze_run(replace(tiny, to=tmp_path / "out"), progress=False)
+
+
+def test_a_wrong_site_is_corrected(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+    """Whether nothing is there yet or all of it, the command that is right at last gives what it gives alone."""
+    site = "blocks.1.hook_resid_post"
+    for out, wrong in ((tmp_path / "new", tiny), (shutil.copytree(finished[0], tmp_path / "out"), tiny)):
+        with pytest.raises(TsaeError, match="9"):
+            analyze_run(replace(wrong, to=out, site="blocks.9.hook_resid_post"), progress=False, say=lambda line: None)
+        lines: list[str] = []
+        analyze_run(replace(tiny, to=out, site=site), progress=False, say=lines.append)
+        assert any("(as asked)" in line for line in lines)
+        assert {**contents(out), "run.json": ""} == {**contents(finished[0]), "run.json": ""}  # it names the site
+        assert not (out / ".before").exists()
+
+
+CORRECTIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "width": ({"d_sae": 40}, "d_sae", ["sae", "evaluation", "features", "diff", "attribution", "claims", "report"]),
+    "contrasts": (
+        {"diff": replace(TINY.diff, minimum_effect=0.2)},
+        "diff",
+        ["diff", "attribution", "claims", "report"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", list(CORRECTIONS))
+def test_an_option_is_corrected(
+    option: str, finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+) -> None:
+    """Only what rests on the option is made anew, and said in one line; the first option gives the first bytes."""
+    changes, name, anew = CORRECTIONS[option]
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    lines: list[str] = []
+    analyze_run(replace(tiny, to=out, **changes), progress=False, say=lines.append)
+    shown = ", ".join(stage for stage in anew if (finished[0] / stage).exists() or stage in ("claims", "report"))
+    first = next(line for line in lines if line.startswith("made anew:"))
+    assert first == f"made anew:   {shown} (changed: {name})"
+    kept = [line.partition(":")[0] for line in lines if line.endswith("[from disk]")]
+    assert not set(kept) & (set(anew) - {"attribution"})
+    alone = tmp_path / "alone"
+    analyze_run(replace(tiny, to=alone, **changes), progress=False, say=lambda line: None)
+    assert contents(out) == contents(alone)
+    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    assert contents(out) == contents(finished[0])
+
+
+@pytest.mark.slow
+def test_labels_that_changed_since_are_read_again(tiny: RunConfig, trl_run: Path, tmp_path: Path) -> None:
+    """The file has the size that it had."""
+    log = tmp_path / "log" / "completions_00150.parquet"
+    log.parent.mkdir()
+    table = pq.read_table(trl_run / "completions" / log.name)
+    place = table.column_names.index("correct")
+    pq.write_table(table, log, compression="none", use_dictionary=False)
+    size, config = log.stat().st_size, replace(tiny, log=log.parent, to=tmp_path / "out")
+    analyze_run(config, progress=False, say=lambda line: None)
+    before = tsae.Rollouts.read(config.to / "rollouts" / "log.parquet")
+    turned = pa.array([1.0 - value for value in table["correct"].to_pylist()])
+    pq.write_table(table.set_column(place, "correct", turned), log, compression="none", use_dictionary=False)
+    assert log.stat().st_size == size
+    lines: list[str] = []
+    analyze_run(config, progress=False, say=lines.append)
+    assert any(line.startswith("made anew:   log, rollouts") and "(changed: log)" in line for line in lines)
+    after = tsae.Rollouts.read(config.to / "rollouts" / "log.parquet")
+    assert (before.frame.outcome == "success").sum() == (after.frame.outcome == "failure").sum()
 
 
 def test_a_checkpoint_that_is_rotated_away_is_named(
@@ -305,7 +368,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     (tmp_path / "out" / "report.html").unlink()
     again: list[str] = []
     analyze_run(config, progress=False, say=again.append)
-    assert again == [*(f"{line} [from disk]" for line in lines[:-2]), *lines[-2:]]
+    assert again == [*(f"{line} [from disk]" for line in lines[:-1]), lines[-1]]
     assert (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns == stamp
     assert (tmp_path / "out" / "report.html").read_text() == page
 
@@ -390,8 +453,6 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     assert {test["n_of_features"] for test in modes.values()} == {4}
     assert "are the fairer" in page
     assert "<code>--causal</code>" not in page
-    with pytest.raises(TsaeError, match="holds something else"):
-        analyze_run(config, progress=False)
 
     before, (test, *_) = contents(out), sorted((out / "causal").iterdir())
     shutil.rmtree(test)
@@ -1100,10 +1161,11 @@ def test_a_published_sae_in_place_of_training(
     assert all(finding.ok for finding in verify([config.to], progress=False))
     with pytest.raises(TsaeError, match="k=4 is for training an SAE, and sae="):
         replace(config, k=4)
-    # Another one of that name: what was encoded with the first is not shown as of the second.
+    # Another one of that name: nothing that was encoded with the first is shown as of the second.
     weights = load_file(sae / "sae_weights.safetensors")
     save_file({name: value * 1.01 for name, value in weights.items()}, sae / "sae_weights.safetensors")
-    before = contents(config.to)
-    with pytest.raises(TsaeError, match=r"out/sae: is another SAE than"):
-        analyze_run(config, progress=False)
-    assert contents(config.to) == before
+    lines.clear()
+    with pytest.warns(UserWarning, match=r"explains 0\.\d\d of the variance"):
+        analyze_run(config, progress=False, say=lines.append)
+    assert any(line.startswith("made anew:   sae, ") for line in lines)
+    assert tsae.FeatureTable.load(config.to / "features").info["sae"]["weights"] == tsae.load_sae(sae).fingerprint

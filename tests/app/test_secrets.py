@@ -13,7 +13,7 @@ from support.builders import make_rollouts
 from tsae.base.artefact import read_record, write_record
 from tsae.cli import main
 from tsae.errors import TsaeError, public, without_secrets
-from tsae.stamps import claim
+from tsae.stages import RunRecord
 
 SECRET, KEY = "passw0rd", "abcdef0123456789"
 BUCKET = f"memory://user:{SECRET}@bucket"
@@ -63,8 +63,8 @@ def test_files_that_say_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hidden = {"url": "s3://***@h/a", "options": {"secret": "***", "***": ["***"]}, "seed": 3, "path": "a"}
     assert found["config"] == hidden
     for _ in range(2):  # and the same again is the same
-        claim(tmp_path / "run", "run.json", told, "a run")
-    assert read_record(tmp_path / "run" / "run.json", "") == {"kind": "run", **hidden}
+        RunRecord(tmp_path / "run", "run.json", {"run": told, "versions": {}}, "a run")
+    assert read_record(tmp_path / "run" / "run.json", "")["run"] == hidden
 
 
 def test_stages_at_an_address_with_a_password(

@@ -30,7 +30,7 @@ from tsae.rl.run_log import RunLog
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.stamps import claim
+from tsae.stages import RunRecord
 from tsae.verify import Finding, verify
 
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=100, threads=1)
@@ -204,7 +204,7 @@ def test_folders_in_folders_without_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("causal", [5, [3, "", "..", "../..", "a/b", "x" * 5000, "a\0b", "\ud800"], {"a": 1}, None])
 def test_a_run_that_names_no_folders_of_tests(causal: Any, tmp_path: Path) -> None:
-    claim(tmp_path, "run.json", {"run": {"path": "a"}}, "an analysis")
+    RunRecord(tmp_path, "run.json", {"run": {"path": "a"}, "versions": {}}, "an analysis")
     for names in ([], 3, {"causal": causal}):
         write_record(tmp_path / "run.json", {"kind": "run", "run": {"path": "a"}, "found": names})
         said = {finding.path for finding in verify([tmp_path], progress=False)}
