@@ -533,7 +533,7 @@ def test_many_runs_are_cut_to_a_readable_picture() -> None:
 def test_the_last_step_of_every_run_is_told() -> None:
     made = make()
     made.info["readers"].insert(1, reader("up-early", "up-run") | {"step": 5})
-    assert facts.final_checkpoints(made) == ["up-run", "down-run"]
+    assert made.final_checkpoints == ["up-run", "down-run"]
 
 
 def test_numbers_as_people_read_them() -> None:

@@ -287,7 +287,7 @@ def test_figures_have_titles_and_hover(diff: tsae.FeatureDiff) -> None:
 
 def test_a_volcano_shows_every_tested_feature(diff: tsae.FeatureDiff) -> None:
     figure = diff.plot.volcano()
-    runs = facts.final_checkpoints(diff)
+    runs = diff.final_checkpoints
     points = [(x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)]
     wanted = [(d, q) for run in runs for d, q in facts.main_shift(diff, run)[["delta", "q"]].itertuples(index=False)]
     assert sorted(points) == sorted(wanted)
@@ -298,7 +298,7 @@ def test_a_volcano_shows_every_tested_feature(diff: tsae.FeatureDiff) -> None:
 
 def test_a_feature_is_drawn_where_it_was_measured(diff: tsae.FeatureDiff) -> None:
     figure = diff.plot.feature(1)
-    run = facts.final_checkpoints(diff)[0]
+    run = diff.final_checkpoints[0]
     row = facts.main_shift(diff, run).loc[1]
     everything = next(trace for trace in figure.data if trace.name == "all problems")
     assert everything.x[0] == pytest.approx(row.delta)

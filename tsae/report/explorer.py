@@ -77,7 +77,7 @@ def contrasts_shown(diff: FeatureDiff) -> pd.DataFrame:
     table = diff.contrasts
     if table.empty:
         return table
-    runs = facts.final_checkpoints(diff)
+    runs = diff.final_checkpoints
     main = {run: diff.main_part(run) for run in runs}
     of_run = (table.kind == "shift") & table.checkpoint.isin(runs)
     whole = (table.band == "all") & (table.outcome == "all")

@@ -109,7 +109,7 @@ def render(
         told=[] if claims is None else told_claims(claims),
         one_run=ONE_RUN,
         linked=lambda sentence: linked(diff, sentence),
-        runs=facts.final_checkpoints(diff),
+        runs=diff.final_checkpoints,
         pairs=pairs,
         thinned=thinned_text(diff),
         noise=noise_text(diff),
@@ -158,7 +158,7 @@ def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | N
 
 def _sections(diff: FeatureDiff, attribution: Attribution | None, claims: Claims | None) -> Iterator[tuple[str, str]]:
     """Id and heading of each section that has something to show. A template is named after its section's id."""
-    runs = facts.final_checkpoints(diff)
+    runs = diff.final_checkpoints
     yield "gates", "Before you believe it"
     yield "behaviours", "Behaviour by band"
     if runs:
@@ -183,7 +183,7 @@ def _sections(diff: FeatureDiff, attribution: Attribution | None, claims: Claims
 def example_features(diff: FeatureDiff, opposed: list[int]) -> list[int]:
     """Features worth examples: a few that runs moved apart, then each run's and outcome's strongest in turn."""
     half = max(len(opposed) // 2, 2)
-    tables = [facts.main_shift(diff, run) for run in facts.final_checkpoints(diff)]
+    tables = [facts.main_shift(diff, run) for run in diff.final_checkpoints]
     for band in ["all", *facts.bands_of(diff)]:
         tables.append(facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band))
     queues = [[int(f) for f in facts.strongest(table, diff.q, _MAX_EXAMPLES).index] for table in tables]

@@ -207,7 +207,7 @@ def refused(diff: FeatureDiff, kind: str) -> Table | None:
 
 def opposed(diff: FeatureDiff) -> list[Table]:
     """Tables of the pairs of runs with most opposed features."""
-    runs = facts.final_checkpoints(diff)
+    runs = diff.final_checkpoints
     shifts = {run: facts.main_shift(diff, run) for run in runs}
     tables = []
     for up, down, found in facts.opposed_pairs(diff)[:MAX_PAIRS]:

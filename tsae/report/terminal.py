@@ -31,7 +31,7 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     if warning := bands_warning(diff):
         print(f"\n{textwrap.fill(visible(warning), 118)}\n{table_text(tables.problems_by_step(diff))}")
     parts = [behaviour_text(diff.behaviours)]
-    for checkpoint in facts.final_checkpoints(diff):
+    for checkpoint in diff.final_checkpoints:
         told = visible(f"{checkpoint}: {' '.join(feature_sentences(diff, checkpoint))}")
         parts.append(textwrap.fill(told, 118, subsequent_indent="  "))
     opposed = tables.opposed(diff)[:2]

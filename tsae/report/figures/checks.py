@@ -78,7 +78,7 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
     table = diff.families
     if table.empty or not table.note.eq("").any():
         return None
-    runs = [run for run in facts.final_checkpoints(diff) if run in set(table.checkpoint)]
+    runs = [run for run in diff.final_checkpoints if run in set(table.checkpoint)]
     families = list(table.family.unique())
     bands = [band for band in ("all", *facts.BANDS) if (table.band == band).any()]
     titles = [f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families]
@@ -232,7 +232,7 @@ def _shown_predictions(diff: FeatureDiff) -> pd.DataFrame | None:
     table = diff.predicted
     if table is None or table.empty:
         return None
-    last = table.checkpoint.isin(facts.final_checkpoints(diff))
+    last = table.checkpoint.isin(diff.final_checkpoints)
     return table[last & (table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")]
 
 
@@ -279,7 +279,7 @@ def noise_figure(diff: FeatureDiff) -> go.Figure | None:
     table = diff.noise
     if table is None or table.empty:
         return None
-    runs = [run for run in facts.final_checkpoints(diff) if (table.checkpoint == run).any()]
+    runs = [run for run in diff.final_checkpoints if (table.checkpoint == run).any()]
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
     figure, cells, height = panels(titles, 4, panel=190, gap=74, horizontal=0.03, shared_yaxes=True)
     for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):

@@ -37,7 +37,7 @@ from tsae.report.text import figure_text, number
 
 def drawn_runs(diff: FeatureDiff) -> list[str]:
     """The last step of every run whose shift was tested."""
-    return [c for c in facts.final_checkpoints(diff) if diff.main_part(c)]
+    return [c for c in diff.final_checkpoints if diff.main_part(c)]
 
 
 def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
@@ -281,7 +281,7 @@ def volcano_figure(diff: FeatureDiff) -> go.Figure | None:
 
 def thinned_text(diff: FeatureDiff) -> str:
     """What `spread_figure` leaves out."""
-    sizes = [len(facts.main_shift(diff, run)) for run in facts.final_checkpoints(diff)]
+    sizes = [len(facts.main_shift(diff, run)) for run in diff.final_checkpoints]
     if max(sizes, default=0) <= MAX_POINTS:
         return ""
     return f" At most {MAX_POINTS:,} features of a run are drawn, discoveries first."

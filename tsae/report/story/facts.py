@@ -33,11 +33,6 @@ _BEHAVIOUR_NAMES = {
 }
 
 
-def final_checkpoints(diff: FeatureDiff) -> list[str]:
-    """The last step of every run, in the series' order."""
-    return diff.final_checkpoints
-
-
 def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
     for reader in diff.info["readers"]:
         if reader["id"] == checkpoint:
@@ -118,7 +113,7 @@ def opposed_pairs(diff: FeatureDiff) -> list[tuple[str, str, pd.DataFrame]]:
     for; then the two runs with most such features. Each pair both ways round.
     """
     found = []
-    for one, other in combinations(final_checkpoints(diff), 2):
+    for one, other in combinations(diff.final_checkpoints, 2):
         if diff.main_part(one) and diff.main_part(other):
             both = [(up, down, diff.opposed(up, down)) for up, down in ((one, other), (other, one))]
             found.append(sorted((item for item in both if len(item[2])), key=lambda item: -len(item[2])))

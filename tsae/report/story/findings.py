@@ -42,7 +42,7 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
     At most `limit` statements on runs, on runs in opposition or on outcomes, and on how far to believe them. Before the
     last, where they are known: what was predicted, how it went along steps, and what was tested causally.
     """
-    runs = facts.final_checkpoints(diff)
+    runs = diff.final_checkpoints
     found = [_run(diff, checkpoint) for checkpoint in runs[: limit - 1]]
     found += [statement for statement in (_opposed(diff), None if runs else _outcomes(diff)) if statement]
     warning = bands_warning(diff)
@@ -76,7 +76,7 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
 
 def lead(diff: FeatureDiff) -> str:
     """One sentence: what was compared with what, on how much."""
-    base, runs = diff.base, facts.final_checkpoints(diff)
+    base, runs = diff.base, diff.final_checkpoints
     table = diff.behaviours
     everything = table[table.band == "all"] if len(table) else table
     size = ""
@@ -176,7 +176,7 @@ def _told(diff: FeatureDiff, effect: Any) -> str:
 
 
 def _opposed(diff: FeatureDiff) -> Statement | None:
-    if len(facts.final_checkpoints(diff)) < 2:
+    if len(diff.final_checkpoints) < 2:
         return None
     pairs = facts.opposed_pairs(diff)
     if not pairs:

@@ -82,7 +82,7 @@ def flag_reason(diff: FeatureDiff, reader: dict[str, Any]) -> str:
 
 
 def _controls(diff: FeatureDiff) -> tuple[str, ...]:
-    runs = facts.final_checkpoints(diff)
+    runs = diff.final_checkpoints
     found = [(f"Shift of {run}", diff.main_shift(run, discoveries=True)) for run in runs]
     outcomes = diff.table(discoveries=True, kind="outcome", checkpoint=diff.base, band="all")
     return tuple(
@@ -143,7 +143,7 @@ def controls_text(diff: FeatureDiff, found: Gates) -> str:
         return "Not measured."
     if found.controls:
         return " ".join(found.controls)
-    if any(len(diff.main_shift(run, discoveries=True)) for run in facts.final_checkpoints(diff)):
+    if any(len(diff.main_shift(run, discoveries=True)) for run in diff.final_checkpoints):
         return "Both sides of every shift found here read the same text, which no control can tell apart."
     return "Nothing was found to control."
 

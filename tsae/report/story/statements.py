@@ -134,7 +134,7 @@ def predictions(diff: FeatureDiff) -> pd.DataFrame:
     table = diff.predicted
     if table is None or table.empty:
         return pd.DataFrame(columns=["checkpoint", "part", "gradient", "predicted_on", "realised_on", "note"])
-    return table[table.checkpoint.isin(facts.final_checkpoints(diff))]
+    return table[table.checkpoint.isin(diff.final_checkpoints)]
 
 
 def tests(diff: FeatureDiff) -> list[dict[str, Any]]:
