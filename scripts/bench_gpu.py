@@ -2,6 +2,7 @@
 
 - train: one T-SAE step (`scripts/bench_train.py`) against one dense encode and one fused Adam step.
 - profile: where the time of that step goes, by torch's profiler.
+- peers: one step of our trainer against those of other packages (`scripts/bench_peers.py`).
 - variants: the step with single decisions of `tsae.sae.training.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
@@ -18,6 +19,7 @@ bounds the parts in time, and makes a page of their tables.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -27,10 +29,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import bench_peers
 import bench_train
 import numpy as np
 import torch
@@ -59,7 +63,7 @@ from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import sparse_codes
 
-Part = Literal["train", "profile", "variants", "capture", "encode", "causal", "replay", "end_to_end"]
+Part = Literal["train", "profile", "peers", "variants", "capture", "encode", "causal", "replay", "end_to_end"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -68,7 +72,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "variants", "capture", "encode")
+    parts: tuple[Part, ...] = ("train", "profile", "peers", "variants", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -178,6 +182,44 @@ def profile(bench: Bench) -> None:
                 bench.keep("profile", {**begin, "of": of, "ms": ms})
         for name in sorted(alone, key=lambda name: -alone[name])[:24]:
             bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
+
+
+def peers(bench: Bench) -> None:
+    """In bfloat16 only. A peer that cannot run here has a row that says why."""
+    bench_peers.stand_in()
+    for size, begin in step_sizes(bench):
+        if size.precision != "bfloat16":
+            continue
+        x, pairs = bench_train.make_batch(size)
+        ours = bench_peers.ours(size, x, pairs)
+        ours()
+        for peer in bench_peers.PEERS:
+            try:
+                seconds = bench.timed({"peer": peer.make(size, x), "ours": ours})
+            except Exception as error:
+                # Of the error only its text is kept: its frames hold the peer's weights.
+                why = f"not timed: {type(error).__name__}: {error}".splitlines()[0][:200].replace("|", "/")
+                row: Row = {"step": f"{peer.step}: {why}"}
+                row |= dict.fromkeys(("ms", "tokens_per_s", "ours_ms", "times_ours"))
+            else:
+                row = {
+                    "step": peer.step, "ms": seconds["peer"] * 1e3, "tokens_per_s": len(x) / seconds["peer"],
+                    "ours_ms": seconds["ours"] * 1e3, "times_ours": seconds["peer"] / seconds["ours"],
+                }  # fmt: skip
+            shape = {name: begin[name] for name in ("d_model", "d_sae", "k")}
+            on_gpu = bench.device.startswith("cuda")
+            shape["precision"] = peer.precision if on_gpu else "float32"
+            bench.keep("peers", {"peer": peer.package, "version": _version(peer.package), **shape, **row})
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def variants(bench: Bench) -> None:
@@ -466,6 +508,8 @@ _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
     "its parts, and the longest kernels, which are in the parts.",
+    "peers": "A step of another package by its own code, in bfloat16 on a GPU, against a whole step of our trainer, "
+    "taken in turn with it on the same tokens. Ours alone has a contrastive term. What could not run says why.",
     "variants": "A training step with one decision taken otherwise.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
@@ -493,6 +537,8 @@ def tables(found: dict[str, list[Row]]) -> str:
 def _shown(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
+    if value is None:
+        return "–"
     return f"{value:.0%}" if name.startswith("share") else f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
 
 

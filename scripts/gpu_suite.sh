@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # What a GPU can tell, within the minutes that there are: its tests, then the benches in the order of their worth.
 #
-#     scripts/gpu_suite.sh --wheels                         # once, with network: puts twelve wheels into .wheels/
+#     scripts/gpu_suite.sh --wheels                         # once, with network: puts 23 wheels into .wheels/
 #     scripts/gpu_suite.sh --minutes 8 --out runs/gpu       # on the machine with the GPU; needs no network
 #     scripts/gpu_suite.sh --minutes 8 --tiny --device cpu  # a rehearsal without a GPU
 #
 # Needs Python 3.11 or later with torch, transformers, pandas, pyarrow, h5py, scipy, einops, safetensors, jinja2, pyyaml,
 # lazy_loader, filelock, fsspec, tqdm and pytest. What else is needed comes as wheels in .wheels/, a folder that git
-# ignores: copy it along. Those of pydantic-core and xxhash are for Python 3.12. $PYTHON is the interpreter; by default that of .venv, or python3.
+# ignores: copy it along. Those of pydantic-core and xxhash are for Python 3.12, and any other leaves them out. $PYTHON is
+# the interpreter; by default that of .venv, or python3.
 #
 # Writes into --out (by default $OUT, or runs/gpu) as results come: the page measured-gpu.md for docs/, its numbers in
 # rows.jsonl, and log.txt. A test or bench that fails or takes too long is reported on the page, and the next one runs.
@@ -16,13 +17,23 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
 [ -x "$python" ] || python=python3
 
+# Other trainers of SAEs, which bench_peers.py times, and what they need beside ours.
+others='
+eai-sparsify==1.3.3 --hash=sha256:136bb4b46aa6ad004bcc96c9aa28c3dcfc29a064a3620500816d89d5a4784f66
+dictionary-learning==0.1.0 --hash=sha256:211116f9cc6fde643ea447f11da1c1ea9d0174dd9460e2031ae95b2724622ca5
+natsort==8.4.0 --hash=sha256:4732914fb471f56b5cce04d7bae6f164a592c7712e1c85f9ef585e197299521c
+schedulefree==1.4.1 --hash=sha256:21602d3a0d35ee190152e3d56f547ea725d316310bd198fa6108f8039386b242
+'
+
 if [ "${1:-}" = --wheels ]; then
     pinned="$(mktemp)"
     trap 'rm -f "$pinned"' EXIT
     for name in tyro docstring-parser typeguard typing-extensions pydantic pydantic-core annotated-types typing-inspection \
-        xxhash threadpoolctl plotly narwhals; do
+        xxhash threadpoolctl plotly narwhals \
+        sae-lens transformer-lens better-abc datasets dill multiprocess simple-parsing; do
         sed -n "/^$name==/,/[^\\\\]\$/p" requirements.lock # a version with the hashes of its files
     done > "$pinned"
+    printf '%s' "$others" >> "$pinned"
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --require-hashes \
         --dest .wheels --requirement "$pinned"
     exit
@@ -30,7 +41,8 @@ fi
 
 # Compiled modules cannot be imported from a wheel: it is unpacked first.
 unpacked="$(mktemp -d)"
-for wheel in "$PWD"/.wheels/*.whl; do
+version="$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
+for wheel in "$PWD"/.wheels/*-none-any.whl "$PWD"/.wheels/*-"$version"-*.whl; do
     [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$unpacked"
 done
 PYTHONPATH="$PWD:$unpacked${PYTHONPATH:+:$PYTHONPATH}"

@@ -41,6 +41,7 @@ TINY = {
 ELSEWHERE = {
     "bench_diff.py": "diff/test_diff.py",
     "bench_gpu.py": "app/test_gpu_suite.py",
+    "bench_peers.py": "app/test_gpu_suite.py",
     "build_testbed.py": "testbed/test_build.py",
     "gpu_suite.py": "app/test_gpu_suite.py",
     "gpu_suite.sh": "app/test_gpu_suite.py",
