@@ -62,7 +62,7 @@ from tsae.rollouts.logs.policies import Policies
 from tsae.rollouts.logs.repeats import COLUMNS, Groups, drop_repeats
 from tsae.rollouts.logs.templates import find_settings
 from tsae.rollouts.logs.tokens import Tokens, tokenizer_alone
-from tsae.rollouts.parquet import list_lengths, read_pieces, write_table
+from tsae.rollouts.parquet import read_pieces, write_table
 from tsae.rollouts.rewards import BY_NAME
 from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
 from tsae.rollouts.token_parts import COLUMN, told
@@ -726,22 +726,17 @@ def check_grown(before: Path, now: Path, log: Path) -> None:
     """
     if not before.is_file():
         return
-    held, steps = _rows(before)
-    there, _ = _rows(now)
-    values, counts = np.unique(there, return_counts=True)
-    mine, first, needed = np.unique(held, return_index=True, return_counts=True)
-    place = np.searchsorted(values, mine).clip(max=max(len(values) - 1, 0))
-    found = np.where(values[place] == mine, counts[place], 0) if len(values) else np.zeros(len(mine), int)
-    lost = found < needed
-    if not lost.any():
+    held, there = _steps_by_hash(before), _steps_by_hash(now)
+    missing = held.index.value_counts().sub(there.index.value_counts(), fill_value=0)
+    missing = missing[missing > 0]
+    if missing.empty:
         return
-    # NaN where the log has no steps.
-    which = sorted({int(step) for step in steps[first[lost]] if step == step})
+    which = sorted(held[held.index.isin(missing.index)].dropna().astype(int).unique())
     shown = ", ".join(map(str, which[:_SHOWN_STEPS])) + (
         f" and {len(which) - _SHOWN_STEPS} more" if len(which) > _SHOWN_STEPS else ""
     )
     raise TsaeError(
-        f"no longer holds {int((needed - found)[lost].sum()):,} of the {len(held):,} trajectories that were read before"
+        f"no longer holds {int(missing.sum()):,} of the {len(held):,} trajectories that were read before"
         + (f" (of step {shown})" if which else "")
         + ": it has not only grown",
         where=log,
@@ -749,23 +744,16 @@ def check_grown(before: Path, now: Path, log: Path) -> None:
     )
 
 
-def _rows(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) uint64 hash and (n,) float64 step of every trajectory."""
-    hashes: list[np.ndarray] = []
-    steps: list[np.ndarray] = []
+def _steps_by_hash(file: Path) -> pd.Series:
+    """The step of every trajectory, NaN where the log has no steps, by its hash."""
+    hashes, steps = [np.empty(0, np.uint64)], [np.empty(0)]
     for table in read_pieces(file, _GROWN):
-        hashes.append(np.fromiter(_hashes(table), np.uint64, len(table)))
+        columns = [table[name].to_pylist() for name in ("problem_id", "reward", "step")]
+        ids = ((list.values.to_numpy() for list in table[name]) for name in ("prompt_ids", "response_ids"))
+        found = (
+            hash64(problem, repr(reward), repr(step), prompt.tobytes(), response.tobytes())
+            for problem, reward, step, prompt, response in zip(*columns, *ids, strict=True)
+        )
+        hashes.append(np.fromiter(found, np.uint64, len(table)))
         steps.append(table["step"].cast(pa.float64()).to_numpy())
-    return np.concatenate(hashes), np.concatenate(steps)
-
-
-def _hashes(table: pa.Table) -> Iterator[int]:
-    ids = {name: np.split(_values(table[name]), list_lengths(table[name]).cumsum()) for name in _GROWN[1:3]}
-    columns = (table["problem_id"].to_pylist(), table["reward"].to_pylist(), table["step"].to_pylist())
-    for problem, reward, step, prompt, response in zip(*columns, *ids.values(), strict=False):
-        yield hash64(problem, repr(reward), repr(step), prompt.tobytes(), response.tobytes())
-
-
-def _values(column: pa.ChunkedArray) -> np.ndarray:
-    chunks = [chunk.flatten().to_numpy() for chunk in column.chunks]
-    return np.concatenate([np.zeros(0, np.int32), *chunks]).astype(np.int32, copy=False)
+    return pd.Series(np.concatenate(steps), index=np.concatenate(hashes))

@@ -4,5 +4,5 @@
 `adapters`) → `entry` (one trajectory as the log has it) → `tokens`, `templates`, `padding` (token ids) →
 `outcome_rules`, `policies` → `import_parts` (a Parquet file for each part of the log) → `repeats` →
 `consistency_checks` (what the log says twice). `tsae.rollouts.importing` puts them together.
-`tsae.rollouts.known_logs` lists the formats.
+`tsae/rollouts/known_logs.toml` lists the formats.
 """

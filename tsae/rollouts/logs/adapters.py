@@ -130,7 +130,7 @@ def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: It
         if value is not None and (not isinstance(value, list) or len(value) != n):
             found = len(value) if isinstance(value, list) else f"a {type(value).__name__}"
             what = f"{n} values in {column} but {found} in {name}"
-            raise fields.error(what, "Correct or drop that row: one value for each response.")
+            fields.refuse(what, "Correct or drop that row: one value for each response.")
     lists = {name for name, value in row.items() if isinstance(value, list) and len(value) == n} - set(whole)
     return [
         replace(
@@ -187,16 +187,16 @@ def only_answer(messages: Any, fields: Fields) -> str:
     if isinstance(messages, str):
         return messages
     if not is_conversation(messages):
-        raise fields.unusable("empty", "has no answer")
+        fields.leave_out("empty", "has no answer")
     if messages[-1].get("content") in (None, []) and not messages[-1].get("tool_calls"):
-        raise fields.unusable("empty", "its answer has no text")
+        fields.leave_out("empty", "its answer has no text")
     parts = [{name for name, value in message.items() if value not in (None, [], "")} for message in messages]
     others = sorted(set().union(*parts) - _TEXT - _ABOUT)
     content = _text(messages[-1].get("content"))
     if len(messages) > 1 or messages[0]["role"] != "assistant" or others or content is None:
         shown = f" with {', '.join(others)}" if others else ""
         n = f"{len(messages)} message{'s' * (len(messages) > 1)}"
-        raise fields.unusable("multi-turn", f"its answer is {n}{shown}, which text does not give back as tokens")
+        fields.leave_out("multi-turn", f"its answer is {n}{shown}, which text does not give back as tokens")
     return content
 
 
@@ -212,7 +212,7 @@ def asked(messages: Sequence[dict[str, Any]], fields: Fields) -> list[dict[str, 
         others = sorted(name for name in ("tool_calls", "tool_call_id") if message.get(name))
         if content is None or others:
             none = "more than text" if message.get("content") else "no text"
-            raise fields.unusable(
+            fields.leave_out(
                 "multi-turn", f"a message of its prompt has {' and '.join(others) or none}, which is not read"
             )
         found.append({"role": str(message["role"]), "content": content})
@@ -259,7 +259,7 @@ def attended(
             marks, ends = fields.marks(name), "completion" in name
             if len(marks) != sum(sides):
                 what = f"{name} has {len(marks)} marks for {n[0]} ids of the prompt and {n[1]} of the response"
-                raise fields.error(what, "Correct that row.")
+                fields.refuse(what, "Correct that row.")
             parts = [np.zeros(0, bool), marks] if ends else np.split(marks, n[:1])
             # A trainer masks whole completions that it does not train on.
             found |= {side: part for side, part in zip(("prompt", "response"), parts, strict=True) if part.any()}
@@ -278,10 +278,10 @@ def split_by_mask(ids: np.ndarray, mask: np.ndarray, fields: Fields) -> Split:
         Unusable: if no token is sampled.
     """
     if len(ids) != len(mask):
-        raise fields.error(f"{len(ids)} token ids but {len(mask)} mask values", "Correct that row.")
+        fields.refuse(f"{len(ids)} token ids but {len(mask)} mask values", "Correct that row.")
     sampled = np.flatnonzero(mask)
     if not len(sampled):
-        raise fields.unusable("empty", "no token is marked as sampled")
+        fields.leave_out("empty", "no token is marked as sampled")
     first, last = sampled[0], sampled[-1] + 1
     return Split(ids[:first], ids[first:last], None if last - first == len(sampled) else mask[first:last])
 
@@ -351,7 +351,7 @@ def _mean_over(fields: Fields, mask: np.ndarray) -> tuple[float | None, bool]:
     if values is None or isinstance(values, (int, float)):
         return fields.number("advantages"), False
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (1, len(mask)):
-        raise fields.error("advantages is neither a number nor one a token", "Correct that row.")
+        fields.refuse("advantages is neither a number nor one a token", "Correct that row.")
     for value in values:
         if value is not None and not is_finite(value):
             fields.inside({"advantages": value}).number("advantages")

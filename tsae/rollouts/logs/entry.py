@@ -168,13 +168,17 @@ class Fields:
         """An object inside this row."""
         return replace(self, row=row, source=self.row if self.source is None else self.source)
 
-    def error(self, what: str, fix: str = "Correct or drop that row.") -> TsaeError:
-        """An error at this row."""
-        return TsaeError(what, where=self.where, fix=fix)
+    def refuse(self, what: str, fix: str = "Correct or drop that row.") -> NoReturn:
+        """Raise a `TsaeError` at this row."""
+        raise TsaeError(what, where=self.where, fix=fix)
 
     def unusable(self, kind: Unfit, what: str, fix: str | None = None) -> Unusable:
         """This row's trajectory, as one that cannot be imported."""
         return Unusable(kind, what, where=self.where, fix=fix)
+
+    def leave_out(self, kind: Unfit, what: str, fix: str | None = None) -> NoReturn:
+        """Raise this row's trajectory, as one that cannot be imported."""
+        raise self.unusable(kind, what, fix)
 
     def kept(self) -> dict[str, Any]:
         """The columns of `ImportConfig.keep_columns` that have a value; NaN is how pandas leaves one empty."""
@@ -190,12 +194,12 @@ class Fields:
         """A column that must have a value."""
         if self.row.get(name) is None:
             fix = "Give the log as its trainer wrote it, or name its columns and --format plain."
-            raise self.error(f"has no {name}; its columns are {', '.join(self.row)}", fix)
+            self.refuse(f"has no {name}; its columns are {', '.join(self.row)}", fix)
         return self.row[name]
 
     def _wrong(self, name: str, value: Any, expected: str) -> NoReturn:
         shown = _LONG if isinstance(value, int) and not is_finite(value) else repr(value)[:80]
-        raise self.error(f"{name} is {shown}, expected {expected}")
+        self.refuse(f"{name} is {shown}, expected {expected}")
 
     def text(self, name: str) -> str:
         """A text that must be there."""

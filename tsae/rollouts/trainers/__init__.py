@@ -1,4 +1,4 @@
-"""Adapters: one module for each trainer's way of logging rollouts.
+"""Adapters of trainers' ways of logging rollouts.
 
 A new trainer takes two files. First a module here, with a function that makes an `Entry` of a row, and a `Format`::
 
@@ -24,8 +24,8 @@ A new trainer takes two files. First a module here, with a function that makes a
 
 `Fields` (`logs.entry`) reads and checks columns, and names file and line if a value is wrong. `logs.adapters` has what
 adapters share: rows with several responses, conversations, masks of sampled tokens. A row that cannot be imported is
-raised as ``row.unusable(kind, why)``.
+reported with ``row.leave_out(kind, why)``.
 
-Second, `rollouts.known_logs` gets the name in `LogFormat`, and a `Known` that says what the log holds; docs/logs.md
-repeats it. A file that is neither JSON lines nor a table also needs a reader in `logs.readers`.
+Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md repeats it. A file that is
+neither JSON lines nor a table also needs a reader in `logs.readers`.
 """

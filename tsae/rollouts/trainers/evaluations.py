@@ -51,11 +51,11 @@ _STOPS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "max_tokens": "l
 
 def _inspect_entry(row: Fields) -> Entry:
     if row.get("error") is not None:
-        raise row.unusable("errored", "the sample ended with an error")
+        row.leave_out("errored", "the sample ended with an error")
     messages = row.need("messages")
     first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
     if not is_conversation(messages[:first]):
-        raise row.unusable("empty", "has no messages before its answer")
+        row.leave_out("empty", "has no messages before its answer")
     choices = row.need("output").get("choices") or [{}]
     graded = {name: _graded(found) for name, found in (row.get("scores") or {}).items()}
     found = row.inside(graded).scores()

@@ -61,11 +61,11 @@ def _entry(row: Fields) -> Entry:
     if is_conversation(prompt):
         prompt = asked(prompt, row)
     elif image := _PLACEHOLDER.search(row.inside({"prompt": prompt}).text("prompt")):
-        raise row.error(
+        row.refuse(
             f"its prompt has an image in it ({image[0]}), which the log does not hold", "Give a log of text alone."
         )
     if not names:
-        raise row.error(
+        row.refuse(
             f"no column lies between completion and advantages, where the rewards are; there are {', '.join(row.row)}",
             "Give the log as its trainer wrote it, or name the rewards (--rewards).",
         )

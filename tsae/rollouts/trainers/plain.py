@@ -75,14 +75,14 @@ def _entry(row: Fields) -> Entry:
     names = row.config.columns
     if row.row.keys() >= _TABLE:
         fix = "Give the file to the next stage as it is (Rollouts.read without a config)."
-        raise row.error("is a table of rollouts already, not a log", fix)
+        row.refuse("is a table of rollouts already, not a log", fix)
     if is_conversation(told := read_list(row.get(names.prompt))):  # A table of texts keeps lists as JSON.
         row = row.inside({**row.row, names.prompt: told})
     # NaN is how pandas leaves a text empty.
     prompt, response = (None if value != value else value for value in map(row.get, (names.prompt, names.response)))
     if (messages := _dialogue(row.row, row.config)) is not None:
         if row.get("tools"):
-            raise row.unusable("multi-turn", "its prompt had tools, which the template writes out elsewhere")
+            row.leave_out("multi-turn", "its prompt had tools, which the template writes out elsewhere")
         prompt, response = asked(messages[:-1], row) or None, only_answer(messages[-1:], row)
     elif is_conversation(response):
         response = only_answer(response, row)
@@ -90,10 +90,10 @@ def _entry(row: Fields) -> Entry:
     asks |= prompt is None and row.get(names.prompt_ids) is not None
     answers = isinstance(response, str) or (response is None and row.get(names.response_ids) is not None)
     if asks and not answers and not response and names.response in row:
-        raise row.unusable("empty", "the response is empty")
+        row.leave_out("empty", "the response is empty")
     if missing := [name for name, there in ((names.prompt, asks), (names.response, answers)) if not there]:
         fix = "Name the columns that hold them (--column prompt=NAME --column response=NAME)."
-        raise row.error(f"has no text in {' and '.join(missing)}; its columns are {', '.join(row.row)}", fix)
+        row.refuse(f"has no text in {' and '.join(missing)}; its columns are {', '.join(row.row)}", fix)
     prompt_ids, response_ids = row.optional_ids(names.prompt_ids), row.optional_ids(names.response_ids)
     sampled, (read, heard, masked) = None, attended(row, prompt_ids, response_ids)
     prompt_ids = prompt_ids if prompt_ids is None or read is None else prompt_ids[read]
@@ -146,10 +146,10 @@ def _turns(
     names = row.config.columns
     if response is None:
         fix = "Give the response's token ids (--column response_ids=NAME)."
-        raise row.error(f"has {names.response_mask} but no {names.response_ids}, whose tokens it is of", fix)
+        row.refuse(f"has {names.response_mask} but no {names.response_ids}, whose tokens it is of", fix)
     sampled = row.marks(names.response_mask)
     if sampled.shape != response.shape:
-        raise row.error(
+        row.refuse(
             f"{names.response_mask} has {len(sampled)} marks for the {len(response)} tokens of {names.response_ids}",
             "Correct that row.",
         )
@@ -160,7 +160,7 @@ def _turns(
     split = split_by_mask(np.concatenate([before, response]), mask, row)
     if prompt is None and len(split.prompt):
         fix = "Give the prompt's token ids, to which such tokens belong (--column prompt_ids=NAME)."
-        raise row.error(f"{names.response_mask} says that the first token of the response was not sampled", fix)
+        row.refuse(f"{names.response_mask} says that the first token of the response was not sampled", fix)
     return (None if prompt is None else split.prompt), split.response, split.sampled
 
 
@@ -190,7 +190,7 @@ def _generations(row: Fields) -> Iterator[Fields]:
     prompt = row.get(names.prompt, *_PROMPTS)
     if column is None or not (isinstance(prompt, str) or is_conversation(prompt)):
         fix = "Name the column of the prompt (--column prompt=NAME)."
-        raise row.error(f"has no generations, or no prompt or problem; its columns are {', '.join(row.row)}", fix)
+        row.refuse(f"has no generations, or no prompt or problem; its columns are {', '.join(row.row)}", fix)
     # Of these names, others use some for a number of the whole problem.
     about = {name for name in told if not isinstance(read_list(row.get(name)), list)} - {_REWARDS[0], _CORRECT[0]}
     row = replace(row, row={name: value for name, value in row.row.items() if name not in about})

@@ -76,7 +76,7 @@ def _split(row: Fields) -> Iterator[Fields]:
         return
     traces = row.row.get("traces", [row.row])
     if not traces:
-        raise row.unusable("errored", "the episode failed before it had a trace")
+        row.leave_out("errored", "the episode failed before it had a trace")
     for trace in traces:
         yield row.inside({**trace, _EPISODE: row})
 
@@ -86,18 +86,18 @@ def _trace_entry(trace: Fields) -> Entry | None:
     if "trainable" in agent and not agent.truth("trainable"):
         return None
     if not trace.row.get("ok", not (trace.get("errors") or trace.get("error"))):
-        raise trace.unusable("errored", "the rollout ended with an error")
+        trace.leave_out("errored", "the rollout ended with an error")
     nodes, work = _path(trace), _work(episode)
     silent = [node for node in nodes if node.get("token_ids") is None]
     if 0 < len(silent) < len(nodes):
-        raise trace.error(
+        trace.refuse(
             f"{len(silent)} of its {len(nodes)} messages have no token ids: what the policy read is not known whole",
             "Correct or drop that line.",
         )
     ids = [node.ids("token_ids") for node in nodes if node.get("token_ids")]
     mask = [node.marks("mask") for node in nodes if node.get("mask")]
     if not ids:
-        raise trace.error(
+        trace.refuse(
             "its messages have no token ids: they were sampled from an API, not from a policy in training",
             "Give traces of training, or write the texts into a plain log.",
         )
@@ -143,10 +143,10 @@ def _path(trace: Fields) -> list[Fields]:
     nodes = trace.need("nodes")
     parents = [node.get("parent") for node in nodes]
     if any(p is not None and not 0 <= p < i for i, p in enumerate(parents)):
-        raise trace.error("a node's parent does not come before it", "Correct that line.")
+        trace.refuse("a node's parent does not come before it", "Correct that line.")
     # A graph without branches lists its messages in order.
     if parents != [None, *range(len(nodes) - 1)]:
-        raise trace.unusable("multi-turn", "the messages branch into several conversations")
+        trace.leave_out("multi-turn", "the messages branch into several conversations")
     return [trace.inside(node) for node in nodes]
 
 
@@ -193,7 +193,7 @@ def _finish(trace: Fields, nodes: list[Fields]) -> Literal["stop", "length"] | N
 
 def _tokens_entry(row: Fields) -> Entry:
     if row.get("schema_version") != 1:
-        raise row.error(f"schema {row.get('schema_version')!r} is unknown, expected 1", "Give an export of schema 1.")
+        row.refuse(f"schema {row.get('schema_version')!r} is unknown, expected 1", "Give an export of schema 1.")
     if isinstance(tokens := row.get("tokens"), list):
         named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
         named["inference_logprobs"] = "inference_logprob"
@@ -202,7 +202,7 @@ def _tokens_entry(row: Fields) -> Entry:
     pairs = zip(row.get("rewards") or [], mask, strict=False)
     values = {value for value, kept in pairs if kept and value is not None and value == value}
     if len(values) > 1:
-        raise row.error("its sampled tokens have several rewards", "Correct that line.")
+        row.refuse("its sampled tokens have several rewards", "Correct that line.")
     reward = row.inside({"rewards": next(iter(values), None)}).score("rewards")
     number = row.need("export_sequence_idx")
     # A run's own step is export_step if several runs share a trainer.
@@ -236,11 +236,11 @@ def _fits_verifiers(row: Row, config: ImportConfig) -> bool:
 
 def _rollout(row: Fields) -> Entry | None:
     if row.get("error") is not None:
-        raise row.unusable("errored", "the rollout ended with an error")
+        row.leave_out("errored", "the rollout ended with an error")
     if row.get("is_filtered") and row.config.subset.endswith("effective"):
         return None
     if row.get("tool_defs") or row.object("info").get("oai_tools"):
-        raise row.unusable(
+        row.leave_out(
             "multi-turn",
             "its prompt had tools, which the template writes out elsewhere",
             "Train with prime-rl 0.7 or later, whose traces have token ids and masks",

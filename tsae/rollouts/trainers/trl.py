@@ -67,7 +67,7 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         missing = [name for name in rewards if name not in row]
         if missing:
             fix = "Name reward columns that are there (--rewards)."
-            raise row.error(f"has no reward column {missing[0]}; its columns are {', '.join(row.row)}", fix)
+            row.refuse(f"has no reward column {missing[0]}; its columns are {', '.join(row.row)}", fix)
         scores = {name: row.score(name) for name in rewards}
         found = _entry(row, scores, early=early)
         if once:

@@ -54,7 +54,7 @@ def _one_a_token(row: Fields, name: str, response: np.ndarray) -> np.ndarray:
     """(n_response,) values; NaN where there is none."""
     found = np.asarray(row.row[name], dtype=np.float32)
     if found.shape != response.shape:
-        raise row.error(f"{name} has {len(found)} values for the {len(response)} response_ids")
+        row.refuse(f"{name} has {len(found)} values for the {len(response)} response_ids")
     return found
 
 

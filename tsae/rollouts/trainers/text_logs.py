@@ -1,0 +1,263 @@
+"""Trainers that log texts, and no token ids: verl, AReaL, ROLL, rLLM.
+
+verl: the files in ``trainer.rollout_data_dir`` (or ``validation_data_dir``), one JSONL file a step.
+
+After the source of verl 0.8 (``RayPPOTrainer``, main, 2026). ``{dir}/{global_steps}.jsonl`` has input, output, gts,
+score, step, and whatever the reward function returned beside the score (``acc``, ``pred``, …); older versions have no
+gts, newer ones a request_id. With mlflow as its logger, verl saves some validation samples (input, output, score) as
+``artifacts/val_step{global_steps}.json``.
+
+AReaL: the trajectories that ``rollout.dump_to_file`` appends to ``rollout/{version}/{task_id}.jsonl``.
+
+After the source of AReaL 1.0 (``infra/workflow_executor.py``). A line has task_id, sample_idx, seqlen, prompt_len,
+head_version, tail_version, reward, prompt and completion. Evaluations go to ``eval-rollout``, which is not read.
+
+ROLL: what its RLVR pipeline writes to ``rollout_dump_dir``, ``rollout_dump_data.step_{N}.jsonl``.
+
+After the source of alibaba/ROLL (``pipeline/rlvr/utils.py``, main, 2026). A file is one line, an object of columns:
+global_step, id, prompt, messages (JSON), ground_truth, domain, tag, responses, scores, sampling_params and, by domain,
+others.
+
+rLLM: the episodes that its logger writes, ``episodes/train_step_{N}_epoch_{E}/episode_hash…_id….json``.
+
+After the source of rllm-org/rllm (``utils/episode_logger.py``, main, 2026). A file is one episode with training_step,
+epoch, episode_id, task, task_hash, is_correct, termination_reason, metrics and trajectories, each with name, uid,
+reward and steps; a step has chat_completions, which are the messages of its model call and the answer, and
+model_response.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.logs.adapters import (
+    Format,
+    asked,
+    by_row,
+    each_of_a_batch,
+    has,
+    is_conversation,
+    messages_of,
+    only_answer,
+)
+from tsae.rollouts.logs.entry import Entry, Fields, Row, is_finite, is_score, read_number
+
+_OWN_VERL = {"input", "output", "gts", "step", "uid", "request_id", "num_turns"}
+
+
+def _verl_entry(row: Fields) -> Entry:
+    turns = read_number(row.get("num_turns"))
+    if isinstance(turns, (int, float)) and turns > 2:
+        row.leave_out(
+            "multi-turn",
+            f"the output holds {turns:g} turns, and nothing says which tokens were sampled",
+            "Give a log with token ids and masks, which no setting of verl writes",
+        )
+    rewards, trained_on = _verl_rewards(row), _verl_trained_on(row)
+    reward = _verl_total(row, rewards)
+    assumed = [] if trained_on else ["are a validation's, sampled after the step's update"]
+    if reward != rewards["score"]:
+        parts = "the column reward" if "reward" in row else "the sum of score and overlong_reward"
+        assumed.append(f"have {parts} as their reward")
+    step = row.whole("step")
+    step = row.file.step if step is None else step
+    return Entry(
+        row.where,
+        prompt=row.text("input"),
+        prompt_is="stripped",
+        response=row.text("output"),
+        rewards=rewards,
+        reward=reward,
+        decides="acc" if rewards.get("acc") is not None else "score",
+        answer=row.answer("gts"),
+        step=step,
+        # Steps are counted from 1, and step 0 is a validation.
+        updates=None if step is None else max(0, step - 1) if trained_on else step,
+        assumed=" and ".join(assumed) or None,
+        apart=str(rewards.get("overlong_reward", "")),
+        key=None if row.get("request_id") is None else f"{step}/{row.row['request_id']}",
+    )
+
+
+def _verl_validates(path: Path) -> bool:
+    """Whether a file is a validation's, by its name or that of its folder, which the run's config gives it."""
+    folder = path.resolve().parent.name
+    return (
+        path.name.startswith("val_step") or re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder) is not None
+    )
+
+
+def _verl_trained_on(row: Fields) -> bool:
+    """Whether it is not a validation dump, by the folder's name; if that says nothing, by a column reward."""
+    path = row.file.path
+    if _verl_validates(path):
+        return False
+    return "reward" not in row or re.search(r"rollout|train", path.resolve().parent.name) is not None
+
+
+def _verl_rewards(row: Fields) -> dict[str, float | None]:
+    rewards = {"score": row.logged_score("score")}
+    for name, value in row.row.items():
+        if name == "acc":
+            # numpy's booleans are logged as text.
+            rewards[name] = row.score(name)
+        elif name not in _OWN_VERL | rewards.keys() and is_score(name, value):
+            found = read_number(value)
+            rewards[name] = row.number(name) if isinstance(found, int) or is_finite(found) else None
+    return rewards
+
+
+def _verl_total(row: Fields, rewards: dict[str, float | None]) -> float | None:
+    """The total that the trainer used."""
+    if rewards.get("reward") is not None:
+        return rewards["reward"]
+    found, penalty = rewards["score"], rewards.get("overlong_reward")
+    if found is None or not penalty:
+        return found
+    acc: Any = read_number(row.get("acc"))
+    # If the function returned one number only, acc is that number, and score the sum with the penalty.
+    alone = isinstance(acc, (int, float)) and not isinstance(acc, bool)
+    return found if alone and abs(acc + penalty - found) < 1e-6 else found + penalty
+
+
+VERL = Format(
+    "verl",
+    "verl rollout data",
+    by_row(_verl_entry),
+    has("input", "output", "score"),
+    re.compile(r"(^|/)(val_step(?=\d+\.json$)|(?=\d+\.jsonl$))(?P<step>\d+)\.jsonl?$"),
+    a_file_a_step=True,
+    validates=_verl_validates,
+)
+
+
+def _areal_entry(row: Fields) -> Entry:
+    tail = row.whole("tail_version", needed=True)
+    head = row.whole("head_version") if "head_version" in row else tail
+    total, asked = row.whole("seqlen"), row.whole("prompt_len")
+    return Entry(
+        row.where,
+        prompt=row.text("prompt"),
+        prompt_is="rendered",
+        response=row.text("completion"),
+        response_rendered=True,
+        response_length=None if total is None or asked is None else total - asked,
+        rewards={"reward": row.score("reward")},
+        step=tail,
+        updates=tail,
+        # The number of a task is one process's, and several write into one folder.
+        key=json.dumps(dict(row.row), sort_keys=True),
+        assumed=None if head == tail else "were sampled while weights were updated: named after the newest",
+    )
+
+
+AREAL = Format(
+    "areal",
+    "AReaL trajectories",
+    by_row(_areal_entry),
+    has("task_id", "sample_idx", "tail_version", "prompt", "completion", "reward"),
+    re.compile(r"(^|/)((?P<run>[^/]+)/)?rollout/(?P<step>\d+)/\d+\.jsonl$"),
+    synchronous=False,
+)
+
+
+def _roll_fits(row: Row, config: ImportConfig) -> bool:
+    return {"global_step", "responses", "scores"} <= row.keys() and isinstance(row["responses"], list)
+
+
+def _roll_entry(row: Fields) -> Entry:
+    step = row.whole("global_step", needed=True)
+    level, problem = row.row.get("difficulty", row.get(row.config.columns.level)), row.label("id")
+    return Entry(
+        row.where,
+        prompt=messages_of(row.get("messages")) or row.text("prompt"),
+        prompt_is="verbatim",
+        response=row.text("responses"),
+        rewards={"scores": row.score("scores")},
+        answer=row.answer("ground_truth"),
+        level=row.inside({"level": level}).label("level"),
+        # Ids are those of one data set, and a domain may have several.
+        problem_id=None if problem is None else f"{row.row.get('domain', '')}/{row.row.get('tag', '')}/{problem}",
+        step=step,
+        updates=step,
+    )
+
+
+ROLL = Format(
+    "roll",
+    "ROLL rollout dump",
+    by_row(_roll_entry, each_of_a_batch),
+    _roll_fits,
+    re.compile(r"(^|/)rollout_dump_data\.step_(?P<step>\d+)\.jsonl$"),
+    a_file_a_step=True,
+)
+
+
+_CUT_OFF_RLLM = "max_response_length_exceeded"
+_FAILED_RLLM = ("error", "timeout")
+
+
+def _rllm_split(episode: Fields) -> Iterator[Fields]:
+    """The trajectories of an episode, each with the episode's columns."""
+    if episode.get("termination_reason") in _FAILED_RLLM:
+        episode.leave_out("errored", f"the episode ended with {episode.row['termination_reason']}")
+    trajectories = episode.need("trajectories")
+    if not trajectories:
+        episode.leave_out("errored", "the episode has no trajectory")
+    for index, trajectory in enumerate(trajectories):
+        row = {**episode.row, "trajectory": trajectory, "alone": len(trajectories) == 1}
+        yield replace(episode.inside(row), index=index)
+
+
+def _rllm_entry(row: Fields) -> Entry:
+    trajectory = row.inside(row.row["trajectory"])
+    steps = trajectory.get("steps") or []
+    if len(steps) != 1:
+        what = f"a trajectory of {len(steps)} steps, which text does not give back as tokens"
+        row.leave_out("multi-turn" if steps else "empty", what)
+    messages = steps[0].get("chat_completions")
+    if not is_conversation(messages) or len(messages) < 2:
+        row.leave_out("empty", "its step has no chat_completions: no prompt and no answer")
+    step = row.whole("training_step", needed=True)
+    reward = trajectory.score("reward")
+    task, task_id = row.get("task"), row.label("task_hash")
+    return Entry(
+        row.where,
+        prompt=asked(messages[:-1], row),
+        response=_rllm_answer(messages, steps[0].get("model_response"), row),
+        rewards={"reward": reward},
+        unscored=reward is None and row.get("is_correct") is None,
+        correct=row.truth("is_correct") if row.row["alone"] else None,
+        answer=row.inside(task).answer(row.config.columns.answer, "ground_truth") if isinstance(task, dict) else "",
+        problem_id=f"{task_id}/{trajectory.row.get('name', '')}" if task_id else None,
+        step=step,
+        updates=None if step is None else step - 1,
+        finish_reason="length" if row.get("termination_reason") == _CUT_OFF_RLLM else None,
+        key=json.dumps([step, row.get("epoch"), row.get("episode_id"), row.index]),
+    )
+
+
+def _rllm_answer(messages: list[Any], sampled: Any, row: Fields) -> str:
+    """The answer as the model gave it; in the conversation it may have other space around it."""
+    content = only_answer(messages[-1:], row)
+    if not isinstance(sampled, str) or not sampled:
+        return content
+    if sampled.strip() != content.strip():
+        row.leave_out("multi-turn", "model_response is not the answer in chat_completions")
+    return sampled
+
+
+RLLM = Format(
+    "rllm",
+    "rLLM episodes",
+    by_row(_rllm_entry, _rllm_split),
+    has("training_step", "episode_id", "trajectories"),
+    re.compile(r"(^|/)((?P<run>[^/]+)/)?episodes/train_step_(?P<step>\d+)_epoch_\d+/episode_hash[^/]*\.json$"),
+    suffixes=(".json",),
+)
