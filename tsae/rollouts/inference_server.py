@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, StrictStr, ValidationError
 
@@ -161,24 +161,24 @@ class Server:
         except ValidationError as error:
             found = error.errors(include_url=False)[0]
             place = ".".join(map(str, found["loc"]))
-            raise self._wrong(f"gives no completion ({place}: {found['msg']})", "Check its log.") from error
+            self._refuse(f"gives no completion ({place}: {found['msg']})", "Check its log.", error)
         choice, usage = answer.choices[0], answer.usage or _Usage()
         text, reason, ids, read = choice.text, choice.finish_reason, choice.token_ids, choice.prompt_token_ids
         if (read is not None and read != prompt) or usage.prompt_tokens not in (None, len(prompt)):
             n = len(read or ()) if usage.prompt_tokens is None else usage.prompt_tokens
-            raise self._wrong(f"read another prompt than was sent: {n} tokens, expected {len(prompt)}")
+            self._refuse(f"read another prompt than was sent: {n} tokens, expected {len(prompt)}")
         exact = ids is not None
         found_ids = list(ids or ()) if exact else tokenize(self.tokenizer, text, add_special_tokens=False)
         if found_ids and not 0 <= min(found_ids) <= max(found_ids) < len(self.tokenizer):
             what = f"gives token id {max(found_ids)}, and the checkpoint's tokenizer has {len(self.tokenizer)}"
-            raise self._wrong(what)
+            self._refuse(what)
         if exact and not _same_text(text, str(self.tokenizer.decode(found_ids, skip_special_tokens=True))):
-            raise self._wrong(f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})")
+            self._refuse(f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})")
         if reason == "stop" and not (found_ids and found_ids[-1] in self.ends):
             stop = choice.stop_reason
             found_ids.append(stop if isinstance(stop, int) and stop in self.ends else self.ends[0])
         if not found_ids:
-            raise self._wrong("gave a response without any token", "Raise max_new_tokens.")
+            self._refuse("gave a response without any token", "Raise max_new_tokens.")
         logprobs, given = (choice.logprobs or _LogProbs()).token_logprobs, None
         if exact and logprobs is not None and len(logprobs) == len(found_ids) and None not in logprobs:
             given = tuple(value for value in logprobs if value is not None)
@@ -186,10 +186,13 @@ class Server:
         fits = exact or usage.completion_tokens in (None, len(found_ids), len(found_ids) - (found_ids[-1] in self.ends))
         return Response(tuple(found_ids), "stop" if reason == "stop" else "length", given, exact, fits)
 
-    def _wrong(
-        self, what: str, fix: str = "Give the checkpoint that it serves; its tokenizer is another one, or adds tokens."
-    ) -> TsaeError:
-        return TsaeError(what, where=self.url, fix=fix)
+    def _refuse(
+        self,
+        what: str,
+        fix: str = "Give the checkpoint that it serves; its tokenizer is another one, or adds tokens.",
+        cause: Exception | None = None,
+    ) -> NoReturn:
+        raise TsaeError(what, where=self.url, fix=fix) from cause
 
     def _collected(self, number: int, futures: list[Future[Response]]) -> tuple[int, list[Response]]:
         return number, [future.result() for future in futures]

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from uuid import UUID
 
 import numpy as np
@@ -423,6 +423,10 @@ _GIVE = (
 _FAILS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
+def _refuse(what: str, fix: str = _GIVE, where: str = NAME, cause: Exception | None = None) -> NoReturn:
+    raise TsaeError(what, where=where, fix=fix) from cause
+
+
 class PythonTable:
     """A table, as a file of a log.
 
@@ -450,11 +454,11 @@ class PythonTable:
                     row = next((i for i, kind in enumerate(kinds) if kind not in (first, None)), 0)
                     what = f"column {name!r} cannot be read ({error})"
                     fix = "Give texts, numbers, flags or lists of them."
-                    raise TsaeError(what, where=self.named(f"{file}: row {row}"), fix=fix) from error
+                    _refuse(what, fix, self.named(f"{file}: row {row}"), error)
         try:
             pq.write_table(pa.Table.from_arrays([array for _, array in arrays], [name for name, _ in arrays]), file)
         except _FAILS as error:
-            raise TsaeError(f"has columns that do not fit together ({error})", where=NAME, fix=_GIVE) from error
+            _refuse(f"has columns that do not fit together ({error})", cause=error)
 
     def named(self, text: str) -> str:
         """A text with the rows of the table in place of those of the file."""
@@ -470,7 +474,7 @@ class PythonTable:
         if isinstance(given, Mapping) and given and all(hasattr(part, "column_names") for part in given.values()):
             if len(given) > 1:  # a DatasetDict
                 what, first = f"has the splits {', '.join(map(str, given))}", next(iter(given))
-                raise TsaeError(what, where=NAME, fix=f"Give one of them, such as data[{first!r}].")
+                _refuse(what, f"Give one of them, such as data[{first!r}].")
             (given,) = given.values()
         if isinstance(given, pd.DataFrame):
             if not given.index.equals(pd.RangeIndex(len(given))):
@@ -479,7 +483,7 @@ class PythonTable:
             for name in levels:
                 if name in given and not given.index.get_level_values(name).equals(pd.Index(given[name])):
                     what = f"has a column and an index level {name!r} that differ"
-                    raise TsaeError(what, where=NAME, fix="Rename or drop one of them.")
+                    _refuse(what, "Rename or drop one of them.")
             own = [(str(name), given.iloc[:, i]) for i, name in enumerate(given)]
             return own + [(str(n), pd.Series(given.index.get_level_values(n))) for n in levels if n not in given]
         if hasattr(given, "with_format") and hasattr(given, "__len__"):  # datasets
@@ -490,7 +494,7 @@ class PythonTable:
             try:
                 table = pa.table(given)
             except pa.ArrowInvalid as error:  # a Series
-                raise TsaeError(f"is of type {type(given).__name__}, not a table", where=NAME, fix=_GIVE) from error
+                _refuse(f"is of type {type(given).__name__}, not a table", cause=error)
             return list(zip(table.column_names, table.columns, strict=True))
         if isinstance(given, Mapping) and all(hasattr(v, "__len__") and not isinstance(v, str) for v in given.values()):
             return [(str(name), values) for name, values in given.items()]
@@ -498,7 +502,7 @@ class PythonTable:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping) or row is given:
                 what = f"is of type {type(row).__name__}, expected a row as a dict, or a table"
-                raise TsaeError(what, where=self.named(f"{self.file}: row {number}"), fix=_GIVE)
+                _refuse(what, where=self.named(f"{self.file}: row {number}"))
         return [(str(name), [row.get(name) for row in rows]) for name in dict.fromkeys(n for row in rows for n in row)]
 
 

@@ -242,6 +242,16 @@ def test_broken_tables_say_where(policy: Checkpoint, tmp_path: Path, monkeypatch
         ("d.json", '{"columns": ["prompt", "prompt"], "data": []}', "several columns 'prompt'"),
         ("e.json", '{"columns": ["prompt", "response"], "data": [[1]]}', "row 0 is a JSON list, expected 2 values"),
         ("f.json", "[" * 100_000, "nested too deeply"),
+        (
+            "lists.json",
+            '{"columns": ["prompt", ["a"]], "data": [["1", "2"]]}',
+            r"no known log has the columns prompt, \['a'",
+        ),
+        (
+            "numbers.json",
+            '{"columns": ["prompt", 1.5], "data": [["1", "2"]]}',
+            "no known log has the columns prompt, 1.5;",
+        ),
         ("g.arrow", "text", "cannot be read as Arrow"),
     ):
         with pytest.raises(TsaeError, match=message):

@@ -107,24 +107,37 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
         yield cast(BinaryIO, buffered)
 
 
+_FAILS = (
+    *(OSError, ValueError, TypeError, OverflowError, RecursionError),
+    *(pa.ArrowException, csv.Error, sqlite3.Error),
+)
+
+
+@contextmanager
+def _reading(path: Path, what: Callable[[], str], fix: str = "Copy the file again, or leave it out.") -> Iterator[None]:
+    """Report what a library says about a damaged file: `what` it was, in front of that, and how to correct it."""
+    try:
+        yield
+    except _FAILS as error:
+        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TsaeError(f"{what()} ({shown})", where=path, fix=fix) from error
+
+
 def _read_lines(path: Path, start: int, stop: int | None, before: int) -> Iterator[tuple[int, dict[str, Any]]]:
     number, position = before, start
-    try:
-        with unpacked(path) as lines:
-            if position:
-                lines.seek(position)
-            while stop is None or position < stop:
-                line = lines.readline(LONGEST_LINE + 1)
-                if not line:
-                    break
-                position += len(line)
-                if stop is not None and position > stop:  # The file has grown.
-                    line = line[: stop - position]
-                number += 1
-                if (row := _row_of(line, number, f"{path}:{number}")) is not None:
-                    yield number, row
-    except OSError as error:
-        raise _damaged(f"cannot be read beyond line {number}", path, error) from error
+    with _reading(path, lambda: f"cannot be read beyond line {number}"), unpacked(path) as lines:
+        if position:
+            lines.seek(position)
+        while stop is None or position < stop:
+            line = lines.readline(LONGEST_LINE + 1)
+            if not line:
+                break
+            position += len(line)
+            if stop is not None and position > stop:  # The file has grown.
+                line = line[: stop - position]
+            number += 1
+            if (row := _row_of(line, number, f"{path}:{number}")) is not None:
+                yield number, row
 
 
 def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
@@ -152,39 +165,34 @@ def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     number = 0
-    try:
-        # Buffered: otherwise whole columns of a row group are read at once.
-        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
-            refuse_twice(table.schema_arrow.names, path)
-            for group in range(table.num_row_groups):
-                for batch in table.iter_batches(rows_at_once(table, group, 256), [group], use_threads=False):
-                    yield from _rows_of(batch, number, path)
-                    number += len(batch)
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # texts and times are read last
-        raise _damaged(
-            f"cannot be read beyond row {number}" if number else "not a Parquet file", path, error
-        ) from error
+    # Buffered: otherwise whole columns of a row group are read at once.
+    with (
+        _reading(path, lambda: f"cannot be read beyond row {number}" if number else "not a Parquet file"),
+        pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table,
+    ):
+        refuse_twice(table.schema_arrow.names, path)
+        for group in range(table.num_row_groups):
+            for batch in table.iter_batches(rows_at_once(table, group, 256), [group], use_threads=False):
+                yield from _rows_of(batch, number, path)
+                number += len(batch)
 
 
 def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of an Arrow file, or of a stream, as `datasets` saves it."""
     number = 0
-    try:
-        with pa.memory_map(str(path)) as source:
-            try:
-                batches: Iterable[pa.RecordBatch] = pa.ipc.open_stream(source)
-            except pa.ArrowInvalid:
-                file = pa.ipc.open_file(source)
-                batches = (file.get_batch(number) for number in range(file.num_record_batches))
-            for batch in batches:
-                refuse_twice(batch.schema.names, path)
-                batch.validate(full=True)  # Offsets of a damaged file may lie outside of it.
-                for start in range(0, len(batch), 256):
-                    some = batch.slice(start, 256)
-                    yield from _rows_of(some, number, path)
-                    number += len(some)
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise _damaged(f"cannot be read as Arrow beyond row {number}", path, error) from error
+    with _reading(path, lambda: f"cannot be read as Arrow beyond row {number}"), pa.memory_map(str(path)) as source:
+        try:
+            batches: Iterable[pa.RecordBatch] = pa.ipc.open_stream(source)
+        except pa.ArrowInvalid:
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        for batch in batches:
+            refuse_twice(batch.schema.names, path)
+            batch.validate(full=True)  # Offsets of a damaged file may lie outside of it.
+            for start in range(0, len(batch), 256):
+                some = batch.slice(start, 256)
+                yield from _rows_of(some, number, path)
+                number += len(some)
 
 
 def _rows_of(batch: pa.RecordBatch, first: int, path: Path) -> list[dict[str, Any]]:
@@ -194,11 +202,6 @@ def _rows_of(batch: pa.RecordBatch, first: int, path: Path) -> list[dict[str, An
         what = f"row {first + sizes.index(max(sizes))} has more than {LONGEST_LINE >> 20} MiB"
         raise TsaeError(what, where=path, fix="Leave it out: no trajectory is as long.")
     return list(batch.to_pylist())
-
-
-def _damaged(what: str, file: Path, error: Exception) -> TsaeError:
-    shown = (str(error).splitlines() or [type(error).__name__])[0]
-    return TsaeError(f"{what} ({shown})", where=file, fix="Copy the file again, or leave it out.")
 
 
 def read_torch(path: Path) -> Iterator[dict[str, Any]]:
@@ -246,7 +249,7 @@ def read_json(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         TsaeError: if it holds anything else, or is too long.
     """
-    try:
+    with _reading(path, lambda: "not a file of JSON in UTF-8", "Correct or delete that file."):
         with unpacked(path) as file:
             whole = file.read(LONGEST_LINE + 1)
         if len(whole) > LONGEST_LINE:
@@ -258,15 +261,11 @@ def read_json(path: Path) -> Iterator[dict[str, Any]]:
             parts = [line for line in whole.split(b"\n") if line.strip()]
         read = [parse_json(part.decode("utf-8-sig"), names_once=True) for part in parts]
         found = read if len(parts) > 1 else read[0]
-    except (OSError, ValueError, RecursionError) as error:
-        raise TsaeError(
-            f"not a file of JSON in UTF-8 ({error})", where=path, fix="Correct or delete that file."
-        ) from error
     del whole, parts
     rows, names = found, None
     if isinstance(found, dict):
         rows = next((found[name] for name in _ROWS if isinstance(found.get(name), list)), [found])
-        names = found.get("columns") if isinstance(found.get("columns"), list) else None
+        names = [str(name) for name in found["columns"]] if isinstance(found.get("columns"), list) else None
         refuse_twice(names or (), path)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
         if names is not None and isinstance(row, list) and len(row) == len(names):
@@ -288,24 +287,24 @@ def read_csv(path: Path) -> Iterator[dict[str, Any]]:
         TsaeError: naming the row, if it has another number of fields, or a field that is too long.
     """
     number = 0
-    try:
-        with unpacked(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            bounded = _bounded(text)
-            head = next(bounded, "")
-            lines = csv.reader(chain([head], bounded), delimiter=max("\t;,", key=head.count), strict=True)
-            names: list[str] = []
-            while (row := _next_line(lines)) is not None:
-                if row and not names:
-                    refuse_twice(names := row, path)
-                elif row:
-                    if len(row) != len(names):
-                        raise ValueError(f"{len(row)} fields, expected {len(names)}")
-                    yield {name: value or None for name, value in zip(names, row, strict=True)}
-                    number += 1
-    except (OSError, ValueError, csv.Error) as error:
-        what = f"row {number} cannot be read as CSV in UTF-8 ({error})"
-        fix = "Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice."
-        raise TsaeError(what, where=path, fix=fix) from error
+    fix = "Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice."
+    with (
+        _reading(path, lambda: f"row {number} cannot be read as CSV in UTF-8", fix),
+        unpacked(path) as file,
+        io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
+    ):
+        bounded = _bounded(text)
+        head = next(bounded, "")
+        lines = csv.reader(chain([head], bounded), delimiter=max("\t;,", key=head.count), strict=True)
+        names: list[str] = []
+        while (row := _next_line(lines)) is not None:
+            if row and not names:
+                refuse_twice(names := row, path)
+            elif row:
+                if len(row) != len(names):
+                    raise ValueError(f"{len(row)} fields, expected {len(names)}")
+                yield {name: value or None for name, value in zip(names, row, strict=True)}
+                number += 1
 
 
 def _bounded(text: io.TextIOWrapper) -> Iterator[str]:
@@ -331,18 +330,16 @@ def read_trackio(path: Path) -> Iterator[dict[str, Any]]:
     """
     # A database without a journal is opened without locks, which a folder that cannot be written to does not allow.
     mode = "mode=ro" if path.with_name(path.name + "-wal").is_file() else "immutable=1"
-    try:
-        with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True)) as base:
-            base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_LINE)
-            # Not a view, which could compute without end. mlflow has another table of that name.
-            ours = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics' AND instr(sql, 'run_name')"
-            query = "SELECT run_name, metrics FROM metrics WHERE instr(metrics, 'trackio.table') ORDER BY id"
-            for run, logged in base.execute(query) if base.execute(ours).fetchone() else ():
-                yield {**parse_json(logged), "run_name": run}
-    except (sqlite3.Error, ValueError, TypeError) as error:
-        raise TsaeError(
-            f"cannot be read as a database of trackio ({error})", where=path, fix="Copy it again, with its -wal file."
-        ) from error
+    with (
+        _reading(path, lambda: "cannot be read as a database of trackio", "Copy it again, with its -wal file."),
+        closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True)) as base,
+    ):
+        base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_LINE)
+        # Not a view, which could compute without end. mlflow has another table of that name.
+        ours = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics' AND instr(sql, 'run_name')"
+        query = "SELECT run_name, metrics FROM metrics WHERE instr(metrics, 'trackio.table') ORDER BY id"
+        for run, logged in base.execute(query) if base.execute(ours).fetchone() else ():
+            yield {**parse_json(logged), "run_name": run}
 
 
 def refuse_twice(names: Sequence[Any], path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -360,22 +360,23 @@ class Tokens:
         return (text, *(str(self.tokenizer.decode(part)) for part in (ids, body)))
 
     def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
-        if (ids < 0).any():
-            raise TsaeError(
-                f"the {what} has {int(ids.min())} between its tokens, which is a mask value and not a token id",
-                where=where,
-                fix="Give all token ids, and a column that marks the sampled ones (--column response_mask=NAME).",
-            )
-        if (ids >= self.vocabulary).any():
-            bad = int(ids[ids >= self.vocabulary][0])
-            raise TsaeError(
-                f"the {what} has the token id {bad}; the tokenizer of {self.path} has 0 to {self.vocabulary - 1}",
-                where=where,
-                fix="Give the checkpoint that was trained.",
-            )
-        if what == "prompt" and not len(ids):
-            raise TsaeError("the prompt has no tokens", where=where, fix="Correct or drop that row.")
+        for found, fix in self._faults(ids, what):
+            raise TsaeError(f"the {what} has {found}", where=where, fix=fix)
         return ids.astype(np.int32)
+
+    def _faults(self, ids: np.ndarray, what: str) -> Iterator[tuple[str, str]]:
+        """(what is wrong with the ids of a prompt or response, what to do)."""
+        if not len(ids):
+            if what == "prompt":
+                yield "no tokens", "Correct or drop that row."
+            return
+        if (least := int(ids.min())) < 0:
+            fix = "Give all token ids, and a column that marks the sampled ones (--column response_mask=NAME)."
+            yield f"{least} between its tokens, which is a mask value and not a token id", fix
+        if int(ids.max()) >= self.vocabulary:
+            bad = int(ids[ids >= self.vocabulary][0])
+            known = f"the tokenizer of {self.path} has 0 to {self.vocabulary - 1}"
+            yield f"the token id {bad}; {known}", "Give the checkpoint that was trained."
 
 
 def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
