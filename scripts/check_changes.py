@@ -2,7 +2,7 @@
 
 From this comes the number of problems below which nothing is called a change. The worlds are those of
 check_statements.py. Called a change is what the interval of the paired change leaves 0 out of. Beside the intervals of
-`tsae.base.statistics.intervals`, which call nothing a change below 8 problems, the percentile bootstrap.
+`tsae.base.statistics`, which call nothing a change below 8 problems, the percentile bootstrap.
 
     python scripts/check_changes.py [--draws 4000]
 
@@ -19,7 +19,7 @@ from numpy.random import Generator
 from scipy.stats import t as student
 from statements.changes import WORLDS
 
-from tsae.base.statistics.intervals import FEWEST, change_interval
+from tsae.base.statistics import FEWEST, change_interval
 
 PROBLEMS = (2, 3, 5, 6, 8, 10, 16, 30, 60)
 

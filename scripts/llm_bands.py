@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.files import read_object, write_text
-from tsae.base.statistics.intervals import change_interval
+from tsae.base.statistics import change_interval
 
 STORED = Path(__file__).parent.parent / "data" / "llm"
 BANDS = ("easy", "medium", "hard")

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.random import Generator
 
 from statements import Line
-from tsae.base.statistics.intervals import change_interval
+from tsae.base.statistics import change_interval
 from tsae.diff.config import DiffConfig
 from tsae.report.story.facts import direction
 
@@ -18,7 +18,7 @@ SAMPLES = 8
 REPEATS = 50
 """Behaviours of a draw, each on problems of its own."""
 PROMISED = 0.06
-"""See `tsae.base.statistics.intervals.FEWEST`."""
+"""See `tsae.base.statistics.FEWEST`."""
 
 
 def binary(rng: Generator, p: np.ndarray, effect: np.ndarray | float = 0.0) -> np.ndarray:

@@ -14,8 +14,8 @@ import pytest
 
 from tsae.base.artefact import MANIFEST, Kind, write_artefact
 from tsae.base.remote import mirror
-from tsae.base.remote.index import Index
 from tsae.base.remote.mirror import (
+    Index,
     in_words,
     is_url,
     local,

@@ -17,7 +17,7 @@ from statements.random_sets import KINDS, exchangeable, said, sharing, spread
 
 import tsae
 from support.builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
-from tsae.base.statistics.intervals import mean_interval
+from tsae.base.statistics import mean_interval
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, beyond_random, matched_features, mean_difference, overlap
 from tsae.causal.edits import Donor, FeatureEdit

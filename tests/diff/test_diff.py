@@ -21,7 +21,7 @@ from scipy.stats import false_discovery_control, spearmanr
 
 from support.builders import EOS, feature_table
 from support.results import answer
-from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.base.statistics import bootstrap_interval
 from tsae.diff.comparisons import Rows, comparisons, group_difference, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import draw, null_counts

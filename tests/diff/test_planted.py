@@ -12,7 +12,7 @@ from scipy.stats import false_discovery_control, mannwhitneyu
 from scipy.stats import t as student
 
 from support.planted import CONTRASTS, contrasts_of, planted, token_level_q
-from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.base.statistics import bootstrap_interval
 from tsae.diff.comparisons import group_difference, within_problem_auroc
 from tsae.diff.config import DiffConfig
 from tsae.diff.inference import (

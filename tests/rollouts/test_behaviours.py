@@ -14,7 +14,7 @@ from statements.changes import WORLDS
 
 import tsae
 from support.builders import SHARED
-from tsae.base.statistics.intervals import FEWEST, change_interval, too_few
+from tsae.base.statistics import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
 from tsae.report.terminal import behaviour_text
 from tsae.rollouts.behaviours import (

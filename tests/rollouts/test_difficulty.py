@@ -14,7 +14,7 @@ import torch
 from scipy.stats import beta, binom
 
 import tsae
-from tsae.base.statistics.proportions import jeffreys_interval, wilson_interval
+from tsae.base.statistics import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.report.difficulty import migration_figure, pass_at_k_figure
 from tsae.rollouts import difficulty as dealing

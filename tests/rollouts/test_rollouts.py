@@ -22,7 +22,7 @@ from scipy.stats import binomtest
 from support.builders import BOS, EOS, make_rollouts
 from support.checkpoints import rewrite
 from support.logs import holds
-from tsae.base.statistics.proportions import wilson_interval
+from tsae.base.statistics import wilson_interval
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.bands import pass_rates

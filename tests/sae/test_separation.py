@@ -14,7 +14,7 @@ import torch
 from support.builders import synthetic_store
 from tsae.activations.store import ActivationStore
 from tsae.base.artefact import write_record
-from tsae.base.statistics.bootstrap import percentile_interval
+from tsae.base.statistics import percentile_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig

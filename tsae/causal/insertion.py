@@ -24,7 +24,7 @@ from einops import reduce
 
 from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.base.filters import need_features
-from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.base.statistics import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_model, check_sae
 from tsae.checkpoints.hooks import HuggingFaceReader

@@ -15,9 +15,7 @@ from tsae.base import display
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
 from tsae.base.filters import several
-from tsae.base.statistics.bootstrap import counts, percentile_interval
-from tsae.base.statistics.intervals import too_few
-from tsae.base.statistics.proportions import wilson_interval
+from tsae.base.statistics import counts, percentile_interval, too_few, wilson_interval
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.causal.controls import beyond_random
 from tsae.diff.feature_diff import FeatureDiff

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.base.artefact import manifest_of
-from tsae.base.statistics.intervals import FEWEST
+from tsae.base.statistics import FEWEST
 from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError

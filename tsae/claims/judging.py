@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from tsae.base.statistics.intervals import FEWEST
+from tsae.base.statistics import FEWEST
 from tsae.claims.evidence import Missing, need
 from tsae.claims.literature import Claim
 from tsae.errors import TsaeError

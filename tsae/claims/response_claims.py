@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import hypergeom
 
-from tsae.base.statistics.intervals import FEWEST, change_interval
+from tsae.base.statistics import FEWEST, change_interval
 from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
 from tsae.claims.judging import CONFIDENCE, REPLAYED, Judgement, Part, between, part, those_that_can, within
 from tsae.claims.literature import CLAIMS

@@ -24,7 +24,7 @@ import pandas as pd
 import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
-from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.base.statistics import bootstrap_interval
 from tsae.diff.comparisons import Comparison, Rows, comparisons, main_comparisons, problem_aurocs, side_means
 from tsae.diff.config import DiffConfig
 from tsae.diff.threads import one_blas_thread

@@ -26,7 +26,7 @@ import pandas as pd
 import scipy.sparse as sp
 from einops import rearrange, reduce
 
-from tsae.base.statistics.bootstrap import group_interval
+from tsae.base.statistics import group_interval
 from tsae.diff.comparisons import CONTRAST, Comparison, Rows, difference_weights, group_difference, some_columns
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import Contrast

@@ -33,7 +33,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from tsae.base import display
-from tsae.base.statistics.bootstrap import counts, percentile_interval
+from tsae.base.statistics import counts, percentile_interval
 from tsae.base.table_export import Tables
 from tsae.diff.comparisons import Rows, comparisons, main_comparisons, side_means
 from tsae.diff.config import DiffConfig

@@ -9,7 +9,7 @@ the feature's standard deviation over base trajectories (Glass 1976): noise in t
 feature *moved* if |Δ| is larger than `minimum_effect`: the null is |Δ| ≤ minimum_effect, not Δ = 0 (a minimum-effect
 test, Murphy & Myors 1999). The deviation is taken as known: with 100 base trajectories it is known to about 7 %.
 
-- *interval*: symmetric studentised bootstrap over problems (`tsae.base.statistics.bootstrap`);
+- *interval*: symmetric studentised bootstrap over problems (`tsae.base.statistics`);
 - *p, paired differences*: sign flips. Under the null the two sides of a problem are exchangeable, so flipping the sign
   of its difference changes nothing. Flips keep the sum of squares, so this is the test of Student's t too: effects that
   differ between problems and average to 0 are no discovery. For the test of the size, differences are first moved to
@@ -44,7 +44,7 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, false_discovery_control, norm
 from scipy.stats import t as student
 
-from tsae.base.statistics.bootstrap import studentised
+from tsae.base.statistics import studentised
 from tsae.diff.config import DiffConfig, FalseDiscoveries
 from tsae.diff.permutations import (
     Count,

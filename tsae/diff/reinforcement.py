@@ -54,7 +54,7 @@ from tsae.activations.forward_batches import OutOfMemory, read_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
 from tsae.base.filters import need_features, several, strongest
-from tsae.base.statistics.bootstrap import counts, percentile_interval
+from tsae.base.statistics import counts, percentile_interval
 from tsae.base.table_export import Tables
 from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader
 from tsae.checkpoints.series import CheckpointSeries

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tsae.base.statistics.intervals import too_few
+from tsae.base.statistics import too_few
 from tsae.report.document import render_page, write_page
 from tsae.report.figures.layout import BAND_STYLE, LEGEND, SERIES, SYMBOLS, area, aside, finish, panels, path, x_title
 from tsae.report.tables import DASH, Cell, Table, table_text

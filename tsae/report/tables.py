@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.statistics.intervals import too_few
+from tsae.base.statistics import too_few
 from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff

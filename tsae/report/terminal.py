@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.statistics.intervals import FEWEST
+from tsae.base.statistics import FEWEST
 from tsae.diff.dynamics import align
 from tsae.diff.explain import Explanations
 from tsae.diff.feature_diff import FeatureDiff

@@ -26,7 +26,7 @@ import scipy.sparse as sp
 import torch
 from scipy.sparse.linalg import lsmr
 
-from tsae.base.statistics.bootstrap import bootstrap_interval
+from tsae.base.statistics import bootstrap_interval
 from tsae.base.usual_state import usual_state
 from tsae.diff.comparisons import Rows, outcome_comparison
 from tsae.diff.config import DiffConfig

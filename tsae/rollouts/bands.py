@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tsae.base.statistics.proportions import jeffreys_interval, wilson_interval
+from tsae.base.statistics import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.config import BandCutoffs, BandQuantiles
 from tsae.rollouts.schema import BANDS, problem_bands

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from tsae.base.statistics.intervals import FEWEST, change_interval, jackknife_interval, mean_interval
+from tsae.base.statistics import FEWEST, change_interval, jackknife_interval, mean_interval
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
@@ -102,7 +102,7 @@ def with_behaviours(
 
 
 def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confidence: float = 0.95) -> pd.DataFrame:
-    """Means with intervals over problems (`tsae.base.statistics.intervals`), and their changes against a reference.
+    """Means with intervals over problems (`tsae.base.statistics`), and their changes against a reference.
 
     Args:
         rollouts: ``info["behaviours"]`` names further numeric or boolean columns to average.

@@ -22,7 +22,7 @@ import pandas as pd
 
 from tsae.base import display
 from tsae.base.artefact import Kind, versions, write_artefact
-from tsae.base.statistics.intervals import change_interval, mean_interval
+from tsae.base.statistics import change_interval, mean_interval
 from tsae.base.table_export import Tables, table_files
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -298,7 +298,7 @@ def pass_at_k(
     k: Sequence[int] = (),
     confidence: float = 0.95,
 ) -> pd.DataFrame:
-    """pass@k by policy and band, with intervals over problems (`tsae.base.statistics.intervals`).
+    """pass@k by policy and band, with intervals over problems (`tsae.base.statistics`).
 
     Args:
         rates: of `difficulty`: n and successes of every policy and problem.

@@ -53,7 +53,7 @@ from tsae.activations.store import Pair
 from tsae.base import display
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import as_path, read_object, reading
-from tsae.base.statistics.bootstrap import counts, percentile_interval
+from tsae.base.statistics import counts, percentile_interval
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.saelens_files import as_weights, check_site, number, shown, whole

@@ -9,30 +9,37 @@ A stage works on the local copy, whose paths are like any other. Three calls kee
 
 Copies lie under $TSAE_CACHE (by default ~/.cache/tsae). Shards that were fetched or uploaded are removed again, the
 least recently used first, where they exceed $TSAE_CACHE_GB (by default 100). The one in use is kept.
-Whether a copy is still that of the URL is told by what the file system says of the file (`remote_files.state`).
+Whether a copy is still that of the URL is told by what the file system says of the file (`state_there`).
+
+What lies on both sides is kept beside the copy, in NAME.remote.json (`Index`): the state of every file at the URL and
+of its copy. Several processes may share a cache. So for every change, a process takes a lock, reads the file again, and
+replaces it with a new one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tsae.base.files import as_path, partial_name
-from tsae.base.remote import remote_files, room
-from tsae.base.remote.index import INDEX, Index, without
+from filelock import FileLock
+
+from tsae.base.files import as_path, partial_name, write_json, writing
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, without_secrets
 
+INDEX = ".remote.json"
 CACHE = "TSAE_CACHE"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
 _LAZY = re.compile(r"(.*/)?[^/]+/\d{5}\.h5|(.*/)?pieces/\d{6}\.npz")
@@ -77,7 +84,7 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
     if not is_url(path):
         return as_path(path)
     url = url_of(path)
-    room.limit()
+    _cache_limit()
     with _lock:
         root = _cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
         mirror = _mirrors.setdefault(root, Mirror(url, root))
@@ -245,7 +252,7 @@ class Mirror:
             info = fs.info(path)
             if info["size"] != here[1]:
                 raise OSError(f"{info['size']} bytes of {here[1]} have arrived")
-            self._note(name, here, remote_files.state(fs, path, info))
+            self._note(name, here, state_there(fs, path, info))
         if _LAZY.fullmatch(name):
             self._make_room()
 
@@ -255,10 +262,10 @@ class Mirror:
             fs, place = self._opened(name)
             fs.invalidate_cache()
             if fs.exists(place):
-                remote_files.delete(fs, place)
+                _delete(fs, place)
         with _lock:
             if self._known is not None:
-                self._known = without(self._known, name)
+                self._known = _without(self._known, name)
             self.index.forget(name)
 
     def _fetch(self, name: str) -> None:
@@ -298,7 +305,7 @@ class Mirror:
             # Names must not lead out of the folder.
             names = {name: at for name, at in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
             with ThreadPoolExecutor(_THREADS) as pool:
-                states = pool.map(lambda place: remote_files.state(fs, place, found[place]), names.values())
+                states = pool.map(lambda place: state_there(fs, place, found[place]), names.values())
                 return dict(zip(names, states, strict=True))
 
     def _opened(self, name: str) -> tuple[Any, str]:
@@ -324,7 +331,7 @@ class Mirror:
                 raise TsaeError(
                     f"is full ({error.strerror})",
                     where=_cache(),
-                    fix=f"Make room, or set {CACHE} to a larger disk; {room.CACHE_GB} limits what is kept there.",
+                    fix=f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there.",
                 ) from error
             found = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise TsaeError(
@@ -351,7 +358,7 @@ class Mirror:
 
     def _make_room(self, keep: Path | None = None) -> None:
         """Remove the least recently used files that can be fetched again, of all mirrors."""
-        limit = room.limit() * 1e9
+        limit = _cache_limit() * 1e9
         with _lock:
             files = []
             for index in _cache().glob(f"*/*{INDEX}"):
@@ -369,6 +376,136 @@ class Mirror:
                     break
                 file.unlink(missing_ok=True)
                 held -= size
+
+
+class Index:
+    """The index of one mirror.
+
+    Args:
+        root: the copy of the URL.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._file = root.with_name(f"{root.name}{INDEX}")
+        self._noted: dict[str, Any] | None = None
+
+    def noted(self) -> dict[str, Any]:
+        """Path below the URL -> its state there and here, as this process knows it. It is not changed in place."""
+        return self.read() if self._noted is None else self._noted
+
+    def read(self) -> dict[str, Any]:
+        """The same, with what other processes have noted since."""
+        try:
+            found = parse_json(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = {}
+        self._noted = found if isinstance(found, dict) else {}
+        return self._noted
+
+    def note(self, name: str, there: str, here: list[int]) -> None:
+        """Note the state of a file.
+
+        Raises:
+            TsaeError: where the index cannot be written.
+        """
+        self._change(lambda noted: noted | {name: {"there": there, "here": here}})
+
+    def forget(self, name: str) -> None:
+        """Forget a file, or a folder and all files in it.
+
+        Raises:
+            TsaeError: where the index cannot be written.
+        """
+        self._change(lambda noted: _without(noted, name))
+
+    def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        with _lock, writing(self._file, "Make room there, or set TSAE_CACHE to another folder."), self._alone():
+            before = self.read()
+            self._noted = change(before)
+            if self._noted != before:
+                # A name of its own, for where there are no locks.
+                own = write_json(self._file.with_name(f"{self._file.name}.{uuid4().hex}"), self._noted)
+                os.replace(own, self._file)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self._file.with_name(f".{self._file.name}.lock"))
+        # Without locks, as on some file systems, a note may be lost. Its file is then fetched or uploaded once more.
+        with suppress(OSError):
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _without(names: dict[str, Any], gone: str) -> dict[str, Any]:
+    """The names without one file, or without one folder and all files in it."""
+    inside = f"{gone}/" if gone else ""
+    return {name: state for name, state in names.items() if name != gone and not name.startswith(inside)}
+
+
+_VERSIONS = ("ETag", "etag", "blob_id", "sha", "Content-MD5", "Digest")
+_TIMES = ("mtime", "created", "modify", "modified", "last_modified", "Last-Modified", "LastModified", "updated")
+
+
+def state_there(fs: Any, place: str, info: dict[str, Any]) -> str:
+    """A text that changes when the file changes: its version, or its size and time.
+
+    Args:
+        fs: the file system.
+        place: of the file.
+        info: what a listing says of it. Where that is too little, as over HTTP, the file itself is asked about.
+
+    Returns:
+        of a file of which nothing is said: a text that no other is equal to, so that no copy passes for current.
+    """
+    found = _told(info)
+    if found is None:
+        with suppress(Exception):  # of a file that can be read, but not be asked about
+            found = _told(fs.info(place))
+    return found or f"unknown {uuid4().hex}"
+
+
+def _delete(fs: Any, place: str) -> None:
+    """Delete a file, or a folder with all that is in it. The name means itself: to `fs.rm` a * or [ is a pattern."""
+    found = fs.find(place, withdirs=True, detail=True)
+    inside = {name: info for name, info in found.items() if name == place or name.startswith(f"{place}/")}
+    for name in sorted(inside, reverse=True):
+        if inside[name].get("type") != "directory":
+            fs.rm_file(name)
+    for folder in (*(name for name in sorted(inside, reverse=True) if inside[name].get("type") == "directory"), place):
+        with suppress(OSError, NotImplementedError):  # object stores have no folders
+            fs.rmdir(folder)
+
+
+def _told(info: dict[str, Any]) -> str | None:
+    version = next((info[name] for name in _VERSIONS if info.get(name)), None)
+    if version is not None:
+        return str(version)
+    time = next((info[name] for name in _TIMES if info.get(name) is not None), None)
+    return None if time is None else f"{info.get('size')} {time}"
+
+
+CACHE_GB = "TSAE_CACHE_GB"
+
+
+def _cache_limit() -> float:
+    """Gigabytes.
+
+    Raises:
+        TsaeError: where the variable holds no such number.
+    """
+    text = os.environ.get(CACHE_GB, "").strip()
+    try:
+        found = float(text or 100)
+    except ValueError:
+        found = math.nan
+    if not found >= 0:
+        fix = "Set it to a number such as 50, or unset it for 100."
+        raise TsaeError(f"is {text!r}, expected gigabytes, 0 or more", where=f"${CACHE_GB}", fix=fix)
+    return found
 
 
 def _cache() -> Path:

@@ -178,7 +178,7 @@ def direction(after: pd.Series) -> int:
     """1 where a behaviour rose against the base, −1 where it fell, 0 where the interval of its change holds 0.
 
     The change is paired: that of the mean difference within the problems that both answered. Of too few of them it has
-    no interval (`tsae.base.statistics.intervals`), and is 0.
+    no interval (`tsae.base.statistics`), and is 0.
     """
     return 1 if after["change_low"] > 0 else -1 if after["change_high"] < 0 else 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.base.statistics.intervals import too_few
+from tsae.base.statistics import too_few
 from tsae.diff.dynamics import FLAT
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts

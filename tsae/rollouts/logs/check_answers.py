@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsae.base.statistics.proportions import wilson_interval
+from tsae.base.statistics import wilson_interval
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.logs.entry import Findings, place_hash

@@ -45,7 +45,7 @@ from einops import reduce
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
 from tsae.base import display
-from tsae.base.statistics.bootstrap import counts, percentile_interval
+from tsae.base.statistics import counts, percentile_interval
 from tsae.checkpoints.tokenizers import text_of
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS

@@ -24,7 +24,7 @@ from einops import reduce
 
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.activations.store import ActivationStore
-from tsae.base.statistics.bootstrap import counts, percentile_interval
+from tsae.base.statistics import counts, percentile_interval
 from tsae.checkpoints.hooks import positions, rewritten
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, weights_fingerprint
 from tsae.errors import TsaeError

@@ -1,4 +1,4 @@
-"""Bootstrap over problems, for every room: the draws, percentile intervals and studentised intervals.
+"""Statistics of problems, for every room: one bootstrap, intervals of few problems, and intervals of proportions.
 
 Trajectories of a problem are not independent, so problems are drawn, with all their trajectories.
 
@@ -14,6 +14,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
+from scipy.special import betaincinv, ndtri
+from scipy.stats import t as student
 
 _WIDE = 512  # features drawn at once, so that their draws stay in a core's cache
 
@@ -123,3 +125,75 @@ def _weights(sizes: tuple[int, ...], n_bootstrap: int, seed: int) -> list[np.nda
     """(n_bootstrap, n_problems) weight of every problem in every draw, for each group."""
     rng = np.random.default_rng([seed, 3])
     return [counts(n, n_bootstrap, rng).astype(np.float32) / np.float32(n) for n in sizes]
+
+
+FEWEST = 8
+"""Fewest problems for which a change is reported. If the true change is 0, at most 6 % of draws of eight problems or
+more are called a change, for every kind of difference in scripts/check_changes.py; with two problems 9 % would be.
+With fewer than eight, a rare behaviour cannot show a change."""
+
+
+def mean_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Interval of a mean over problems; NaN for a single problem, and for fewer than `FEWEST` that are all alike.
+
+    Two problems with the same value say nothing of how far problems lie apart. If no value is negative, neither is an
+    end. If all values are shares, so are the ends.
+    """
+    known = len(values) >= FEWEST or values.min() < values.max()
+    low, high = _interval(float(values.mean()), values, confidence) if known else (np.nan, np.nan)
+    floor = 0.0 if values.min() >= 0 else -np.inf
+    ceiling = 1.0 if floor == 0 and values.max() <= 1 else np.inf
+    return max(low, floor), min(high, ceiling)
+
+
+def change_interval(differences: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Interval of the mean of paired differences, one a problem; NaN for fewer than `FEWEST`."""
+    if len(differences) < FEWEST:
+        return np.nan, np.nan
+    return _interval(float(differences.mean()), differences, confidence)
+
+
+def jackknife_interval(whole: float, without: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Interval of a number over problems, from its (n_problems,) values with one problem left out."""
+    n = len(without)
+    return _interval(whole, n * whole - (n - 1) * without, confidence)
+
+
+def _interval(centre: float, values: np.ndarray, confidence: float) -> tuple[float, float]:
+    n = len(values)
+    half = float(student.ppf(0.5 + confidence / 2, n - 1) * values.std(ddof=1) / np.sqrt(n))
+    return centre - half, centre + half
+
+
+def too_few(n: int) -> str:
+    """Say why a change is not reported."""
+    return f"too few problems ({n}; {FEWEST} are needed)"
+
+
+def wilson_interval(
+    successes: np.ndarray | float, trials: np.ndarray | float, confidence: float = 0.95
+) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's score interval (Wilson 1927): (low, high); (0, 1) where there are no trials."""
+    successes, trials = np.asarray(successes, dtype=float), np.asarray(trials, dtype=float)
+    z = ndtri(0.5 + confidence / 2)
+    n = np.where(trials > 0, trials, 1.0)
+    share = successes / n
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    low, high = np.clip(centre - half, 0, 1), np.clip(centre + half, 0, 1)
+    return np.where(trials > 0, low, 0.0), np.where(trials > 0, high, 1.0)
+
+
+def jeffreys_interval(
+    successes: np.ndarray | float, trials: np.ndarray | float, confidence: float = 0.95
+) -> tuple[np.ndarray, np.ndarray]:
+    """Jeffreys' interval: quantiles of Beta(successes + ½, failures + ½); (0, 1) where there are no trials.
+
+    The low end is 0 where no trial succeeded, the high end 1 where all did (Brown, Cai & DasGupta 2001, Statistical
+    Science 16).
+    """
+    successes, trials = np.asarray(successes, dtype=float), np.asarray(trials, dtype=float)
+    tail = (1 - confidence) / 2
+    a, b = successes + 0.5, trials - successes + 0.5
+    low, high = betaincinv(a, b, tail), betaincinv(a, b, 1 - tail)
+    return np.where(successes > 0, low, 0.0), np.where(successes < trials, high, 1.0)

@@ -1,1 +1,0 @@
-"""Means over problems: one bootstrap for all, intervals of few problems, proportions."""
