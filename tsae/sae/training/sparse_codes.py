@@ -12,10 +12,11 @@ Where a process holds a share of a batch (`tsae.base.distributed`), the codes ar
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ _AT_ONCE = 1 << 22  # pre-activations computed at once on a CPU: what fits into 
 
 _COPIED = 512  # latents whose weights are transposed at once
 
-_WITH_KERNELS = ("cuda",) if importlib.util.find_spec("triton") else ()
+_WITH_KERNELS = ("cuda",) if find_spec("triton") else ()
 """Devices that run the kernels of `tsae.sae.training.kernels`."""
 
 _BUFFERS = Reused(12)  # gradients and similarities of a step, which the next step's have the sizes of
@@ -153,11 +154,8 @@ def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 def kernels_for(tensor: torch.Tensor) -> Any:
     """The kernels for the tensor's device; None where torch's own sparse products take their place."""
-    if tensor.device.type not in _WITH_KERNELS:
-        return None
-    from tsae.sae.training import kernels
-
-    return kernels
+    # Not imported at the top: without Triton they cannot be.
+    return import_module("tsae.sae.training.kernels") if tensor.device.type in _WITH_KERNELS else None
 
 
 def offsets(row: torch.Tensor, n_rows: int) -> torch.Tensor:
