@@ -212,6 +212,7 @@ def _keyed(stage: Stage, key: dict[str, Any], record: RunRecord) -> bool:
                 record.write()
             away.parent.mkdir(parents=True, exist_ok=True)
             os.replace(output, away)
+            removed(output)  # at the URL, too
     record.stages[stage.name] = key
     record.write()
     return True
