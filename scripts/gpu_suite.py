@@ -61,7 +61,7 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
 
     half = ("--precisions", "bfloat16")
     # -v: of a run that is cut off, too, the log says which tests passed
-    tests = ("-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
+    tests: tuple[str, ...] = ("-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
     tests += ("tests/app/test_gpu.py", "tests/sae/test_kernels.py")
     return [
         Part("Tests", 70, tests),
