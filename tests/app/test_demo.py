@@ -56,7 +56,10 @@ def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = replace(TINY, to=tmp_path / "one", steps=True, attribute=True)
     demo(replace(config, sae=replace(TINY.sae, k=TINY.sae.k + 1)), progress=False)
     said = capsys.readouterr().out
-    assert "made anew:   sae, evaluation, features, diff, attribution, claims, report (changed: sae)" in said
+    assert (
+        "made anew:   sae, evaluation, features, steps/features, diff, attribution, claims, report (changed: sae)"
+        in said
+    )
     demo(config, progress=False)
     assert capsys.readouterr().out.replace(str(tmp_path / "one"), "").endswith(printed[0])
 
