@@ -180,7 +180,7 @@ def profile(bench: Bench) -> None:
             if event.key in _PARTS_OF_A_STEP:
                 of, ms = _PARTS_OF_A_STEP[event.key], getattr(event, f"{kind}_time_total") / 1e3
                 bench.keep("profile", {**begin, "of": of, "ms": ms})
-        for name in sorted(alone, key=lambda name: -alone[name])[:24]:
+        for name in sorted(alone, key=lambda name: -alone[name])[:12]:
             bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
 
 
