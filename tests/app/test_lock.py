@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-NOT_LOCKED = {"torch", "tsae"}  # torch is taken from where the user takes it: see the Makefile
+NOT_LOCKED = {"torch", "triton", "tsae"}  # torch and Triton are taken from where the user takes them: see the Makefile
 
 
 def pinned(file: Path) -> dict[str, str]:

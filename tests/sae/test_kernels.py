@@ -1,19 +1,16 @@
 """The kernels for a GPU against dense formulas and against torch's sparse products.
 
-Without a GPU Triton interprets them. It is told so before it is imported.
+Without a GPU Triton interprets them: `tests/support` tells it so before it is imported.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from tsae.sae.config import SAEConfig  # noqa: E402
