@@ -5,9 +5,9 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 1. series: the checkpoints of the folder, and the model that training started from.
 2. rollouts: the log is imported. Problems get bands by the base's pass rates where these are known, else by those that
-   the log shows (`tsae.rollouts.bands.band_problems`). From a log beyond the token budget whole
-   problems are drawn, as many from every band: the unit of all statistics is the problem.
-3. The stages of `tsae.pipeline.analyse`. Samples are attributed from the whole log, where it and the settings allow it.
+   the log shows (`tsae.rollouts.bands.band_problems`). From a log beyond the token budget whole problems are drawn, as
+   many from every band: the unit of all statistics is the problem.
+3. The stages of `tsae.pipeline`. Samples are attributed from the whole log, where it and the settings allow it.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _exchange(to: Path) -> None:
-    """Put a finished update in the place of the analysis before. Resumes where it was interrupted."""
+    """Replace the analysis by the finished update. An exchange that was interrupted is completed."""
     new, old = to / _NEXT, to / _OLD
     if (new / _READY).is_file():
         old.mkdir(exist_ok=True)

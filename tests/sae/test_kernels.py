@@ -150,3 +150,18 @@ def test_the_loss_and_its_gradients(settings: dict[str, Any], monkeypatch: pytes
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=share, atol=0)
     for a, b in zip(by_kernels, by_torch, strict=True):
         assert (a - b).norm() < share * b.norm()
+
+
+def test_a_machine_where_triton_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(sparse_codes, "_WITH_KERNELS", (DEVICE,))
+    monkeypatch.setattr(kernels, "above", fails)
+    sparse_codes._kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="slower: Failed to find C compiler"):
+            assert sparse_codes.kernels_for(torch.empty(0, device=DEVICE)) is None
+        assert sparse_codes.kernels_for(torch.empty(0, device=DEVICE)) is None  # and says so once
+    finally:
+        sparse_codes._kernels.cache_clear()

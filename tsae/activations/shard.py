@@ -275,7 +275,7 @@ class ShardWriter:
         self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().numpy()
 
     def put(self, site: str, i: int, values: torch.Tensor, norms: torch.Tensor | None = None) -> None:
-        """Write the shard's trajectory i, (n_tokens of it, d_model), and its norms, which need not be given."""
+        """Write the shard's trajectory i, (n_tokens, d_model), and its norms. By default these are computed."""
         import torch
 
         values = values.to(getattr(torch, self.dtype)).contiguous()

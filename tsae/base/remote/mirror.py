@@ -441,7 +441,7 @@ class Index:
 
 
 def _without(names: dict[str, Any], gone: str) -> dict[str, Any]:
-    """The names without one file, or without one folder and all files in it."""
+    """The names that are left without a file, or without a folder and all files in it."""
     inside = f"{gone}/" if gone else ""
     return {name: state for name, state in names.items() if name != gone and not name.startswith(inside)}
 

@@ -9,13 +9,32 @@ end (`sparse_codes.offsets`). All tensors are contiguous and on one GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 import torch
 import triton
 import triton.language as tl
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 _COLUMNS = 4096  # pre-activations that one program compares
 _LATENTS, _WIDTH, _ENTRIES = 16, 256, 16  # of a tile of `by_latent`
 _TILE = 1 << 14  # numbers of decoder rows that one program of `reconstruct` holds at once
+
+
+def _on_its_device(function: _Function) -> _Function:
+    """Run kernels on the GPU of the first tensor. Triton takes the current one, whatever the tensors lie on."""
+
+    @wraps(function)
+    def run(first: Any, *others: Any, **options: Any) -> Any:
+        device = (first if isinstance(first, torch.Tensor) else first[0][0]).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # on a CPU Triton interprets
+            return function(first, *others, **options)
+
+    return cast(_Function, run)
 
 
 @triton.jit
@@ -51,8 +70,9 @@ def _list(words, ends, found, n_columns, n_blocks, COLUMNS: tl.constexpr):
             place += above
 
 
+@_on_its_device
 def above(products: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Ascending flat indices (int64) of the entries of (n, d_sae) products above their column's bound (d_sae,)."""
+    """Flat ascending int64 indices of the products (n, d_sae) above the bound of their column (d_sae,)."""
     n_rows, n_columns = products.shape
     n_blocks = triton.cdiv(n_columns, _COLUMNS)
     words = torch.empty(n_rows * n_blocks * (_COLUMNS // 32), dtype=torch.int32, device=products.device)
@@ -104,6 +124,7 @@ def _reconstruct(
             tl.store(by_value + entry, tl.sum(row.to(tl.float32) * by_group[None, :], 1), active)
 
 
+@_on_its_device
 def reconstruct(
     x: torch.Tensor,
     bias: torch.Tensor,
@@ -164,6 +185,7 @@ def _by_latent(
     tl.store(where, total, (latent < n_latents)[:, None] & inside[None, :])
 
 
+@_on_its_device
 def by_latent(
     values: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, *, across: bool = False
 ) -> torch.Tensor:
@@ -245,6 +267,7 @@ def _exponentials(
     tl.atomic_add(by_column + column, tl.sum(value, 0), column < n_columns, sem="relaxed")
 
 
+@_on_its_device
 def similarities(
     row: torch.Tensor,
     latent: torch.Tensor,
@@ -269,6 +292,7 @@ def similarities(
     return out
 
 
+@_on_its_device
 def exponentials(
     logits: torch.Tensor, groups: torch.Tensor, others: torch.Tensor, diagonal: int, shift: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,6 +315,7 @@ def exponentials(
     return by_row, by_column
 
 
+@_on_its_device
 def pulled(
     row: torch.Tensor,
     latent: torch.Tensor,
@@ -359,6 +384,7 @@ def _adam(
     tl.store(weights + place, weight, inside)
 
 
+@_on_its_device
 def update(
     parameters: list[tuple[torch.Tensor, ...]],
     unit: int,

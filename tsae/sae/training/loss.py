@@ -379,7 +379,7 @@ class _Pull(NamedTuple):
         diagonal: int,
         scale: float,
     ) -> _Pull:
-        """From logits and log-sums as `_log_sums` leaves them; scale: pairs · temperature."""
+        """From what `_log_sums` made of the logits, and its sums. The scale is N · temperature."""
         one, zero, less = logits.new_ones(len(logits)), logits.new_zeros(logits.shape[1]), 1 / scale
         if shift is None:
             weight = (logits - by_row[:, None]).exp_() + logits.sub_(by_column[None, :]).exp_()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,8 +155,20 @@ def _constant(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 def kernels_for(tensor: torch.Tensor) -> Any:
     """The kernels for the tensor's device; None where torch's own sparse products take their place."""
-    # Not imported at the top: without Triton they cannot be.
-    return import_module("tsae.sae.training.kernels") if tensor.device.type in _WITH_KERNELS else None
+    return _kernels(tensor.device) if tensor.device.type in _WITH_KERNELS else None
+
+
+@cache
+def _kernels(device: torch.device) -> Any:
+    """Not imported at the top, as they need Triton. Triton needs a C compiler, which many containers lack."""
+    try:
+        kernels = import_module("tsae.sae.training.kernels")
+        kernels.above(torch.ones(1, 32, device=device), torch.zeros(32, device=device))
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"Triton cannot compile here, so that training steps are slower: {why}", stacklevel=2)
+        return None
+    return kernels
 
 
 def offsets(row: torch.Tensor, n_rows: int) -> torch.Tensor:
