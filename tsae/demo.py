@@ -7,12 +7,12 @@ called hard. Samples are attributed of a fourth run, on problems of all levels, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tsae
-from tsae.activations.config import CaptureConfig
+from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_kinds import other_problems
@@ -20,17 +20,8 @@ from tsae.base.artefact import versions
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
-from tsae.pipeline import (
-    Choice,
-    attribution_stage,
-    capture_stage,
-    diff_stage,
-    encoding_stage,
-    evaluation_stage,
-    fingerprints,
-    last_stages,
-    training_stage,
-)
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.pipeline import Choice, Pipeline, fingerprints
 from tsae.report.attribution import attribution_text
 from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts
@@ -52,10 +43,18 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
         Path of the report.
     """
     config = config or DemoConfig()
-    to = config.to
+    to, series = config.to, shipped_series().final()
     record = RunRecord(to, "demo.json", {"demo": {**asdict(config), "to": None}, "versions": versions()}, "a demo")
-    series = shipped_series().final()
-    found = carry_out(demo_stages(config, progress=progress), record, lambda *_, **__: None, print)
+    drawing = {name: getattr(config, name) for name in ("problems", "samples", "band_samples", "seed")}
+    training = replace(config.training, seed=config.seed)
+    work = _Demo(
+        to=to, readers=series, title="What easy, medium and hard training did to an arithmetic model",
+        diff=tsae.DiffConfig(seed=config.seed), sae_settings={"sae": asdict(config.sae), "training": asdict(training)},
+        steps=shipped_series() if config.steps else None, annotator=token_classes, families=FAMILIES, check=right_steps,
+        questions={"attribution": drawing} if config.attribute else {}, progress=progress,
+        config=config, choice=Choice(config.sae, training), drawing=drawing,
+    )  # fmt: skip
+    found = carry_out(work.stages(*work.rollouts()), record, lambda *_, **__: None, print)
     print(f"{found['rollouts']}\n  read by {', '.join(c.id for c in series)}")
     print_findings(found["diff"], found["evaluation"])
     if config.attribute:
@@ -65,51 +64,53 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     return report
 
 
-def demo_stages(config: DemoConfig, *, progress: bool = True) -> list[Stage]:
+@dataclass(frozen=True, kw_only=True)
+class _Demo(Pipeline):
     """The stages of the demo."""
-    to, series = config.to, shipped_series().final()
-    asked = {name: getattr(config, name) for name in ("problems", "samples", "band_samples", "seed")}
-    choice = Choice(config.sae, replace(config.training, seed=config.seed))
-    attributing = attribution_stage(to, asked, lambda sae, diff: _attributed(config, sae, progress), lambda diff: None)
-    return [
-        Stage(
-            "rollouts", "rollouts.parquet", asked, lambda: demo_rollouts(config, progress=progress),
-            lambda: Rollouts.read(to / "rollouts.parquet"),
-            fingerprint=fingerprints,
-        ),
-        capture_stage(to, series, progress=progress),
-        training_stage(
-            to, lambda _: choice, {"sae": asdict(choice.sae), "training": asdict(choice.training)}, progress=progress
-        ),
-        evaluation_stage(to),
-        encoding_stage(to, progress=progress),
-        *(_steps_stages(config, asked, progress) if config.steps else []),
-        diff_stage(
-            to, series, tsae.DiffConfig(seed=config.seed), annotator=token_classes, families=FAMILIES,
-            steps=config.steps,
-            progress=progress,
-        ),
-        *([attributing] if config.attribute else []),
-        *last_stages(
-            to, ["attribution"] if config.attribute else [], check=right_steps,
-            title="What easy, medium and hard training did to an arithmetic model",
-        ),
-    ]  # fmt: skip
 
+    config: DemoConfig
+    choice: Choice
+    drawing: Mapping[str, Any]
+    """Options that decide what is sampled."""
 
-def _attributed(config: DemoConfig, sae: TemporalSAE, progress: bool) -> Attribution:
-    """Which samples of the mixed run moved what on the demo's problems. Its bands are the problems' levels."""
-    series = CheckpointSeries.load(shipped_series().base.path, mixed_run())
-    log = Rollouts.read(mixed_run() / "completions", series)
-    problems = other_problems(config.to / "rollouts.parquet", log, series.base.id)
-    options = AttributionConfig(
-        n_features=4, n_fixed=96, groups=("band", "lone success"), tokens_of=128, seed=config.seed
-    )
-    found = tsae.attribute(
-        series, log, config.to / "attribution", sae=sae, problems=problems, config=options, progress=progress
-    )
-    told = "This is a fourth run, from the same base, on easy, medium and hard problems at once."
-    return replace(found, info={**found.info, "notes": [told, *found.info["notes"]]}).save(config.to / "attribution")
+    def choose(self, store: ActivationStore) -> Choice:
+        return self.choice
+
+    def rollouts(self) -> tuple[list[Stage], list[Stage]]:
+        """The stages that sample the rollouts, and those that sample those of more steps."""
+        path, of_steps = self.to / "rollouts.parquet", self.to / "steps" / "rollouts.parquet"
+        sampled = Stage(
+            "rollouts", path.name, self.drawing, lambda: demo_rollouts(self.config, progress=self.progress),
+            lambda: Rollouts.read(path), fingerprint=fingerprints,
+        )  # fmt: skip
+        more = Stage(
+            "steps/rollouts", "steps/rollouts.parquet", self.drawing, lambda found: self._add_steps(found, of_steps),
+            lambda _: Rollouts.read(of_steps), ("rollouts",), fingerprint=fingerprints,
+        )  # fmt: skip
+        return [sampled], [more] if self.config.steps else []
+
+    def _add_steps(self, rollouts: Rollouts, path: Path) -> Rollouts:
+        """All shipped checkpoints, each on its own responses, with the entropy of its predictions."""
+        earlier = [checkpoint for checkpoint in shipped_series() if checkpoint.id not in rollouts.policies]
+        sampled = with_behaviours(_sampled(earlier, self.config, self.progress))
+        band = dict(zip(*(rollouts.table[name].to_pylist() for name in ("problem_id", "band")), strict=True))
+        sampled = sampled.with_column("band", [band[id] for id in sampled.table["problem_id"].to_pylist()])
+        together = tsae.Rollouts.concat([rollouts, sampled])
+        together.write(path)
+        return together
+
+    def attribute(self, sae: TemporalSAE, diff: FeatureDiff) -> Attribution:
+        """Which samples of the mixed run moved what on the demo's problems. Its bands are the problems' levels."""
+        base, to = shipped_series().base, self.to / "attribution"
+        series = CheckpointSeries.load(base.path, mixed_run())
+        log = Rollouts.read(mixed_run() / "completions", series)
+        problems = other_problems(self.to / "rollouts.parquet", log, base.id)
+        options = AttributionConfig(
+            n_features=4, n_fixed=96, groups=("band", "lone success"), tokens_of=128, seed=self.config.seed
+        )
+        found = tsae.attribute(series, log, to, sae=sae, problems=problems, config=options, progress=self.progress)
+        told = "This is a fourth run, from the same base, on easy, medium and hard problems at once."
+        return replace(found, info={**found.info, "notes": [told, *found.info["notes"]]}).save(to)
 
 
 def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
@@ -123,32 +124,6 @@ def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
     rollouts = rollouts.with_bands(series.base, measured_on=for_bands)
     rollouts.write(path)
     return rollouts
-
-
-def _steps_stages(config: DemoConfig, asked: Mapping[str, Any], progress: bool) -> list[Stage]:
-    """All shipped checkpoints, each on its own responses, with the entropy of its predictions."""
-    path, series = config.to / "steps" / "rollouts.parquet", shipped_series()
-
-    def sample(rollouts: Rollouts) -> Rollouts:
-        earlier = [checkpoint for checkpoint in series if checkpoint.id not in rollouts.policies]
-        sampled = with_behaviours(_sampled(earlier, config, progress))
-        band = dict(zip(*(rollouts.table[name].to_pylist() for name in ("problem_id", "band")), strict=True))
-        sampled = sampled.with_column("band", [band[id] for id in sampled.table["problem_id"].to_pylist()])
-        together = tsae.Rollouts.concat([rollouts, sampled])
-        together.write(path)
-        return together
-
-    return [
-        Stage(
-            "steps/rollouts", "steps/rollouts.parquet", dict(asked), sample, lambda _: Rollouts.read(path),
-            ("rollouts",), fingerprint=fingerprints,
-        ),
-        capture_stage(
-            config.to, series, config=CaptureConfig(plan="own", token_statistics=True), within="steps/",
-            progress=progress,
-        ),
-        encoding_stage(config.to, within="steps/", progress=progress),
-    ]  # fmt: skip
 
 
 def _sampled(checkpoints: Iterable[Checkpoint], config: DemoConfig, progress: bool, **changes: Any) -> Rollouts:

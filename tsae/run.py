@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from tsae.base.files import plain
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import removed
 from tsae.causal.findings import Tested, causal_tests
+from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.series import CheckpointSeries, named_base, step_folders
 from tsae.checkpoints.weight_files import folder_of
 from tsae.config import RunConfig
@@ -37,20 +37,7 @@ from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.pipeline import (
-    Choice,
-    attribution_stage,
-    capture_stage,
-    causal_stage,
-    diff_stage,
-    encoding_stage,
-    evaluation_stage,
-    fingerprints,
-    last_stages,
-    published_stage,
-    training_stage,
-    with_results,
-)
+from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
 from tsae.report.story import facts
 from tsae.rollouts.bands import band_counts, band_problems
 from tsae.rollouts.config import ImportConfig, SamplingConfig
@@ -154,8 +141,31 @@ def analyze_state(
     lines.say(
         "series", "; ".join([f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})", *told])
     )
-    work = _Run(config, series, readers, log, importing, success, sizes, state, record, progress)
-    results = carry_out(work.stages(sae), record, lines.say, say)
+    # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
+    # reads all, the others the base's and their own. Shards are small and steady: few are captured again.
+    capturing = CaptureConfig(
+        device=config.device,
+        plan="all" if config.sample is None else "paired",
+        shard_tokens=max(_SHARD_TOKENS, config.tokens // 8),
+        steady_shards=True,
+    )
+    drawing = _draw_settings(config, readers)
+    questions: dict[str, dict[str, Any]] = {}
+    if config.attribute:
+        problems = None if config.problems is None else file_hash(config.problems)
+        questions["attribution"] = {"attribution": asdict(config.attribution), **drawing, "problems": problems}
+    if config.causal:
+        questions["causal"] = {"tests": asdict(config.tests), "seed": config.seed}
+    work = _Run(
+        to=config.to, readers=readers, title=f"What training changed: {series.name}",
+        diff=replace(config.diff, seed=config.seed), capturing=capturing, site=config.site if sae is None else sae.site,
+        sae_settings={name: getattr(config, name) for name in ("d_sae", "k", "training_tokens", "seed")},
+        published=sae, kept=None if state is None or state.kept is None else state.trained,
+        codes=None if state is None else state.cache / ".codes", questions=questions, progress=progress,
+        config=config, series=series, log=log, importing=importing, success=success, sizes=sizes, state=state,
+        record=record, drawing=drawing,
+    )  # fmt: skip
+    results = carry_out(work.stages(work.rollouts()), record, lines.say, say)
     return with_results(results)
 
 
@@ -228,7 +238,7 @@ def _base_of_settings(run: Path) -> tuple[str, str] | None:
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
     """Choose the SAE that a store can train, and the length of its training; see `RunConfig`."""
     d_model = store.d_model(next(iter(store.manifest["sites"])))
-    tokens = sum(shard.n_tokens for shard in store.shards())
+    tokens = n_tokens(store)
     k = config.k or min(SAEConfig().k, max(4, d_model // 12))
     by_data, by_model = tokens * k // _FIRINGS, 8 * d_model
     d_sae = config.d_sae or max(32, 1 << (max(1, min(by_data, by_model)).bit_length() - 1))
@@ -248,12 +258,20 @@ def _drawn_lines(drawn: Rollouts, _: Path) -> dict[str, str]:
     return {name: told[name] for name in ("rollouts", "second look", "sampled", "bands") if name in told}
 
 
-class _Run(NamedTuple):
+def _draw_settings(config: RunConfig, readers: CheckpointSeries) -> dict[str, Any]:
+    """The options that decide which rollouts are read, and their bands."""
+    names = ("tokens", "seed", "sample", "bands_from") + ("server", "minutes") * (config.sample is not None)
+    of_bands = None if config.bands_from is None else file_hash(config.bands_from)
+    sampled = None if config.sample is None else [c.id for c in readers]
+    return {**plain({name: getattr(config, name) for name in names}), "bands_from": of_bands, "readers": sampled}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(Pipeline):
     """The stages of one analysis."""
 
     config: RunConfig
     series: CheckpointSeries
-    readers: CheckpointSeries
     log: Path
     importing: ImportConfig
     success: str
@@ -261,54 +279,24 @@ class _Run(NamedTuple):
     sizes: Mapping[Path, int]
     state: State | None
     record: RunRecord
-    progress: bool
+    drawing: Mapping[str, Any]
+    """The options that decide which rollouts are read."""
 
     @property
     def whole(self) -> Path:
         """The imported log."""
-        return self.config.to / "rollouts" / "log.parquet"
+        return self.to / "rollouts" / "log.parquet"
 
-    def stages(self, sae: TemporalSAE | None) -> list[Stage]:
-        """All stages, in order."""
-        config, state, to, progress = self.config, self.state, self.config.to, self.progress
-        # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
-        # reads all, the others the base's and their own. Shards are small and steady: few are captured again.
-        capturing = CaptureConfig(
-            device=config.device,
-            plan="all" if config.sample is None else "paired",
-            shard_tokens=max(_SHARD_TOKENS, config.tokens // 8),
-            steady_shards=True,
-        )
-        kept = state is not None and state.kept is not None
-        site = config.site if sae is None else sae.site
-        widths = {name: getattr(config, name) for name in ("d_sae", "k", "training_tokens", "seed")}
-        found = [
-            Stage("log", "rollouts/log.parquet", self._log_settings(), self._import, lambda: self.whole,
-                  fingerprint=lambda _: self._log_settings()),
-            Stage("rollouts", "rollouts/rollouts.parquet", self._draw_settings(), self._draw, self._read_drawn,
-                  ("log",), fingerprint=fingerprints,
-                  lines=_drawn_lines),
-            capture_stage(to, self.readers, site, capturing, asked=site is not None, progress=progress),
-            training_stage(to, partial(choose_sae, config=config), widths, device=config.device, kept=kept,
-                           progress=progress) if sae is None else published_stage(to, sae),
-            evaluation_stage(to),
-            encoding_stage(to, kept=None if state is None else state.cache / ".codes", progress=progress),
-            diff_stage(to, self.readers, replace(config.diff, seed=config.seed), capturing,
-                       sae_kept=state.trained if kept and state is not None else None, progress=progress),
+    def rollouts(self) -> list[Stage]:
+        """The stages that import the log and draw rollouts from it."""
+        log = self._log_settings()
+        return [
+            Stage("log", "rollouts/log.parquet", log, self._import, lambda: self.whole, fingerprint=lambda _: log),
+            Stage(
+                "rollouts", "rollouts/rollouts.parquet", self.drawing, self._draw, self._read_drawn, ("log",),
+                fingerprint=fingerprints, lines=_drawn_lines,
+            ),
         ]  # fmt: skip
-        shown: list[str] = []
-        if config.attribute:
-            asked = {"attribution": asdict(config.attribution), **self._draw_settings()}
-            asked |= {"problems": None if config.problems is None else file_hash(config.problems)}
-            moved = partial(facts.moved_features, n=config.attribution.n_features)
-            found.append(attribution_stage(to, asked, self._attribute, moved))
-            shown.append("attribution")
-        if config.causal:
-            tests = {"tests": asdict(config.tests), "seed": config.seed}
-            note = lambda names: self.record.add_found(causal=names)  # noqa: E731
-            found.append(causal_stage(to, tests, self._test, note))
-            shown.append("causal")
-        return [*found, *last_stages(to, shown, title=f"What training changed: {self.series.name}")]
 
     def _log_settings(self) -> dict[str, Any]:
         # Labels may change and leave the size. A log that grows is compared when it has grown.
@@ -318,14 +306,6 @@ class _Run(NamedTuple):
         return {"log": [str(self.log.resolve()), sizes, hashes], "importing": asdict(self.importing),
                 "series": [[c.id, c.path] for c in self.series]}  # fmt: skip
 
-    def _draw_settings(self) -> dict[str, Any]:
-        config = self.config
-        names = ("tokens", "seed", "sample", "bands_from") + ("server", "minutes") * (config.sample is not None)
-        given = plain({name: getattr(config, name) for name in names})
-        of_bands = None if config.bands_from is None else file_hash(config.bands_from)
-        readers = None if config.sample is None else [c.id for c in self.readers]
-        return {**given, "bands_from": of_bands, "readers": readers}
-
     def _import(self) -> Path:
         only, kept = (None, None) if self.state is None else (self.state.log, self.state.cache / ".log")
         import_log(self.log, self.whole, self.series, self.importing, only=only, kept=kept, progress=self.progress)
@@ -334,12 +314,12 @@ class _Run(NamedTuple):
         return self.whole
 
     def _read_drawn(self, whole: Path) -> Rollouts:
-        removed(self.config.to / "rollouts" / _SAMPLING)  # after a kill between these two
-        return self._checked(tsae.Rollouts.read(self.config.to / "rollouts" / "rollouts.parquet"))
+        removed(self.to / "rollouts" / _SAMPLING)  # after a kill between these two
+        return self._checked(tsae.Rollouts.read(self.to / "rollouts" / "rollouts.parquet"))
 
     def _checked(self, rollouts: Rollouts) -> Rollouts:
         # A band that is missing is said before the work.
-        contrast_bands(rollouts, self.config.diff, self.config.to / "rollouts")
+        contrast_bands(rollouts, self.config.diff, self.to / "rollouts")
         self.record.add_found(second_look=rollouts.info.get("log", {}).get("second_look"))
         return rollouts
 
@@ -402,20 +382,21 @@ class _Run(NamedTuple):
                 measured_on=measured_on,
                 server=config.server if config.server.url else None,
                 minutes=config.minutes,
-                pieces=folder / _SAMPLING / digest_of(plain(self._draw_settings())),
+                pieces=folder / _SAMPLING / digest_of(plain(self.drawing)),
                 progress=self.progress,
             )
         drawn.write(folder / "rollouts.parquet")
         removed(folder / _SAMPLING)
         return self._checked(drawn)
 
-    def _attribute(self, sae: TemporalSAE, diff: FeatureDiff) -> Attribution:
-        """Which samples moved the features that the diff names, from the whole log. Says what is missing before it
-        loads.
+    def choose(self, store: ActivationStore) -> Choice:
+        return choose_sae(store, self.config)
 
-        Raises:
-            TsaeError: where checkpoints, log and settings do not suffice.
-        """
+    def targets(self, diff: FeatureDiff) -> list[int]:
+        return facts.moved_features(diff, self.config.attribution.n_features)
+
+    def attribute(self, sae: TemporalSAE, diff: FeatureDiff) -> Attribution:
+        """From the whole log. Says what is missing before it loads."""
         config, series, whole = self.config, self.series, self.whole
         # A trainer may have rotated others away meanwhile.
         there = [c for c in series if c.is_base or not Path(c.path).is_absolute() or Path(c.path).exists()]
@@ -423,13 +404,12 @@ class _Run(NamedTuple):
         settings = find_settings(series)
         options = replace(config.attribution, device=config.device, seed=config.seed)
         if "features" in options.targets:
-            moved = facts.moved_features(diff, options.n_features)
-            options = replace(options, features=options.features or tuple(moved))
+            options = replace(options, features=options.features or tuple(self.targets(diff)))
         outline, base = read_outline(whole), series.base
-        n_tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
-        if n_tokens > config.tokens:
+        tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
+        if tokens > config.tokens:
             raise TsaeError(
-                f"the log has {n_tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
+                f"the log has {tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
                 where=whole,
                 fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
             )
@@ -446,13 +426,15 @@ class _Run(NamedTuple):
             progress=self.progress,
         )  # fmt: skip
 
-    def _test(self, sae: TemporalSAE, store: ActivationStore, features: FeatureTable, diff: FeatureDiff) -> Tested:
-        config, to = self.config, self.config.to
-        return causal_tests(
+    def test(self, sae: TemporalSAE, store: ActivationStore, features: FeatureTable, diff: FeatureDiff) -> Tested:
+        config, to = self.config, self.to
+        tested = causal_tests(
             self.readers, sae, store, features, diff, config.tests, to=to / "causal", page=to / "report.html",
             verifier=config.importing.verifier, seed=config.seed, device=config.device, minutes=config.minutes,
             progress=self.progress,
         )  # fmt: skip
+        self.record.add_found(causal=[folder.name for folder in folders_of_tests(to)])
+        return tested
 
 
 def find_run_log(config: RunConfig) -> Path:

@@ -107,7 +107,7 @@ class RunRecord:
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any], what: str) -> None:
         self.folder, self.file = folder, folder / name
-        wanted = public(json.loads(json.dumps(facts, default=str)))
+        wanted = recorded(facts)
         held = read_run(folder, name) or {}
         first = partial_name(self.file).name  # all that is there if the first write was killed
         if held or (folder.is_dir() and any(path.name != first for path in folder.iterdir())):
@@ -137,7 +137,7 @@ class RunRecord:
 
     def add_found(self, **found: Any) -> None:
         """Add what a stage found."""
-        self.content["found"].update(public(json.loads(json.dumps(found, default=str))))
+        self.content["found"].update(recorded(found))
         self.write()
 
 
@@ -163,7 +163,7 @@ def carry_out(
         inputs = [results[name] for name in stage.inputs]
         rests = stage.rests_on(*inputs) if stage.rests_on else {name: prints[name] for name in stage.inputs}
         output = record.folder / stage.output
-        anew = _keyed(stage, {"settings": _plain(stage.settings), "inputs": _plain(rests)}, record)
+        anew = _keyed(stage, {"settings": recorded(stage.settings), "inputs": recorded(rests)}, record)
         anew |= output.exists()
         result = _loaded(stage, inputs, output, tell)
         made = result is None
@@ -239,7 +239,7 @@ def _tell_changes(stages: Sequence[Stage], record: RunRecord, tell: Callable[[st
     changed: list[str] = []
     anew: list[str] = []
     for stage in stages:
-        held, now = (record.stages.get(stage.name) or {}).get("settings"), _plain(stage.settings)
+        held, now = (record.stages.get(stage.name) or {}).get("settings"), recorded(stage.settings)
         if held is None or not (record.folder / stage.output).exists():
             continue
         if held != now:
@@ -259,5 +259,6 @@ def _content(output: Path) -> Any:
     return file_hash(output) if output.is_file() else None
 
 
-def _plain(value: Any) -> Any:
+def recorded(value: Any) -> Any:
+    """A value as a record holds it."""
     return public(json.loads(json.dumps(value, default=str)))

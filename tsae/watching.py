@@ -11,11 +11,11 @@ resumed for the state that it had begun with, and a watch ends with what one ana
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,14 @@ import pyarrow.parquet as pq
 
 from tsae.activations.capture import changed_checkpoints, rewritten_checkpoints
 from tsae.activations.manifest import read_manifest
-from tsae.base.files import partial_name, read_object, write_json
+from tsae.base.files import new_folder, read_object, write_json
 from tsae.base.output_lock import output_lock
+from tsae.base.remote.mirror import removed
 from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError, public
+from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.text import visible
 from tsae.rollouts.log_detection import find_log
@@ -38,7 +39,7 @@ from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
 from tsae.rollouts.logs.readers import grows
 from tsae.run import OneCheckpoint, State, analyze_state, find_run_log, find_series, run_facts
 from tsae.sae.model import TemporalSAE
-from tsae.stages import RunRecord, read_run
+from tsae.stages import RunRecord, read_run, recorded
 
 _NEXT, _OLD, _READY = ".next", ".old", "ready.json"
 _NOT_SHOWN = ("attribution", "causal")
@@ -110,6 +111,10 @@ def watch(
     return _Watch(replace(config, attribute=False, causal=False), watching or WatchConfig(), progress, say).updates()
 
 
+class _Wait(Exception):
+    """Why there is nothing to analyse yet."""
+
+
 class _Update(NamedTuple):
     """A state of the training, to be analysed."""
 
@@ -139,6 +144,11 @@ class _Watch:
                     state = state or self._look()
                 except FileNotFoundError:  # removed while it was looked at
                     self.settling.waits = True
+                except (_Wait, NoLog) as error:
+                    why = "there is no rollout log yet" if isinstance(error, NoLog) else str(error)
+                    if why != self.told:
+                        self._tell(f"waiting: {why}")
+                    self.told = why
                 update = None if state is None else self._update(state)
             if update is not None:
                 self._tell(str(update))
@@ -163,60 +173,46 @@ class _Watch:
     def _tell(self, line: str) -> None:
         self.say(visible(line))
 
-    def _wait(self, why: str) -> None:
-        """Say why there is nothing to analyse yet, once."""
-        if why != self.told:
-            self._tell(f"waiting: {why}")
-        self.told = why
-
     def _look(self) -> _Update | None:
-        """The state of the training, if it differs from the one that was analysed."""
+        """The state of the training, if it differs from the one that was analysed.
+
+        Raises:
+            _Wait: where nothing can be analysed yet.
+            NoLog: where there is no rollout log yet.
+        """
         self.settling.waits = False
-        folders = self._checkpoints()
+        folders, before = self._checkpoints(), self._finished()
         partial = unfinished(folders)
         partial |= {folder: "it is being written" for folder in folders if not self.settling.rests(folder)}
         self.settling.waits |= bool(partial)
-        before = self._finished()
         known = {} if before is None else dict(before["log"])
-        try:
-            log = find_run_log(self.config)
-            files = find_files(log)
-        except NoLog:
-            self._wait("there is no rollout log yet")
-            return None
+        log = find_run_log(self.config)
         sizes = {}
-        for file in files:
+        for file in find_files(log):
             found, size = self.settling.bytes_of(file), file.stat().st_size
             held = known.get(name_in(log, file), 0)
             sizes[file] = held if found < held and (held == size or (grows(file) and held < size)) else found
             if held and not sizes[file]:
-                self._wait(f"{file.name} is being written anew")
-                return None
-        self.settling.forget([*folders, *files])
+                raise _Wait(f"{file.name} is being written anew")
+        self.settling.forget([*folders, *sizes])
         sizes = {file: size for file, size in sizes.items() if size}
         if len(partial) == len(folders) or not sizes:
             none = "no checkpoint is complete" if len(partial) == len(folders) else "nothing of the log is complete"
-            self._wait(none + "".join(f"; {folder.name}: {why}" for folder, why in list(partial.items())[:1]))
-            return None
-        try:
-            _, of_log, _ = find_log(log, self.config.importing, sizes)
-        except NoLog:  # only tables of other things
-            self._wait("there is no rollout log yet")
-            return None
+            raise _Wait(none + "".join(f"; {folder.name}: {why}" for folder, why in list(partial.items())[:1]))
+        _, of_log, _ = find_log(log, self.config.importing, sizes)
         sizes = {file.path: sizes[file.path] for file in of_log}
         try:
-            series, _ = find_series(self.config, frozenset(partial))
+            state = self._state(log, frozenset(partial), sizes, before)
         except OneCheckpoint as error:
-            self._wait(f"{error.what}; the next checkpoint can be compared with it, or give its model (--base)")
-            return None
-        state = self._state(series, log, before, frozenset(partial), sizes)
+            why = f"{error.what}; the next checkpoint can be compared with it, or give its model (--base)"
+            raise _Wait(why) from error
         same = before is not None and all(sorted(before[n]) == sorted(state.facts[n]) for n in ("series", "log"))
         same = same and (self.to / "report.html").is_file()
-        anew = rewritten_checkpoints(self.to / "activations", series) if same else []
+        anew = rewritten_checkpoints(self.to / "activations", state.series) if same else []
         if anew:
             self._tell(f"{', '.join(anew)}: written anew since the last analysis, and read again")
         if same and not anew and not (self.watching.retrain and "sae" in (before or {})):
-            self.reached = max(c.step for c in series)
+            self.reached = max(c.step for c in state.series)
             return None
         self.told = ""
         return state
@@ -230,44 +226,32 @@ class _Watch:
 
     def _begun(self) -> _Update | None:
         """The state of an update that was interrupted, if it can be completed; else nothing is left of it."""
-        file = self.next / "run.json"
-        if not file.is_file():
-            _remove(self.next)
-            return None
-        try:
-            found = read_run(self.next, file.name) or {}
-            paths = {Path(path) for _, path in found["series"]}
-            folders = self._checkpoints()
-            without = frozenset(folder for folder in folders if folder not in paths)
-            log = find_run_log(self.config)
-            sizes = {(log / name if log.is_dir() else log): int(size) for name, size in found["log"]}
-            there = not unfinished([folder for folder in folders if folder in paths]) and all(
-                file.is_file() and (file.stat().st_size == n or (grows(file) and file.stat().st_size > n))
-                for file, n in sizes.items()
+        with suppress(TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
+            found = read_run(self.next, "run.json") or {}
+            paths, folders, log = (
+                {Path(path) for _, path in found["series"]},
+                self._checkpoints(),
+                find_run_log(self.config),
             )
-            if there:
-                series, _ = find_series(self.config, without)
-                state = self._state(series, log, self._finished(), without, sizes)
-                if not self._rewritten(series) and all(found[n] == state.facts[n] for n in state.facts):
+            sizes = {(log / name if log.is_dir() else log): int(size) for name, size in found["log"]}
+            held = {file: file.stat().st_size for file in sizes}
+            there = all(n == sizes[file] or (grows(file) and n > sizes[file]) for file, n in held.items())
+            if there and not unfinished([folder for folder in folders if folder in paths]):
+                state = self._state(log, frozenset(folders) - paths, sizes, self._finished())
+                if not self._rewritten(state.series) and all(found[n] == state.facts[n] for n in state.facts):
                     return state
-        except (TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
-            pass
-        _remove(self.next)
+        removed(self.next)
         return None
 
     def _state(
-        self,
-        series: CheckpointSeries,
-        log: Path,
-        before: dict[str, Any] | None,
-        without: frozenset[Path],
-        sizes: dict[Path, int],
+        self, log: Path, without: frozenset[Path], sizes: dict[Path, int], before: dict[str, Any] | None
     ) -> _Update:
+        series, _ = find_series(self.config, without)
         kept, trained = None, {}
         if before is not None and not self.watching.retrain and self.config.sae is None:
             kept, trained = TemporalSAE.load(self.to / "sae").fingerprint, self._trained(before)
-        found = public(json.loads(json.dumps(run_facts(self.config, series, log, sizes, kept), default=str)))
-        return _Update(series, State(without, sizes, kept, trained, self.to), found)
+        facts = recorded(run_facts(self.config, series, log, sizes, kept))
+        return _Update(series, State(without, sizes, kept, trained, self.to), facts)
 
     def _finished(self) -> dict[str, Any] | None:
         """What run.json of the analysis that is there says; None where there is none.
@@ -372,17 +356,13 @@ def _n_rows(file: Path) -> int:
 
 def _begin(to: Path) -> None:
     """Let the next analysis begin with what the one before holds: the same files under a second name."""
-    if (to / _NEXT).is_dir():
-        return
-    copy = partial_name(to / _NEXT)
-    _remove(copy)
-    copy.mkdir()
-    for path in to.iterdir():
-        if path.is_dir() and path.name[0] != "." and path.name not in _NOT_SHOWN:
-            shutil.copytree(path, copy / path.name, copy_function=_link)
-        elif path.is_file() and path.name[0] != ".":
-            _link(path, copy / path.name)
-    os.replace(copy, to / _NEXT)
+
+    def others(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(folder) == to and (name[0] == "." or name in _NOT_SHOWN)]
+
+    if not (to / _NEXT).is_dir():
+        with new_folder(to / _NEXT) as copy:
+            shutil.copytree(to, copy, ignore=others, copy_function=_link, dirs_exist_ok=True)
 
 
 def _link(old: str | Path, new: str | Path) -> None:
@@ -397,23 +377,12 @@ def _exchange(to: Path) -> None:
     new, old = to / _NEXT, to / _OLD
     if (new / _READY).is_file():
         old.mkdir(exist_ok=True)
-        for path in [path for path in new.iterdir() if path.name != _READY]:
-            _put_away(to / path.name, old)
-            os.replace(path, to / path.name)
-        for name in _NOT_SHOWN:
-            _put_away(to / name, old)
+        for name in [*(path.name for path in new.iterdir() if path.name != _READY), *_NOT_SHOWN]:
+            if (to / name).is_dir():  # out of the way, until the new one is in its place
+                removed(old / name)
+                os.replace(to / name, old / name)
+            if name not in _NOT_SHOWN:
+                os.replace(new / name, to / name)
         (new / _READY).unlink()
-        _remove(new)
-    _remove(old)
-
-
-def _put_away(path: Path, old: Path) -> None:
-    """Move a folder out of the way, until the new one is in its place."""
-    if path.is_dir():
-        _remove(old / path.name)
-        os.replace(path, old / path.name)
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_dir():
-        shutil.rmtree(folder)
+        removed(new)
+    removed(old)
