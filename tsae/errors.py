@@ -88,6 +88,12 @@ class TsaeError(Exception):
         return " ".join(parts)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, with the next if it ends in a colon; or the name of its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])[:300]
+
+
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust, such as tokenizers, met what it did not expect. Python sees no `Exception`."""
     return type(error).__name__ == "PanicException"

@@ -566,7 +566,7 @@ def test_links_out_of_the_store_are_refused(damaged: Path) -> None:
 def test_truncated_shards_are_refused(damaged: Path, keep: int) -> None:
     path = damaged / "base" / "00000.h5"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(TsaeError, match="cannot read") as error:
+    with pytest.raises(TsaeError, match="cannot be read") as error:
         list(ActivationStore(damaged).shards())
     assert str(path) in str(error.value)
 

@@ -678,7 +678,7 @@ def test_damaged_shards_are_named(damaged: Path, capsys: pytest.CaptureFixture[s
     said = {line.split(": ")[1]: line.split(": ", 2)[2] for line in out.splitlines() if line.startswith("damaged")}
     assert f"5 of {len(records(damaged))} shards are damaged" in err
     assert "bytes have changed" in said["base/00001.h5"]
-    assert "cannot read" in said["base/00003.h5"]
+    assert "cannot be read" in said["base/00003.h5"]
     assert "missing" in said["base/00004.h5"]
     assert "is the shard of other weights" in said["base/00005.h5"]
     assert set(said) == {f"base/0000{i}.h5" for i in (1, 3, 4, 5)} | {"easy-10/00001.h5"}
@@ -806,5 +806,5 @@ def test_manifests_of_another_make_are_refused(whole: Path, tmp_path: Path, chan
     (tmp_path / "acts").mkdir()
     shutil.copy(whole / "manifest.json", tmp_path / "acts" / "manifest.json")
     edit(tmp_path / "acts", change)
-    with pytest.raises(TsaeError, match="not a manifest"):
+    with pytest.raises(TsaeError, match="is not a manifest"):
         ActivationStore(tmp_path / "acts")

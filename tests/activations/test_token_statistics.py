@@ -135,7 +135,7 @@ def test_a_model_that_predicts_nan_is_named(tmp_path: Path, rollouts: Any) -> No
     reweigh(save_model(tmp_path / "base"), lambda w: w["lm_head.weight"][4, 2:3].fill_(torch.nan))
     save_series(tmp_path, [{"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}])
     series = CheckpointSeries.load(tmp_path)
-    with pytest.raises(TsaeError, match=r"the entropy of a token is not a number while reader base reads trajectory"):
+    with pytest.raises(TsaeError, match="at entropy are not finite while reader base reads trajectory"):
         tsae.capture(series, rollouts, [SITE], to=tmp_path / "acts", config=CONFIG, progress=False)
     tsae.capture(
         series, rollouts, [SITE], to=tmp_path / "acts", config=replace(CONFIG, token_statistics=False), progress=False

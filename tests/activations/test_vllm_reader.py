@@ -260,7 +260,10 @@ def at(token: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (states(lambda x: x[2:]), r"states have the shape .*, expected .* \(trajectory \d+ of base, problem p\d+\)"),
+        (
+            states(lambda x: x[2:]),
+            r"states have the shape .*, expected .* while reader base reads trajectory \d+ \(problem p\d+\)",
+        ),
         (lambda f: {k: v[:-1] for k, v in f.items()}, r"are of other token ids: \d+, expected the trajectory's \d+"),
         (lambda f: {**f, "token_ids": f["token_ids"].flip(0)}, "are of other token ids"),
         (lambda f: {"hidden_states": f["hidden_states"]}, "lack token_ids; the file holds hidden_states"),
@@ -364,7 +367,7 @@ def test_files_that_cannot_be_read_or_are_elsewhere(
         engine.locks, engine.writes, engine.delay = True, True, 0.005
         engine.name, engine.content = str, lambda content: content
 
-    refused(r"which cannot be read \(.*No such file.*\) \(trajectory \d+ of base", writes=False)
+    refused(r"which cannot be read \(.*No such file.*\) while reader base reads trajectory \d+", writes=False)
     refused(r"which cannot be read \(.*No such file", writes=False, locks=False)
     refused(r"which cannot be read \(is still being written\)", delay=0.5)
     refused(r"which cannot be read \(.*not fully covered", content=lambda content: content[:-8])

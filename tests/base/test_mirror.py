@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from tsae.base.artefact import MANIFEST, Kind, write_artefact
 from tsae.base.remote import mirror
 from tsae.base.remote.mirror import (
-    Index,
     in_words,
     is_url,
     local,
@@ -132,9 +130,7 @@ def test_names_do_not_lead_out(remote: Any, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(type(remote), "find", lambda *_, **__: found)
     monkeypatch.setattr(type(remote), "get_file", lambda self, path, to: Path(to).write_text(path) and None)
     local("memory://a")
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
-        "fine", "a.remote.json", ".a.remote.json.lock",
-    }  # fmt: skip
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"fine", "fine.json"}
 
 
 def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +304,7 @@ for i in range(60):
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
-    """Each fetches the same shards and uploads files of its own, at once. The index of the mirror has all of them."""
+    """Each fetches the same shards and uploads files of its own, at once. The notes of the mirror have all of them."""
     environment = {**os.environ, "TSAE_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     children = [
         subprocess.Popen(
@@ -324,24 +320,19 @@ def test_processes_share_a_cache(tmp_path: Path) -> None:
         said = child.stderr.read().decode()
         child.stderr.close()
         assert child.wait() == 0, said
-    noted = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*/*.remote.json")}
-    assert set(noted["out.remote.json"]) == {f"{name}-{i}.txt" for name in "ab" for i in range(60)}
-    assert set(noted["in.remote.json"]) == {f"x/{i:05d}.h5" for i in range(60)}
+    noted = {folder.name: {file.name for file in folder.iterdir()} for folder in tmp_path.glob("*/*.remote")}
+    assert noted["out.remote"] == {f"{name}-{i}.txt.json" for name in "ab" for i in range(60)}
+    assert noted["in.remote"] == {f"x%2F{i:05d}.h5.json" for i in range(60)}
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_note_keeps_those_of_other_processes(tmp_path: Path) -> None:
-    one, other = Index(tmp_path / "x"), Index(tmp_path / "x")
-    one.note("a", "1", [1, 1, 1])
-    assert set(other.noted()) == {"a"}
-    one.note("b/c", "1", [1, 1, 1])
-    other.note("d", "1", [1, 1, 1])
-    assert set(one.read()) == {"a", "b/c", "d"}
-    one.forget("b")
-    assert set(other.read()) == {"a", "d"}
-    (tmp_path / "y").write_bytes(b"")
+def test_notes_that_cannot_be_written_are_refused(remote: Any) -> None:
+    folder = local("memory://a", fetch=False)
+    folder.mkdir(parents=True)
+    (folder / "x.json").write_bytes(b"1")
+    folder.with_name("a.remote").write_bytes(b"no folder")
     with pytest.raises(TsaeError, match=r"cannot be written to .*set TSAE_CACHE to another folder"):
-        Index(tmp_path / "y" / "z").note("a", "1", [1, 1, 1])
+        published(folder)
 
 
 def test_shards_that_are_gone_there_go_here_too(remote: Any) -> None:

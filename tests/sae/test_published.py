@@ -307,7 +307,7 @@ def test_a_file_that_needs_pickle_is_not_loaded(tmp_path: Path) -> None:
         torch.save(content, file)
         refused(file, message)
     file.write_bytes(b"no file of torch")
-    refused(file, "needs pickle|is no file of torch.save")
+    refused(file, "needs pickle|is not a file of torch.save")
     torch.save({"other": torch.zeros(2)}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "is not a file of Qwen-Scope")
     np.savez(tmp_path / "params.npz", W_enc=np.array([object()]))

@@ -40,9 +40,9 @@ import numpy as np
 from tsae.activations.config import CaptureConfig, StatesConfig
 from tsae.activations.forward_batches import (
     Batch,
-    Misread,
     OutOfMemory,
     Reader,
+    naming_trajectories,
     read_batches,
     storing,
 )
@@ -51,6 +51,7 @@ from tsae.activations.manifest import (
     STORE,
     VERSION,
     as_record,
+    damage_of,
     essence,
     inside,
     read_manifest,
@@ -61,7 +62,7 @@ from tsae.activations.shard import STATISTICS, Piece, Shard, ShardWriter, as_tor
 from tsae.activations.store import ActivationStore
 from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.artefact import command_facts, read_record, versions, write_record
-from tsae.base.beside import Beside, to_cpu
+from tsae.base.beside import Beside
 from tsae.base.distributed import join
 from tsae.base.files import clear_first, is_beginning, write_first
 from tsae.base.output_lock import output_lock
@@ -265,15 +266,12 @@ def _whole(to: Path, manifest: dict[str, Any], mine: set[str]) -> set[str]:
     def whole(shard: tuple[str, dict[str, Any]]) -> bool:
         file = to / shard[1]["file"]
         inside(to, str(Path(shard[1]["file"]).parent))
-        try:
-            if not away or file.is_file():
-                open_shard(inside(to, shard[1]["file"]), manifest, *shard)
-            return True
-        except TsaeError as error:
-            if file.is_dir():
-                raise TsaeError("is a folder, expected a shard", where=file, fix="Remove it.") from error
-            print(f"{file}: {error.what}; it is captured again", file=sys.stderr)
-            return False
+        if file.is_dir():
+            raise TsaeError("is a folder, expected a shard", where=file, fix="Remove it.")
+        what = "" if away and not file.is_file() else damage_of(to, manifest, *shard)
+        if what:
+            print(f"{file}: {what}; it is captured again", file=sys.stderr)
+        return not what
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return {shard[1]["file"] for shard, found in zip(shards, pool.map(whole, shards), strict=True) if found}
@@ -402,13 +400,14 @@ def capture_shard(
         short: OutOfMemory | None = None
         again = Sample(reader, texts, piece.file) if isinstance(reader, StatesReader) else None
         with ExitStack() as held:
+            held.enter_context(naming_trajectories(piece, rollouts))
             writer = held.enter_context(shard_writer(piece, ids, offsets, folder, manifest))
             writing = held.enter_context(Beside(_BATCHES))
             try:
                 for batch in read_batches(reader, texts, batch_tokens):
                     if again is not None:
                         again.compare(batch)
-                    put = _putting(writer, batch, piece, rollouts, manifest, checkpoint)
+                    put = _putting(writer, batch, manifest, checkpoint)
                     if any(value.device.type == "cuda" for value in batch.values.values()):
                         writing.run(put)
                     else:
@@ -417,14 +416,6 @@ def capture_shard(
                     del batch, put
             except OutOfMemory as error:
                 short = error
-            except Misread as error:
-                row = int(piece.rows[error.text])
-                problem = rollouts.table["problem_id"][row].as_py()
-                raise TsaeError(
-                    f"{error.what} (trajectory {row} of {piece.reader}, problem {problem})",
-                    where=error.where,
-                    fix=error.fix,
-                ) from error
             if short is None:
                 entry: dict[str, Any] = {
                     "file": piece.file,
@@ -464,16 +455,7 @@ def shard_writer(
     statistics = STATISTICS if manifest["config"]["token_statistics"] else ()
     # The shard's own name may be a link, whose place it takes.
     file = inside(folder, str(Path(piece.file).parent)) / Path(piece.file).name
-    return ShardWriter(
-        file,
-        sites,
-        manifest["dtype"],
-        ids,
-        offsets,
-        piece.rows,
-        origin,
-        statistics,
-    )
+    return ShardWriter(file, sites, manifest["dtype"], ids, offsets, piece.rows, origin, statistics)
 
 
 def _finish(writer: ShardWriter, writing: Beside, held: ExitStack, entry: dict[str, Any]) -> dict[str, Any]:
@@ -482,29 +464,14 @@ def _finish(writer: ShardWriter, writing: Beside, held: ExitStack, entry: dict[s
         return {**entry, "hash": writer.finish()}
 
 
-def _putting(
-    writer: ShardWriter, batch: Batch, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
-) -> Callable[[], None]:
+def _putting(writer: ShardWriter, batch: Batch, manifest: Mapping[str, Any], checkpoint: str) -> Callable[[], None]:
     """Begin to bring what the reader computed on a batch to the CPU. The result checks it and writes it."""
-    sites = {site: storing(batch, site, piece, rollouts, manifest, checkpoint) for site in writer.sites}
-    statistics = {name: to_cpu(batch.values[name]) for name in STATISTICS if name in batch.values}
+    coming = {name: storing(batch, name, manifest, checkpoint) for name in (*writer.sites, *writer.statistics)}
 
     def put() -> None:
-        for site, arrived in sites.items():
+        for name, arrived in coming.items():
             for t, values, norms in arrived():
-                writer.put(site, t, values, norms)
-        for name, copied in statistics.items():
-            for t, text in zip(batch.texts.tolist(), copied().split(batch.lengths), strict=True):
-                if bool(text[1:].isnan().any()):
-                    row = int(piece.rows[t])
-                    problem = rollouts.table["problem_id"][row].as_py()
-                    raise TsaeError(
-                        f"the {name} of a token is not a number while reader {piece.reader} reads trajectory {row} "
-                        f"(problem {problem})",
-                        where=checkpoint,
-                        fix="Check that checkpoint's weights, or compute in float32 (--model-dtype float32).",
-                    )
-                writer.put_statistic(name, t, text)
+                writer.put(name, t, values, norms)
 
     return put
 
@@ -570,8 +537,8 @@ def copy_shard(
             tokens = slice(shard.offsets[i], shard.offsets[i + 1])
             for site in writer.sites:
                 writer.put(site, i, as_torch(np.array(shard.raw(site)[tokens]), shard.dtype))
-            for name in STATISTICS if manifest["config"]["token_statistics"] else ():
-                writer.put_statistic(name, i, as_torch(np.array(getattr(shard, name)[tokens]), "float32"))
+            for name in writer.statistics:
+                writer.put(name, i, as_torch(np.array(getattr(shard, name)[tokens]), "float32"))
         return {**record, "file": piece.file, "hash": writer.finish()}
 
 

@@ -8,6 +8,7 @@ raised, and the caller starts again with half the budget and says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -125,59 +126,66 @@ def _without_padding(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def storing(
-    batch: Batch, site: str, piece: Piece, rollouts: Rollouts, manifest: Mapping[str, Any], checkpoint: str
+    batch: Batch, name: str, manifest: Mapping[str, Any], checkpoint: str
 ) -> Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]]:
-    """Begin to bring to the CPU what is stored of a site; the result waits for it, in any thread.
+    """Begin to bring to the CPU what is stored of a site or statistic; the result waits for it, in any thread.
 
     Args:
-        batch: what the piece's reader computed.
-        site: one of its sites.
-        piece: what is read.
-        rollouts: the trajectories.
+        batch: what a reader computed.
+        name: of a site or statistic.
         manifest: says d_model and the stored precision.
         checkpoint: the reader's path, for messages.
 
     Returns:
-        (position, (n_tokens, d_model) in the stored precision, (n_tokens,) float32 norms of these if a GPU computed
-        them) of every trajectory.
+        (position, (n_tokens, …) in the stored precision, (n_tokens,) float32 norms of these if a GPU computed them) of
+        every trajectory.
 
     Raises:
-        TsaeError: where a reader has another d_model than the base; the result, where a value is not finite once it is
-            stored.
+        Misread: where a reader has another d_model than the base; the result, where a value is not finite once it is
+            stored. The first token of a text has no statistics.
     """
-    value, d_model, dtype = batch.values[site], manifest["sites"][site]["d_model"], manifest["dtype"]
-    if value.shape[-1] != d_model:
-        raise TsaeError(
-            f"reader {piece.reader} has d_model {value.shape[-1]}, expected {d_model} as the base",
-            where=checkpoint,
-            fix="Use checkpoints of one model together.",
-        )
-    stored = value.to(getattr(torch, dtype))
-    norms = torch.linalg.vector_norm(stored, dim=1, dtype=torch.float32) if stored.device.type == "cuda" else None
-    copy, copied_norms = to_cpu(stored), None if norms is None else to_cpu(norms)
+    value, site = batch.values[name], manifest["sites"].get(name)
+    if site is not None and value.shape[-1] != site["d_model"]:
+        what = f"activations have d_model {value.shape[-1]}, expected {site['d_model']} as the base,"
+        raise Misread(int(batch.texts[0]), what, checkpoint, "Use checkpoints of one model together.")
+    stored = value.to(torch.float32 if site is None else getattr(torch, manifest["dtype"]))
+    on_gpu = site is not None and stored.device.type == "cuda"
+    norms = to_cpu(torch.linalg.vector_norm(stored, dim=1, dtype=torch.float32)) if on_gpu else None
+    copy = to_cpu(stored)
 
     def arrived() -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        kept, lengths = copy(), None if copied_norms is None else copied_norms()
-        # A norm is finite only if all values are.
-        if (lengths is None or not lengths.isfinite().all()) and not kept.isfinite().all():
-            raise _not_finite(batch, site, kept, piece, rollouts, dtype, checkpoint)
+        kept, lengths = copy(), None if norms is None else norms()
         each = kept.split(batch.lengths)
+        # A norm is finite only if all values are. A token without a chance has the log-probability -inf.
+        if (lengths is None or not lengths.isfinite().all()) and not kept.isfinite().all():
+            for (t, computed), text in zip(batch.each(name), each, strict=True):
+                if text[1:].isnan().any() if site is None else not text.isfinite().all():
+                    raise _not_finite(t, name, computed, manifest["dtype"], checkpoint)
         of = [None] * len(each) if lengths is None else [*lengths.split(batch.lengths)]
         yield from zip(batch.texts.tolist(), each, of, strict=True)
 
     return arrived
 
 
-def _not_finite(
-    batch: Batch, site: str, stored: torch.Tensor, piece: Piece, rollouts: Rollouts, dtype: str, checkpoint: str
-) -> TsaeError:
-    each = zip(batch.each(site), stored.split(batch.lengths), strict=True)
-    t, computed = next(read for read, kept in each if not kept.isfinite().all())
-    row = int(piece.rows[t])
+def _not_finite(text: int, name: str, computed: torch.Tensor, dtype: str, checkpoint: str) -> Misread:
     what, fix = "are not finite", "Check that checkpoint's weights, or compute in float32 (--model-dtype float32)."
     if bool(computed.isfinite().all()):
         what, fix = f"overflow {dtype}", "Store bfloat16 or float32 (--dtype)."
-    what = f"activations up to {computed.abs().max().item():.3g} at {site} {what}"
-    problem = rollouts.table["problem_id"][row].as_py()
-    what += f" while reader {piece.reader} reads trajectory {row} (problem {problem})"
-    return TsaeError(what, where=checkpoint, fix=fix)
+    return Misread(text, f"values up to {computed.abs().max().item():.3g} at {name} {what}", checkpoint, fix)
+
+
+@contextmanager
+def naming_trajectories(piece: Piece, rollouts: Rollouts) -> Iterator[None]:
+    """Say of which trajectory a `Misread` is.
+
+    Args:
+        piece: what is read.
+        rollouts: the trajectories.
+    """
+    try:
+        yield
+    except Misread as error:
+        row = int(piece.rows[error.text])
+        problem = rollouts.table["problem_id"][row].as_py()
+        what = f"{error.what} while reader {piece.reader} reads trajectory {row} (problem {problem})"
+        raise TsaeError(what, where=error.where, fix=error.fix) from error

@@ -42,7 +42,7 @@ import torch
 
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.config import LiveConfig
-from tsae.activations.forward_batches import OutOfMemory, plan_batches, read_batches, storing
+from tsae.activations.forward_batches import OutOfMemory, naming_trajectories, plan_batches, read_batches, storing
 from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.reading_plan import cut, open_base, open_reader
 from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
@@ -157,7 +157,9 @@ class LiveSource(Source):
         while True:
             try:
                 for batch in read_batches(self._opened(reader), texts, budget):
-                    for t, values, _ in storing(batch, self.site, piece, self.rollouts, self.manifest, where)():
+                    with naming_trajectories(piece, self.rollouts):
+                        found = list(storing(batch, self.site, self.manifest, where)())
+                    for t, values, _ in found:
                         yield t, values
                 need_unchanged(self.series[reader], self.reader_info(reader)["weights"], loaded=True)
                 return

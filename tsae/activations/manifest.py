@@ -9,19 +9,21 @@ A record says of which capture it is, for parts of several machines may be copie
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel
 
-from tsae.activations.shard import DTYPES, open_shard
+from tsae.activations.shard import open_shard
 from tsae.base.artefact import Kind, OtherVersion, read_record
+from tsae.base.files import reading
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import local, refreshed
+from tsae.base.validation import check_content
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
@@ -30,15 +32,36 @@ KIND, VERSION = "store", 4
 _FIX = "Capture again."
 _LATER = ("complete", "inputs", "gives", "versions", "command", "from")
 """What the manifest of a finished store also says."""
-_SHARD: dict[str, Any] = {"file": str, "hash": str, "n_tokens": int, "n_trajectories": int}
-_READER: dict[str, Any] = {
-    "id": str,
-    "run": (str, NoneType),
-    "step": int,
-    "trained_on": (str, NoneType),
-    "weights": (str, NoneType),
-    "shards": list,
-}
+
+
+class _ShardRecord(BaseModel):
+    file: str
+    hash: str
+    n_tokens: int
+    n_trajectories: int
+
+
+class _ReaderRecord(BaseModel):
+    id: str
+    run: str | None
+    step: int
+    trained_on: str | None
+    weights: str | None
+    shards: list[_ShardRecord]
+
+
+class _Site(BaseModel):
+    d_model: int
+
+
+class _Manifest(BaseModel):
+    dtype: Literal["float32", "float16", "bfloat16"]
+    complete: bool
+    rollouts: str
+    sites: dict[str, _Site]
+    special_ids: list[int]
+    readers: list[_ReaderRecord]
+    config: dict[str, Any]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -47,21 +70,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / "manifest.json"
     if not file.is_file():
         raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
-    try:
-        manifest = read_record(file, _FIX)
-        known = manifest["kind"] == KIND and manifest["version"] == VERSION
-        if known:
-            _check_structure(manifest)
-            _add_records(folder, manifest)
-    except FileNotFoundError:
-        # Another part completed the store in this moment, and took the records away.
-        return read_manifest(folder)
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise TsaeError(f"not a manifest ({type(error).__name__}: {error})", where=file, fix=_FIX) from error
-    if not known:
-        found = f"{manifest['kind']!s:.40} of version {manifest['version']!s:.40}"
+    manifest = read_record(file, _FIX)
+    if (manifest.get("kind"), manifest.get("version")) != (KIND, VERSION):
+        found = f"{manifest.get('kind')!s:.40} of version {manifest.get('version')!s:.40}"
         raise OtherVersion(f"is a {found}, expected a {KIND} of version {VERSION}", where=file, fix=_FIX)
-    return dict(manifest)
+    with reading(file, _FIX, "is not a manifest"):
+        check_content(manifest, _Manifest)
+        readers = [reader["id"] for reader in manifest["readers"]]
+        shards = [shard["file"] for reader in manifest["readers"] for shard in reader["shards"]]
+        if twice := [name for name, n in Counter([*readers, *shards]).items() if n > 1]:
+            raise ValueError(f"{twice[0]} comes twice")
+        _add_records(folder, manifest)
+    return manifest
 
 
 def essence(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -76,16 +96,12 @@ def inside(folder: Path, file: str) -> Path:
     Raises:
         TsaeError: where it leads out of the store, by ".." or by a link, or nowhere.
     """
-    try:
+    manifest = folder / "manifest.json"
+    with reading(manifest, _FIX, f"the shard path {file!r} leads nowhere"):  # links in a circle; NUL in a name
         path = (folder / file).resolve()
         path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle; NUL in a name
-        what = f"the shard path {file!r} leads nowhere"
-        raise TsaeError(what, where=folder / "manifest.json", fix="Capture again.") from error
     if not path.is_relative_to(folder.resolve()):
-        raise TsaeError(
-            f"the shard path {file!r} leaves the store", where=folder / "manifest.json", fix="Capture again."
-        )
+        raise TsaeError(f"the shard path {file!r} leaves the store", where=manifest, fix=_FIX)
     return path
 
 
@@ -108,8 +124,8 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
             name = f"{reader['id']}/{file.stem}.h5"
             try:
                 record = read_record(file, _FIX)
-                _check_types(record, _SHARD)
-            except (TsaeError, KeyError, TypeError):
+                check_content(record, _ShardRecord)
+            except (TsaeError, ValueError):
                 continue  # its shard counts as not recorded, and is captured again
             if record["file"] != name:
                 raise ValueError(f"the record {file.name} of {reader['id']} is that of {record['file']}")
@@ -124,44 +140,6 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
             where=folder,
             fix=f"Remove these with their records, such as {record_file(first)}, and give the same capture again.",
         )
-
-
-def _check_structure(manifest: dict[str, Any]) -> None:
-    _check_types(
-        manifest,
-        {
-            "dtype": str,
-            "complete": bool,
-            "rollouts": str,
-            "sites": dict,
-            "special_ids": list,
-            "readers": list,
-            "config": dict,
-        },
-    )
-    if manifest["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {manifest['dtype']}")
-    for id in manifest["special_ids"]:
-        _check_types({"special_ids": id}, {"special_ids": int})
-    for info in manifest["sites"].values():
-        _check_types(info, {"d_model": int})
-    for reader in manifest["readers"]:
-        _check_types(reader, _READER)
-        for shard in reader["shards"]:
-            _check_types(shard, _SHARD)
-    for name, every in {
-        "the reader": [reader["id"] for reader in manifest["readers"]],
-        "the shard": [shard["file"] for reader in manifest["readers"] for shard in reader["shards"]],
-    }.items():
-        twice = next((one for one in every if every.count(one) > 1), None) if len(set(every)) < len(every) else None
-        if twice is not None:
-            raise ValueError(f"{name} {twice} comes twice")
-
-
-def _check_types(record: dict[str, Any], types: Mapping[str, Any]) -> None:
-    for name, wanted in types.items():
-        if not isinstance(record[name], wanted) or isinstance(record[name], bool) is not (wanted is bool):
-            raise TypeError(f"{name} is {str(record[name])[:60]!r}")
 
 
 @dataclass(frozen=True)
@@ -187,7 +165,7 @@ def check_store(path: str | Path) -> list[Damage]:
     rollouts = stored_rollouts(path, manifest)
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     found = [
-        Damage(reader["id"], number, record["file"], _damage(path, manifest, reader["id"], record, lengths))
+        Damage(reader["id"], number, record["file"], damage_of(path, manifest, reader["id"], record, lengths))
         for reader in manifest["readers"]
         for number, record in enumerate(reader["shards"])
     ]
@@ -204,17 +182,15 @@ def _check(path: Path) -> None:
 STORE = Kind(KIND, VERSION, "manifest.json", "Make it with `tsae capture`.", _check)
 
 
-def _damage(
-    path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any], lengths: np.ndarray
+def damage_of(
+    path: Path, manifest: Mapping[str, Any], reader: str, record: Mapping[str, Any], lengths: np.ndarray | None = None
 ) -> str:
     """What is wrong with a shard; empty where nothing is."""
     try:
-        file = inside(path, record["file"])
-        open_shard(file, manifest, reader, record, lengths=lengths)
+        with reading(path / record["file"], _FIX):
+            open_shard(inside(path, record["file"]), manifest, reader, record, lengths=lengths)
     except TsaeError as error:
         return error.what
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
     return ""
 
 

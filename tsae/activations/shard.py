@@ -19,7 +19,7 @@ from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.artefact import file_hash
 from tsae.base.disk.hdf5 import HDF5Writer, Place, words
 from tsae.base.disk.hdf5 import places as stored_places
-from tsae.base.files import partial_name
+from tsae.base.files import partial_name, reading
 from tsae.base.remote.mirror import needed
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -186,11 +186,8 @@ def _is_whole(shard: Shard, sites: Mapping[str, Any], n_tokens: int, lengths: np
 
 def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
     """Attributes of a shard's file, and the places of its datasets."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            return dict(words(file)), stored_places(file)
-    except (OSError, LookupError, RuntimeError, ValueError, TypeError) as error:
-        raise TsaeError(f"cannot read the shard ({str(error).splitlines()[0]})", where=path, fix=REPAIR) from error
+    with reading(path, REPAIR), h5py.File(path, "r", locking=False) as file:
+        return dict(words(file)), stored_places(file)
 
 
 def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
@@ -250,6 +247,7 @@ class ShardWriter:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.sites, self.dtype, self.offsets = path, dict(sites), dtype, offsets
+        self.statistics = tuple(statistics)
         self._partial = partial_name(path)
         self._writer = HDF5Writer(self._partial)
         self._file = self._writer.file
@@ -264,25 +262,25 @@ class ShardWriter:
             made = self._file.create_dataset(f"activations/{site}", shape, DTYPES[dtype], dcpl=early)
             made.attrs["dtype"] = np.bytes_(dtype.encode())
             self._file.create_dataset(f"norms/{site}", shape[:1], np.float32, dcpl=early)
-        for name in statistics:
+        for name in self.statistics:
             self._file.create_dataset(name, (int(offsets[-1]),), np.float32, dcpl=early)
         self._file.create_dataset("token_ids", data=token_ids.astype(np.int32))
         self._file.create_dataset("offsets", data=offsets.astype(np.int64))
         self._file.create_dataset("trajectory", data=trajectory.astype(np.int64))
 
-    def put_statistic(self, name: str, i: int, values: torch.Tensor) -> None:
-        """Write a statistic of the shard's trajectory i: (n_tokens of it,)."""
-        self._file[name][self.offsets[i] : self.offsets[i + 1]] = values.float().numpy()
-
-    def put(self, site: str, i: int, values: torch.Tensor, norms: torch.Tensor | None = None) -> None:
-        """Write the shard's trajectory i, (n_tokens, d_model), and its norms. By default these are computed."""
+    def put(self, name: str, i: int, values: torch.Tensor, norms: torch.Tensor | None = None) -> None:
+        """Write the shard's trajectory i: a statistic (n_tokens,), or the activations (n_tokens, d_model) of a site
+        with their norms, which are computed where they are not given."""
         import torch
 
+        tokens = slice(self.offsets[i], self.offsets[i + 1])
+        if name in self.statistics:
+            self._file[name][tokens] = values.float().numpy()
+            return
         values = values.to(getattr(torch, self.dtype)).contiguous()
         norms = torch.linalg.vector_norm(values.float(), dim=1) if norms is None else norms
-        tokens = slice(self.offsets[i], self.offsets[i + 1])
-        self._file[f"activations/{site}"][tokens] = as_stored(values)
-        self._file[f"norms/{site}"][tokens] = norms.numpy()
+        self._file[f"activations/{name}"][tokens] = as_stored(values)
+        self._file[f"norms/{name}"][tokens] = norms.numpy()
 
     def finish(self) -> str:
         """Flush to disk, open again, and rename; returns the file's SHA-256."""

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -19,10 +21,12 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from tsae.base.untrusted import parse_json
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, first_line, is_panic
 
-_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError)
-
+_DAMAGED = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError),
+    *(SafetensorError, zipfile.BadZipFile, zlib.error),
+)
 
 _PARTIAL = ".tsae.tmp"
 
@@ -184,26 +188,46 @@ def _digest(file: str, *_: int) -> str:
 
 
 @contextmanager
-def reading(file: str | Path, fix: str) -> Iterator[None]:
+def reading(file: str | Path, fix: str, what: str = "cannot be read") -> Iterator[None]:
     """Turn what readers raise on a damaged file into a TsaeError that names it.
 
     Args:
         file: what is read in the block.
         fix: what makes it anew.
+        what: is wrong then.
 
     Raises:
-        TsaeError: in place of errors of the system, JSON, pyarrow, pandas, h5py, safetensors, and of content that is
-            not as it was written.
+        TsaeError: in place of errors of the system, JSON, pyarrow, pandas, h5py, safetensors, zip archives and torch,
+            and of content that is not as it was written.
     """
     try:
         yield
     except TsaeError:
         raise
-    except (*_DAMAGED, SafetensorError) as error:
-        found = (str(error).splitlines() or [""])[0] or type(error).__name__
-        if isinstance(error, KeyError):
-            found = f"it has no {found}"
-        raise TsaeError(f"cannot be read ({found})", where=file, fix=fix) from error
+    except _DAMAGED as error:
+        found = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise TsaeError(f"{what} ({found})", where=file, fix=fix) from error
+
+
+@contextmanager
+def as_tsae_error(what: str, where: str | Path, fix: str) -> Iterator[None]:
+    """Turn anything that a large library raises into a TsaeError: transformers and the like have no narrower class.
+
+    Args:
+        what: is wrong then, such as "cannot load its tokenizer".
+        where: the files lie.
+        fix: what a user can do.
+    """
+    try:
+        yield
+    except BaseException as error:  # the tokenizers library panics
+        if isinstance(error, TsaeError | MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        what = f"{what} ({first_line(error)})"
+        if "trust_remote_code" in str(error):
+            what = "needs Python code of its own (auto_map), which is never run"
+            fix = "Give a model that transformers itself can load, or save this one in such a form."
+        raise TsaeError(what, where=where, fix=fix) from error
 
 
 @contextmanager
@@ -220,8 +244,7 @@ def writing(where: str | Path, fix: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        found = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise TsaeError(f"cannot be written to ({found})", where=where, fix=fix) from error
+        raise TsaeError(f"cannot be written to ({first_line(error)})", where=where, fix=fix) from error
 
 
 def read_object(file: str | Path, fix: str) -> dict[str, Any]:

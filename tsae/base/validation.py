@@ -11,7 +11,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from tsae.base.files import as_path
@@ -59,6 +59,18 @@ def config(cls: type[T]) -> type[T]:
 
     made.__init__ = checked
     return made
+
+
+def check_content(content: Any, model: type[BaseModel]) -> None:
+    """Refuse the content of a file if it is not what a model says; further entries may stand beside it.
+
+    Raises:
+        ValueError: names the first field that is wrong.
+    """
+    try:
+        model.model_validate(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(_sentence(error, [])) from None
 
 
 _RULES = {

@@ -15,11 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from tsae.base.files import read_object
+from tsae.base.files import as_tsae_error, read_object
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
-    as_tsae_error,
     digests_of_files,
     folder_of,
     is_adapter,

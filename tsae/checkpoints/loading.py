@@ -16,7 +16,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsae.base.files import read_object
+from tsae.base.files import as_tsae_error, read_object
 from tsae.base.usual_state import usual_state
 from tsae.base.validation import config
 from tsae.checkpoints.adapters import Adapter, base_of, is_lora, put_on
@@ -24,7 +24,6 @@ from tsae.checkpoints.record import CheckpointRecord, add_noise
 from tsae.checkpoints.tokenizers import load_tokenizer, quiet, source_of, token_strings
 from tsae.checkpoints.weight_files import (
     ADAPTER_CONFIG,
-    as_tsae_error,
     check_stored,
     digests_of_files,
     folder_of,

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsae.base.files import as_tsae_error
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.checkpoints.weight_files import as_tsae_error, folder_of, has_tokenizer, is_adapter, is_gguf
+from tsae.checkpoints.weight_files import folder_of, has_tokenizer, is_adapter, is_gguf
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

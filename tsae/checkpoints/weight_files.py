@@ -7,16 +7,15 @@ is downloaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import digest, read_object, reading
-from tsae.base.untrusted import parse_json
+from tsae.base.files import as_tsae_error, digest, read_object, reading
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.errors import TsaeError, is_panic
+from tsae.errors import TsaeError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -214,32 +213,6 @@ def digests_of_files(files: Sequence[Path]) -> list[tuple[str, bytes]]:
     return [(size, found.encode()) for size, found in zip(sizes, digests, strict=True)]
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def as_tsae_error(what: str, where: str | Path, fix: str) -> Iterator[None]:
-    """Turn what transformers and the libraries below it raise into a TsaeError; they have no narrower class.
-
-    Args:
-        what: is wrong then, such as "cannot load its tokenizer".
-        where: the files lie.
-        fix: what a user can do.
-    """
-    try:
-        yield
-    except BaseException as error:  # the tokenizers library panics
-        if isinstance(error, TsaeError | MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        what = f"{what} ({first_line(error)})"
-        if "trust_remote_code" in str(error):
-            what = "needs Python code of its own (auto_map), which is never run"
-            fix = "Give a model that transformers itself can load, or save this one in such a form."
-        raise TsaeError(what, where=where, fix=fix) from error
-
-
 def _indexed(folder: Path) -> list[Path]:
     """The files that an index names, all of which must be in its folder."""
     names = read_object(folder / _INDEX, "Complete the checkpoint.").get("weight_map")
@@ -277,17 +250,12 @@ def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
     }
     where = checkpoint.path + (f"@{checkpoint.revision}" if checkpoint.revision else "") + ("/" + below).rstrip("/")
     fix = "Check the name, or download it once with a network: hf download."
-    try:
-        try:
+    with as_tsae_error("neither a folder here nor in the Hugging Face cache, and cannot be downloaded", where, fix):
+        with suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(**request, local_files_only=True)) / below
             if _has_weights(folder) if needs == "weights" else has_tokenizer(folder):
                 return folder
-        except LocalEntryNotFoundError:
-            pass
         folder = Path(snapshot_download(**request)) / below
-    except (OSError, ValueError) as error:
-        what = f"neither a folder here nor in the Hugging Face cache, and cannot be downloaded ({first_line(error)})"
-        raise TsaeError(what, where=where, fix=fix) from error
     if not folder.is_dir() or (needs == "weights" and not _has_weights(folder)):
         what = "no weights in safetensors are in the cache, and none could be downloaded"
         fix = "Download it with a network, or check the subfolder. Pickled weights have to be converted first."
@@ -297,8 +265,6 @@ def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
 
 _LAST = "trainer_state.json"
 """The Hugging Face Trainer writes it after weights and optimizer."""
-_LARGEST_HEAD = 100_000_000
-"""Bytes; safetensors itself reads no larger one."""
 
 
 def unfinished(folders: Sequence[Path]) -> dict[Path, str]:
@@ -323,15 +289,13 @@ def _missing(folder: Path, *, last: bool) -> str:
 
 
 def _whole(file: Path) -> bool:
-    """Whether a safetensors file has the length that its head announces."""
-    with reading(file, ""), file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        total = file.stat().st_size
-        if not 2 <= size <= min(total - 8, _LARGEST_HEAD):
+    """Whether a safetensors file has the length that its head announces, by safetensors itself."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with reading(file, ""), safe_open(file, framework="np"):
+            return True
+    except TsaeError as error:
+        if isinstance(error.__cause__, SafetensorError):
             return False
-        try:
-            head = parse_json(stream.read(size))
-            ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
-            return bool(total == 8 + size + max(ends, default=0))
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return False
+        raise

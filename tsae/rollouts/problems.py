@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tsae.base.files import as_path, write_text
 from tsae.base.untrusted import parse_json
-from tsae.checkpoints.weight_files import first_line
-from tsae.errors import TsaeError, is_panic
+from tsae.errors import TsaeError, first_line, is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -35,6 +35,7 @@ from tsae.sae.exchange.finding import find_foreign
 from tsae.sae.exchange.saelens_files import (
     FORMAT,
     NATIVE,
+    NOT_FITTING,
     ForeignConfig,
     FoundSAE,
     LensArchitecture,
@@ -43,7 +44,6 @@ from tsae.sae.exchange.saelens_files import (
     check_site,
     lens_config,
     lens_weights,
-    not_fitting,
     number,
     plain_config,
     whole,
@@ -219,7 +219,7 @@ class TemporalSAE(torch.nn.Module):
         if found is not None:
             return _of_others(found, where, device)
         d_model, config, own_site, info = _own_config(folder)
-        with reading(folder / "sae.safetensors", _AGAIN), not_fitting("sae.safetensors", "config.json", folder, _AGAIN):
+        with reading(folder, _AGAIN, "sae.safetensors does not fit config.json"):
             weights = as_weights(load_file(folder / "sae.safetensors"), folder, _AGAIN)
             check_shapes(weights, d_model, config.d_sae)
             sae = cls(d_model, config, site=own_site, training=info)
@@ -335,7 +335,7 @@ def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:
         info["norms"] = {"limit": number(limit, "metadata.tsae.norm_limit", where, positive=True), "centre": centre}
     kept: dict[str, Any] = {"site": found.site, "training": info}
     sae: TemporalSAE
-    with not_fitting("the file of weights", "the config", where, "Save it again."):
+    with reading(where, "Save it again.", NOT_FITTING):
         check_shapes(found.weights, found.d_model, found.config.d_sae)
         if isinstance(found.config, ForeignConfig):
             sae = ForeignSAE(found.d_model, found.config, **kept)

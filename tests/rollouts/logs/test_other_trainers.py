@@ -255,7 +255,7 @@ def test_what_may_run_code_is_not_loaded(chat: Checkpoint, tmp_path: Path) -> No
     torch.save({"model": 1}, tmp_path / "1.pt")
     with pytest.raises(TsaeError, match=r"1\.pt: has no list of samples; its keys are model"):
         read(tmp_path / "1.pt", chat)
-    for name, message in (("2.pt", "is no file of torch.save"), ("batch.pkl", "is a pickle.*never read")):
+    for name, message in (("2.pt", "is not a file of torch.save"), ("batch.pkl", "is a pickle.*never read")):
         (tmp_path / name).write_bytes(b"\x80\x04K\x01.")
         with pytest.raises(TsaeError, match=message):
             read(tmp_path / name, chat)
@@ -695,7 +695,7 @@ def test_a_truncated_copy_of_a_log_is_refused(chat: Checkpoint, tmp_path: Path) 
     shutil.copy(LOGS / "inspect" / "sums.eval", tmp_path / "sums.eval")
     save(tmp_path / "0.pt", sample(RIGHT))
     (tmp_path / "0.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-100])
-    with pytest.raises(TsaeError, match=r"0\.pt: is no file of torch\.save"):
+    with pytest.raises(TsaeError, match=r"0\.pt: is not a file of torch\.save"):
         read(tmp_path / "0.pt", chat)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -21,16 +19,9 @@ def read_npz(file: Path) -> dict[str, np.ndarray[Any, Any]]:
 
     Raises:
         ValueError: where an array unpacks to far more than the file, names a larger shape than it has bytes for, or
-            holds objects, or it is damaged.
-        OSError: where it cannot be read.
+            holds objects.
+        OSError, BadZipFile, zlib.error: where it cannot be read.
     """
-    try:
-        return _arrays(file)
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(str(error)) from error
-
-
-def _arrays(file: Path) -> dict[str, np.ndarray[Any, Any]]:
     check_zip(file, most=_TIMES * file.stat().st_size)
     with np.load(file, allow_pickle=False) as data:
         for member in data.zip.infolist():

@@ -8,10 +8,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from tsae.base.files import reading
 from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
-
-_DAMAGED = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile)
 
 
 def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
@@ -28,24 +27,19 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
     """
     import torch
 
-    try:
-        if zipfile.is_zipfile(file):
-            check_zip(file)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
-            with torch.serialization.safe_globals(_numpy()):
-                found = torch.load(file, map_location="cpu", weights_only=True)
+    with reading(file, damaged, "is not a file of torch.save"):
+        try:
+            if zipfile.is_zipfile(file):
+                check_zip(file)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
+                with torch.serialization.safe_globals(_numpy()):
+                    found = torch.load(file, map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            what = f"holds more than tensors and plain containers ({cause(error)}): it needs pickle, which may run code"
+            raise TsaeError(f"{what}, and is not loaded", where=file, fix=refused) from error
         _check_tensors(found, file.stat().st_size)
         return found
-    except UnpicklingError as error:
-        raise TsaeError(
-            f"holds more than tensors and plain containers ({cause(error)}): it needs pickle, which may run code, "
-            "and is not loaded",
-            where=file,
-            fix=refused,
-        ) from error
-    except _DAMAGED as error:
-        raise TsaeError(f"is no file of torch.save ({cause(error)})", where=file, fix=damaged) from error
 
 
 def _numpy() -> list[Any]:

@@ -11,9 +11,8 @@ Copies lie under $TSAE_CACHE (by default ~/.cache/tsae). Shards that were fetche
 least recently used first, where they exceed $TSAE_CACHE_GB (by default 100). The one in use is kept.
 Whether a copy is still that of the URL is told by what the file system says of the file (`state_there`).
 
-What lies on both sides is kept beside the copy, in NAME.remote.json (`Index`): the state of every file at the URL and
-of its copy. Several processes may share a cache. So for every change, a process takes a lock, reads the file again, and
-replaces it with a new one.
+What lies on both sides is noted beside the copy, in the folder NAME.remote: for every file its state at the URL and
+here. Several processes may share a cache. Each note is a file of its own, so that none is lost.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 from uuid import uuid4
-
-from filelock import FileLock
 
 from tsae.base.files import as_path, partial_name, write_json, writing
 from tsae.base.untrusted import parse_json
-from tsae.errors import TsaeError, without_secrets
+from tsae.errors import TsaeError, first_line, without_secrets
 
-INDEX = ".remote.json"
+NOTES = ".remote"
 CACHE = "TSAE_CACHE"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
 _LAZY = re.compile(r"(.*/)?[^/]+/\d{5}\.h5|(.*/)?pieces/\d{6}\.npz")
@@ -208,7 +206,7 @@ class Mirror:
         self.url, self.root = url.rstrip("/"), root
         self._known: dict[str, Any] | None = None
         """What lies at the URL: path below it, "" for a file, -> what tells its state."""
-        self.index = Index(root)
+        self.notes = root.with_name(f"{root.name}{NOTES}")
 
     def url_of(self, path: Path) -> str:
         name = self._name(path)
@@ -216,10 +214,10 @@ class Mirror:
 
     def refresh(self) -> None:
         """Look again what lies at the URL, and fetch what is not fetched one by one."""
-        before = self.index.read()
+        before = self.noted()
         known = self._listed()
         # What was uploaded since, beside this, is not in the listing.
-        since = {name: noted["there"] for name, noted in self.index.noted().items() if noted != before.get(name)}
+        since = {name: noted["there"] for name, noted in self.noted().items() if noted != before.get(name)}
         self._known = known | since
         wanted = [name for name in self._known if not _LAZY.fullmatch(name)]
         for name, noted in before.items():
@@ -241,7 +239,7 @@ class Mirror:
     def upload(self, file: Path) -> None:
         name = self._name(file)
         here = self._state_here(file)
-        if here is None or here == self.index.noted().get(name, {}).get("here"):
+        if here is None or here == (self._noted(name) or {}).get("here"):
             return
         with self._reached("written to"):
             fs, path = self._opened(name)
@@ -265,12 +263,14 @@ class Mirror:
                 _delete(fs, place)
         with _lock:
             if self._known is not None:
-                self._known = _without(self._known, name)
-            self.index.forget(name)
+                self._known = {known: state for known, state in self._known.items() if not _is_below(known, name)}
+            for known in self.noted():
+                if _is_below(known, name):
+                    self._note_file(known).unlink(missing_ok=True)
 
     def _fetch(self, name: str) -> None:
         file = self.root / name if name else self.root
-        state, known = self._listing()[name], self.index.noted().get(name)
+        state, known = self._listing()[name], self._noted(name)
         if known is not None and known["there"] == state and self._state_here(file) == known["here"]:
             _used[file] = time.time_ns()
             return
@@ -333,9 +333,8 @@ class Mirror:
                     where=_cache(),
                     fix=f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there.",
                 ) from error
-            found = (str(error).splitlines() or [""])[0] or type(error).__name__
             raise TsaeError(
-                f"cannot be {what} ({found})",
+                f"cannot be {what} ({first_line(error)})",
                 where=self.url,
                 fix="Check the address, and that your credentials are valid there; the same command then goes on.",
             ) from error
@@ -344,10 +343,24 @@ class Mirror:
         return "" if path == self.root else path.relative_to(self.root).as_posix()
 
     def _note(self, name: str, here: list[int], state: str) -> None:
-        with _lock:
+        with _lock, writing(self.notes, f"Make room there, or set {CACHE} to another folder."):
             if self._known is not None:
                 self._known[name] = state
-            self.index.note(name, state, here)
+            file = self._note_file(name)
+            # A name of its own: another process may write the same note.
+            os.replace(write_json(f"{file}.{uuid4().hex}", {"there": state, "here": here}), file)
+
+    def noted(self) -> dict[str, Any]:
+        """Path below the URL -> its state there and here."""
+        names = [unquote(file.name.removesuffix(".json")) for file in self.notes.glob("*.json")]
+        return {name: noted for name in names if (noted := self._noted(name)) is not None}
+
+    def _noted(self, name: str) -> Any:
+        with suppress(OSError, ValueError):
+            return parse_json(self._note_file(name).read_text(encoding="utf-8"))
+
+    def _note_file(self, name: str) -> Path:
+        return self.notes / f"{quote(name, safe='')}.json"
 
     def _state_here(self, file: Path) -> list[int] | None:
         try:
@@ -361,14 +374,13 @@ class Mirror:
         limit = _cache_limit() * 1e9
         with _lock:
             files = []
-            for index in _cache().glob(f"*/*{INDEX}"):
-                root = index.with_name(index.name.removesuffix(INDEX))
-                mirror = _mirrors.get(root, Mirror("", root))
-                for name, noted in mirror.index.noted().items():
+            for notes in _cache().glob(f"*/*{NOTES}"):
+                root = notes.with_name(notes.name.removesuffix(NOTES))
+                for name, noted in Mirror("", root).noted().items():
                     file = root / name if name else root
                     if not _LAZY.fullmatch(name) or file == keep:
                         continue
-                    if (found := mirror._state_here(file)) is not None and found == noted["here"]:
+                    if (found := self._state_here(file)) is not None and found == noted["here"]:
                         files.append((_used.get(file, found[2]), found[1], file))
             held = sum(size for _, size, _ in files) + ((self._state_here(keep) or [0, 0])[1] if keep else 0)
             for _, size, file in sorted(files):
@@ -378,72 +390,9 @@ class Mirror:
                 held -= size
 
 
-class Index:
-    """The index of one mirror.
-
-    Args:
-        root: the copy of the URL.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._file = root.with_name(f"{root.name}{INDEX}")
-        self._noted: dict[str, Any] | None = None
-
-    def noted(self) -> dict[str, Any]:
-        """Path below the URL -> its state there and here, as this process knows it. It is not changed in place."""
-        return self.read() if self._noted is None else self._noted
-
-    def read(self) -> dict[str, Any]:
-        """The same, with what other processes have noted since."""
-        try:
-            found = parse_json(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = {}
-        self._noted = found if isinstance(found, dict) else {}
-        return self._noted
-
-    def note(self, name: str, there: str, here: list[int]) -> None:
-        """Note the state of a file.
-
-        Raises:
-            TsaeError: where the index cannot be written.
-        """
-        self._change(lambda noted: noted | {name: {"there": there, "here": here}})
-
-    def forget(self, name: str) -> None:
-        """Forget a file, or a folder and all files in it.
-
-        Raises:
-            TsaeError: where the index cannot be written.
-        """
-        self._change(lambda noted: _without(noted, name))
-
-    def _change(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        with _lock, writing(self._file, "Make room there, or set TSAE_CACHE to another folder."), self._alone():
-            before = self.read()
-            self._noted = change(before)
-            if self._noted != before:
-                # A name of its own, for where there are no locks.
-                own = write_json(self._file.with_name(f"{self._file.name}.{uuid4().hex}"), self._noted)
-                os.replace(own, self._file)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self._file.with_name(f".{self._file.name}.lock"))
-        # Without locks, as on some file systems, a note may be lost. Its file is then fetched or uploaded once more.
-        with suppress(OSError):
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
-
-
-def _without(names: dict[str, Any], gone: str) -> dict[str, Any]:
-    """The names that are left without a file, or without a folder and all files in it."""
-    inside = f"{gone}/" if gone else ""
-    return {name: state for name, state in names.items() if name != gone and not name.startswith(inside)}
+def _is_below(name: str, folder: str) -> bool:
+    """Whether a name is that of a file, or of a file in a folder."""
+    return name == folder or name.startswith(f"{folder}/" if folder else "")
 
 
 _VERSIONS = ("ETag", "etag", "blob_id", "sha", "Content-MD5", "Digest")

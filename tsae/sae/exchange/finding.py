@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import as_path, reading
+from tsae.base.files import as_path, as_tsae_error, reading
 from tsae.errors import TsaeError
 from tsae.sae.exchange.published import read_published
 from tsae.sae.exchange.saelens_files import FoundSAE, from_lens, is_saelens, load_folder
@@ -72,12 +72,8 @@ def located(where: str | Path) -> Path:
     repository, below, revision = match.groups()
     wanted = [below] if below and Path(below).suffix in (".pt", ".pth") else [_join(below, name) for name in _FILES]
     fix = "Check the path or the name (org/name/folder@revision); a private repository needs a token (hf auth login)."
-    try:
+    with as_tsae_error("is not a path here, and cannot be fetched from the Hub", str(where)[:200], fix):
         root = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-    except Exception as error:  # transports and servers' answers: huggingface_hub has no narrower class
-        why = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
-        what = f"is not a path here, and cannot be fetched from the Hub ({why})"
-        raise TsaeError(what, where=str(where)[:200], fix=fix) from error
     if not any((root / name).is_file() for name in wanted):
         raise TsaeError(
             f"the repository has no SAE there{_elsewhere(repository, revision)}", where=where, fix="Name its folder."
@@ -95,7 +91,7 @@ def _elsewhere(repository: str, revision: str | None) -> str:
 
     try:
         names = HfApi().list_repo_files(repository, revision=revision)
-    except Exception:  # as above
+    except Exception:  # transports and servers' answers
         return ""
     places = {name.rpartition("/")[0] for name in names if Path(name).name in _FILES and "/" in name}
     places |= {name for name in names if name.endswith(".sae.pt")}
@@ -115,13 +111,9 @@ def _registered(name: str, site: str | None) -> FoundSAE:
         raise TsaeError(
             f"sae_lens's list has {has}", where=name[:200], fix="Give saelens:RELEASE/ID as its list names them."
         )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            lens = SAE.from_pretrained(release, id)
-    except Exception as error:  # as above, and what sae_lens raises on odd files
-        why = ((str(error).splitlines() or [""])[0] or type(error).__name__)[:300]
-        raise TsaeError(f"cannot be loaded by sae_lens ({why})", where=name, fix="Check the network.") from error
+    with as_tsae_error("cannot be loaded by sae_lens", name, "Check the network."), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lens = SAE.from_pretrained(release, id)
     config: dict[str, Any] = lens.cfg.to_dict()
     promised = {"l0": known.expected_l0.get(id) or None, "fve": known.expected_var_explained.get(id, 1.0)}
     if promised["fve"] == 1.0:  # what sae_lens has where nothing is known

@@ -37,7 +37,6 @@ from tsae.sae.exchange.saelens_files import (
     fold_norms,
     from_lens,
     load_weights,
-    not_fitting,
     number,
     plain_config,
     shown,
@@ -76,7 +75,7 @@ def _found(
     """Args: weights by sae_lens's names; facts: `k`, `apply_b_dec_to_input`, `normalize_activations` of cfg.json, and
     further metadata."""
     fields: dict[str, Any] = {name: facts.pop(name) for name in _FIELDS if name in facts}
-    with not_fitting("the file of weights", f"the format of {of}", path, _AGAIN):
+    with reading(path, _AGAIN, f"the file of weights does not fit the format of {of}"):
         d_model, d_sae = weights["W_enc"].shape
         check_shapes(weights, d_model, d_sae)
         weights.setdefault("b_enc", torch.zeros(d_sae))

@@ -31,8 +31,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from math import isfinite
@@ -40,7 +39,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tsae.base.disk.tensors import write_tensors
@@ -130,6 +128,7 @@ def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, torch.
 
 Normalize = Literal["none", "layer_norm", "constant_norm_rescale"]
 _SAVE = "Save it again."
+NOT_FITTING = "the file of weights does not fit the config"
 _KNOWN = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "gated", "standard", "topk", NATIVE)
 _NORMALIZED = {
     "expected_average_only_in": "Fold the factor in sae_lens (sae.fold_activation_norm_scaling_factor) and save again.",
@@ -235,7 +234,7 @@ def from_lens(
     minus_bias = flag(config.get("apply_b_dec_to_input", True), "apply_b_dec_to_input", where)
     rescale = flag(config.get("rescale_acts_by_decoder_norm", False), "rescale_acts_by_decoder_norm", where)
     k = whole(config.get("k"), "k", where) if architecture == "topk" else 0
-    with not_fitting("the file of weights", "the config", where, _SAVE):
+    with reading(where, _SAVE, NOT_FITTING):
         encoder = ("r_mag", "b_gate", "b_mag") if architecture == "gated" else ("b_enc",)
         check_shapes(weights, d_model, d_sae, ("W_enc", *encoder, "W_dec", "b_dec"))
         if k > d_sae:
@@ -436,16 +435,6 @@ def check_shapes(weights: Mapping[str, torch.Tensor], d_model: int, d_sae: int, 
             continue
         if name not in _MAY_BE_ONE or weights[name].shape not in ((), (1,)):
             raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, expected {expected}")
-
-
-@contextmanager
-def not_fitting(weights: str, config: str, folder: str | Path, fix: str) -> Iterator[None]:
-    """Turn an error of torch into a TsaeError: the weights do not fit the config."""
-    try:
-        yield
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError, SafetensorError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()[:200]
-        raise TsaeError(f"{weights} does not fit {config} ({reason})", where=folder, fix=fix) from error
 
 
 def check_site(site: Any, where: str | Path) -> str:
