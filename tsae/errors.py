@@ -97,3 +97,15 @@ def first_line(error: BaseException) -> str:
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust, such as tokenizers, met what it did not expect. Python sees no `Exception`."""
     return type(error).__name__ == "PanicException"
+
+
+def refuse(where: str | Path | None, *rules: tuple[object, str, str | None]) -> None:
+    """Raise a TsaeError for the first broken one of some rules.
+
+    Args:
+        where: the file, folder or argument that the rules are about.
+        rules: of each, whether it is broken, what was found, and what to do about it.
+    """
+    for broken, what, fix in rules:
+        if broken:
+            raise TsaeError(what, where=where, fix=fix)

@@ -19,9 +19,8 @@ from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.features.contexts import TokenClasses, annotate_tokens, find_annotator, responds_to, top_contexts, top_tokens
 from tsae.features.encode import encode
-from tsae.features.encoded_shards import Codes, Reconstruction
+from tsae.features.encoded_shards import Codes, reconstructed, reconstruction
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sparse_matrices import _VALUES, _rows_at_once
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 
@@ -75,39 +74,26 @@ def test_reconstruction_is_measured_per_reader(sae: TemporalSAE, store: Activati
 def test_reconstruction_by_hand() -> None:
     """Three tokens around the mean (2, 1): squares of 2, 2 and 4; errors of 1, 0 and 4."""
 
-    def coded(x_hat: list[list[float]], codes: list[list[float]], beyond: list[bool]) -> Codes:
-        return Codes(sp.csr_array(np.array(codes)), np.array(beyond), torch.tensor(x_hat))
+    def sums(x: Any, x_hat: Any, codes: Any, beyond: Any, counted: Any) -> np.ndarray:
+        found = Codes(sp.csr_array(np.array(codes)), np.array(beyond), torch.tensor(x_hat))
+        return reconstruction(torch.tensor(x), found, np.array(counted))
 
-    quality = Reconstruction(2)
-    assert quality.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 0.0}
     # The third is an outlier, the fourth is not counted.
-    x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [90.0, 9.0], [7.0, 7.0]])
-    x_hat = [[1.0, 1.0], [3.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-    codes = coded(x_hat, [[1, 0, 2], [0, 1, 0], [0, 0, 0], [1, 1, 1]], [False, False, True, False])
-    quality.add(x, codes, np.array([True, True, True, False]))
-    quality.add(torch.tensor([[2.0, 3.0]]), coded([[2.0, 1.0]], [[0, 0, 3]], [False]), np.array([True]))
-    assert quality.summary() == pytest.approx({"n_tokens": 3, "fve": 3 / 8, "l0": 4 / 3, "outlier_share": 1 / 4})
+    x, x_hat = [[1.0, 0.0], [3.0, 0.0], [90.0, 9.0], [7.0, 7.0]], [[1.0, 1.0], [3.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    codes = [[1, 0, 2], [0, 1, 0], [0, 0, 0], [1, 1, 1]]
+    quality = sums(x, x_hat, codes, [False, False, True, False], [True, True, True, False])
+    quality += sums([[2.0, 3.0]], [[2.0, 1.0]], [[0, 0, 3]], [False], [True])
+    expected = {"n_tokens": 3, "fve": 3 / 8, "l0": 4 / 3, "outlier_share": 1 / 4}
+    assert reconstructed(quality) == pytest.approx(expected)
     # The same, a trillion times smaller.
-    small = Reconstruction(2)
-    small.add_sums(quality.sums() * np.array([1, 1, 1, 1e-24, 1e-24, 1e-12, 1e-12]))
-    assert small.summary()["fve"] == pytest.approx(3 / 8)
-    # One token, and tokens that are all alike, have no variance to explain.
-    for n in (1, 3):
-        alike = Reconstruction(2)
-        alike.add(torch.full((n, 2), 0.1), coded([[0.0, 0.0]] * n, [[0, 0, 0]] * n, [False] * n), np.full(n, True))
-        assert alike.summary() == {"n_tokens": n, "fve": None, "l0": 0.0, "outlier_share": 0.0}
-    nothing = Reconstruction(2)
-    nothing.add(torch.zeros(2, 2), coded([[0.0, 0.0]] * 2, [[0, 0, 0]] * 2, [True, True]), np.array([True, True]))
-    assert nothing.summary() == {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": 1.0}
-
-
-def test_sums_gather_a_bounded_number_of_values() -> None:
-    for shape, each in (((400, 30), 7), ((20, 5000), 800)):
-        dense = np.zeros(shape)
-        dense[:, :each] = 1
-        assert _rows_at_once(sp.csr_array(dense)) == _VALUES // each
-    assert _rows_at_once(sp.csr_array((10, 3))) >= 10
-    assert _rows_at_once(sp.csr_array(np.ones((1, _VALUES + 1)))) == 1
+    assert reconstructed(quality * [1, 1, 1, 1e-24, 1e-24, 1e-12, 1e-12])["fve"] == pytest.approx(3 / 8)
+    # One token, and tokens that are all alike, have no variance to explain; no token, and outliers alone, no FVE.
+    nothing = {"n_tokens": 0, "fve": None, "l0": None}
+    assert reconstructed(np.zeros(7)) == {**nothing, "outlier_share": 0.0}
+    for n, beyond, share in ((1, False, 0.0), (3, False, 0.0), (2, True, 1.0)):
+        alike = reconstructed(sums([[0.1, 0.1]] * n, [[0.0, 0.0]] * n, [[0, 0, 0]] * n, [beyond] * n, [True] * n))
+        known = nothing if beyond else {"n_tokens": n, "fve": None, "l0": 0.0}
+        assert alike == {**known, "outlier_share": share}
 
 
 def test_outliers_do_not_count_as_badly_reconstructed(sae: TemporalSAE, store: ActivationStore) -> None:

@@ -101,6 +101,16 @@ def read_batches(reader: Reader, texts: Sequence[np.ndarray], batch_tokens: int)
         yield Batch(batch, found, lengths[batch].tolist())
 
 
+@contextmanager
+def fitting(batch_tokens: int, where: str) -> Iterator[None]:
+    """Turn `OutOfMemory` into a TsaeError that names the budget."""
+    try:
+        yield
+    except OutOfMemory as error:
+        what = f"a batch of {batch_tokens} tokens does not fit into memory"
+        raise TsaeError(what, where=where, fix="Set a smaller batch_tokens (--batch-tokens).") from error
+
+
 def pad(texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T) token ids and mask of texts, padded on the right."""
     ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tsae.base.validation import Confidence, Count, Draws, Seed, config
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.config import SamplingConfig
 
 Where = Literal["predicting", "first", "response", "all"]
@@ -43,22 +43,17 @@ class InterventionConfig:
     """Every condition draws with the same seed, so that problems and random numbers are paired."""
 
     def __post_init__(self) -> None:
-        where = "InterventionConfig"
-        if self.mode == "clamp" and self.amount < 0:
-            raise TsaeError(
-                f"amount={self.amount} with mode clamp: activations are not negative",
-                where=where,
-                fix='Use mode "steer" to push below zero.',
-            )
-        if self.mode == "steer" and self.amount == 0:
-            raise TsaeError("amount=0 with mode steer changes nothing", where=where)
-        if self.mode == "transplant" and self.backend != "huggingface":
-            raise TsaeError(
-                f'mode="transplant" with backend={self.backend!r}: the other checkpoint reads along through hooks on '
-                "the Hugging Face model",
-                where=where,
-                fix='Use backend="huggingface".',
-            )
+        bridged = (
+            f'mode="transplant" with backend={self.backend!r}: the other checkpoint reads along through hooks on the '
+            "Hugging Face model"
+        )
+        negative = f"amount={self.amount} with mode clamp: activations are not negative"
+        refuse(
+            "InterventionConfig",
+            (self.mode == "clamp" and self.amount < 0, negative, 'Use mode "steer" to push below zero.'),
+            (self.mode == "steer" and self.amount == 0, "amount=0 with mode steer changes nothing", None),
+            (self.mode == "transplant" and self.backend != "huggingface", bridged, 'Use backend="huggingface".'),
+        )
 
 
 @config

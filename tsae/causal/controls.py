@@ -41,7 +41,7 @@ from scipy.stats import t as student
 from tsae.activations.store import ActivationStore
 from tsae.causal.config import Where
 from tsae.errors import TsaeError
-from tsae.features.feature_table import FeatureTable, masked_blocks
+from tsae.features.feature_table import FeatureTable, masked_sums
 from tsae.sae.model import TemporalSAE
 
 _NEAREST = 10
@@ -67,27 +67,17 @@ class FeatureScales:
     def of(cls, features: FeatureTable, checkpoint: str, tokens: Where = "response") -> FeatureScales:
         """Counted over a table; `tokens` as in `InterventionConfig`."""
         response = features.span_mask("response")
-        fired, total = _sums(features, response)
+        fired, total = masked_sums(features, response)
         edited = _edited(features, response, tokens)
         own = checkpoint in features.readers and checkpoint in features.rollouts.policies
         if own:
             rows = np.zeros(features.n_rows, dtype=bool)
             rows[features.rows(reader=checkpoint, policy=checkpoint)] = True
             edited &= np.repeat(rows, np.diff(features.row_offsets))
-        n, (fired_there, total_there) = max(1, int(edited.sum())), _sums(features, edited)
+        n, (fired_there, total_there) = max(1, int(edited.sum())), masked_sums(features, edited)
         return cls(
             rate=fired_there / n, mean=total_there / n, typical=total / np.maximum(fired, 1), n_tokens=n, own=own
         )
-
-
-def _sums(features: FeatureTable, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(d_sae,) on how many tokens of a mask each feature fires, and the sum of its activations there."""
-    fired, total = np.zeros(features.n_features, dtype=np.int64), np.zeros(features.n_features)
-    for codes, counted in masked_blocks(features, mask):
-        mine = codes[np.flatnonzero(counted)]
-        fired += np.bincount(mine.indices[mine.data > 0], minlength=len(fired))
-        total += np.bincount(mine.indices, weights=mine.data, minlength=len(total))
-    return fired, total
 
 
 def _edited(features: FeatureTable, response: np.ndarray, tokens: Where) -> np.ndarray:

@@ -60,10 +60,7 @@ class Tested(NamedTuple):
 def planned_tests(diff: FeatureDiff, n_features: int) -> list[Planned]:
     """Three tests for the last checkpoint of every run; none for one that moved nothing."""
     found: list[Planned] = []
-    last: dict[str, str] = {}
-    for reader in diff.info["readers"][1:]:
-        last[reader.get("run") or reader["id"]] = reader["id"]
-    for run in last.values():
+    for run in diff.final_checkpoints:
         moved = diff.main_shift(run, discoveries=True)
         # The nearer end of the interval: a rare feature may have a large Δ that is hardly known.
         least = np.minimum(moved.delta_low.abs(), moved.delta_high.abs())

@@ -22,11 +22,11 @@ import numpy as np
 import pandas as pd
 from einops import reduce
 
-from tsae.activations.forward_batches import OutOfMemory, read_batches
+from tsae.activations.forward_batches import fitting, read_batches
 from tsae.base.filters import need_features
 from tsae.base.statistics import bootstrap_interval
 from tsae.causal.config import InsertionConfig
-from tsae.causal.intervene import check_model, check_sae
+from tsae.causal.intervene import check_model
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -87,7 +87,7 @@ def insertion(
     features = FeatureTable.of(features)
     sae = TemporalSAE.of(sae, device=config.device)
     chosen = [int(feature) for feature in chosen]
-    check_sae(sae, features)
+    features.need_sae(sae.fingerprint, sae.config.d_sae)
     need_features(chosen, features.n_features, "features")
     model = checkpoint.load_model(device=config.device)
     check_model(model, sae, checkpoint, features)
@@ -286,12 +286,9 @@ def last_activations(
         TsaeError: where a batch does not fit into memory.
     """
     found = np.zeros(len(texts))
-    try:
+    with fitting(batch_tokens, "insertion"):
         for batch in read_batches(reading, texts, batch_tokens):
             ends = np.cumsum([len(texts[i]) for i in batch.texts]) - 1
             codes = sae.encode(batch.values[sae.site][ends].float())
             found[batch.texts] = codes[:, feature].cpu().numpy()
-    except OutOfMemory as error:
-        what = f"a batch of {batch_tokens} tokens does not fit into memory"
-        raise TsaeError(what, where="insertion", fix="Set a smaller batch_tokens.") from error
     return found

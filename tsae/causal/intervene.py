@@ -40,7 +40,7 @@ from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.bridge import TransformerLensReader
 from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
 from tsae.checkpoints.loading import Checkpoint
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.problems import Problem
@@ -99,13 +99,20 @@ def intervene(
     device = config.sampling.device
     sae = TemporalSAE.of(sae, device=device)
     chosen = tuple(map(_whole, chosen))
-    check_sae(sae, features)
-    if (donor is None) == (config.mode == "transplant"):
-        what = "gives no checkpoint whose features are transplanted" if donor is None else "transplants nothing"
-        raise TsaeError(f"mode={config.mode!r} {what}", where="intervene", fix='donor goes with mode="transplant".')
+    features.need_sae(sae.fingerprint, sae.config.d_sae)
+    need_features([*chosen, *exclude], features.n_features, "features")
     scales = FeatureScales.of(features, checkpoint.id, config.tokens)
-    _check_chosen(chosen, scales, features.n_features)
-    need_features(exclude, features.n_features, "features")
+    silent = next((feature for feature in chosen if not scales.typical[feature] > 0), None)
+    unknown = f"feature {silent} fires on no response token of the table, so that its typical activation is unknown"
+    what = "gives no checkpoint whose features are transplanted" if donor is None else "transplants nothing"
+    odd = (donor is None) == (config.mode == "transplant")
+    refuse(
+        "intervene",
+        (odd, f"mode={config.mode!r} {what}", 'donor goes with mode="transplant".'),
+        (not chosen, "no features chosen", "Give at least one."),
+        (len(set(chosen)) < len(chosen), "a feature comes twice", "Give every feature once."),
+        (silent is not None, unknown, "Leave it out."),
+    )
     model, rewriting = _load(checkpoint, config)
     check_model(model, sae, checkpoint, features)
     asked, bands = _problems(features.rollouts if problems is None else problems, checkpoint)
@@ -176,30 +183,10 @@ def intervene(
     )
 
 
-def check_sae(sae: TemporalSAE, features: FeatureTable) -> None:
-    """Refuse an SAE that did not encode the table."""
-    expected = features.info["sae"].get("weights")
-    if expected != sae.fingerprint:
-        what = f"the features were encoded with another SAE ({expected}) than the one given ({sae.fingerprint})"
-        raise TsaeError(what, where=features.origin, fix="Give the SAE that `tsae encode` took, or encode again.")
-
-
 def _whole(feature: SupportsIndex) -> int:
     if not isinstance(feature, SupportsIndex):
         raise TsaeError(f"{feature!r} is not a feature number", where="features")
     return int(feature)
-
-
-def _check_chosen(chosen: tuple[int, ...], scales: FeatureScales, n_features: int) -> None:
-    if not chosen:
-        raise TsaeError("no features chosen", where="intervene", fix="Give at least one.")
-    need_features(chosen, n_features, "features")
-    if len(set(chosen)) < len(chosen):
-        raise TsaeError("a feature comes twice", where="intervene", fix="Give every feature once.")
-    silent = [feature for feature in chosen if not scales.typical[feature] > 0]
-    if silent:
-        what = f"feature {silent[0]} fires on no response token of the table, so that its typical activation is unknown"
-        raise TsaeError(what, where="intervene", fix="Leave it out.")
 
 
 def check_model(model: PreTrainedModel, sae: TemporalSAE, checkpoint: Checkpoint, features: FeatureTable) -> None:

@@ -16,7 +16,6 @@ discovery beyond it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ import scipy.sparse as sp
 
 from tsae.activations.store import ActivationStore
 from tsae.base.statistics import bootstrap_interval
-from tsae.diff.comparisons import Comparison, Rows, comparisons, main_comparisons, problem_aurocs, side_means
+from tsae.diff.comparisons import Comparison, Rows, comparisons, group_difference, main_comparisons, problem_aurocs
 from tsae.diff.config import DiffConfig
 from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
@@ -74,25 +73,19 @@ def mean_activations(features: FeatureTable, store: ActivationStore, config: Dif
         TsaeError: where the table was not encoded from the store.
     """
     site, mask = features.info["sae"]["site"], features.span_mask(config.span)
-    parts, row, token = [], 0, 0
-    for reader in store.readers:
-        for shard in store.shards(reader):
-            n = len(shard.trajectory)
-            index = slice(token, token + shard.n_tokens)
-            if not np.array_equal(features.trajectory[row : row + n], shard.trajectory) or not np.array_equal(
-                features.token_ids[index], shard.token_ids
-            ):
-                raise TsaeError(
-                    "the features were not encoded from this store", where=store.path, fix="Give their own store."
-                )
-            counted = np.flatnonzero(mask[index])
-            where = np.repeat(np.arange(n), np.diff(shard.offsets))[counted]
-            size = np.bincount(where, minlength=n)
-            averaging = sp.csr_array((1 / size[where], (where, counted)), shape=(n, shard.n_tokens))
-            parts.append(averaging @ shard.read(site, slice(0, shard.n_tokens)).astype(np.float32))
-            row, token = row + n, token + shard.n_tokens
-    if row != features.n_rows:
-        raise TsaeError("the features have rows that the store lacks", where=store.path, fix="Give their own store.")
+    for name in ("trajectory", "token_ids"):
+        stored = np.concatenate([getattr(shard, name) for shard in store.outlines()])
+        if not np.array_equal(getattr(features, name), stored):
+            what = "the features were not encoded from this store"
+            raise TsaeError(what, where=store.path, fix="Give their own store.")
+    parts, token = [], 0
+    for shard in store.shards():
+        n = len(shard.trajectory)
+        counted = np.flatnonzero(mask[token : (token := token + shard.n_tokens)])
+        where = np.repeat(np.arange(n), np.diff(shard.offsets))[counted]
+        size = np.bincount(where, minlength=n)
+        averaging = sp.csr_array((1 / size[where], (where, counted)), shape=(n, shard.n_tokens))
+        parts.append(averaging @ shard.read(site, slice(0, shard.n_tokens)).astype(np.float32))
     return np.concatenate(parts)
 
 
@@ -108,8 +101,7 @@ def _held_out(rows: Rows, raw: np.ndarray, of: Comparison, config: DiffConfig) -
         fit, test = problems[fold != held], problems[fold == held]
         scores = {**_feature_scores(rows, a, b, fit), **_direction_scores(rows, raw, a, b, fit)}
         for way, score in scores.items():
-            sparse = sp.csr_array(score(np.arange(len(raw)))[:, None])
-            found[way].append(problem_aurocs(sparse, a, b, rows.problem, test))
+            found[way].append(problem_aurocs(score[:, None], a, b, rows.problem, test))
     records = []
     for way in WAYS:
         each = np.concatenate(found[way])
@@ -119,24 +111,22 @@ def _held_out(rows: Rows, raw: np.ndarray, of: Comparison, config: DiffConfig) -
     return records
 
 
-Score = Callable[[np.ndarray], np.ndarray]
-
-
-def _feature_scores(rows: Rows, a: np.ndarray, b: np.ndarray, fit: np.ndarray) -> dict[str, Score]:
-    difference = side_means(rows.values, a, rows.problem, fit) - side_means(rows.values, b, rows.problem, fit)
+def _feature_scores(rows: Rows, a: np.ndarray, b: np.ndarray, fit: np.ndarray) -> dict[str, np.ndarray]:
+    difference = group_difference(rows.values, a, b, rows.problem, fit)
     mean, deviation = difference.mean(0), difference.std(0, ddof=1)
     d = np.divide(mean, deviation, out=np.zeros_like(mean), where=deviation > 0)
     order = np.argsort(-np.abs(d), kind="stable")
 
-    def score(best: np.ndarray) -> Score:
+    def score(best: np.ndarray) -> np.ndarray:
         weight = np.divide(np.sign(d[best]), deviation[best], out=np.zeros(len(best)), where=deviation[best] > 0)
-        columns = sp.csr_array(rows.columns[:, best])
-        return lambda which: np.asarray(columns[which] @ weight)
+        return np.asarray(sp.csr_array(rows.columns[:, best]) @ weight)
 
     return {"best feature": score(order[:1]), "ten best features": score(order[:10])}
 
 
-def _direction_scores(rows: Rows, raw: np.ndarray, a: np.ndarray, b: np.ndarray, fit: np.ndarray) -> dict[str, Score]:
+def _direction_scores(
+    rows: Rows, raw: np.ndarray, a: np.ndarray, b: np.ndarray, fit: np.ndarray
+) -> dict[str, np.ndarray]:
     directions, residuals = [], []
     for side in (a, b):
         side = side[np.isin(rows.problem[side], fit)]
@@ -152,4 +142,4 @@ def _direction_scores(rows: Rows, raw: np.ndarray, a: np.ndarray, b: np.ndarray,
     scale = max(float(np.trace(covariance)) / len(covariance), 1e-12)
     shrunk = (1 - _SHRINK) * covariance + _SHRINK * scale * np.eye(len(covariance))
     probe = np.linalg.solve(shrunk, direction)
-    return {"mean difference": lambda which: raw[which] @ direction, "linear probe": lambda which: raw[which] @ probe}
+    return {"mean difference": raw @ direction, "linear probe": raw @ probe}

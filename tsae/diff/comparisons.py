@@ -435,19 +435,18 @@ def within_problem_auroc(
 ) -> np.ndarray:
     """(n_features,) mean over problems of `problem_aurocs`, of some columns."""
     block = max(1, _AUROC_BYTES // (4 * columns.shape[0]))
-    blocks = (columns[:, feature[start : start + block]] for start in range(0, len(feature), block))
+    blocks = (columns[:, feature[start : start + block]].toarray() for start in range(0, len(feature), block))
     return np.concatenate([problem_aurocs(part, a, b, problem, problems).mean(0) for part in blocks])
 
 
 def problem_aurocs(
-    values: sp.csr_array | sp.csc_array, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
+    dense: np.ndarray, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
 ) -> np.ndarray:
     """Chance that a trajectory of side a has a larger value than one of side b of the same problem; ties count half.
 
     Returns:
         (n_problems, n_features), .5 if the sides do not differ. Arguments are as in `group_difference`.
     """
-    dense = values.toarray()
     sides, pairs = [], np.ones(len(problems))
     for rows in (a, b):
         rows, where = _of_problems(rows, problem, problems)

@@ -33,7 +33,7 @@ from tsae.diff.effects import Contrast
 from tsae.diff.threads import in_threads
 from tsae.features.contexts import id_codes
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sparse_matrices import grouped_sums, no_code, sums_by_code, weighted_sums
+from tsae.features.sparse_matrices import grouped_sums, no_code, stretches, sums_by_code, weighted_sums
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
@@ -86,16 +86,11 @@ class _Tokens:
 
     def of_rows(self, features: FeatureTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Counted tokens, some rows at a time; beside each token, the place of its row in `rows`."""
-        ends = self.length[rows].cumsum()
-        low = 0
-        while low < len(rows):
-            limit = (ends[low - 1] if low else 0) + _TOKENS
-            high = max(low + 1, int(np.searchsorted(ends, limit, side="right")))
+        for low, high in stretches(self.length[rows], _TOKENS):
             starts, stops = features.row_offsets[rows[low:high]], features.row_offsets[rows[low:high] + 1]
             bounds = zip(starts.tolist(), stops.tolist(), strict=True)
             found = np.concatenate([start + np.flatnonzero(self.mask[start:stop]) for start, stop in bounds])
             yield found, np.repeat(np.arange(low, high), self.length[rows[low:high]])
-            low = high
 
 
 def _half_octave(n: np.ndarray) -> np.ndarray:

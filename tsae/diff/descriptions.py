@@ -36,7 +36,7 @@ from tsae.diff.inference import paired_inference, q_values
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.contexts import TokenClasses, responds_to, top_tokens
-from tsae.features.feature_table import FeatureTable, active_counts, masked_blocks
+from tsae.features.feature_table import FeatureTable, masked_sums
 from tsae.features.sparse_matrices import column_blocks, row_blocks
 
 
@@ -50,7 +50,7 @@ def describe(
         partial(_length_correlation, features, rows),
     ]
     tokens, correlation = in_threads(jobs, config.threads)
-    fired = active_counts(features, counted)
+    fired, _ = masked_sums(features, counted)
     index = pd.RangeIndex(features.n_features, name="feature")
     table = pd.DataFrame(
         {
@@ -71,11 +71,7 @@ def describe(
 
 def _thinking_share(features: FeatureTable) -> np.ndarray:
     """(n_features,) share of a feature's activation in responses that falls on thinking; 0 where it never fires."""
-    of_thinking, of_response = np.zeros((2, features.n_features))
-    masks = features.span_mask("thinking"), features.span_mask("response")
-    for mask, total in zip(masks, (of_thinking, of_response), strict=True):
-        for codes, counted in masked_blocks(features, mask):
-            total += codes.T @ counted.astype(np.float64)
+    of_thinking, of_response = (masked_sums(features, features.span_mask(span))[1] for span in ("thinking", "response"))
     return np.divide(of_thinking, of_response, out=np.zeros(features.n_features), where=of_response > 0)
 
 

@@ -180,30 +180,17 @@ def null_counts(
         drawn, within prompts (trajectories of a problem are then the same), and if fewer than min_problems problems
         have two trajectories to split.
     """
-    drawn: list[Comparison] = []
-    start: list[int | None] = []
-    halves: dict[tuple[str, bytes], int] = {}
-    for of in found:
-        if of.note or config.within_prompt:
-            start.append(None)
-            continue
-        # All checkpoints compared with the base share its halves; only the unit of Δ differs.
-        key = (of.band, of.b.tobytes())
-        if of.kind == "shift" and key in halves:
-            start.append(halves[key])
-            continue
-        start.append(len(drawn))
-        if of.kind == "shift":
-            halves[key] = len(drawn)
-        drawn.append(of)
-    at_once = max(1, _BYTES // (8 * len(rows.problem) * repeats))
-    batches = [drawn[first : first + at_once] for first in range(0, len(drawn), at_once)]
-    counts = [count for batch in batches for count in _discoveries(rows, batch, config, repeats)]
-    result = []
-    for place in start:
-        each = counts[place] if place is not None else []
-        result.append((float(np.mean(each)), float(np.mean(np.array(each) > 0))) if each else (np.nan, np.nan))
-    return result
+    # All checkpoints compared with the base share its halves; only the unit of Δ differs.
+    keys = [(of.band, of.b.tobytes()) if of.kind == "shift" else place for place, of in enumerate(found)]
+    first: dict[Any, Comparison] = {}
+    for key, of in zip(keys, found, strict=True):
+        if not of.note and not config.within_prompt:
+            first.setdefault(key, of)
+    drawn, at_once = list(first.values()), max(1, _BYTES // (8 * len(rows.problem) * repeats))
+    batches = [drawn[start : start + at_once] for start in range(0, len(drawn), at_once)]
+    counts = dict(zip(first, (n for batch in batches for n in _discoveries(rows, batch, config, repeats)), strict=True))
+    each = [[] if of.note else counts.get(key, []) for key, of in zip(keys, found, strict=True)]
+    return [(float(np.mean(n)), float(np.mean(np.array(n) > 0))) if n else (np.nan, np.nan) for n in each]
 
 
 def null_of(rows: Rows, of: Comparison, rng: np.random.Generator) -> Comparison:

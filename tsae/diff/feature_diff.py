@@ -73,15 +73,18 @@ def feature_diff(
     features, config = FeatureTable.of(features), config or DiffConfig()
     if families is not None and annotator is None:
         raise TsaeError("families are made of an annotator's classes", where="families", fix="Give its annotator too.")
-    stable = _stability_of(features, stability)
+    stable = features.stability
+    if stability is not None:
+        given = stability if isinstance(stability, Stability) else Stability.load(stability)
+        stable = given.of(features.made_from["sae"], "stability" if isinstance(stability, Stability) else stability)
     of_steps = features if steps is None else _steps_of(features, steps)
     # Which rows are compared with which, and every contrast of them.
     rows = Rows.of(features, config)
     drawn = draw_all(rows, comparisons(features, rows, config), config, progress)
     # What the features respond to.
     # A padded vocabulary has ids that no tokenizer knows, and a model may sample them.
-    given = list(token_strings or ())
-    strings = given + [f"#{i}" for i in range(len(given), int(features.token_ids.max()) + 1)]
+    known = list(token_strings or ())
+    strings = known + [f"#{i}" for i in range(len(known), int(features.token_ids.max()) + 1)]
     classes = None if annotator is None else annotate_tokens(features, annotator, strings)
     described, by_family = describe(features, rows, config, classes, strings), pd.DataFrame()
     if families is not None and classes is not None:
@@ -110,57 +113,41 @@ def feature_diff(
             "readers": _flagged(features, config),
             "null_repeats": REPEATS,
             "bands": bands_info(features.rollouts.info, features.rollouts.origin),
-            "rollouts": features.rollouts.fingerprint,
+            "rollouts": features.made_from["rollouts"],
             "second_look": (features.rollouts.info.get("log") or {}).get("second_look"),
-            "labels": features.rollouts.labels_fingerprint,
+            "labels": features.made_from["labels"],
             **({"without_span": left_out} if (left_out := rows.without_tokens(features)) else {}),
             "stability": None if stable is None else stable.summary(described.firing_rate.to_numpy() > 0),
             "steps": [] if along is None else _flagged(of_steps, config),
             "no_dynamics": {} if along is None else along.notes,
             "causally_tested": False,
-            "token_strings": _strings_of(features, strings if given else None),
+            "token_strings": _strings_of(features, strings) if known else {},
         },
         source=features,
     )
 
 
-def _stability_of(features: FeatureTable, given: Stability | str | Path | None) -> Stability | None:
-    if given is None:
-        return features.stability
-    found = given if isinstance(given, Stability) else Stability.load(given)
-    where = "stability" if isinstance(given, Stability) else given
-    return found.of(features.info["sae"].get("weights"), where)
-
-
 def _steps_of(features: FeatureTable, given: FeatureTable | str | Path) -> FeatureTable:
     steps = FeatureTable.of(given)
-    expected, found = (table.info["sae"].get("weights") for table in (features, steps))
+    expected, found = (table.made_from["sae"] for table in (features, steps))
     if expected != found or steps.n_features != features.n_features:
-        raise TsaeError(
-            f"the steps were encoded with another SAE ({found}) than the features ({expected})",
-            where=steps.origin,
-            fix="Encode both with one SAE.",
-        )
+        what = f"the steps were encoded with another SAE ({found}) than the features ({expected})"
+        raise TsaeError(what, where=steps.origin, fix="Encode both with one SAE.")
     return steps
 
 
 def _flagged(features: FeatureTable, config: DiffConfig) -> list[dict[str, Any]]:
     """The readers, flagged where the SAE reconstructs them badly or leaves out many of their tokens."""
-    return [
-        {
-            **reader,
-            "flagged": reader["fve"] is None
-            or reader["fve"] < config.min_fve
-            or reader.get("outlier_share", 0) > config.max_outliers,
-        }
-        for reader in features.info["readers"]
-    ]
+
+    def bad(reader: Mapping[str, Any]) -> bool:
+        too_many = reader.get("outlier_share", 0) > config.max_outliers
+        return reader["fve"] is None or reader["fve"] < config.min_fve or too_many
+
+    return [{**reader, "flagged": bad(reader)} for reader in features.info["readers"]]
 
 
-def _strings_of(features: FeatureTable, strings: Sequence[str] | None) -> dict[str, str]:
-    """Text of the token ids that occur, by id as text (JSON has no other keys); empty without strings."""
-    if strings is None:
-        return {}
+def _strings_of(features: FeatureTable, strings: Sequence[str]) -> dict[str, str]:
+    """Text of the token ids that occur, by id as text (JSON has no other keys)."""
     # UTF-8 cannot hold lone surrogates.
     ids = np.unique(features.token_ids).tolist()
     return {str(i): text_of(strings, i).encode("utf-8", "replace").decode() for i in ids}
@@ -297,6 +284,12 @@ class FeatureDiff(Tables):
         return float(self.info["config"]["minimum_effect"])
 
     @property
+    def made_from(self) -> dict[str, str | None]:
+        """Fingerprints of rollouts, labels and the SAE's weights, as far as they are known."""
+        sae = (self.info.get("sae") or {}).get("weights")
+        return {"rollouts": self.info.get("rollouts"), "labels": self.info.get("labels"), "sae": sae}
+
+    @property
     def base(self) -> str:
         """The checkpoint that the others are compared with: the first reader."""
         return str(self.info["readers"][0]["id"])
@@ -422,12 +415,10 @@ class FeatureDiff(Tables):
         return display.Plots(self)
 
     def __repr__(self) -> str:
-        shifts = {
-            c: self.contrast(kind="shift", checkpoint=c, part=self.main_part(c), band="all") for c in self.checkpoints
-        }
-        found = ", ".join(
-            f"{visible(c)}: {row.n_discoveries} of {row.n_tested}" for c, row in shifts.items() if row is not None
-        )
+        of = {c: {"checkpoint": c, "part": self.main_part(c)} for c in self.checkpoints}
+        shifts = {c: self.contrast(kind="shift", band="all", **keys) for c, keys in of.items()}
+        told = [f"{visible(c)}: {row.n_discoveries} of {row.n_tested}" for c, row in shifts.items() if row is not None]
+        found = ", ".join(told)
         moved = f"moved, |Δ| > {self.minimum_effect:g} at q <= {self.q:g}"
         return f"FeatureDiff({len(self.features)} features; {moved}: {found or 'none'})"
 
@@ -477,9 +468,7 @@ class FeatureDiff(Tables):
         tables = {name: getattr(self, name) for name in (*_TABLES, *_OPTIONAL) if name != "features"}
         files = table_files(tables, compression="zstd")
         files |= table_files({"features": self.features}, index=True, compression="zstd")
-        of = {name: self.info.get(name) for name in ("rollouts", "labels")}
-        of["sae"] = (self.info.get("sae") or {}).get("weights")
-        return write_artefact(folder, DIFF, self.info, files, config=self.info.get("config"), inputs=of)
+        return write_artefact(folder, DIFF, self.info, files, config=self.info.get("config"), inputs=self.made_from)
 
     @classmethod
     def load(cls, folder: str | Path, *, features: FeatureTable | None = None) -> FeatureDiff:
@@ -530,11 +519,9 @@ class Feature:
             TsaeError: where the diff was loaded without its features.
         """
         if self.source is None:
-            raise TsaeError(
-                "examples need the features that the diff was computed from",
-                where=f"feature {self.index}",
-                fix="Give them: FeatureDiff.load(folder, features=FeatureTable.load(folder))",
-            )
+            what = "examples need the features that the diff was computed from"
+            fix = "Give them: FeatureDiff.load(folder, features=FeatureTable.load(folder))"
+            raise TsaeError(what, where=f"feature {self.index}", fix=fix)
         return top_contexts(self.source, self.index, n, reader=reader)
 
     def show(self, n: int = 4, *, reader: str | None = None) -> None:

@@ -36,7 +36,7 @@ import torch
 from torch.autograd import forward_ad
 from tqdm.auto import tqdm
 
-from tsae.activations.forward_batches import plan_batches
+from tsae.activations.forward_batches import pad, plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
 from tsae.base.artefact import Kind, write_artefact
@@ -48,7 +48,7 @@ from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.tokenizers import load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
 from tsae.diff.config import InfluenceConfig
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
@@ -135,18 +135,18 @@ def _check(
     rollouts: tuple[Rollouts, Rollouts],
 ) -> list[int]:
     """Check that everything fits together, and return the special token ids of the checkpoint's tokenizer."""
-    folder = folder_of(checkpoint)
-    if not is_gguf(folder) and is_adapter(folder):
-        fix = "Merge it into its base: influence is of all weights."
-        raise TsaeError("is an adapter", where=checkpoint.path, fix=fix)
-    config = model.config.get_text_config()
+    folder, config = folder_of(checkpoint), model.config.get_text_config()
+    adapter, wrong = not is_gguf(folder) and is_adapter(folder), sae.d_model != config.hidden_size
+    widths = f"the SAE has d_model {sae.d_model}, the model {config.hidden_size}"
+    refuse(
+        checkpoint.path,
+        (adapter, "is an adapter", "Merge it into its base: influence is of all weights."),
+        (wrong, widths, "Give the SAE that was trained on this model's activations."),
+    )
     check_sites([sae.site], config.num_hidden_layers, checkpoint.path)
-    if sae.d_model != config.hidden_size:
-        what = f"the SAE has d_model {sae.d_model}, the model {config.hidden_size}"
-        raise TsaeError(what, where=checkpoint.path, fix="Give the SAE that was trained on this model's activations.")
     need_features(features, sae.config.d_sae, "features")
-    if not len(features) or len(set(features)) < len(features):
-        raise TsaeError("none, or one twice", where="features", fix="Give indices of features, each once.")
+    odd = not len(features) or len(set(features)) < len(features)
+    refuse("features", (odd, "none, or one twice", "Give indices of features, each once."))
     tokenizer = load_tokenizer(checkpoint)
     for given in rollouts:
         check_tokenizer(checkpoint, given, tokenizer)
@@ -158,13 +158,10 @@ def _score_weights(rollouts: Rollouts, config: InfluenceConfig) -> np.ndarray:
     """(n,) what multiplies Σ_t ∇ log π of every sample in the step of the whole batch."""
     advantages = rollouts.frame.advantage.to_numpy(dtype=float)
     missing = ~np.isfinite(advantages)
-    if missing.any() or not advantages.any():
-        what = f"{missing.sum()} of {len(advantages)} trajectories have no advantage (first: row {missing.argmax()})"
-        raise TsaeError(
-            what if missing.any() else "all advantages are 0, so that no sample pushes anything",
-            where=rollouts.origin,
-            fix="Set advantages from rewards (Rollouts.with_advantages), or drop these rows.",
-        )
+    what = f"{missing.sum()} of {len(advantages)} trajectories have no advantage (first: row {missing.argmax()})"
+    fix = "Set advantages from rewards (Rollouts.with_advantages), or drop these rows."
+    nothing = "all advantages are 0, so that no sample pushes anything"
+    refuse(rollouts.origin, (missing.any(), what, fix), (not advantages.any(), nothing, fix))
     if config.loss_type == "dapo":
         return advantages / rollouts.n_sampled.sum()
     # InfluenceConfig demands a length for dr_grpo, and only there.
@@ -246,17 +243,12 @@ class Fixed:
         problem = pd.factorize(rollouts.frame.problem_id)[0]
         size = np.bincount(problem)
         with_policy = "policy" in config.parts
+        fix = 'Give trajectories of this checkpoint, several a problem (on=…), or ask for parts ("representation",).'
+        other = next((policy for policy in rollouts.policies if policy != checkpoint.id), None)
+        foreign = f"{other} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}"
+        alone = f"{(size < 2).sum()} problems have one response, which leaves the policy part without a baseline"
         if with_policy:
-            fix = (
-                'Give trajectories of this checkpoint, several a problem (on=…), or ask for parts ("representation",).'
-            )
-            others = [policy for policy in rollouts.policies if policy != checkpoint.id]
-            if others:
-                what = f"{others[0]} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}"
-                raise TsaeError(what, where=rollouts.origin, fix=fix)
-            if size.min() < 2:
-                what = f"{(size < 2).sum()} problems have one response, which leaves the policy part without a baseline"
-                raise TsaeError(what, where=rollouts.origin, fix=fix)
+            refuse(rollouts.origin, (other is not None, foreign, fix), (size.min() < 2, alone, fix))
         return cls(rollouts, 1 / (size[problem] * len(size)), problem, special, with_policy)
 
     def score(self, values: np.ndarray) -> np.ndarray:
@@ -278,15 +270,11 @@ def padded(
     """
     prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
     for batch in plan_batches(prompt + response, batch_tokens):
-        width = int((prompt + response)[batch].max())
-        ids = torch.zeros((len(batch), width), dtype=torch.long)
-        mask, is_response = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        ids, mask = pad([np.concatenate(rollouts.tokens(int(row))) for row in rows[batch]])
+        is_response = torch.zeros_like(ids, dtype=torch.bool)
         for i, t in enumerate(batch):
-            text = np.concatenate(rollouts.tokens(int(rows[t])))
-            ids[i, : len(text)] = torch.from_numpy(text.astype(np.int64))
-            mask[i, : len(text)] = 1
-            is_response[i, prompt[t] : len(text)] = torch.from_numpy(rollouts.sampled(int(rows[t])))
-        yield rows[batch], ids.to(device), mask.to(device), is_response.to(device)
+            is_response[i, prompt[t] : prompt[t] + response[t]] = torch.from_numpy(rollouts.sampled(int(rows[t])))
+        yield rows[batch], *(part.to(device) for part in (ids, mask, is_response))
 
 
 class Forward:

@@ -35,7 +35,7 @@ from tsae.diff.comparisons import Rows, shift_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import Contrast, draw
 from tsae.diff.threads import one_blas_thread
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.features.encode import encode
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
@@ -88,11 +88,11 @@ def noise_null(
     sae, config = TemporalSAE.of(sae), config or DiffConfig()
     if config.noise_draws == 0:
         return NoiseNull(_empty(), {})
-    if features.info["sae"].get("weights") not in (None, sae.fingerprint):
-        raise TsaeError("was encoded with another SAE", where=features.origin, fix="Give the SAE that it names.")
-    if series.base.id != features.readers[0]:
-        what = f"has the base {series.base.id}, but the features were read by the base {features.readers[0]}"
-        raise TsaeError(what, where=series.name, fix="Give the checkpoints that read the features.")
+    foreign = features.made_from["sae"] not in (None, sae.fingerprint)
+    refuse(features.origin, (foreign, "was encoded with another SAE", "Give the SAE that it names."))
+    what = f"has the base {series.base.id}, but the features were read by the base {features.readers[0]}"
+    other_base = series.base.id != features.readers[0]
+    refuse(series.name, (other_base, what, "Give the checkpoints that read the features."))
     special, of_features = sorted(set(series.base.load_tokenizer().all_special_ids)), features.info["special_ids"]
     other = list({*special} ^ {*of_features})
     if first_with(features.rollouts, lambda ids: np.isin(ids, other)) is not None:

@@ -50,7 +50,7 @@ import pandas as pd
 import scipy.sparse as sp
 from scipy.stats import rankdata
 
-from tsae.activations.forward_batches import OutOfMemory, read_batches
+from tsae.activations.forward_batches import fitting, read_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.base import display
 from tsae.base.filters import need_features, several, strongest
@@ -64,7 +64,7 @@ from tsae.diff.effects import active_features
 from tsae.diff.inference import infer, weighted
 from tsae.diff.permutations import permuted_weights
 from tsae.diff.threads import one_blas_thread
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.rewards import KINDS, group_names
 from tsae.rollouts.schema import BANDS, OUTCOMES, problem_bands
@@ -95,27 +95,19 @@ def reinforcement(
             span is within the prompt.
     """
     features, config = FeatureTable.of(features), config or DiffConfig()
-    if config.within_prompt:
-        raise TsaeError(
-            f"span={config.span!r} is the same for all rollouts of a problem, and no advantage goes with it",
-            where="reinforcement",
-            fix="Use span='response' or 'all'.",
-        )
+    same = f"span={config.span!r} is the same for all rollouts of a problem, and no advantage goes with it"
+    refuse("reinforcement", (config.within_prompt, same, "Use span='response' or 'all'."))
     rows, base = Rows.of(features, config), features.readers[0]
     if policy is None and len(rows.by_reader[base, base]):
         policy = base
     read = features.rows(reader=base, policy=policy)
-    if not len(read):
-        raise TsaeError(
-            f"{base} read no trajectory of {policy!r}; policies are {', '.join(features.rollouts.policies)}",
-            where=features.origin,
-            fix="Give one of these.",
-        )
     picked = read[rows.n_tokens[read] > 0]
-    if not len(picked):
-        raise TsaeError(
-            f"no trajectory has a token of the span {config.span}", where=features.origin, fix="Choose another span."
-        )
+    foreign = f"{base} read no trajectory of {policy!r}; policies are {', '.join(features.rollouts.policies)}"
+    refuse(
+        features.origin,
+        (not len(read), foreign, "Give one of these."),
+        (not len(picked), f"no trajectory has a token of the span {config.span}", "Choose another span."),
+    )
     picked = picked[np.argsort(rows.problem[picked], kind="stable")]
     trajectories = features.trajectory[picked]
     frame = features.rollouts.frame.iloc[trajectories].reset_index(drop=True)
@@ -298,12 +290,9 @@ class Reinforcement(Tables):
         return strongest(found, "reinforcement")
 
     def _check(self, gradient: Gradient) -> None:
-        if gradient not in self.per_group:
-            raise TsaeError(
-                f"has no {gradient} gradient; there is {', '.join(self.per_group)}",
-                where="Reinforcement",
-                fix="Give series=…, so that the checkpoints read the responses that they sampled.",
-            )
+        what = f"has no {gradient} gradient; there is {', '.join(self.per_group)}"
+        fix = "Give series=…, so that the checkpoints read the responses that they sampled."
+        refuse("Reinforcement", (gradient not in self.per_group, what, fix))
 
     @one_blas_thread
     def compare(self, diff: Any) -> pd.DataFrame:
@@ -416,12 +405,8 @@ class Samples:
         group = np.unique(group_names(frame), return_inverse=True)[1]
         relative: dict[Gradient, np.ndarray] = {"natural": np.ones(len(frame))}
         if logprob is not None:
-            if (logprob > 1e-3).any():
-                raise TsaeError(
-                    f"{(logprob > 1e-3).sum()} log-probabilities are above 0",
-                    where=where,
-                    fix="Give sums of natural logarithms over response tokens in the column logprob.",
-                )
+            fix = "Give sums of natural logarithms over response tokens in the column logprob."
+            refuse(where, (n := (logprob > 1e-3).sum(), f"{n} log-probabilities are above 0", fix))
             relative["vanilla"] = relative_probabilities(logprob, group)
         problem = pd.factorize(frame.problem_id)[0]
         return cls(frame, group, problem, _weights(frame, group, problem, where), relative)
@@ -483,29 +468,23 @@ def graded_groups(samples: Samples) -> int:
 
 def _weights(frame: pd.DataFrame, group: np.ndarray, problem: np.ndarray, where: str) -> np.ndarray:
     advantage = frame.advantage.to_numpy(dtype=float)
-    if not np.isfinite(advantage).all():
-        raise TsaeError(
-            f"{(~np.isfinite(advantage)).sum()} of {len(advantage)} trajectories have no advantage",
-            where=where,
-            fix="Set advantages from rewards (Rollouts.with_advantages), capture and encode again.",
-        )
-    if problem.max() < 1:
-        raise TsaeError("has one problem only, which tells nothing of others", where=where, fix="Give several.")
+    n_lacking, largest = (~np.isfinite(advantage)).sum(), float(np.abs(advantage).max())
+    again = "Set advantages from rewards (Rollouts.with_advantages), capture and encode again."
+    refuse(
+        where,
+        (n_lacking, f"{n_lacking} of {len(advantage)} trajectories have no advantage", again),
+        (problem.max() < 1, "has one problem only, which tells nothing of others", "Give several."),
+    )
     centred = within(advantage, group)
-    if not np.isfinite(centred).all() or not np.isfinite(np.square(centred).sum()):
-        raise TsaeError(
-            f"advantages as large as {np.abs(advantage).max():.3g} cannot be computed with",
-            where=where,
-            fix="Set advantages from rewards (Rollouts.with_advantages), capture and encode again.",
-        )
+    endless = not np.isfinite(centred).all() or not np.isfinite(np.square(centred).sum())
     # If advantages are equal, only rounding errors are left: set them to 0.
-    centred[np.abs(centred) <= 1e-12 * max(1.0, float(np.abs(advantage).max()))] = 0.0
-    if not centred.any():
-        raise TsaeError(
-            "no group has rollouts that differ in advantage, so that nothing is reinforced",
-            where=where,
-            fix="Give rollouts with several responses a problem, some right and some wrong.",
-        )
+    centred[np.abs(centred) <= 1e-12 * max(1.0, largest)] = 0.0
+    nothing = "no group has rollouts that differ in advantage, so that nothing is reinforced"
+    refuse(
+        where,
+        (endless, f"advantages as large as {largest:.3g} cannot be computed with", again),
+        (not centred.any(), nothing, "Give rollouts with several responses a problem, some right and some wrong."),
+    )
     return centred / (np.bincount(problem)[problem] * (problem.max() + 1))
 
 
@@ -599,13 +578,10 @@ def response_logprobs(
         check_context(rollouts, getattr(config, "max_position_embeddings", None), config.vocab_size, rows=rows[mine])
         reader = PredictingReader(HuggingFaceReader(model, ["blocks.0.hook_resid_pre"]))
         texts = [np.concatenate(rollouts.tokens(int(rows[i]))) for i in mine]
-        try:
+        with fitting(batch_tokens, "response_logprobs"):
             for batch in read_batches(reader, texts, batch_tokens):
                 ends = np.cumsum([len(texts[i]) for i in batch.texts])
                 parts = np.split(batch.values["logprob"].double().cpu().numpy(), ends[:-1])
                 for i, part in zip(mine[batch.texts], parts, strict=True):
                     found[i] = part[prompt[i] :][rollouts.sampled(int(rows[i]))].sum()
-        except OutOfMemory as error:
-            what = f"a batch of {batch_tokens} tokens does not fit into memory"
-            raise TsaeError(what, where="response_logprobs", fix="Set a smaller batch_tokens.") from error
     return found

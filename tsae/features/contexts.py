@@ -29,7 +29,7 @@ from tsae.checkpoints.hooks import decoder_blocks
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import text_of
 from tsae.errors import TsaeError
-from tsae.features.feature_table import FeatureTable, active_counts
+from tsae.features.feature_table import FeatureTable, masked_sums
 from tsae.features.sparse_matrices import no_code, sums_by_code
 from tsae.sae.model import TemporalSAE
 
@@ -224,7 +224,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
             ),
             "lift": np.where(rare, 0.0, lifts[best, column]),
             "share": np.where(rare, 0.0, shares[best, column]),
-            "n_tokens": active_counts(features, counted),
+            "n_tokens": masked_sums(features, counted)[0],
         },
         index=pd.RangeIndex(features.n_features, name="feature"),
     )
@@ -240,8 +240,7 @@ def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5)
     mask = features.span_mask("all")
     ids, number = id_codes(features.token_ids, mask)
     code = no_code(len(mask), max(len(ids), 1))
-    for first, last in features.row_blocks():
-        tokens = slice(int(features.row_offsets[first]), int(features.row_offsets[last]))
+    for _, tokens, _ in features.row_blocks():
         code[tokens][mask[tokens]] = number[features.token_ids[tokens][mask[tokens]]]
     strings = [text_of(token_strings, i) for i in ids]
     names, share = [], []

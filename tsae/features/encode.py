@@ -32,7 +32,7 @@ from tsae.base.part import Part
 from tsae.base.progress import progress_bar
 from tsae.base.remote.mirror import local, refreshed
 from tsae.errors import TsaeError
-from tsae.features.encoded_shards import EncodedShards, Piece, Reconstruction, encode_shard
+from tsae.features.encoded_shards import EncodedShards, Piece, encode_shard, reconstructed
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE, check_fits
 from tsae.sae.quality.published_fve_check import check_published_fve, warn_where_short
@@ -77,15 +77,10 @@ def encode(
         TsaeError: where the SAE was made for another site or d_model, stability.json for another SAE, the folder
             holds pieces of another encoding, or models do not read, as `tsae.capture` says.
     """
-    stability = None
-    folder, sae = sae, TemporalSAE.of(sae, device=device)
-    if not isinstance(folder, TemporalSAE):
-        stability = Stability.beside(folder, sae.fingerprint)
-    store = store if isinstance(store, Source) else ActivationStore(store)
-    check_fits(sae, store)
+    folder, (sae, store, batch_tokens) = sae, _opened(sae, store, batch_tokens, device)
+    stability = None if isinstance(folder, TemporalSAE) else Stability.beside(folder, sae.fingerprint)
     if check and isinstance(store, ActivationStore):
         check_published_fve(sae, store)
-    batch_tokens = batch_tokens or tokens_at_once(sae)
     if to is None:
         total = sum(_n_tokens(store, shard) for shard in store.shards())
         with progress_bar("encode", "token", total, shown=progress) as bar:
@@ -129,13 +124,20 @@ def encode_part(
     Raises:
         TsaeError: as `encode`.
     """
-    sae = TemporalSAE.of(sae, device=device)
-    store = store if isinstance(store, Source) else ActivationStore(store)
-    check_fits(sae, store)
-    batch_tokens = batch_tokens or tokens_at_once(sae)
+    sae, store, batch_tokens = _opened(sae, store, batch_tokens, device)
     pieces = _encode_missing(sae, store, local(to), part, batch_tokens, progress)
     refreshed(pieces.path)
     return sum(number not in pieces for number in range(len(pieces.names)))
+
+
+def _opened(
+    sae: TemporalSAE | str | Path, store: Source | str | Path, batch_tokens: int | None, device: str | None
+) -> tuple[TemporalSAE, Source, int]:
+    """The SAE and the store, which fit together, and how many tokens are encoded at once."""
+    sae = TemporalSAE.of(sae, device=device)
+    store = store if isinstance(store, Source) else ActivationStore(store)
+    check_fits(sae, store)
+    return sae, store, batch_tokens or tokens_at_once(sae)
 
 
 def encoded(folder: Path) -> bool:
@@ -226,7 +228,7 @@ def _content(sae: TemporalSAE, store: Source, shard: Shard, batch_tokens: int) -
 def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability: Stability | None) -> FeatureTable:
     """The table of all pieces, which come in the order of the store's shards; without their codes."""
     shards = list(store.outlines())
-    quality = [Reconstruction(sae.d_model) for _ in store.readers]
+    quality = np.zeros((len(store.readers), 5 + sae.d_model))
     n_tokens = sum(_n_tokens(store, shard) for shard in shards)
     token_ids, outlier = np.empty(n_tokens, dtype=np.int32), np.empty(n_tokens, dtype=bool)
     lengths, trajectory, reader, place = [np.zeros(1, dtype=np.int64)], [], [], 0
@@ -235,7 +237,7 @@ def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability:
         token_ids[tokens], outlier[tokens] = piece.token_ids, piece.outlier
         lengths.append(piece.lengths)
         trajectory.append(shard.trajectory[store.rows[shard.trajectory]])
-        quality[owner].add_sums(piece.quality)
+        quality[owner] += piece.quality
         reader.append(np.full(len(piece.lengths), owner, dtype=np.int32))
     if not n_tokens:
         raise TsaeError("no trajectory was read by these readers", where=store.path, fix="Choose a larger part.")
@@ -243,7 +245,7 @@ def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability:
     for id, found in zip(store.readers, quality, strict=True):
         info = store.reader_info(id)
         facts = {name: info[name] for name in READER_INFO} | {"weights": info.get("weights")}
-        records.append({**facts, **found.summary()})
+        records.append({**facts, **reconstructed(found)})
     nothing = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32), np.zeros(len(token_ids) + 1, dtype=np.int32)
     return FeatureTable(
         codes=sp.csr_array(nothing, shape=(len(token_ids), sae.config.d_sae)),

@@ -180,30 +180,22 @@ def encode_shard(
     else:
         found = _stored(sae, shard, tokens, batch_tokens, bar)
         sizes = np.diff([*range(0, len(tokens), batch_tokens), len(tokens)])
-    quality = Reconstruction(sae.d_model)
+    quality = np.zeros(5 + sae.d_model)
     ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     nothing = sp.csr_array((0, sae.config.d_sae), dtype=np.float32)
     held: list[Any] = [nothing] * len(sizes)
     beyond, waiting, added = np.zeros(len(tokens), dtype=bool), dict[int, np.ndarray](), 0
     for number, x, codes in found:
         place = slice(ends[number], ends[number + 1])
-        one = Reconstruction(sae.d_model)
-        one.add(x, codes, counted[place])
         # Copied: what was made while the dense codes lay in memory lies behind them, and leaves a hole in the heap.
-        held[number], beyond[place], waiting[number] = codes.sparse.copy(), codes.beyond, one.sums()
+        held[number], beyond[place] = codes.sparse.copy(), codes.beyond
+        waiting[number] = reconstruction(x, codes, counted[place])
         del x, codes
         while added in waiting:  # in order, whatever the order in which they are read
-            quality.add_sums(waiting.pop(added))
+            quality += waiting.pop(added)
             added += 1
     whole = sp.csr_array(sp.vstack(held, format="csr") if held else nothing)
-    piece = Piece(
-        token_ids=shard.token_ids[tokens],
-        lengths=lengths[kept],
-        outlier=beyond,
-        quality=quality.sums(),
-        nnz=whole.nnz,
-    )
-    return piece, whole
+    return Piece(shard.token_ids[tokens], lengths[kept], beyond, quality, whole.nnz), whole
 
 
 _Found = Iterator[tuple[int, torch.Tensor, Codes]]
@@ -277,42 +269,25 @@ def _codes(sae: TemporalSAE, x: torch.Tensor) -> Codes:
     return Codes(sp.csr_array((values_here, indices, ends), shape=shape), outliers, x_hat)
 
 
-class Reconstruction:
-    """FVE and L0 of one reader over the tokens of the span "all" that are not outliers, and the share of outliers."""
+def reconstruction(x: torch.Tensor, codes: Codes, counted: np.ndarray) -> np.ndarray:
+    """(5 + d_model,) float64 sums over those of some tokens that are counted, an (n,) mask; sums of parts add up.
 
-    def __init__(self, d_model: int) -> None:
-        self.n, self.n_beyond, self.active, self.error, self.square = 0, 0, 0, 0.0, 0.0
-        self.total = torch.zeros(d_model, dtype=torch.float64)
+    Tokens that are not outliers, and of these active codes, squared errors, squares and activations; and, in the second
+    place, outliers. x (n, d_model) lies where its reconstruction does.
+    """
+    mask = counted & ~codes.beyond
+    kept = torch.from_numpy(mask).to(x.device)
+    x, x_hat = x[kept].double(), codes.x_hat[kept].double()
+    active, error = np.diff(codes.sparse.indptr)[mask].sum(), (x - x_hat).pow(2).sum().item()
+    total = reduce(x, "token d_model -> d_model", "sum").tolist()
+    return np.array([len(x), (counted & codes.beyond).sum(), active, error, x.pow(2).sum().item(), *total])
 
-    def add(self, x: torch.Tensor, codes: Codes, counted: np.ndarray) -> None:
-        """Add those of (n, d_model) tokens that are counted, an (n,) mask. x lies where its reconstruction does."""
-        mask = counted & ~codes.beyond
-        kept = torch.from_numpy(mask).to(x.device)
-        x, x_hat = x[kept].double(), codes.x_hat[kept].double()
-        self.n += len(x)
-        self.n_beyond += int((counted & codes.beyond).sum())
-        self.active += int(np.diff(codes.sparse.indptr)[mask].sum())
-        self.error += (x - x_hat).pow(2).sum().item()
-        self.square += x.pow(2).sum().item()
-        self.total += reduce(x, "token d_model -> d_model", "sum").cpu()
 
-    def sums(self) -> np.ndarray:
-        """(5 + d_model,) float64: what `add_sums` takes."""
-        return np.array([self.n, self.n_beyond, self.active, self.error, self.square, *self.total.tolist()])
-
-    def add_sums(self, sums: np.ndarray) -> None:
-        """Add what another has summed up."""
-        self.n, self.n_beyond, self.active = (
-            mine + int(more) for mine, more in zip((self.n, self.n_beyond, self.active), sums, strict=False)
-        )
-        self.error += float(sums[3])
-        self.square += float(sums[4])
-        self.total += torch.from_numpy(sums[5:])
-
-    def summary(self) -> dict[str, float | int | None]:
-        share = self.n_beyond / max(self.n + self.n_beyond, 1)
-        if self.n == 0:
-            return {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": share}
-        fve = explained(self.error, self.square, self.total, self.n)
-        known = None if math.isnan(fve) else fve
-        return {"n_tokens": self.n, "fve": known, "l0": self.active / self.n, "outlier_share": share}
+def reconstructed(sums: np.ndarray) -> dict[str, float | int | None]:
+    """FVE and L0 over the tokens that are not outliers, and the share of outliers, by the sums of `reconstruction`."""
+    n, n_beyond, active, error, square = sums[:5].tolist()
+    share = n_beyond / max(n + n_beyond, 1)
+    if n == 0:
+        return {"n_tokens": 0, "fve": None, "l0": None, "outlier_share": share}
+    fve = explained(error, square, torch.from_numpy(sums[5:]), int(n))
+    return {"n_tokens": int(n), "fve": None if math.isnan(fve) else fve, "l0": active / n, "outlier_share": share}

@@ -44,6 +44,7 @@ from tsae.features.sparse_matrices import (
     StoredRows,
     columns_of,
     row_blocks,
+    stretches,
     write_columns,
     write_rows,
 )
@@ -164,10 +165,8 @@ class FeatureTable:
     def counts(self, mask: np.ndarray) -> np.ndarray:
         """(n_rows,) how many tokens of a (n_tokens,) mask each row has."""
         found = np.zeros(self.n_rows, dtype=np.int64)
-        for first, last in self.row_blocks():
-            ends = self.row_offsets[first : last + 1]
-            so_far = np.r_[0, mask[int(ends[0]) : int(ends[-1])].cumsum()]
-            found[first:last] = np.diff(so_far[ends - ends[0]])
+        for rows, tokens, ends in self.row_blocks():
+            found[rows] = np.diff(np.r_[0, mask[tokens].cumsum()][ends])
         return found
 
     @cached_property
@@ -193,7 +192,8 @@ class FeatureTable:
         """
         sae = self.info.get("sae") or {}
         if "n_experts" in sae or sae.get("weights") != weights or self.n_features != d_sae:
-            raise TsaeError("was encoded with another SAE", where=self.origin, fix="Give the SAE that it was read by.")
+            what = f"was encoded with another SAE ({sae.get('weights')}) than the one given ({weights})"
+            raise TsaeError(what, where=self.origin, fix="Give the SAE that it was read by, or encode again.")
 
     @property
     def made_from(self) -> dict[str, str | None]:
@@ -239,14 +239,11 @@ class FeatureTable:
             raise TsaeError(f"the codes of feature {feature} are not finite", where=self.origin, fix="Encode again.")
         return found.indices, found.data
 
-    def row_blocks(self, n_tokens: int = _AT_ONCE) -> Iterator[tuple[int, int]]:
-        """(first row, last row + 1) of rows with about so many tokens together, at least one."""
-        first = 0
-        while first < self.n_rows:
-            limit = int(self.row_offsets[first]) + n_tokens
-            last = max(first + 1, int(np.searchsorted(self.row_offsets, limit, side="right")) - 1)
-            yield first, last
-            first = last
+    def row_blocks(self) -> Iterator[tuple[slice, slice, np.ndarray]]:
+        """(rows, their tokens, where each row begins among these, and where the last one ends), block by block."""
+        for first, last in stretches(np.diff(self.row_offsets), _AT_ONCE):
+            ends = self.row_offsets[first : last + 1]
+            yield slice(first, last), slice(int(ends[0]), int(ends[-1])), ends - ends[0]
 
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
         """(n_tokens,) bool: tokens of a span; see `tsae.activations.spans.span_mask`. Outliers never count.
@@ -255,11 +252,9 @@ class FeatureTable:
             TsaeError: for thinking, where no response has any.
         """
         special, mask = self.info["special_ids"], np.zeros(len(self.token_ids), dtype=bool)
-        for first, last in self.row_blocks():
-            ends = self.row_offsets[first : last + 1]
-            tokens = slice(int(ends[0]), int(ends[-1]))
-            ids, trajectory = self.token_ids[tokens], self.trajectory[first:last]
-            mask[tokens] = rows_mask(ids, ends - ends[0], self.rollouts, trajectory, span, special)
+        for rows, tokens, ends in self.row_blocks():
+            ids, trajectory = self.token_ids[tokens], self.trajectory[rows]
+            mask[tokens] = rows_mask(ids, ends, self.rollouts, trajectory, span, special)
         if len(self.outlier):
             mask &= ~self.outlier
         return mask
@@ -278,16 +273,13 @@ class FeatureTable:
 
     def _means(self, mask: np.ndarray) -> Iterator[sp.csr_array]:
         """Means over the tokens of a mask, in blocks of rows."""
-        for first, last in self.row_blocks():
-            ends = self.row_offsets[first : last + 1]
-            codes = self.codes[int(ends[0]) : int(ends[-1])]
+        for _, tokens, ends in self.row_blocks():
+            codes, counted, n = self.codes[tokens], mask[tokens], len(ends) - 1
             index = codes.indices.dtype  # with another one, the product would copy all codes' indices
-            counted = mask[int(ends[0]) : int(ends[-1])]
-            tokens = np.flatnonzero(counted).astype(index)
-            rows = np.repeat(np.arange(last - first, dtype=index), np.diff(ends))[counted]
-            counts = np.bincount(rows, minlength=last - first)
-            weight = (1 / counts[rows]).astype(np.float32)
-            yield sp.csr_array(sp.csr_array((weight, (rows, tokens)), shape=(last - first, codes.shape[0])) @ codes)
+            place = np.flatnonzero(counted).astype(index)
+            row = np.repeat(np.arange(n, dtype=index), np.diff(ends))[counted]
+            weight = (1 / np.bincount(row, minlength=n)[row]).astype(np.float32)
+            yield sp.csr_array(sp.csr_array((weight, (row, place)), shape=(n, codes.shape[0])) @ codes)
 
     def rows(self, *, reader: str | Sequence[str], policy: str | Sequence[str] | None = None) -> np.ndarray:
         """Rows of a reader or several, over the trajectories of one policy, of several or of all."""
@@ -328,9 +320,7 @@ class FeatureTable:
                 means[span] = _digest(mask), written._means(mask)
             write_means(folder, means, (self.n_rows, self.n_features))
             there = [*_FILES, *([] if self.stability is None else [STABILITY])]
-            sae = (self.info.get("sae") or {}).get("weights")
-            gives = {"rollouts": self.rollouts.fingerprint, "labels": self.rollouts.labels_fingerprint, "sae": sae}
-            content = {**self.info, "n_features": self.n_features}
+            content, gives = {**self.info, "n_features": self.n_features}, self.made_from
             write_artefact(folder, FEATURES, content, there=there, gives=gives, **{"inputs": gives, **made})
         for name in (*there, FEATURES.main, MANIFEST):  # this one last, there too
             published(folder / name)
@@ -447,17 +437,18 @@ def read_codes(folder: Path, n_features: int) -> tuple[StoredRows, dict[str, np.
     return codes, arrays
 
 
-def active_counts(features: FeatureTable, mask: np.ndarray) -> np.ndarray:
-    """(n_features,) on how many of the tokens of a (n_tokens,) mask each feature is active."""
-    counts = np.zeros(features.n_features, dtype=np.int64)
+def masked_sums(features: FeatureTable, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n_features,) on how many of the tokens of a (n_tokens,) mask each feature is active, and its sum there."""
+    fired, total = np.zeros(features.n_features, dtype=np.int64), np.zeros(features.n_features)
     for codes, counted in masked_blocks(features, mask):
-        counts += np.bincount(codes[np.flatnonzero(counted)].indices, minlength=len(counts))
-    return counts
+        mine = codes[np.flatnonzero(counted)]
+        fired += np.bincount(mine.indices[mine.data > 0], minlength=len(fired))
+        total += np.bincount(mine.indices, weights=mine.data, minlength=len(total))
+    return fired, total
 
 
 def masked_blocks(features: FeatureTable, mask: np.ndarray) -> Iterator[tuple[sp.csr_array, np.ndarray]]:
     """(codes, mask) of the table's tokens, a block of rows at a time; blocks that the mask leaves out are not read."""
-    for first, last in features.row_blocks():
-        tokens = slice(int(features.row_offsets[first]), int(features.row_offsets[last]))
+    for _, tokens, _ in features.row_blocks():
         if mask[tokens].any():
             yield features.codes[tokens], mask[tokens]

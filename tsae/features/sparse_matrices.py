@@ -56,6 +56,11 @@ class StoredFile:
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
         self.attributes |= {f"{name}/{key}": value for key, value in words(found)}
 
+    def need(self, whole: bool | np.bool_, found: str) -> None:
+        """Raise a TsaeError where what was found is not what a whole file has."""
+        if not whole:
+            raise TsaeError(f"is damaged: {found}", where=self.path, fix="Make it anew.")
+
     def length(self, name: str) -> int:
         """Entries of a dataset.
 
@@ -73,17 +78,14 @@ class StoredFile:
         """
         offset, shape, dtype = self._places[name]
         stop = shape[0] if stop is None else stop
-        if not 0 <= start <= stop <= shape[0]:
-            wanted = f"names entries {start} to {stop} of {name}, which has {shape[0]}"
-            raise TsaeError(f"is damaged: it {wanted}", where=self.path, fix="Make it anew.")
+        self.need(0 <= start <= stop <= shape[0], f"it names entries {start} to {stop} of {name}, which has {shape[0]}")
         found = np.empty(stop - start, dtype=dtype)
         if offset is None:
             return found
         view, place = found.data.cast("B"), offset + start * dtype.itemsize
         while len(view):  # one read gives two gigabytes at most
             n = os.preadv(self._file, [view], place)
-            if not n:
-                raise TsaeError("has become shorter while it was read", where=self.path, fix="Make it anew.")
+            self.need(n > 0, "it has become shorter while it was read")
             view, place = view[n:], place + n
         return found
 
@@ -106,14 +108,13 @@ class _Lines:
         return self._ascending(self._file.read(self._offsets))
 
     def _ascending(self, ends: np.ndarray) -> np.ndarray:
-        if (np.diff(ends) < 0).any():
-            raise TsaeError(f"is damaged: {self._offsets} go back", where=self._file.path, fix="Make it anew.")
+        self._file.need((np.diff(ends) >= 0).all(), f"{self._offsets} go back")
         return ends
 
     def _inside(self, indices: np.ndarray) -> np.ndarray:
-        if len(indices) and (indices.min() < 0 or indices.max() >= self._width):
-            found = f"{self._indices} go from {indices.min()} to {indices.max()}, expected 0 to {self._width - 1}"
-            raise TsaeError(f"is damaged: {found}", where=self._file.path, fix="Make it anew.")
+        low, high = indices.min(initial=0), indices.max(initial=-1)
+        expected = f"expected 0 to {self._width - 1}"
+        self._file.need(low >= 0 and high < self._width, f"{self._indices} go from {low} to {high}, {expected}")
         return indices
 
     def take(self, key: Key) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -265,17 +266,12 @@ class PickedColumns:
     def dense(self, some: np.ndarray) -> np.ndarray:
         """(n_rows, len(some)) float32 of the columns with these places among `features`."""
         values, wanted = np.zeros((len(self.rows), len(some)), dtype=np.float32), self.features[some]
-        ends = (self.columns.indptr[wanted + 1] - self.columns.indptr[wanted]).cumsum()
-        low = 0
-        while low < len(wanted):
-            fitting = int(np.searchsorted(ends, (ends[low - 1] if low else 0) + _READ, side="right"))
-            high = max(low + 1, fitting)
+        for low, high in stretches(self.columns.indptr[wanted + 1] - self.columns.indptr[wanted], _READ):
             found = self.columns[:, wanted[low:high]]
             row = self._place[found.indices]
             inside = row >= 0
             column = np.repeat(np.arange(low, high, dtype=np.int32), np.diff(found.indptr))
             values[row[inside], column[inside]] = found.data[inside]
-            low = high
         return values
 
     def weighted(self, weights: np.ndarray) -> np.ndarray:
@@ -309,12 +305,17 @@ def row_blocks(rows: Rows, at_once: int = _BLOCK) -> Iterator[tuple[int, sp.csr_
 
 def column_blocks(columns: Columns, widest: int, at_once: int = _READ) -> Iterator[tuple[int, sp.csc_array]]:
     """(first column, columns from there on): as many as have so many non-zeros, at least one and at most `widest`."""
-    ends = columns.indptr
-    first, n = 0, columns.shape[1]
-    while first < n:
-        fitting = int(np.searchsorted(ends, int(ends[first]) + at_once, side="right")) - 1
-        last = min(max(fitting, first + 1), first + widest, n)
+    for first, last in stretches(np.diff(columns.indptr), at_once, widest):
         yield first, columns[:, first:last]
+
+
+def stretches(sizes: np.ndarray, at_once: int, widest: int | None = None) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of neighbours whose (n,) sizes add up to so much at most; at least one, at most `widest`."""
+    ends, first = np.r_[0, sizes.cumsum(dtype=np.int64)], 0
+    while first < len(sizes):
+        fitting = int(np.searchsorted(ends, ends[first] + at_once, side="right")) - 1
+        last = min(max(fitting, first + 1), first + (widest or len(sizes)))
+        yield first, last
         first = last
 
 
@@ -419,12 +420,9 @@ def grouped_sums(values: Rows, rows: np.ndarray, group: np.ndarray, weight: np.n
 
 def weighted_sums(columns: Columns, weights: np.ndarray, some: np.ndarray) -> np.ndarray:
     """(len(some), n) float64: all rows' sum in some columns, each row times its weight, of (n_rows, n) weights."""
-    sums, ends = np.zeros((len(some), weights.shape[1])), np.diff(columns.indptr)[some].cumsum()
-    low = 0
-    while low < len(some):
-        high = max(low + 1, int(np.searchsorted(ends, (ends[low - 1] if low else 0) + _COLUMNS, side="right")))
+    sums = np.zeros((len(some), weights.shape[1]))
+    for low, high in stretches(np.diff(columns.indptr)[some], _COLUMNS):
         sums[low:high] = columns[:, some[low:high]].T @ weights
-        low = high
     return sums
 
 

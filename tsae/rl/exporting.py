@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from tsae.activations.forward_batches import OutOfMemory, read_batches
+from tsae.activations.forward_batches import fitting, read_batches
 from tsae.activations.store import ActivationStore
 from tsae.base.files import as_path
 from tsae.checkpoints.hooks import PredictingReader
@@ -169,16 +169,13 @@ def read_logprob(
     reading = open_reference(reference, sae["site"], sae["d_model"], device=device)
     features.need_weights(reference)
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
-    try:
-        texts = [features.token_ids[span] for span in spans]
+    texts = [features.token_ids[span] for span in spans]
+    with fitting(batch_tokens, "read_logprob"):
         for batch in read_batches(PredictingReader(reading), texts, batch_tokens):
             ends = np.cumsum([len(texts[i]) for i in batch.texts])
             parts = np.split(batch.values["logprob"].cpu().numpy(), ends[:-1])
             for i, part in zip(batch.texts, parts, strict=True):
                 found[spans[i]] = part
-    except OutOfMemory as error:
-        what = f"a batch of {batch_tokens} tokens does not fit into memory"
-        raise TsaeError(what, where="read_logprob", fix="Set a smaller batch_tokens (--batch-tokens).") from error
     return found
 
 
