@@ -74,20 +74,11 @@ def test_steps_are_torchs_own(optimiser: Optimiser) -> None:
     [
         ("constant_with_warmup", {}),
         ("linear", {}),
-        ("cosine", {}),
-        ("cosine", {"num_cycles": 1.7}),
-        ("cosine_with_restarts", {}),
         ("cosine_with_restarts", {"num_cycles": 3}),
         ("cosine_with_min_lr", {"min_lr": 1e-4}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.7}),
-        ("polynomial", {}),
         ("polynomial", {"lr_end": 1e-5, "power": 2.0}),
         ("inverse_sqrt", {}),
-        ("inverse_sqrt", {"timescale": 7}),
-        ("warmup_stable_decay", {"num_decay_steps": 8}),
         ("warmup_stable_decay", {"num_decay_steps": 5, "num_stable_steps": 6, "min_lr_ratio": 0.2}),
-        ("warmup_stable_decay", {"num_decay_steps": 8, "warmup_type": "cosine", "decay_type": "linear"}),
-        ("warmup_stable_decay", {"num_decay_steps": 8, "warmup_type": "1-sqrt", "decay_type": "1-sqrt"}),
     ],
 )
 @pytest.mark.parametrize("warmup", [0, 4])
@@ -108,15 +99,12 @@ def test_schedules_are_those_of_transformers(name: str, shape: dict[str, Any], w
     [
         ("linear", {"num_cycles": 2}, "does not fit a linear schedule"),
         ("cosine", {"num_cycles": "many"}, "does not fit a cosine"),
-        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "curves are linear, cosine"),
+        ("cosine_with_min_lr", {"min_lr": float("nan")}, "a number is not finite"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "does not fit .*decay type"),
         ("warmup_stable_decay", {}, "does not fit .*num_decay_steps"),
+        ("cosine", None, "needs the number of steps"),
     ],
 )
-def test_shapes_that_a_schedule_does_not_have(schedule: Any, shape: dict[str, Any], said: str) -> None:
+def test_schedules_that_cannot_be_are_refused(schedule: Any, shape: dict[str, Any] | None, said: str) -> None:
     with pytest.raises(TsaeError, match=said):
-        Optimiser("adam", 1e-3, schedule, n_steps=9, shape=shape)
-
-
-def test_a_schedule_that_ends_needs_its_end() -> None:
-    with pytest.raises(TsaeError, match="needs the number of steps"):
-        Optimiser("adam", 1e-3, "cosine")
+        Optimiser("adam", 1e-3, schedule, n_steps=None if shape is None else 9, shape=shape or {})

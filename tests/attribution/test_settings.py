@@ -379,6 +379,8 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
         ({"temperature": -1}, "temperature=-1"),
         ({"generation_batch_size": 64}, "without the number of processes does not say how rows became steps"),
         ({"warmup_steps": "soon"}, "warmup_steps='soon' is not a number"),
+        ({"gradient_accumulation_steps": 0}, "accumulation=0"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 0}, "learning_rate=0"),
     ],
 )
 def test_what_is_not_replayed_is_said(changed: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import yaml
 from safetensors import safe_open
 
 from tsae.attribution.readers import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl
+from tsae.attribution.readers.words import trainer_of
 from tsae.attribution.training.settings import Optimiser, RunSettings
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.inert_pickle import read_dataclass
@@ -34,8 +35,11 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.trainers.tsae_log import FORMAT as RUN_LOG
 
-_OTHERS: tuple[Any, ...] = (verl, nemo_rl, open_instruct, prime_rl, openrlhf, ms_swift)
-"""Readers of other trainers. TRL's is asked last: its words are transformers', which others use too."""
+_OTHERS: dict[str, Any] = {
+    "verl": verl, "nemo_rl": nemo_rl, "open_instruct": open_instruct, "prime_rl": prime_rl, "openrlhf": openrlhf,
+    "ms_swift": ms_swift,
+}  # fmt: skip
+"""Readers of other trainers than TRL."""
 _STATE = "trainer_state.json"
 _CORRECT = "Correct the file, or remove it."
 _WANDB = ("", "wandb/latest-run/", "wandb/run-*/", "wandb/offline-run-*/")
@@ -95,7 +99,10 @@ def read_settings(where: str | Path, *, version: str | None = None) -> RunSettin
         state = max(states, key=lambda state: state.get("global_step", 0), default={})
         n_steps = max(0, int(state.get("max_steps") or 0)) or None
     with reading(file, _CORRECT):
-        found = _read(settings, file, folders, n_steps, version)
+        try:
+            found = _read(settings, file, folders, n_steps, version)
+        except ZeroDivisionError as error:
+            raise ValueError("a size in it is 0, or larger than what it divides") from error
     with reading(folders[0] / _STATE, _CORRECT):
         _check_rates(found.optimiser, state, file)
     return found
@@ -104,16 +111,13 @@ def read_settings(where: str | Path, *, version: str | None = None) -> RunSettin
 def _read(
     settings: Mapping[str, Any], file: Path, folders: list[Path], n_steps: int | None, version: str | None
 ) -> RunSettings:
-    for reader in _OTHERS:
-        if reader.is_mine(settings):
-            found: RunSettings = reader.of(settings, file=file, steps=n_steps)
-            return replace(found, version=version or found.version)
-    if not (trl.is_mine(settings) or file.name.startswith("training_args")):
-        raise TsaeError(
-            "does not hold the settings of a trainer that is known",
-            where=file,
-            fix="Give the file with all settings of the training.",
-        )
+    trainer = trainer_of(settings)
+    if reader := _OTHERS.get(trainer or ""):
+        found: RunSettings = reader.of(settings, file=file, steps=n_steps)
+        return replace(found, version=version or found.version)
+    if trainer is None and not file.name.startswith("training_args"):
+        fix = "Give the file with all settings of the training."
+        raise TsaeError("does not hold the settings of a trainer that is known", where=file, fix=fix)
     beside = trl.Beside(
         version or settings.get("trl_version") or _version(folders),
         n_steps,
@@ -128,8 +132,7 @@ def _read(
 def _claimed(file: Path) -> bool:
     """Whether a file of any name holds settings; one that is damaged is passed over."""
     with suppress(TsaeError):
-        settings = _load(file)
-        return any(reader.is_mine(settings) for reader in (*_OTHERS, trl))
+        return trainer_of(_load(file)) is not None
     return False
 
 
@@ -149,9 +152,8 @@ def _load(file: Path) -> dict[str, Any]:
     if file.suffix == ".bin":
         of, found = read_dataclass(file)
         if "GRPO" not in of.rpartition(".")[2]:
-            raise TsaeError(
-                f"holds a {of}, expected a GRPOConfig", where=file, fix="Give the settings of the training."
-            )
+            what = f"holds a {of}, expected a GRPOConfig"
+            raise TsaeError(what, where=file, fix="Give the settings of the training.")
         return found
     if file.suffix == ".wandb":
         return read_config(file)

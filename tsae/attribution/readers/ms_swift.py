@@ -14,31 +14,6 @@ from tsae.attribution.readers import trl
 from tsae.attribution.readers.words import Words
 from tsae.attribution.training.settings import RunSettings
 
-_OURS = {
-    "tau_pos": "sapo_temperature_pos",
-    "tau_neg": "sapo_temperature_neg",
-    "overlong_filter": "mask_truncated_completions",
-    "rollout_importance_sampling_mode": "vllm_importance_sampling_mode",
-    "rollout_importance_sampling_threshold": "vllm_importance_sampling_clip_max",
-}
-_TRL = (
-    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay seed "
-    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_steps per_device_train_batch_size steps_per_generation "
-    "gradient_accumulation_steps generation_batch_size num_processes world_size bf16 fp16 torch_dtype deepspeed "
-    "num_generations num_iterations max_completion_length temperature beta loss_type epsilon epsilon_high delta "
-    "importance_sampling_level top_entropy_quantile sync_ref_model ref_model_sync_steps ref_model_mixup_alpha use_vllm "
-    "scale_rewards lora_dropout logging_steps use_liger_kernel neftune_noise_alpha"
-)
-_ODD = (
-    "optimizer multi_turn_scheduler quant_method off_policy_sequence_mask_delta chord_sft_dataset sdar_loss_coef "
-    "advantage_reweight teacher_model teacher_model_server async_generate"
-)
-
-
-def is_mine(settings: Mapping[str, Any]) -> bool:
-    """Whether settings are ms-swift's."""
-    return "rlhf_type" in settings and "num_generations" in settings
-
 
 def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSettings:
     """The settings of a run; `steps` are updates.
@@ -46,12 +21,12 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     Raises:
         TsaeError: for a word that is not known, and for what is not replayed.
     """
-    words = Words(settings, file)
-    words.usual(f"rlhf_type=grpo rollout_importance_sampling_mode=token_truncate|token_mask {_ODD}")
+    words = Words(settings, file, "ms_swift")
+    words.refuse()
     if words.get("rollout_importance_sampling_mode"):  # It weighs the KL term, too.
-        words.usual("beta")
-    given = {name: settings[name] for name in _TRL.split() if name in settings}
-    given |= {ours: settings[name] for name, ours in _OURS.items() if settings.get(name) is not None}
+        words.need("beta")
+    given = {name: settings[name] for name in words.table["trl"].split() if name in settings}
+    given |= {ours: settings[name] for name, ours in words.table["ours"].items() if settings.get(name) is not None}
     given["vllm_importance_sampling_correction"] = "vllm_importance_sampling_mode" in given
     if given.get("importance_sampling_level") == "sequence_token":  # The gradient of sequence.
         given["importance_sampling_level"] = "sequence"

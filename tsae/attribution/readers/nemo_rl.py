@@ -17,20 +17,6 @@ from tsae.attribution.training.loss import Correction, PolicyLoss
 from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
-_LOSS = (
-    "reference_policy_kl_penalty reference_policy_kl_type kl_input_clamp_value kl_output_clamp_value ratio_clip_min "
-    "ratio_clip_max ratio_clip_c use_on_policy_kl_approximation use_importance_sampling_correction token_level_loss "
-    "truncated_importance_sampling_type truncated_importance_sampling_ratio truncated_importance_sampling_ratio_min "
-    "sequence_level_importance_ratios force_on_policy_ratio use_cispo disable_ppo_ratio"
-)
-_CUTS = {"tis": "truncate", "icepop": "mask"}
-_ODD = "seq_logprob_error_threshold invalid_tool_call_advantage malformed_thinking_advantage"
-
-
-def is_mine(settings: Mapping[str, Any]) -> bool:
-    """Whether settings are NeMo-RL's."""
-    return {"grpo", "loss_fn", "policy"} <= {str(name).split(".")[0] for name in settings}
-
 
 def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSettings:
     """The settings of a run; `steps` are generations.
@@ -38,59 +24,50 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     Raises:
         TsaeError: for a word that is not known, and for what is not replayed.
     """
-    words = Words(settings, file)
-    words.only("loss_fn.", _LOSS)
-    words.only("policy.optimizer.kwargs.", "lr weight_decay betas eps foreach fused")
-    words.usual("megatron_cfg.enabled optimizer.name=torch.optim.AdamW", "policy.")
-    words.usual(_ODD, "grpo.")
-    size = words.take("prompts=num_prompts_per_step n=num_generations_per_prompt last=max_num_steps:0", "grpo.")
-    size |= words.take("mini=policy.train_global_batch_size drops=grpo.use_dynamic_sampling:false")
+    words = Words(settings, file, "nemo_rl")
+    words.refuse()
+    size, run = words.take("size"), words.take("run")
     updates = words.updates(int(size["prompts"] * size["n"]), int(size["mini"]))
-    given = words.take("learning_rate=lr weight_decay=weight_decay:0.01 eps=eps:1e-8", "policy.optimizer.kwargs.")
-    given |= words.take("max_grad_norm=policy.max_grad_norm:null")
-    given["betas"] = tuple(map(float, words.get("policy.optimizer.kwargs.betas", default=(0.9, 0.999))))
-    optimiser = Optimiser(
-        points=_points(words.get("policy.scheduler"), file), schedule="constant", every=updates, **given
-    )
-    lora = words.take("on=enabled:false dropout=dropout:0.0", "policy.dtensor_cfg.lora_cfg.")
+    points = _points(words.get("policy.scheduler"), file)
     facts = {
         "num_generations": int(size["n"]),
         "max_steps": (size["last"] or steps or 0) * updates or None,
         "advantages": "logged",
+        "order": "log",
+        **words.table["fixes"],
     }
-    facts |= {"order": "log", "sampler_fix": "train_data_step*.jsonl holds generation_logprobs: import it anew"}
-    rest: dict[str, Any] = {"facts": facts, "dropout": lora["on"] and lora["dropout"] > 0}
-    rest["autocast"] = "float32" if words.get("policy.precision") == "float32" else "bfloat16"
-    rest["notes"] = ("groups of equal rewards were dropped (use_dynamic_sampling)",) * size["drops"]
-    rest |= {"base": words.get("policy.model_name"), **words.take("seed=grpo.seed:42")}
-    return RunSettings(optimiser, _loss(words, updates), Batching(1, updates, 1, 1), str(file), "nemo_rl", **rest)
+    return RunSettings(
+        Optimiser(points=points, schedule="constant", every=updates, **words.take("optimiser")),
+        _loss(words, updates),
+        Batching(1, updates, 1, 1),
+        str(file),
+        "nemo_rl",
+        base=run["base"],
+        seed=run["seed"],
+        autocast="float32" if run["precision"] == "float32" else "bfloat16",
+        dropout=run["adapter"] and run["dropout"] > 0,
+        facts=facts,
+        notes=("groups of equal rewards were dropped (use_dynamic_sampling)",) * run["drops"],
+    )
 
 
 def _loss(words: Words, updates: int) -> PolicyLoss:
-    has = words.take("by_token=token_level_loss:true by_sequence=sequence_level_importance_ratios:false", "loss_fn.")
-    has |= words.take("cispo=use_cispo:false weighed=use_importance_sampling_correction:false", "loss_fn.")
-    has |= words.take("free=disable_ppo_ratio:false low=ratio_clip_min:0.2 high=ratio_clip_max:0.2", "loss_fn.")
-    bounds = words.take("low=ratio_min:null high=ratio:null", "loss_fn.truncated_importance_sampling_")
-    given = words.take("dual_clip=ratio_clip_c:null beta=reference_policy_kl_penalty:0.01", "loss_fn.")
-    given |= words.take("kl_input_clamp=kl_input_clamp_value:null kl_clamp=kl_output_clamp_value:null", "loss_fn.")
-    given |= words.take("temperature=policy.generation.temperature:1.0 mask_truncated=grpo.overlong_filtering:false")
+    given, has = words.take("loss"), words.take("ratios")
     if not has["by_token"]:
-        words.usual("grpo.overlong_filtering")  # The mean of responses leaves them out, too.
+        words.need("grpo.overlong_filtering")  # The mean of responses leaves them out, too.
     if given["beta"]:
-        words.usual("loss_fn.use_kl_in_reward")
+        words.need("loss_fn.use_kl_in_reward")
     if updates > 1:
-        words.usual("loss_fn.force_on_policy_ratio")
+        words.need("loss_fn.force_on_policy_ratio")
     given["level"] = "sequence" if has["by_sequence"] else "token"
-    cut = words.choice(_CUTS, "loss_fn.truncated_importance_sampling_type", default="tis")
     if has["weighed"]:
-        given["correction"] = Correction(f"{given['level']}_{cut}", **bounds)  # type: ignore[arg-type]
+        mode: Any = f"{given['level']}_{has['cut']}"
+        given["correction"] = Correction(mode, **words.take("bounds"))
     given |= {"epsilon": None if has["free"] else has["low"], "epsilon_high": has["high"]}
     if has["cispo"]:
         given |= {"surrogate": "cispo", "epsilon_high": 1 + has["high"], "cispo_low": 1 - has["low"]}
-    given["kl"] = words.choice({k: k for k in ("k1", "k2", "k3")}, "loss_fn.reference_policy_kl_type", default="k3")
-    by_sampler = words.flag("loss_fn.use_on_policy_kl_approximation")
-    if by_sampler or "loss_fn.positive_example_nll_weight" in words.values:  # Since 0.7.
-        given |= {"kl_corrected": True, "kl_corrected_to": "sampler" if by_sampler else "now"}
+    if has["to_sampler"] or "loss_fn.positive_example_nll_weight" in words.values:  # Since 0.7.
+        given |= {"kl_corrected": True, "kl_corrected_to": "sampler" if has["to_sampler"] else "now"}
     return PolicyLoss("step" if has["by_token"] else "grpo", **given)
 
 

@@ -16,15 +16,6 @@ from tsae.attribution.training.loss import PolicyLoss
 from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
-_LOSS = "type dppo_mask_low dppo_mask_high ipo_mask_low ipo_mask_high ipo_threshold adv_tau kl_tau teacher_tau"
-_NUMBERS = {"float32": "float32", "bfloat16": "bfloat16"}
-
-
-def is_mine(settings: Mapping[str, Any]) -> bool:
-    """Whether settings are prime-rl's."""
-    names = {str(name).split(".")[0] for name in settings}
-    return {"trainer", "orchestrator"} <= names or {"weight_broadcast", "optim", "loss"} <= names
-
 
 def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSettings:
     """The settings of a run; `steps` are updates.
@@ -32,51 +23,43 @@ def of(settings: Mapping[str, Any], *, file: Path, steps: int | None) -> RunSett
     Raises:
         TsaeError: for a word that is not known, what is not replayed, and a loss that the file does not say.
     """
-    words = Words(settings, file)
-    own = "trainer." if any(name.startswith("trainer.") for name in words.values) else ""
-    words.only(f"{own}loss.", _LOSS)
-    words.usual("loss.adv_tau=1|1.0 loss.teacher_tau optim.type=adamw model.fp8 model.quantization", own)
-    words.usual("orchestrator.algo.type=grpo|max_rl|rae|hierarchical_grpo")
-    total = words.whole(f"{own}max_steps", "max_steps", default=0) or steps
-    given = words.take(
-        "learning_rate=lr:1e-6 weight_decay=weight_decay:0.01 max_grad_norm=max_norm:1.0", f"{own}optim."
-    )
+    own = "trainer." if any(str(name).split(".")[0] == "trainer" for name in settings) else ""
+    words = Words(settings, file, "prime_rl", own)
+    words.refuse()
+    run, given, betas = words.take("run"), words.take("optimiser"), words.take("betas")
+    total = run["steps"] or steps
     if words.values.get(f"{own}optim.max_norm", "") in (None, "None"):
         given["max_grad_norm"] = None
-    given["betas"] = tuple(words.take("first=betas1:0.9 second=betas2:0.999", f"{own}optim.").values())
-    given["points"] = _points(words, f"{own}scheduler.", given["learning_rate"], total)
-    facts = {"max_steps": total, "advantages": "logged", "order": "log"}
-    facts |= words.take("num_generations=group_size|rollouts_per_example:1", "orchestrator.")
-    facts["sampler_fix"] = "traces.jsonl since 0.7 and token exports hold log-probabilities: import those"
-    rest: dict[str, Any] = {"base": words.get(f"{own}model.name", "model.name"), "autocast": "bfloat16", "facts": facts}
-    rest["weights"] = words.choice(_NUMBERS, f"{own}model.optimization_dtype", default="float32")
-    rest["dropout"] = words.number(f"{own}model.lora.dropout", default=0.0) > 0
-    loss = _loss(words, f"{own}loss.")
-    return RunSettings(Optimiser(schedule="constant", **given), loss, Batching(), str(file), "prime_rl", **rest)
+    given["points"] = _points(words, given["learning_rate"], total)
+    loss = words.take("loss")
+    bounds = "ipo" if loss["surrogate"] == "ipo" else "dppo"
+    if bounds == "dppo" and f"{own}loss.ipo_mask_low" in words.values:
+        loss["surrogate"], bounds = "ipo", "masked"
+    loss |= {"beta": 2 * loss["beta"], **words.take(bounds)}
+    facts = {"max_steps": total, "advantages": "logged", "order": "log", **words.take("facts"), **words.table["fixes"]}
+    return RunSettings(
+        Optimiser(schedule="constant", betas=(betas["first"], betas["second"]), **given),
+        PolicyLoss("step", kl="k2", kl_to="sampler", ratio_to="sampler", **loss),
+        Batching(),
+        str(file),
+        "prime_rl",
+        base=run["base"],
+        autocast="bfloat16",
+        weights=run["weights"],
+        dropout=run["dropout"] > 0,
+        facts=facts,
+    )
 
 
-def _loss(words: Words, loss: str) -> PolicyLoss:
-    surrogate: Any = words.choice({"default": "dppo", "ipo": "ipo"}, f"{loss}type", default="default")
-    bounds = "epsilon=dppo_mask_low epsilon_high=dppo_mask_high"
-    if surrogate == "ipo":
-        bounds = "epsilon=ipo_threshold:0.1 epsilon_high=ipo_threshold:0.1"
-    elif f"{loss}ipo_mask_low" in words.values:  # The default loss of 0.5.
-        surrogate, bounds = "ipo", "epsilon=ipo_mask_low epsilon_high=ipo_mask_high"
-    has = words.take("tau=kl_tau:0.001", loss)
-    has |= words.take("heat=train.sampling.temperature|sampling.temperature:1.0", "orchestrator.")
-    given: dict[str, Any] = {"beta": 2 * has["tau"], "kl": "k2", "kl_to": "sampler", "ratio_to": "sampler"}
-    return PolicyLoss("step", temperature=has["heat"], surrogate=surrogate, **words.take(bounds, loss), **given)
-
-
-def _points(words: Words, part: str, rate: float, total: int | None) -> tuple[tuple[float, float], ...]:
+def _points(words: Words, rate: float, total: int | None) -> tuple[tuple[float, float], ...]:
     """Factors of the learning rate."""
-    kind = words.choice({name: name for name in ("constant", "linear", "cosine")}, f"{part}type", default="constant")
+    kind = words.take("schedule")["kind"]
     if kind == "constant":
         return ((0, 1.0),)
     if total is None:
-        what = f"{part}type={kind} needs the number of steps of the whole training"
+        what = f"{words.own}scheduler.type={kind} needs the number of steps of the whole training"
         raise TsaeError(what, where=words.file, fix="Give max_steps.")
-    has = words.take("warmup=warmup_steps:10 least=min_lr:0.0 falls=decay_steps:10", part)
+    has = words.take("falling")
     warmup, least = has["warmup"], has["least"] / rate
     points = [(0, least or 1e-8)] * bool(warmup) + [(warmup, 1.0)]
     if kind == "cosine":

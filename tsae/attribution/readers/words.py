@@ -1,21 +1,47 @@
-"""The words of a settings file by dotted name. A word that a reader does not know makes it stop and ask."""
+"""The words of a settings file by dotted name. A word that a reader does not know makes it stop and ask.
+
+What a trainer's words mean is data: ``verl.toml`` and its like beside this module. A file has
+
+    mine       alternatives, each a list of patterns: settings in which all of one are there are this trainer's
+    refused    words that change updates in a way that is not replayed, and the values with which they do not
+    known      sections, with all their words that are known: another one that is set is refused
+    others     tables of our fields, for `Words.take`
+"""
 
 from __future__ import annotations
 
-import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
+from fnmatch import filter as matching
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tsae.base.untrusted import parse_yaml
 from tsae.errors import TsaeError
 
-_T = TypeVar("_T")
 _ELSEWHERE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*([^{}]*))?\}")
 """An interpolation as Hydra leaves it: the value of another word, or a default."""
 _UNSAID = (None, "", "null", "None", "none")
 _OFF: tuple[Any, ...] = (*_UNSAID, False, 0, "False", "false", [], {}, ())
+TRAINERS = ("verl", "nemo_rl", "open_instruct", "prime_rl", "openrlhf", "ms_swift", "trl")
+"""TRL is last: its words are transformers', which others use too."""
+
+
+@cache
+def table_of(trainer: str) -> dict[str, Any]:
+    """What a trainer's words mean."""
+    return tomllib.loads(Path(__file__).with_name(f"{trainer}.toml").read_text(encoding="utf-8"))
+
+
+def trainer_of(settings: Mapping[str, Any]) -> str | None:
+    """The trainer whose settings these are; None where none is known."""
+    names = [name for name, _ in _flat(settings)]
+    for trainer in TRAINERS:
+        if any(all(matching(names, one) for one in every) for every in table_of(trainer)["mine"]):
+            return trainer
+    return None
 
 
 class Words:
@@ -24,10 +50,12 @@ class Words:
     Args:
         settings: as the file has them, nested or with dotted names.
         file: for messages.
+        trainer: whose words they are.
+        own: what a leading dot of a name in the trainer's table stands for.
     """
 
-    def __init__(self, settings: Mapping[str, Any], file: Path) -> None:
-        self.file, self.values = file, dict(_flat(settings))
+    def __init__(self, settings: Mapping[str, Any], file: Path, trainer: str, own: str = "") -> None:
+        self.file, self.values, self.table, self.own = file, dict(_flat(settings)), table_of(trainer), own
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these words that has one."""
@@ -52,83 +80,74 @@ class Words:
             fix = "Give the complete settings of the run, as its trainer resolved them: defaults differ by version."
             raise TsaeError(what, where=self.file, fix=fix) from error
 
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """The same as a whole number."""
-        return int(self.number(*names, default=default))
-
     def flag(self, *names: str, default: bool = False) -> bool:
         """The same as yes or no."""
         return str(self.get(*names, default=default)).lower() in ("true", "1", "yes")
 
-    def take(self, fields: str, section: str = "") -> dict[str, Any]:
-        """Values of fields by name.
+    def take(self, section: str) -> dict[str, Any]:
+        """Values of the fields of a section of the trainer's table, by their names.
 
-        Args:
-            fields: ``ours=theirs:default``, with spaces between; several of theirs with | between, the first that is
-                there counts. The default is JSON, and says whether it is a number, a whole number, or yes or no. With
-                null the field is a number or None; without a default the file has to say it.
-            section: what their names begin with.
+        An entry is the trainer's word, or several with | between, of which the first that is there counts. Alone it is
+        a number that the file has to hold. In a list a default follows, which says whether the value is a number, a
+        whole number, yes or no, or a list of numbers. With "" it is a number or None, and with "?" anything or None.
+        Third is what each value means, where others are refused.
         """
-        found: dict[str, Any] = {}
-        for field in fields.split():
-            ours, _, rest = field.partition("=")
-            theirs, _, rest = rest.partition(":")
-            names, usual = [section + name for name in theirs.split("|")], json.loads(rest or "null")
-            if isinstance(usual, bool):
-                found[ours] = self.flag(*names, default=usual)
-            elif isinstance(usual, int):
-                found[ours] = self.whole(*names, default=usual)
-            else:
-                missing = rest == "null" and self.get(*names) is None
-                found[ours] = None if missing else self.number(*names, default=usual)
-        return found
+        return {ours: self._taken(entry) for ours, entry in self.table[section].items()}
 
-    def choice(self, known: Mapping[str, _T], *names: str, default: str | None = None) -> _T:
-        """What a word means; a `TsaeError` where its value is not known."""
-        value = str(self.get(*names, default=default))
-        if value not in known:
-            raise TsaeError(f"{names[0]}={value} is not known", where=self.file, fix=f"Known are {', '.join(known)}.")
-        return known[value]
+    def _taken(self, entry: str | list[Any]) -> Any:
+        if isinstance(entry, str):
+            return self.number(*map(self._full, entry.split("|")))
+        words, usual, *rest = entry
+        names, known = [self._full(name) for name in words.split("|")], rest[0] if rest else None
+        if known is not None or usual == "?":
+            value = self.get(*names, default=None if usual == "?" else usual)
+            if known is not None and str(value) not in known:
+                fix = f"Known are {', '.join(known)}."
+                raise TsaeError(f"{names[0]}={value} is not known", where=self.file, fix=fix)
+            return value if known is None else known[str(value)]
+        if isinstance(usual, list):
+            return tuple(map(float, self.get(*names, default=usual)))
+        if isinstance(usual, bool):
+            return self.flag(*names, default=usual)
+        if usual == "" and self.get(*names) is None:
+            return None
+        number = self.number(*names, default=None if usual == "" else usual)
+        return int(number) if isinstance(usual, int) else number
 
-    def need(self, does: str, name: str, *fine: Any) -> None:
+    def _full(self, name: str) -> str:
+        return self.own + name[1:] if name.startswith(".") else name
+
+    def need(self, name: str, *fine: str, does: str = "it changes the updates") -> None:
         """Refuse a word that changes updates in a way that is not replayed.
 
         Args:
-            does: what it does, for the message.
             name: of the word.
             fine: values beside none, 0 and false with which it does not.
+            does: what it does, for the message.
         """
-        value = self.get(name)
-        if value not in _OFF and str(value) not in map(str, fine):
-            what = f"{name}={value}: {does}, which is not replayed"
+        value = self.get(self._full(name))
+        if value not in _OFF and str(value) not in fine:
+            what = f"{self._full(name)}={value}: {does}, which is not replayed"
             raise TsaeError(what, where=self.file, fix="Attribute a run without it.")
 
-    def usual(self, names: str, section: str = "") -> None:
-        """Refuse words that change updates in a way that is not replayed.
+    def refuse(self) -> None:
+        """Refuse words by the trainer's table, as the head of this module has it."""
+        for section, known in self.table.get("known", {}).items():
+            for name, value in self.values.items():
+                rest = name.removeprefix(self._full(section))
+                if rest != name and rest.split(".")[0] not in known and value not in _OFF:
+                    what = f"{name}={value} is not known, and may change the updates"
+                    fix = "Attribute a run without it, or file an issue that names it."
+                    raise TsaeError(what, where=self.file, fix=fix)
+        for name, fine in self.table["refused"].items():
+            self.need(name, *fine)
 
-        Args:
-            names: with spaces between, and after = the values with which a word does not, beside none, 0 and false.
-            section: what names begin with.
-        """
-        for name, _, fine in (one.partition("=") for one in names.split()):
-            self.need("it changes the updates", section + name, *fine.split("|"))
-
-    def only(self, section: str, known: str) -> None:
-        """Refuse words of a section that are not among the known ones, where they may change an update."""
-        for name, value in self.values.items():
-            rest = name.removeprefix(section)
-            if rest != name and rest.split(".")[0] not in known.split() and value not in _OFF:
-                what = f"{name}={value} is not known, and may change the updates"
-                raise TsaeError(
-                    what, where=self.file, fix="Attribute a run without it, or file an issue that names it."
-                )
-
-    def updates(self, rows: int, mini: int) -> int:
+    def updates(self, rows: float, mini: float) -> int:
         """Updates that a generation of so many rows gives."""
         if mini < 1 or rows % mini:
-            what = f"the {rows} rows of a generation are not a multiple of the {mini} of an update"
+            what = f"the {rows:g} rows of a generation are not a multiple of the {mini:g} of an update"
             raise TsaeError(what, where=self.file, fix="Correct the batch sizes.")
-        return rows // mini
+        return int(rows // mini)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

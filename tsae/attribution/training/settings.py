@@ -11,9 +11,10 @@ c_s is the factor of gradient clipping. Adam has k_{d,t} = (1 − β₁) β₁^d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import cos, isfinite, pi, sqrt
+from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError
 
 
-@dataclass(frozen=True)
+@config
 class Batching:
     """How the rows that were sampled together became steps of the optimiser.
 
@@ -34,13 +35,13 @@ class Batching:
     `accumulation` of them make a step. All of it is repeated `iterations` times before the next generation.
     """
 
-    accumulation: int = 1
+    accumulation: Count = 1
     """Micro-batches of an optimiser step (TRL: gradient_accumulation_steps)."""
-    per_generation: int | None = None
+    per_generation: Count | None = None
     """Micro-batches of a generation (TRL: steps_per_generation); None: as many as a step has."""
-    iterations: int = 1
+    iterations: Count = 1
     """Times that each generation is used (TRL: num_iterations; verl: ppo_epochs)."""
-    processes: int | None = None
+    processes: Count | None = None
     """Processes of the training; None where it is not known."""
 
     @property
@@ -60,7 +61,7 @@ class RunSettings:
 
     optimiser: Optimiser
     loss: PolicyLoss
-    batching: Batching = Batching()
+    batching: Batching = field(default_factory=Batching)
     source: str = ""
     """The file that these were read from."""
     trainer: str = "trl"
@@ -115,22 +116,8 @@ Schedule = Literal[
 ]  # fmt: skip
 """Names of transformers."""
 
-_SHAPES: dict[str, tuple[str, ...]] = {
-    "constant": (),
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
-    ),
-}  # fmt: skip
-"""Schedules, and the words of transformers that shape them."""
 Part = Annotated[float, Field(ge=0, lt=1)]
 _ENDLESS = ("constant", "inverse_sqrt")
-_CURVES = ("linear", "cosine", "1-sqrt")
 
 
 @config
@@ -164,80 +151,40 @@ class Optimiser:
     Trainer has it."""
 
     def __post_init__(self) -> None:
-        fits = set(self.shape) <= set(_SHAPES[self.schedule]) and all(
-            value in _CURVES if name.endswith("_type") else isinstance(value, (int, float)) and isfinite(value)
-            for name, value in self.shape.items()
-        )
-        needs = {"num_decay_steps"} if self.schedule == "warmup_stable_decay" else set()
-        if not fits or not needs <= set(self.shape):
-            what = f"shape={dict(self.shape)} does not fit a {self.schedule} schedule"
-            takes = ", ".join(_SHAPES[self.schedule]) or "none"
-            raise TsaeError(what, where="Optimiser", fix=f"Its words are {takes}; curves are {', '.join(_CURVES)}.")
         if self.schedule not in _ENDLESS and self.n_steps is None:
-            raise TsaeError(
-                f"a {self.schedule} schedule needs the number of steps of the whole training",
-                where="Optimiser.n_steps",
-                fix="Give n_steps, or schedule=constant.",
-            )
+            what = f"a {self.schedule} schedule needs the number of steps of the whole training"
+            raise TsaeError(what, where="Optimiser.n_steps", fix="Give n_steps, or schedule=constant.")
+        try:
+            places = {0, self.warmup, (self.n_steps or 0) // 2, self.n_steps or 0}
+            numbers = [value for value in self.shape.values() if isinstance(value, float)]
+            if not all(map(isfinite, [*numbers, *map(self._factor, places)])):
+                raise ValueError("a number is not finite")
+        except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+            what = f"shape={dict(self.shape)} does not fit a {self.schedule} schedule ({error})"
+            fix = "Give the words and numbers that transformers' schedule takes (lr_scheduler_kwargs)."
+            raise TsaeError(what, where="Optimiser", fix=fix) from error
 
     def rate(self, step: int) -> float:
         """Learning rate of a step; the first is 1. As transformers schedules it."""
-        return self.learning_rate * self._part((step - 1) // self.every)
+        done = (step - 1) // self.every
+        if not self.points:
+            return self.learning_rate * self._factor(done)
+        return self.learning_rate * float(np.interp(float(done), *np.array(self.points, dtype=float).T))
 
-    def _part(self, done: int) -> float:
-        """Part of the learning rate after so many steps of the schedule."""
-        if self.points:
-            return float(
-                np.interp(float(done), [float(at) for at, _ in self.points], [part for _, part in self.points])
-            )
-        warmup, shape = self.warmup, self.shape
-        if self.schedule == "warmup_stable_decay":
-            return self._in_three_stages(done)
-        if done < warmup:
-            return done / warmup
-        if self.schedule == "constant":
-            return 1.0
-        if self.schedule == "inverse_sqrt":
-            scale = shape.get("timescale") or warmup or 10_000
-            return sqrt(scale / (done - warmup + scale))
-        assert self.n_steps is not None
-        left = (self.n_steps - done) / max(1, self.n_steps - warmup)
-        if self.schedule == "linear":
-            return max(0.0, left)
-        if self.schedule == "polynomial":
-            end = shape.get("lr_end", 1e-7) / self.learning_rate
-            return end + (1 - end) * max(0.0, left) ** shape.get("power", 1.0)
-        if self.schedule == "cosine_with_restarts":
-            return 0.0 if left <= 0 else (1 + cos(pi * (shape.get("num_cycles", 1) * (1 - left) % 1))) / 2
-        lowest = shape.get("min_lr_rate", shape.get("min_lr", 0.0) / self.learning_rate)
-        return max(0.0, lowest + (1 - lowest) * _fall("cosine", 1 - left, shape.get("num_cycles", 0.5)))
+    @cached_property
+    def _factor(self) -> Callable[[int], float]:
+        """The factor of the learning rate after so many steps of the schedule."""
+        from transformers import get_scheduler
 
-    def _in_three_stages(self, done: int) -> float:
-        assert self.n_steps is not None
-        shape, falls = self.shape, self.shape["num_decay_steps"]
-        stays = shape.get("num_stable_steps", self.n_steps - self.warmup - falls)
-        lowest, cycles = shape.get("min_lr_ratio", 0.0), shape.get("num_cycles", 0.5)
-        if done < self.warmup:
-            to_go = 1 - done / self.warmup
-            kind = shape.get("warmup_type", "linear")
-            rise = 1 - sqrt(to_go) if kind == "1-sqrt" else _fall(kind, to_go)
-            return lowest + (1 - lowest) * rise
-        after = done - self.warmup - stays
-        if after < 0:
-            return 1.0
-        if after >= falls:
-            return lowest
-        return max(0.0, lowest + (1 - lowest) * _fall(shape.get("decay_type", "cosine"), after / falls, cycles))
+        optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self.learning_rate)
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        n_steps = None if "num_stable_steps" in self.shape else self.n_steps
+        schedule: Any = get_scheduler(name, optimiser, self.warmup, n_steps, dict(self.shape))
+        factor: Callable[[int], float] = schedule.lr_lambdas[0]
+        return factor
 
     def clip(self, norm: torch.Tensor) -> torch.Tensor:
         """Factor of gradients whose norm this is, as `torch.nn.utils.clip_grad_norm_` has it."""
         if self.max_grad_norm is None:
             return torch.ones_like(norm)
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def _fall(curve: str, progress: float, cycles: float = 0.5) -> float:
-    """From 1 to 0 while progress goes from 0 to 1."""
-    if curve == "cosine":
-        return (1 + cos(2 * pi * cycles * progress)) / 2
-    return 1 - (sqrt(progress) if curve == "1-sqrt" else progress)
