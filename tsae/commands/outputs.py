@@ -28,24 +28,34 @@ def check_outputs(options: Any) -> None:
         TsaeError: where an output is an input too, a file stands where a folder is to be written or the reverse, or
             something else lies there than this command writes.
     """
+    for what, option, path in _faults(options):
+        fix = "Give another path, or move away what lies there."
+        raise TsaeError(what, where=f"{option} {path}", fix=fix)
+
+
+def _faults(options: Any) -> Iterator[tuple[str, str, Path]]:
+    """What is wrong with an output, its option, and its path."""
     name, to = type(options).__name__, output(options)
     beside = {f"--{option}": path for option in _BESIDE if (path := _path(options, option)) not in (None, Path("-"))}
     written = ({} if to is None else {"--to": to}) | beside
     for option, path in written.items():
-        if os.path.exists(path) and not (path.is_file() or path.is_dir()):
-            raise _refusal("is a device or a pipe, expected a file, a folder or a new name", option, path)
+        there = os.path.exists(path)
+        if there and not (path.is_file() or path.is_dir()):
+            yield "is a device or a pipe, expected a file, a folder or a new name", option, path
         for field, other in _inputs(options):
-            if os.path.exists(other) and os.path.exists(path) and path.samefile(other):
-                raise _refusal(f"is an input too ({field})", option, path)
+            if there and os.path.exists(other) and path.samefile(other):
+                yield f"is an input too ({field})", option, path
         if option != "--to" and to is not None and name in FOLDERS and _real(path).is_relative_to(_real(to)):
-            raise _refusal(f"lies in the folder that is written (--to {to})", option, path)
+            yield f"lies in the folder that is written (--to {to})", option, path
         if option == "--to" and name in FOLDERS:
-            _check_folder(path, name)
+            fault = _fault_of_folder(path, name)
         else:
-            _check_file(option, path, *(FILES[name] if option == "--to" else _BESIDE[option[2:]]))
+            fault = _fault_of_file(path, *(FILES[name] if option == "--to" else _BESIDE[option[2:]]))
+        if fault:
+            yield fault, option, path
     for first, second in combinations(written, 2):
         if _real(written[first]) == _real(written[second]):
-            raise _refusal(f"is the output of {first}, too", second, written[second])
+            yield f"is the output of {first}, too", second, written[second]
 
 
 def output(options: Any) -> Path | None:
@@ -62,10 +72,6 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _refusal(what: str, option: str, path: Path) -> TsaeError:
-    return TsaeError(what, where=f"{option} {path}", fix="Give another path, or move away what lies there.")
-
-
 def _inputs(options: Any) -> Iterator[tuple[str, Path]]:
     """Paths that a command may read, by option."""
     for field in fields(options):
@@ -79,25 +85,25 @@ def _inputs(options: Any) -> Iterator[tuple[str, Path]]:
                 yield f"--{field.name.replace('_', '-')}", Path(one)
 
 
-def _check_folder(to: Path, name: str) -> None:
-    """Refuse a folder that holds the results of another command, or files that this command did not write."""
-    if os.path.exists(to) and not to.is_dir():
-        raise _refusal("is a file, and a folder is to be written", "--to", to)
+def _fault_of_folder(to: Path, name: str) -> str:
+    """Whether a folder holds the results of another command, or files that this command did not write."""
+    if not to.is_dir():
+        return "is a file, and a folder is to be written" if os.path.exists(to) else ""
     run = any((to / file).is_file() for file in ("stages.json", "demo.json"))
     found = "run" if run else (manifest_of(to) or {}).get("kind")
-    if found is not None and found != FOLDERS[name]:
-        raise _refusal(f"holds the results of another command ({found})", "--to", to)
-    if found is None and name not in _LOOK_THEMSELVES and to.is_dir():
-        strange = sorted(path.name for path in to.iterdir() if not path.name.startswith(".") and path.name != "pieces")
-        if strange and not any((to / file).is_file() for file in _UNFINISHED):
-            raise _refusal(f"holds {strange[0]}, which this command did not write", "--to", to)
+    if found is not None:
+        return "" if found == FOLDERS[name] else f"holds the results of another command ({found})"
+    strange = sorted(path.name for path in to.iterdir() if not path.name.startswith(".") and path.name != "pieces")
+    if name in _LOOK_THEMSELVES or not strange or any((to / file).is_file() for file in _UNFINISHED):
+        return ""
+    return f"holds {strange[0]}, which this command did not write"
 
 
-def _check_file(option: str, path: Path, what: str, known: Callable[[Path], bool]) -> None:
+def _fault_of_file(path: Path, what: str, known: Callable[[Path], bool]) -> str:
     if path.is_dir():
-        raise _refusal("is a folder, and a file is to be written", option, path)
-    if os.path.exists(path) and path.stat().st_size and not known(path):
-        raise _refusal(f"exists, and is not a file with {what} that this command could replace", option, path)
+        return "is a folder, and a file is to be written"
+    known_or_new = not os.path.exists(path) or not path.stat().st_size or known(path)
+    return "" if known_or_new else f"exists, and is not a file with {what} that this command could replace"
 
 
 def _begins(pattern: bytes) -> Callable[[Path], bool]:

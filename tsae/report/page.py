@@ -18,22 +18,7 @@ from tsae.report.attribution import attributed, attribution_figure, statement
 from tsae.report.claims import HEADING, expected, told_claims
 from tsae.report.document import macro, render_page, target, write_page, written_with
 from tsae.report.explorer import explorer
-from tsae.report.figures.checks import (
-    behaviour_figure,
-    causal_figure,
-    family_figure,
-    noise_figure,
-    prediction_figure,
-    steps_figure,
-)
-from tsae.report.figures.features import (
-    band_figure,
-    decomposition_figure,
-    opposed_figure,
-    outcome_figure,
-    spread_figure,
-    thinned_text,
-)
+from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
@@ -111,7 +96,7 @@ def render(
         linked=lambda sentence: linked(diff, sentence),
         runs=diff.final_checkpoints,
         pairs=pairs,
-        thinned=thinned_text(diff),
+        thinned=features.thinned_text(diff),
         noise=noise_text(diff),
         gates=gates,
         found=gates.gates(diff),
@@ -131,28 +116,28 @@ def render(
 
 def _readable(diff: FeatureDiff) -> FeatureDiff:
     """The diff with descriptions and top tokens of a length that tables can hold."""
-    features = diff.features.assign(
+    described = diff.features.assign(
         responds_to=[shortened(str(text), 80) for text in diff.features.responds_to],
         top_tokens=[[shortened(str(token), 40) for token in tokens] for tokens in diff.features.top_tokens],
     )
-    return replace(diff, features=features)
+    return replace(diff, features=described)
 
 
 def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | None) -> dict[str, go.Figure | None]:
     return {
         "overview": overview(diff),
-        "noise-figure": noise_figure(diff),
-        "behaviours-figure": behaviour_figure(diff),
-        "spread-figure": spread_figure(diff),
-        "bands-figure": band_figure(diff),
-        "decomposition-figure": decomposition_figure(diff),
-        "opposed-figure": opposed_figure(diff, opposed),
-        "family-figure": family_figure(diff),
-        "outcomes-figure": outcome_figure(diff),
-        "prediction-figure": prediction_figure(diff),
-        "steps-figure": steps_figure(diff, step_features(diff)),
+        "noise-figure": checks.noise_figure(diff),
+        "behaviours-figure": checks.behaviour_figure(diff),
+        "spread-figure": features.spread_figure(diff),
+        "bands-figure": features.band_figure(diff),
+        "decomposition-figure": features.decomposition_figure(diff),
+        "opposed-figure": features.opposed_figure(diff, opposed),
+        "family-figure": checks.family_figure(diff),
+        "outcomes-figure": features.outcome_figure(diff),
+        "prediction-figure": checks.prediction_figure(diff),
+        "steps-figure": checks.steps_figure(diff, step_features(diff)),
         "samples-figure": None if attribution is None else attribution_figure(attribution),
-        "causal-figure": causal_figure(diff),
+        "causal-figure": checks.causal_figure(diff),
     }
 
 

@@ -10,24 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.figures.layout import (
-    BAND_STYLE,
-    LEGEND,
-    LOWERED,
-    NEUTRAL,
-    RAISED,
-    Mark,
-    aside,
-    dots,
-    dots_by,
-    finish,
-    name_rows,
-    panels,
-    path,
-    run_style,
-    vertical_zero,
-    x_title,
-)
+from tsae.report.figures import layout
+from tsae.report.figures.layout import BAND_STYLE, LEGEND, LOWERED, NEUTRAL, RAISED, Mark
 from tsae.report.story import facts
 from tsae.report.text import figure_text, interval, number, percent
 
@@ -42,7 +26,7 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
     bands = [b for b in facts.BANDS if (table.band == b).any()] or ["all"]
     titles = [f"<b>{figure_text(facts.behaviour_name(n))}</b>" for n in names]
     panel = max(90, len(policies) * (14 * len(bands) + 12))
-    made = panels(titles, 4, panel=panel, gap=80, shared_yaxes=True)
+    made = layout.panels(titles, 4, panel=panel, gap=80, shared_yaxes=True)
     shares = [facts.is_share(diff, name) for name in names]
 
     def marks(place: int, band: str) -> list[Mark]:
@@ -58,15 +42,15 @@ def behaviour_figure(diff: FeatureDiff) -> go.Figure | None:
             for r in facts.records(table[(table.behaviour == names[place]) & (table.band == band)])
         ]
 
-    dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.24)
+    layout.dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.24)
     for name, share, cell in zip(names, shares, made.cells, strict=True):
         if share:
             made.figure.update_xaxes(range=[-3, 103], ticksuffix=" %", nticks=5, **cell)
         else:
             made.figure.update_xaxes(rangemode="tozero", nticks=5, **cell)
-            x_title(made.figure, _unit(name).strip(), **cell)
-        name_rows(made.figure, policies, **cell)
-    return finish(made.figure, height=made.height + 110, left=130, top=66, legend=LEGEND)
+            layout.x_title(made.figure, _unit(name).strip(), **cell)
+        layout.name_rows(made.figure, policies, **cell)
+    return layout.finish(made.figure, height=made.height + 110, left=130, top=66, legend=LEGEND)
 
 
 def _unit(behaviour: str) -> str:
@@ -82,7 +66,7 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
     families = list(table.family.unique())
     bands = [band for band in ("all", *facts.BANDS) if (table.band == band).any()]
     titles = [f"<b>{figure_text(f, 28)}</b> ({table[table.family == f].n_features.iloc[0]} features)" for f in families]
-    made = panels(titles, 3, panel=len(runs) * (13 * len(bands) + 12), gap=80, shared_yaxes=True)
+    made = layout.panels(titles, 3, panel=len(runs) * (13 * len(bands) + 12), gap=80, shared_yaxes=True)
     drawn = table[(table.note == "") & table.checkpoint.isin(runs)]
 
     def marks(place: int, band: str) -> list[Mark]:
@@ -96,17 +80,17 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
             for r in facts.records(drawn[(drawn.family == families[place]) & (drawn.band == band)])
         ]
 
-    dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.19)
+    layout.dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.19)
     for cell in made.cells:
         _around_zero(made.figure, "shift, standard deviations over trajectories", runs, cell)
-    return finish(made.figure, height=made.height + 112, left=130, top=66, bottom=46, legend=LEGEND)
+    return layout.finish(made.figure, height=made.height + 112, left=130, top=66, bottom=46, legend=LEGEND)
 
 
 def _around_zero(figure: go.Figure, title: str, rows: list[str], cell: dict[str, int], width: int = 18) -> None:
     """A line at 0, the title below, and the names of rows."""
-    vertical_zero(figure, **cell)
-    x_title(figure, title, **cell)
-    name_rows(figure, rows, width, **cell)
+    layout.vertical_zero(figure, **cell)
+    layout.x_title(figure, title, **cell)
+    layout.name_rows(figure, rows, width, **cell)
 
 
 _BELOW = {"orientation": "h", "y": 0, "yref": "container", "yanchor": "bottom", "x": 0}
@@ -121,7 +105,7 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
     lived = _accuracy(diff)
     heights = [160, 220] if len(lived) else [204]
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
-    figure, cells, height = panels(
+    figure, cells, height = layout.panels(
         titles, len(runs), panel=heights, gap=54, least=180, shared_yaxes="rows", shared_xaxes=True
     )
     named: set[str] = set()
@@ -130,7 +114,7 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
         points = list(zip(mine[value], mine.low, mine.high, strict=True))
         below = place % len(heights) == len(heights) - 1
         legend = {"legend": "legend2" if below else "legend", "legendgroup": name, "showlegend": name not in named}
-        line = path(mine.step.tolist(), points, style, text, name=name, widths=(1.5, 7, 1.1), **legend)
+        line = layout.path(mine.step.tolist(), points, style, text, name=name, widths=(1.5, 7, 1.1), **legend)
         figure.add_trace(line, **cells[place])
         named.add(name)
 
@@ -152,12 +136,12 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
                 f"{interval(r.low, r.high, sign=True, like=r.shift)}, {figure_text(r.kind)}"
                 for r in facts.records(mine)
             ]
-            line(mine, "shift", label, run_style(order), text, last)
-        x_title(figure, "step", **cells[last])
+            line(mine, "shift", label, layout.run_style(order), text, last)
+        layout.x_title(figure, "step", **cells[last])
     if len(lived):
         figure.update_yaxes(title={"text": "accuracy, %"}, row=1, col=1)
     figure.update_yaxes(title={"text": "shift of activation"}, row=len(heights), col=1)
-    made = finish(figure, height=height + 176, left=62, top=66, bottom=110, legend=LEGEND, legend2=_BELOW)
+    made = layout.finish(figure, height=height + 176, left=62, top=66, bottom=110, legend=LEGEND, legend2=_BELOW)
     return made.update_yaxes(showgrid=True)
 
 
@@ -193,7 +177,7 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         "policy": "<b>policy part</b>: the base reads the run's responses",
         "total": "<b>total</b>: the run reads them",
     }
-    made = panels(list(titles.values()), 2, panel=len(runs) * (18 * len(ways) + 14), gap=0, shared_yaxes=True)
+    made = layout.panels(list(titles.values()), 2, panel=len(runs) * (18 * len(ways) + 14), gap=0, shared_yaxes=True)
 
     def chosen(place: int, way: str) -> pd.DataFrame:
         return table[(table.part == list(titles)[place]) & (table.predicted_on == way)]
@@ -211,11 +195,11 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
         ]
 
     styles = {way: BAND_STYLE.get(way, BAND_STYLE["all"]) for way in ways}
-    dots_by(made, styles, marks, step=0.2, size=9, name="predicted on {} problems")
+    layout.dots_by(made, styles, marks, step=0.2, size=9, name="predicted on {} problems")
     for place, cell in enumerate(made.cells):
         for order, way in enumerate(ways):
             mine = chosen(place, way)
-            up = aside(order, len(ways), 0.2)
+            up = layout.aside(order, len(ways), 0.2)
             ceiling = go.Scatter(
                 x=mine.ceiling.tolist(), y=[runs.index(run) + up for run in mine.checkpoint], mode="markers",
                 name="ceiling", legendgroup="ceiling", showlegend=place == order == 0, hoverinfo="skip",
@@ -224,7 +208,7 @@ def prediction_figure(diff: FeatureDiff) -> go.Figure | None:
             made.figure.add_trace(ceiling, **cell)
         made.figure.update_xaxes(range=[-1.05, 1.05], **cell)
         _around_zero(made.figure, "rank correlation over features", runs, cell)
-    return finish(made.figure, height=made.height + 120, left=130, top=70, bottom=46, legend=LEGEND)
+    return layout.finish(made.figure, height=made.height + 120, left=130, top=70, bottom=46, legend=LEGEND)
 
 
 def _shown_predictions(diff: FeatureDiff) -> pd.DataFrame | None:
@@ -245,7 +229,7 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
     names = facts.behaviour_order(name for table in changes for name in table.behaviour)
     measured = [name for name in names if name != "response_length"][:_MAX_MEASURED]
     rows = [[c for c in CONDITIONS if (table.condition == c).any()] for table in changes]
-    figure, cells, height = panels(
+    figure, cells, height = layout.panels(
         [""] * len(measured),
         len(measured),
         panel=[len(r) * 20 + 12 for r in rows],
@@ -265,13 +249,13 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
             ends = interval(r.change_low, r.change_high, sign=True)
             hover = f"{CONDITIONS[r.condition]}: {number(r.change, sign=True)} {ends}"
             mark = Mark(conditions.index(r.condition), (r.change, r.change_low, r.change_high), hover)
-            figure.add_trace(dots([mark], (colour, symbol), size=size, showlegend=False), **cell)
-        vertical_zero(figure, **cell)
-        name_rows(figure, [CONDITIONS[c] for c in conditions], 30, **cell)
+            figure.add_trace(layout.dots([mark], (colour, symbol), size=size, showlegend=False), **cell)
+        layout.vertical_zero(figure, **cell)
+        layout.name_rows(figure, [CONDITIONS[c] for c in conditions], 30, **cell)
         figure.update_xaxes(range=[-1.05, 1.05], nticks=5, **cell)
         if test == len(tests) - 1:
-            x_title(figure, f"change of {figure_text(facts.behaviour_name(name))}", **cell)
-    return finish(figure, height=height + 90, left=190, top=34, bottom=56)
+            layout.x_title(figure, f"change of {figure_text(facts.behaviour_name(name))}", **cell)
+    return layout.finish(figure, height=height + 90, left=190, top=34, bottom=56)
 
 
 def noise_figure(diff: FeatureDiff) -> go.Figure | None:
@@ -281,7 +265,7 @@ def noise_figure(diff: FeatureDiff) -> go.Figure | None:
         return None
     runs = [run for run in diff.final_checkpoints if (table.checkpoint == run).any()]
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
-    figure, cells, height = panels(titles, 4, panel=190, gap=74, horizontal=0.03, shared_yaxes=True)
+    figure, cells, height = layout.panels(titles, 4, panel=190, gap=74, horizontal=0.03, shared_yaxes=True)
     for position, (run, cell) in enumerate(zip(runs, cells, strict=True)):
         mine = table[table.checkpoint == run]
         for draw, rows in mine.groupby("draw"):
@@ -297,7 +281,7 @@ def noise_figure(diff: FeatureDiff) -> go.Figure | None:
         figure.add_vline(x=diff.minimum_effect, line={"color": NEUTRAL, "width": 1, "dash": "dot"}, **cell)
         figure.update_xaxes(type="log", exponentformat="power", dtick=1, title={"text": "|Δ|", "standoff": 2}, **cell)
     figure.update_yaxes(range=[0, 101], ticksuffix=" %", nticks=5)
-    return finish(figure, height=height + 110, left=60, top=66, bottom=44, legend=LEGEND)
+    return layout.finish(figure, height=height + 110, left=60, top=66, bottom=44, legend=LEGEND)
 
 
 def _survival(delta: pd.Series) -> tuple[np.ndarray, np.ndarray]:

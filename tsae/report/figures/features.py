@@ -10,27 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.figures.layout import (
-    BAND_STYLE,
-    DELTA,
-    HOVER,
-    LEGEND,
-    LOWERED,
-    NEUTRAL,
-    RAISED,
-    Mark,
-    Panels,
-    dots,
-    dots_by,
-    finish,
-    label_rows,
-    one_panel,
-    panels,
-    run_style,
-    tiles,
-    vertical_zero,
-    x_title,
-)
+from tsae.report.figures import layout
+from tsae.report.figures.layout import BAND_STYLE, DELTA, HOVER, LEGEND, LOWERED, NEUTRAL, RAISED, Mark, Panels
 from tsae.report.story import facts
 from tsae.report.text import figure_text, number
 
@@ -54,7 +35,7 @@ def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
 def feature_rows(figure: go.Figure, diff: FeatureDiff, features: Sequence[int], **cell: int) -> None:
     """Number and description of the features on the vertical axis."""
     labels = [f"<b>{f}</b> {figure_text(diff.features.responds_to[f], 28)}" for f in features]
-    label_rows(figure, labels, **cell)
+    layout.label_rows(figure, labels, **cell)
 
 
 def feature_marks(table: pd.DataFrame, features: Sequence[int], rows: Sequence[int], who: str) -> list[Mark]:
@@ -86,14 +67,14 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
     runs = drawn_runs(diff)
     if not features or not runs:
         return None
-    figure = one_panel(26 * len(features)).figure
+    figure = layout.one_panel(26 * len(features)).figure
     for order, run in enumerate(runs):
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), run)
-        figure.add_trace(dots(marks, run_style(order), size=10, name=figure_text(run)))
-    vertical_zero(figure)
-    x_title(figure, "Δ against base (standard deviations over base trajectories)", 6)
+        figure.add_trace(layout.dots(marks, layout.run_style(order), size=10, name=figure_text(run)))
+    layout.vertical_zero(figure)
+    layout.x_title(figure, "Δ against base (standard deviations over base trajectories)", 6)
     feature_rows(figure, diff, features)
-    return finish(figure, height=26 * len(features) + 100, left=_LEFT, bottom=50, legend=LEGEND)
+    return layout.finish(figure, height=26 * len(features) + 100, left=_LEFT, bottom=50, legend=LEGEND)
 
 
 def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
@@ -106,10 +87,10 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
         return None
     marks = {b: feature_marks(t[t.q <= diff.q], features, range(len(features)), _of(b)) for b, t in tables.items()}
     figure = _by_band(30 * len(features), marks, 8)
-    x_title(figure, "← in failures    in successes →    (Δ, standard deviations over base trajectories)", 6)
+    layout.x_title(figure, "← in failures    in successes →    (Δ, standard deviations over base trajectories)", 6)
     feature_rows(figure, diff, features)
     height = 30 * len(features) + 110
-    return finish(figure, height=height, left=_LEFT, bottom=56, legend=LEGEND, showlegend=True)
+    return layout.finish(figure, height=height, left=_LEFT, bottom=56, legend=LEGEND, showlegend=True)
 
 
 def feature_figure(diff: FeatureDiff, feature: int) -> go.Figure | None:
@@ -122,9 +103,9 @@ def feature_figure(diff: FeatureDiff, feature: int) -> go.Figure | None:
     if not any(marks.values()):
         return None
     figure = _by_band(52 * len(runs), marks, 9, empty=True)
-    label_rows(figure, [figure_text(run, 18) for run in runs], edge=0.55)
-    x_title(figure, DELTA, 6)
-    return finish(figure, height=52 * len(runs) + 110, left=140, bottom=50, legend=LEGEND, showlegend=True)
+    layout.label_rows(figure, [figure_text(run, 18) for run in runs], edge=0.55)
+    layout.x_title(figure, DELTA, 6)
+    return layout.finish(figure, height=52 * len(runs) + 110, left=140, bottom=50, legend=LEGEND, showlegend=True)
 
 
 def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
@@ -142,7 +123,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
     grids = {run: [[_effect(t, f) for t in mine] for f in features] for run, mine in tables.items()}
     limit = max([0.0, *(abs(v) for grid in grids.values() for line in grid for v in line if v is not None)])
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
-    figure, cells, height = panels(
+    figure, cells, height = layout.panels(
         titles, len(runs), panel=24 * len(features), gap=0, horizontal=0.02, least=190, shared_yaxes=True
     )
     for run, cell in zip(runs, cells, strict=True):
@@ -154,10 +135,10 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             for f in features
         ]
         text = [[_tile(t, f) for t in tables[run]] for f in features]
-        figure.add_trace(tiles(grids[run], names, text, hover, limit), **cell)
+        figure.add_trace(layout.tiles(grids[run], names, text, hover, limit), **cell)
     figure.update_xaxes(showgrid=False, ticks="", tickangle=-35, tickvals=names, ticktext=names)
     feature_rows(figure, diff, features)
-    return finish(figure, height=height + 120, left=_LEFT, bottom=64)
+    return layout.finish(figure, height=height + 120, left=_LEFT, bottom=64)
 
 
 def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
@@ -168,7 +149,7 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
         return None
     titles = [f"<b>{figure_text(run)}</b>" for run in chosen]
     depth = max(map(len, chosen.values()))
-    figure, cells, height = panels(titles, 2, panel=depth * 26 + 10, gap=90, horizontal=0.2, least=240)
+    figure, cells, height = layout.panels(titles, 2, panel=depth * 26 + 10, gap=90, horizontal=0.2, least=240)
     for (run, features), cell in zip(chosen.items(), cells, strict=True):
         first = cell is cells[0]
         for part, (name, colour, shape) in _PARTS.items():
@@ -183,12 +164,12 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             figure.add_trace(bar, **cell)
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), f"{run}, total")
         name = "total, with interval"
-        total = dots(marks, (NEUTRAL, "diamond"), name=name, legendgroup="total", showlegend=first)
+        total = layout.dots(marks, (NEUTRAL, "diamond"), name=name, legendgroup="total", showlegend=first)
         figure.add_trace(total.update(marker={"line": {"width": 1.5, "color": "#fff"}}), **cell)
-        vertical_zero(figure, **cell)
-        x_title(figure, DELTA, **cell)
+        layout.vertical_zero(figure, **cell)
+        layout.x_title(figure, DELTA, **cell)
         feature_rows(figure, diff, features, **cell)
-    return finish(figure, height=height + 130, left=_LEFT, top=70, bottom=54, barmode="relative", legend=LEGEND)
+    return layout.finish(figure, height=height + 130, left=_LEFT, top=70, bottom=54, barmode="relative", legend=LEGEND)
 
 
 def _shift(diff: FeatureDiff, run: str, part: str, band: str = "all", outcome: str = "all") -> pd.DataFrame:
@@ -201,10 +182,10 @@ def _of(band: str) -> str:
 
 def _by_band(height: int, marks: dict[str, list[Mark]], size: int, *, empty: bool = False) -> go.Figure:
     """Marks of every band beside each other in their rows, around a line at 0."""
-    made = one_panel(height)
+    made = layout.one_panel(height)
     styles = {band: BAND_STYLE[band] for band in marks}
-    dots_by(made, styles, lambda _, band: marks[band], step=0.18, size=size, empty=empty)
-    vertical_zero(made.figure)
+    layout.dots_by(made, styles, lambda _, band: marks[band], step=0.18, size=size, empty=empty)
+    layout.vertical_zero(made.figure)
     return made.figure
 
 
@@ -251,9 +232,9 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
     decades = range(-7, 5)
     figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
     figure.update_xaxes(showticklabels=True)
-    x_title(figure, "mean activation of base and run")
+    layout.x_title(figure, "mean activation of base and run")
     figure.update_yaxes(title={"text": "Δ (standard deviations)", "standoff": 4}, col=1)
-    made = finish(figure, height=height + 116, left=62, top=66, bottom=50, legend=LEGEND)
+    made = layout.finish(figure, height=height + 116, left=62, top=66, bottom=50, legend=LEGEND)
     return made.update_yaxes(showgrid=True)
 
 
@@ -272,11 +253,11 @@ def volcano_figure(diff: FeatureDiff) -> go.Figure | None:
             points = _points(part.delta, part.q, name, marker, text, showlegend=run == runs[0])
             figure.add_trace(points, **cell)
         figure.add_hline(y=diff.q, line={"color": NEUTRAL, "width": 1, "dash": "dot"}, **cell)
-        vertical_zero(figure, **cell)
-        x_title(figure, DELTA, **cell)
+        layout.vertical_zero(figure, **cell)
+        layout.x_title(figure, DELTA, **cell)
     figure.update_yaxes(type="log", autorange="reversed", exponentformat="power", dtick=1)
     figure.update_yaxes(title={"text": "q (clearer upwards)"}, row=1, col=1)
-    return finish(figure, height=height + 110, left=70, top=60, bottom=50, legend=LEGEND)
+    return layout.finish(figure, height=height + 110, left=70, top=60, bottom=50, legend=LEGEND)
 
 
 def thinned_text(diff: FeatureDiff) -> str:
@@ -289,7 +270,7 @@ def thinned_text(diff: FeatureDiff) -> str:
 
 def _panels(runs: list[str], most: int, panel: int, **options: Any) -> Panels:
     titles = [f"<b>{figure_text(run, 24)}</b>" for run in runs]
-    return panels(titles, most, panel=panel, gap=74, least=200, shared_yaxes=True, **options)
+    return layout.panels(titles, most, panel=panel, gap=74, least=200, shared_yaxes=True, **options)
 
 
 def _points(

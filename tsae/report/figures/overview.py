@@ -14,20 +14,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tsae.diff.feature_diff import FeatureDiff
+from tsae.report.figures import layout
 from tsae.report.figures.features import drawn_runs
-from tsae.report.figures.layout import (
-    HOVER,
-    LOWERED,
-    NEUTRAL,
-    RAISED,
-    Mark,
-    dots,
-    finish,
-    label_rows,
-    panels,
-    vertical_zero,
-    x_title,
-)
+from tsae.report.figures.layout import HOVER, LOWERED, NEUTRAL, RAISED, Mark
 from tsae.report.story import facts
 from tsae.report.text import figure_text, number, percent
 
@@ -87,7 +76,7 @@ def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:
     rows = _largest(moved, "responds_to" if by_class else "feature")
     heads = {"<b>behaviour</b>": len(lines), "<b>features that respond to</b>": len(rows)}
     heads = {head: n for head, n in heads.items() if n} or {"": 1}
-    figure, cells, height = panels(
+    figure, cells, height = layout.panels(
         [_header(diff, run) for run in runs],
         len(runs),
         panel=[n * _ROW + 12 for n in heads.values()],
@@ -107,7 +96,7 @@ def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:
             cell = cells[first + len(heads) - 1]
             (_strip if by_class else _forest)(figure, rows, moved[run], cell, **{"limit": limit} if by_class else {})
             _feature_axes(figure, rows if by_class else _named(diff, rows), limit, "← lowered   Δ   raised →", cell)
-    return finish(figure, height=height + _TOP + _BOTTOM, left=_LEFT, top=_TOP, bottom=_BOTTOM, showlegend=False)
+    return layout.finish(figure, height=height + _TOP + _BOTTOM, left=_LEFT, top=_TOP, bottom=_BOTTOM, showlegend=False)
 
 
 def _header(diff: FeatureDiff, run: str) -> str:
@@ -146,7 +135,7 @@ def _behaviours(
                 f"[{percent(point['low'])}, {percent(point['high'])}]<br>{int(point['n_problems'])} problems"
             )
             ends = tuple(100 * point[end] for end in ("mean", "low", "high"))
-            mark = dots([Mark(y, ends, "")], (ink, symbol), size=size, mode=mode)
+            mark = layout.dots([Mark(y, ends, "")], (ink, symbol), size=size, mode=mode)
             mark.marker.line = {"width": 2, "color": ink}
             mark.update(
                 text=[f"  {percent(point['mean'])}  "], textposition=f"middle {side}", textfont={"size": 11},
@@ -156,7 +145,7 @@ def _behaviours(
     # Room for the number beside a mark at either end; fit.js keeps it in pixels.
     figure.update_layout(meta={**figure.layout.meta, "pad": 48})
     figure.update_xaxes(range=[-25, 125], tickvals=[0, 50, 100], ticktext=["0 %", "50 %", "100 %"], **cell)
-    label_rows(figure, [figure_text(label, 29) for label, _, _ in lines], **cell)
+    layout.label_rows(figure, [figure_text(label, 29) for label, _, _ in lines], **cell)
 
 
 def _largest(moved: dict[str, pd.DataFrame], by: str) -> list:
@@ -209,7 +198,7 @@ def _strip(figure: go.Figure, classes: Sequence[str], moved: pd.DataFrame, cell:
         hoverinfo="skip",
     )
     figure.add_traces([points, numbers], rows=[cell["row"]] * 2, cols=[cell["col"]] * 2)
-    vertical_zero(figure, **cell)
+    layout.vertical_zero(figure, **cell)
 
 
 def _colour(delta: float) -> str:
@@ -226,14 +215,14 @@ def _forest(figure: go.Figure, features: Sequence[int], moved: pd.DataFrame, cel
                 f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}"
             )
             point = facts.standardised(record)
-            figure.add_trace(dots([Mark(y, point, hover)], (_colour(point[0]), "circle"), size=9), **cell)
-    vertical_zero(figure, **cell)
+            figure.add_trace(layout.dots([Mark(y, point, hover)], (_colour(point[0]), "circle"), size=9), **cell)
+    layout.vertical_zero(figure, **cell)
 
 
 def _feature_axes(figure: go.Figure, rows: Sequence[str], limit: float, title: str, cell: dict[str, int]) -> None:
     figure.update_xaxes(range=[-limit, limit], nticks=6, **cell)
-    x_title(figure, title, **cell)
-    label_rows(figure, [figure_text(row, 29) for row in rows], **cell)
+    layout.x_title(figure, title, **cell)
+    layout.label_rows(figure, [figure_text(row, 29) for row in rows], **cell)
 
 
 def _outcome_rows(diff: FeatureDiff, band: str) -> pd.DataFrame:
@@ -246,7 +235,7 @@ def _outcomes(diff: FeatureDiff, tables: dict[str, pd.DataFrame]) -> go.Figure:
     share = max(3, 14 // len(tables))
     features = list(dict.fromkeys(int(f) for table in tables.values() for f in table.index[:share]))
     titles = [f"<b>{band} problems</b>" for band in tables]
-    figure, cells, height = panels(
+    figure, cells, height = layout.panels(
         titles, len(tables), panel=len(features) * _ROW + 12, gap=78, horizontal=0.035, shared_yaxes=len(tables) > 1
     )
     limit = 1.1 * max(max(abs(v) for v in facts.standardised(r)) for t in tables.values() for _, r in t.iterrows())
@@ -254,4 +243,4 @@ def _outcomes(diff: FeatureDiff, tables: dict[str, pd.DataFrame]) -> go.Figure:
         full = facts.rows(diff, kind="outcome", checkpoint=diff.base, band=band)
         _forest(figure, features, full[full.q <= diff.q], cell)
         _feature_axes(figure, _named(diff, features), limit, "← in failures   Δ   in successes →", cell)
-    return finish(figure, height=height + 90, left=190, top=46, showlegend=False)
+    return layout.finish(figure, height=height + 90, left=190, top=46, showlegend=False)

@@ -16,16 +16,7 @@ from plotly.io.base_renderers import MimetypeRenderer
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.document import packed_plotly
-from tsae.report.figures.checks import behaviour_figure, causal_figure, family_figure, prediction_figure, steps_figure
-from tsae.report.figures.features import (
-    band_figure,
-    decomposition_figure,
-    feature_figure,
-    opposed_figure,
-    outcome_figure,
-    spread_figure,
-    volcano_figure,
-)
+from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview
 from tsae.report.story import facts
 from tsae.report.story.statements import step_features
@@ -104,57 +95,57 @@ class Plots:
 
     def behaviours(self) -> Figure:
         """Accuracy, length and every other behaviour by checkpoint and band, with intervals."""
-        return _titled(behaviour_figure(self.diff), "Behaviour by band", "mean over problems, with interval")
+        return _titled(checks.behaviour_figure(self.diff), "Behaviour by band", "mean over problems, with interval")
 
     def bands(self, n: int = 8) -> Figure:
         """Shifts of each run's n most moved features by band and by outcome, as heat maps."""
         title = "Shift of the most moved features, by band and outcome"
         told = "Δ, in standard deviations over base trajectories; a dot: no discovery; blank: not tested"
-        return _titled(band_figure(self.diff, n=n), title, told)
+        return _titled(features.band_figure(self.diff, n=n), title, told)
 
     def volcano(self) -> Figure:
         """Every tested feature of every run: size of the shift against its q-value."""
         told = f"line: q = {self.diff.q:g}; circles high-level, diamonds low-level"
-        return _titled(volcano_figure(self.diff), "Shift of every tested feature", told)
+        return _titled(features.volcano_figure(self.diff), "Shift of every tested feature", told)
 
     def spread(self) -> Figure:
         """Every tested feature of every run: size of the shift against how active the feature is."""
-        return _titled(spread_figure(self.diff), "Shift of every tested feature, by its activity", "")
+        return _titled(features.spread_figure(self.diff), "Shift of every tested feature, by its activity", "")
 
     def families(self) -> Figure:
         """Mean shift of every family of features in every run."""
-        return _titled(family_figure(self.diff), "Families of features", f"against {self.diff.base}")
+        return _titled(checks.family_figure(self.diff), "Families of features", f"against {self.diff.base}")
 
     def predictions(self) -> Figure:
         """Shifts that rollouts predict beside those that came; see `FeatureDiff.with_reinforcement`."""
         told = "rank correlation over features, interval"
-        return _titled(prediction_figure(self.diff), "Predicted and realised shifts", told)
+        return _titled(checks.prediction_figure(self.diff), "Predicted and realised shifts", told)
 
     def steps(self, n: int = 6) -> Figure:
         """Features and behaviours along the steps of runs."""
-        drawn = steps_figure(self.diff, step_features(self.diff, n))
+        drawn = checks.steps_figure(self.diff, step_features(self.diff, n))
         return _titled(drawn, "Along the steps of the runs", "")
 
     def causal(self) -> Figure:
         """What interventions changed, beside their controls; see `Intervention.mark`."""
-        return _titled(causal_figure(self.diff), "Causal tests", "paired changes against no edit")
+        return _titled(checks.causal_figure(self.diff), "Causal tests", "paired changes against no edit")
 
     def decomposition(self, n: int = 8) -> Figure:
         """Total shift of each run's n most moved features as policy part and representation part."""
         told = "new responses under the base's reading, and a new reading of the same responses"
-        drawn = decomposition_figure(self.diff, n=n)
+        drawn = features.decomposition_figure(self.diff, n=n)
         return _titled(drawn, "Total shift = policy part + representation part", told)
 
     def opposed(self, up: str, down: str, n: int = 12) -> Figure:
         """Features that one checkpoint raised and another lowered, in every run."""
         found = [int(feature) for feature in self.diff.opposed(up, down).head(n).index]
-        drawn = opposed_figure(self.diff, found)
+        drawn = features.opposed_figure(self.diff, found)
         return _titled(drawn, f"Raised by {up}, lowered by {down}", f"shift against {self.diff.base}")
 
     def outcomes(self, n: int = 6) -> Figure:
         """Success − failure within problem: the n clearest features of every band, as the base reads its responses."""
         told = f"as {self.diff.base} reads its own responses"
-        return _titled(outcome_figure(self.diff, n=n), "Success − failure within problem", told)
+        return _titled(features.outcome_figure(self.diff, n=n), "Success − failure within problem", told)
 
     def feature(self, feature: int) -> Figure:
         """Shift of one feature in every run, over all problems and by band, with intervals.
@@ -163,7 +154,9 @@ class Plots:
             TsaeError: where there is no such feature.
         """
         described = facts.named(self.diff, self.diff.feature(feature).index)
-        return _titled(feature_figure(self.diff, feature), f"Feature {described}", f"shift against {self.diff.base}")
+        return _titled(
+            features.feature_figure(self.diff, feature), f"Feature {described}", f"shift against {self.diff.base}"
+        )
 
 
 def _titled(figure: go.Figure | None, title: str, subtitle: str) -> Figure:
