@@ -65,6 +65,8 @@ TINY = RunConfig(
     training_tokens=20_000,
     diff=tsae.DiffConfig(n_bootstrap=100, n_permutations=100),
 )
+Finished = tuple[Path, list[str], Any]
+"""(folder, lines, diff) of a whole analysis."""
 STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
 STAGES += ["noise", "attribution", "claims", "report"]
 
@@ -86,11 +88,23 @@ def tiny(trl_run: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], Any]:
-    """(folder, lines, diff) of a whole analysis."""
-    out, lines = tmp_path_factory.mktemp("run") / "out", []
-    diff = analyze_run(replace(tiny, to=out), progress=False, say=lines.append)
+def finished(tiny: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    out = tmp_path_factory.mktemp("run") / "out"
+    lines, diff = analysed(replace(tiny, to=out))
     return out, lines, diff
+
+
+def analysed(config: RunConfig, **changes: Any) -> tuple[list[str], Any]:
+    """What an analysis printed, and its diff."""
+    lines, diff = analysed(config, **changes)
+    return lines, diff
+
+
+def words(config: RunConfig, to: Path) -> list[str]:
+    """The command of an analysis like `TINY`."""
+    options = f"--tokens {config.tokens} --d-sae {config.d_sae} --k {config.k} --training-tokens "
+    options += f"{config.training_tokens} --diff.n-bootstrap 100 --diff.n-permutations 100"
+    return ["run", str(config.path), "--base", str(config.base), "--to", str(to), *options.split()]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -98,7 +112,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in digests(folder).items() if not name.endswith("stages.json")}
 
 
-def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any]) -> None:
+def test_everything_from_the_folder_alone(finished: Finished) -> None:
     out, lines, diff = finished
     assert [line.partition(":")[0] for line in lines] == STAGES
     said = json.loads((out / "stages.json").read_text())
@@ -156,7 +170,7 @@ def test_everything_from_the_folder_alone(finished: tuple[Path, list[str], Any])
 
 
 def test_controls_interactions_and_baselines_rest_on_the_rows_of_their_contrast(
-    finished: tuple[Path, list[str], Any],
+    finished: Finished,
 ) -> None:
     out, _, diff = finished
     keys = ["kind", "checkpoint", "part", "band", "outcome"]
@@ -185,14 +199,11 @@ def diff_config(diff: Any) -> tsae.DiffConfig:
     return tsae.DiffConfig(**{**config, "bands": None if config["bands"] is None else tuple(config["bands"])})
 
 
-def test_again_reads_everything_from_disk(
-    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
-) -> None:
+def test_again_reads_everything_from_disk(finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     out, lines, diff = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")}
     report = (out / "report.html").stat().st_mtime_ns
-    again: list[str] = []
-    found = analyze_run(replace(tiny, to=out), progress=False, say=again.append)
+    again, found = analysed(tiny, to=out)
     assert again == [f"{line} [from disk]" for line in lines]
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.h5")} == before
     assert (out / "report.html").stat().st_mtime_ns == report
@@ -202,7 +213,7 @@ def test_again_reads_everything_from_disk(
     columns = diff.shifts.columns.drop("run")
     pd.testing.assert_frame_equal(found.shifts[columns], diff.shifts[columns], check_dtype=False)
     with pytest.raises(TsaeError, match=r"something else than an analysis.*differing: path"):
-        analyze_run(replace(tiny, path=shutil.copytree(tiny.path, tmp_path / "other"), to=out), progress=False)
+        analysed(tiny, path=shutil.copytree(tiny.path, tmp_path / "other"), to=out)
 
 
 def flip_digit(file: Path) -> None:
@@ -222,9 +233,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("damage", [pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES])
-def test_what_is_damaged_is_made_again(
-    damage: str, finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
-) -> None:
+def test_what_is_damaged_is_made_again(damage: str, finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     name, do, stages = DAMAGES[damage]
     out = shutil.copytree(finished[0], tmp_path / "out")
     left = out / ".features.lock"  # of a process that was killed at the end of encoding
@@ -232,8 +241,7 @@ def test_what_is_damaged_is_made_again(
     batches = out / "rollouts" / "sampling"  # of one that was killed when its samples had been written
     batches.mkdir()
     do(out / name)
-    lines: list[str] = []
-    analyze_run(replace(tiny, to=out), progress=False, say=lines.append)
+    lines, _ = analysed(tiny, to=out)
     assert not left.exists()
     assert not batches.exists()
     told = [line for line in lines if line.endswith("made again")]
@@ -244,21 +252,13 @@ def test_what_is_damaged_is_made_again(
     assert contents(out) == contents(finished[0])
 
 
-def test_a_damaged_record_is_refused(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.json").write_text("{")
-    with pytest.raises(TsaeError, match=r"run\.json: cannot be read"):
-        analyze_run(replace(tiny, to=tmp_path / "out"), progress=False)
-
-
-def test_a_wrong_site_is_corrected(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+def test_a_wrong_site_is_corrected(finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     """Whether nothing is there yet or all of it, the command that is right at last gives what it gives alone."""
     site = "blocks.1.hook_resid_post"
     for out, wrong in ((tmp_path / "new", tiny), (shutil.copytree(finished[0], tmp_path / "out"), tiny)):
         with pytest.raises(TsaeError, match="9"):
-            analyze_run(replace(wrong, to=out, site="blocks.9.hook_resid_post"), progress=False, say=lambda line: None)
-        lines: list[str] = []
-        analyze_run(replace(tiny, to=out, site=site), progress=False, say=lines.append)
+            analysed(wrong, to=out, site="blocks.9.hook_resid_post")
+        lines, _ = analysed(tiny, to=out, site=site)
         assert any("(as asked)" in line for line in lines)
         assert {**contents(out), "run.json": ""} == {**contents(finished[0]), "run.json": ""}  # it names the site
         assert not (out / ".before").exists()
@@ -276,23 +276,20 @@ CORRECTIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", list(CORRECTIONS))
-def test_an_option_is_corrected(
-    option: str, finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
-) -> None:
+def test_an_option_is_corrected(option: str, finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     """Only what rests on the option is made anew, and said in one line; the first option gives the first bytes."""
     changes, name, anew = CORRECTIONS[option]
     out = shutil.copytree(finished[0], tmp_path / "out")
-    lines: list[str] = []
-    analyze_run(replace(tiny, to=out, **changes), progress=False, say=lines.append)
+    lines, _ = analysed(tiny, to=out, **changes)
     shown = ", ".join(stage for stage in anew if (finished[0] / stage).exists() or stage in ("claims", "report"))
     first = next(line for line in lines if line.startswith("made anew:"))
     assert first == f"made anew:   {shown} (changed: {name})"
     kept = [line.partition(":")[0] for line in lines if line.endswith("[from disk]")]
     assert not set(kept) & (set(anew) - {"attribution"})
     alone = tmp_path / "alone"
-    analyze_run(replace(tiny, to=alone, **changes), progress=False, say=lambda line: None)
+    analysed(tiny, to=alone, **changes)
     assert contents(out) == contents(alone)
-    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    analysed(tiny, to=out)
     assert contents(out) == contents(finished[0])
 
 
@@ -305,13 +302,12 @@ def test_labels_that_changed_since_are_read_again(tiny: RunConfig, trl_run: Path
     place = table.column_names.index("correct")
     pq.write_table(table, log, compression="none", use_dictionary=False)
     size, config = log.stat().st_size, replace(tiny, log=log.parent, to=tmp_path / "out")
-    analyze_run(config, progress=False, say=lambda line: None)
+    analysed(config)
     before = tsae.Rollouts.read(config.to / "rollouts" / "log.parquet")
     turned = pa.array([1.0 - value for value in table["correct"].to_pylist()])
     pq.write_table(table.set_column(place, "correct", turned), log, compression="none", use_dictionary=False)
     assert log.stat().st_size == size
-    lines: list[str] = []
-    analyze_run(config, progress=False, say=lines.append)
+    lines, _ = analysed(config)
     assert any(line.startswith("made anew:   log, rollouts") and "(changed: log)" in line for line in lines)
     after = tsae.Rollouts.read(config.to / "rollouts" / "log.parquet")
     assert (before.frame.outcome == "success").sum() == (after.frame.outcome == "failure").sum()
@@ -328,7 +324,7 @@ def test_a_checkpoint_that_is_rotated_away_is_named(
 
     monkeypatch.setattr("tsae.run.analyze_state", rotated)
     with pytest.raises(TsaeError, match=r"checkpoint-25 was removed meanwhile .*save_total_limit.*tsae watch"):
-        analyze_run(replace(tiny, path=run, to=tmp_path / "out"), progress=False)
+        analysed(tiny, path=run, to=tmp_path / "out")
 
 
 def test_the_base_is_the_folder_that_the_settings_name(trl_run: Path, tmp_path: Path) -> None:
@@ -350,10 +346,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
     few = AttributionConfig(n_features=2, n_fixed=18, groups=("outcome",))
     config = replace(TINY, path=mixed, to=tmp_path / "out", attribution=few)
-    analyze_run(config, progress=False, say=lines.append)
+    lines, _ = analysed(config)
     assert [line.partition(":")[0] for line in lines] == STAGES
     found = Attribution.load(tmp_path / "out" / "attribution")
     assert len(found.facts) == 54
@@ -366,8 +361,7 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     # Again, from disk; and a page written anew still has it.
     stamp = (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns
     (tmp_path / "out" / "report.html").unlink()
-    again: list[str] = []
-    analyze_run(config, progress=False, say=again.append)
+    again, _ = analysed(config)
     assert again == [*(f"{line} [from disk]" for line in lines[:-1]), lines[-1]]
     assert (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns == stamp
     assert (tmp_path / "out" / "report.html").read_text() == page
@@ -386,15 +380,13 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
 def test_what_keeps_samples_from_being_attributed_is_said(
     mixed: Path, tmp_path: Path, change: dict[str, Any], told: str | None
 ) -> None:
-    lines: list[str] = []
     run = shutil.copytree(mixed, tmp_path / "run")
     if not change:
         log = run / "completions.jsonl"
         log.write_text(
             "".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] != 2)
         )
-    config = replace(TINY, path=run, to=tmp_path / "out", **change)
-    analyze_run(config, progress=False, say=lines.append)
+    lines, _ = analysed(TINY, path=run, to=tmp_path / "out", **change)
     said = [line for line in lines if line.startswith("attribution:")]
     page = (tmp_path / "out" / "report.html").read_text()
     assert '<section id="samples"' not in page
@@ -413,9 +405,8 @@ def test_both_halves_and_the_causal_columns_on_one_page(
 ) -> None:
     """Fresh rollouts, the same command again, causal tests added, and one of them made again."""
     out = tmp_path / "out"
-    lines: list[str] = []
     config = replace(tiny, to=out, sample=2, tokens=8000)
-    diff = analyze_run(config, progress=False, say=lines.append)
+    lines, diff = analysed(config)
     said = json.loads((out / "stages.json").read_text())
     rollouts = tsae.Rollouts.read(out / "rollouts" / "rollouts.parquet")
     n = rollouts.n_problems
@@ -434,10 +425,8 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     assert "half that is missing" not in page
     assert "<code>--causal</code>" in page
 
-    lines.clear()
-    tests = CausalConfig(features=1, problems=4, samples=1, n_random=2)
-    again = replace(config, causal=True, tests=tests)
-    with_tests = analyze_run(again, progress=False, say=lines.append)
+    again = replace(config, causal=True, tests=CausalConfig(features=1, problems=4, samples=1, n_random=2))
+    lines, with_tests = analysed(again)
     assert [line for line in lines if not line.endswith("[from disk]")] == lines[-3:]
     assert [line.partition(":")[0] for line in lines] == [*list(said)[:-2], "causal", "claims", "report"]
     assert lines[-3].startswith("causal:      3 of 3 tests")
@@ -460,7 +449,7 @@ def test_both_halves_and_the_causal_columns_on_one_page(
         main(["verify", str(out)])
     assert test.name in capsys.readouterr().out
     (out / "report.html").unlink()
-    analyze_run(again, progress=False, say=lines.append)
+    analysed(again)
     assert contents(out) == before
     main(["verify", str(out)])
 
@@ -469,20 +458,18 @@ def test_both_halves_and_the_causal_columns_on_one_page(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tsae.Intervention, "load", classmethod(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
-            analyze_run(again, progress=False)
+            analysed(again)
     assert (test / "causal.json").is_file()
     assert not (out / "report.html").exists()
-    analyze_run(again, progress=False)
+    analysed(again)
     assert contents(out) == before
 
 
 @pytest.mark.slow  # starts sixteen processes
-def test_eight_processes_on_one_folder(tiny: RunConfig, finished: tuple[Path, list[str], Any], tmp_path: Path) -> None:
+def test_eight_processes_on_one_folder(tiny: RunConfig, finished: Finished, tmp_path: Path) -> None:
     """One writes; the others are told who does. Then a run, its readers and those that write into it, all at once."""
     out = tmp_path / "out"
-    run = ["run", tiny.path, "--base", tiny.base, "--to", out, "--tokens", tiny.tokens, "--d-sae", tiny.d_sae,
-           "--k", tiny.k, "--training-tokens", tiny.training_tokens,
-           "--diff.n-bootstrap", 100, "--diff.n-permutations", 100]  # fmt: skip
+    run = words(tiny, out)
 
     def at_once(*commands: list[Any]) -> list[tuple[int, str]]:
         started = [
@@ -518,7 +505,7 @@ def test_eight_processes_on_one_folder(tiny: RunConfig, finished: tuple[Path, li
 
 @pytest.mark.slow
 def test_claims_that_are_gone_are_missed_and_made_again(
-    finished: tuple[Path, list[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = shutil.copytree(finished[0], tmp_path / "out")
     before = (out / "claims.json").read_bytes()
@@ -539,7 +526,7 @@ def test_claims_that_are_gone_are_missed_and_made_again(
         assert (out / "claims.json").read_bytes() == before
 
 
-def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str], Any]) -> None:
+def test_tests_are_planned_for_what_a_run_moved(finished: Finished) -> None:
     diff = finished[2]
     moved = diff.main_shift("hard-00150", discoveries=True)
     raised = moved[moved.delta > 0].sort_values("delta_low", ascending=False).feature.head(2)
@@ -557,14 +544,14 @@ def test_tests_are_planned_for_what_a_run_moved(finished: tuple[Path, list[str],
     assert planned_tests(replace(diff, shifts=diff.shifts.assign(q=1.0)), 2) == []
 
 
-def test_a_page_says_which_half_is_missing(finished: tuple[Path, list[str], Any]) -> None:
+def test_a_page_says_which_half_is_missing(finished: Finished) -> None:
     page = html.unescape((finished[0] / "report.html").read_text())
     assert "the half that is missing here: with `tsae run … --sample 4 --to OTHER` both answer" in page
     assert "again with <code>--causal</code>" in page
 
 
 @pytest.mark.slow
-def test_interrupted_after_every_stage(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+def test_interrupted_after_every_stage(finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     for number in range(len(STAGES)):
         lines: list[str] = []
 
@@ -580,7 +567,7 @@ def test_interrupted_after_every_stage(finished: tuple[Path, list[str], Any], ti
 
 
 def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
-    finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path
+    finished: Finished, tiny: RunConfig, tmp_path: Path
 ) -> None:
     """The store and the features are complete; their records and pieces are not removed yet."""
     out = shutil.copytree(finished[0], tmp_path / "out")
@@ -596,34 +583,30 @@ def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
     shutil.copytree(pieces, out / "features" / "pieces")
     shard = kept.manifest["readers"][0]["shards"][0]["file"]
     (out / "activations" / record_file(shard)).write_text("{}")
-    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    analysed(tiny, to=out)
     assert contents(out) == contents(finished[0])
 
 
 @pytest.mark.slow(ci=True)
-def test_killed_while_it_trains(finished: tuple[Path, list[str], Any], tiny: RunConfig, tmp_path: Path) -> None:
+def test_killed_while_it_trains(finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]
-    options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
-    command = [sys.executable, "-m", "tsae", "run", str(tiny.path), "--base", str(tiny.base), "--to", str(out)]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tsae", *words(tiny, out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 900
     while not (out / "activations" / "base").is_dir() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not (out / "report.html").exists()
-    analyze_run(replace(tiny, to=out), progress=False, say=lambda line: None)
+    analysed(tiny, to=out)
     assert contents(out) == contents(finished[0])
 
 
 def test_the_command_says_what_it_decides(
-    finished: tuple[Path, list[str], Any], tiny: RunConfig, capsys: pytest.CaptureFixture[str]
+    finished: Finished, tiny: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, lines, _ = finished
-    options = ["--tokens", "12000", "--d-sae", "32", "--k", "4", "--training-tokens", "20000"]
-    options += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100"]
-    main(["run", str(tiny.path), "--base", str(tiny.base), "--to", str(out), *options])
+    main(words(tiny, out))
     printed = capsys.readouterr().out
     assert printed.startswith(f"{lines[0]} [from disk]\n")
     assert "Shifts of hard-00150 against base, on the same trajectories" in printed
@@ -716,9 +699,8 @@ def test_adapters_over_a_base_in_the_cache(
         model.peft_config["default"].base_model_name_or_path = hub_base
         # The vocabulary is the base's; peft would ask the hub whether it is.
         model.save_pretrained(run / f"checkpoint-{step}", save_embedding_layers=False)
-    lines: list[str] = []
     config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
-    diff = analyze_run(config, progress=False, say=lines.append)
+    lines, diff = analysed(config)
     assert lines[0].startswith("series:      3 checkpoints; the base is org/arithmetic; compared with it: lora-00050")
     assert lines[-1].endswith("report.html")
     # Readers are the base, and the base with its adapter: by hand, merged.
@@ -734,7 +716,7 @@ def test_adapters_over_a_base_in_the_cache(
     shutil.rmtree(tmp_path / "hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(TsaeError, match=r"lora: names org/arithmetic as its base, which cannot be used: .*--base"):
-        analyze_run(replace(config, to=tmp_path / "without"), progress=False, say=lines.append)
+        analysed(config, to=tmp_path / "without")
     assert not (tmp_path / "without").exists()
 
 
@@ -745,12 +727,11 @@ def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, 
         shutil.copytree(trl_run / f"checkpoint-{step}", run / f"checkpoint-{step}")
     shutil.copytree(trl_run / "completions", run / "completions")
     (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
-    lines: list[str] = []
     config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
-    diff = analyze_run(config, progress=False, say=lines.append)
+    lines, diff = analysed(config)
     assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
     local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
-    same = analyze_run(local, progress=False, say=lambda line: None)
+    same = analysed(local)
     pd.testing.assert_frame_equal(diff.shifts, same.shifts)
     series, origin = find_series(replace(config, base=hub_base))
     assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
@@ -767,14 +748,14 @@ def test_a_band_without_problems_is_refused_before_the_capture(tiny: RunConfig, 
     shutil.copy(tiny.path / "completions" / "completions_00150.parquet", tmp_path / "log")
     config = replace(tiny, log=tmp_path / "log", to=tmp_path / "out", diff=replace(tiny.diff, bands=("harder",)))
     with pytest.raises(TsaeError, match="no problem is in the band 'harder'"):
-        analyze_run(config, progress=False, say=lambda line: None)
+        analysed(config)
     assert not (tmp_path / "out" / "activations").exists()
 
 
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
     def fails(config: RunConfig, match: str) -> None:
         with pytest.raises(TsaeError, match=match):
-            analyze_run(replace(config, to=tmp_path / "out"), progress=False, say=lambda line: None)
+            analysed(config, to=tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
     (tmp_path / "empty").mkdir()
@@ -791,12 +772,12 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
     shutil.copytree(trl_run / "completions", one / "completions")
     (one / "checkpoint-50" / "tokenizer.json").unlink()
     with pytest.raises(TsaeError, match=r"checkpoint-50: holds no tokenizer"):
-        analyze_run(replace(tiny, path=one, to=tmp_path / "out"), progress=False, say=lambda line: None)
+        analysed(tiny, path=one, to=tmp_path / "out")
 
 
 def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
     with pytest.raises(TsaeError, match=r"inside the folder that is searched"):
-        analyze_run(replace(tiny, to=tiny.path / "completions" / "out"))
+        analysed(tiny, to=tiny.path / "completions" / "out")
 
 
 # --- a log that does not agree with itself
@@ -826,7 +807,7 @@ def test_strict_refuses_what_does_not_agree(
 
 
 @pytest.mark.slow  # runs the whole pipeline
-def test_the_page_says_that_a_log_does_not_agree(finished: tuple[Path, list[str], Any]) -> None:
+def test_the_page_says_that_a_log_does_not_agree(finished: Finished) -> None:
     _, _, diff = finished
     assert not any("rollout log" in sentence for finding in findings(diff) for sentence in finding.sentences)
     looked = {"answers": {"compared": 9, "disagrees": True, "line": "answers: <b>9</b>"}}
@@ -860,8 +841,7 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
 
     log = with_rewards("two", "accuracy_reward", "think_format_reward")
     config = replace(tiny, log=log, tokens=4_000, to=tmp_path / "out")
-    lines: list[str] = []
-    analyze_run(config, progress=False, say=lines.append)
+    lines, _ = analysed(config)
     assert "accuracy_reward is above 0 (of accuracy_reward, think_format_reward, by its name)" in lines[1]
     found_part = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
     part = found_part.frame.drop_duplicates("problem_id")
@@ -877,10 +857,9 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
 
     vague = with_rewards("vague", "quality", "length")
     with pytest.raises(TsaeError, match=r"rewards quality, length.*--outcome"):
-        analyze_run(replace(config, log=vague, to=tmp_path / "vague-out"), progress=False)
-    lines.clear()
+        analysed(config, log=vague, to=tmp_path / "vague-out")
     named = replace(tiny.importing, outcome="quality")
-    analyze_run(replace(config, log=vague, importing=named, to=tmp_path / "named"), progress=False, say=lines.append)
+    lines, _ = analysed(config, log=vague, importing=named, to=tmp_path / "named")
     assert "quality is above 0 (as asked)" in lines[1]
 
 
@@ -892,8 +871,7 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
         shutil.copytree(SHIPPED / f"medium-{step:03d}", run / f"checkpoint-{step}")
     shutil.copytree(logged, run / "completions")
     config = replace(tiny, path=run, to=tmp_path / "out")
-    lines: list[str] = []
-    diff = analyze_run(config, progress=False, say=lines.append)
+    lines, diff = analysed(config)
     refused = diff.info["bands"]["refused"]
     assert lines[3].startswith(
         "bands:       bands and training steps cannot be told apart: the training step explains 7"
@@ -930,7 +908,7 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
         separate_rollouts(alien, whole, "base")
     # The option says the same, before anything is read.
     with pytest.raises(TsaeError, match="asks none of the problems"):
-        analyze_run(replace(config, to=tmp_path / "no", bands_from=alien), progress=False)
+        analysed(config, to=tmp_path / "no", bands_from=alien)
 
 
 @pytest.mark.slow  # runs the whole pipeline
@@ -940,9 +918,7 @@ def test_a_run_without_a_success(tiny: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     failed = source.set_column(place, "correct", pa.array(np.zeros(len(source))))
     pq.write_table(failed, tmp_path / "log" / "completions_00001.parquet")
-    lines: list[str] = []
-    config = replace(tiny, log=tmp_path / "log", tokens=4_000, to=tmp_path / "out")
-    diff = analyze_run(config, progress=False, say=lines.append)
+    lines, diff = analysed(tiny, log=tmp_path / "log", tokens=4_000, to=tmp_path / "out")
     assert "there is no success" in lines[1]
     assert lines[3].startswith("bands:       none: every response is wrong, so that no problem is harder than another")
     outcome = diff.contrasts[diff.contrasts.kind == "outcome"]
@@ -1048,9 +1024,8 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     run = tmp_path / "grpo"
     assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
 
-    lines: list[str] = []
     config = replace(TINY, path=run, to=tmp_path / "out")
-    diff = analyze_run(config, progress=False, say=lines.append)
+    lines, diff = analysed(config)
     assert "grpo-00001 stands in for the base" in lines[0]
     assert "TRL completions, 128 trajectories of 16 problems" in lines[1]
     assert "correct is above 0 (the log's only reward)" in lines[1]
@@ -1063,7 +1038,7 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").is_file()
 
     with_base = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "with-base")
-    diff = analyze_run(with_base, progress=False, say=lambda line: None)
+    diff = analysed(with_base)
     rollouts = tsae.Rollouts.read(tmp_path / "with-base" / "rollouts" / "rollouts.parquet")
     assert rollouts.policies == ["base", "grpo-00001"]
     assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
@@ -1081,8 +1056,7 @@ def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_p
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
         check=True, capture_output=True, timeout=900,
     )  # fmt: skip
-    lines: list[str] = []
-    diff = analyze_run(replace(TINY, path=run, to=tmp_path / "out"), progress=False, say=lines.append)
+    lines, diff = analysed(TINY, path=run, to=tmp_path / "out")
     told = "" if kind == "lora" else " (by its model card)"
     assert f"3 checkpoints; the base is org/arithmetic{told}; compared with it: grpo-00002" in lines[0]
     rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
@@ -1135,16 +1109,13 @@ def plain(folder: Path, to: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_published_sae_in_place_of_training(
-    tiny: RunConfig, finished: tuple[Path, list[str], Any], tmp_path: Path
-) -> None:
+def test_a_published_sae_in_place_of_training(tiny: RunConfig, finished: Finished, tmp_path: Path) -> None:
     """The analysis with an SAE that was trained before is the one that trained it, number by number."""
     out, _, diff = finished
     sae = plain(out / "sae", tmp_path / "published")
     config = replace(tiny, sae=sae, d_sae=None, k=None, training_tokens=None, to=tmp_path / "out")
-    lines: list[str] = []
     with pytest.warns(UserWarning, match=r"explains 0\.\d\d of the variance .*its makers name FVE 0\.50 and L0 99"):
-        found = analyze_run(config, progress=False, say=lines.append)
+        lines, found = analysed(config)
     assert next(line for line in lines if line.startswith("sae:")) == (
         "sae:         32 latents, published, not trained here"
     )
@@ -1155,8 +1126,7 @@ def test_a_published_sae_in_place_of_training(
     page = (config.to / "report.html").read_text()
     assert "temporal weight" not in page
     assert "32 latents" in page
-    again: list[str] = []
-    analyze_run(config, progress=False, say=again.append)
+    again, _ = analysed(config)
     assert [line.removesuffix(" [from disk]") for line in again] == lines
     assert all(finding.ok for finding in verify([config.to], progress=False))
     with pytest.raises(TsaeError, match="k=4 is for training an SAE, and sae="):
@@ -1164,8 +1134,7 @@ def test_a_published_sae_in_place_of_training(
     # Another one of that name: nothing that was encoded with the first is shown as of the second.
     weights = load_file(sae / "sae_weights.safetensors")
     save_file({name: value * 1.01 for name, value in weights.items()}, sae / "sae_weights.safetensors")
-    lines.clear()
     with pytest.warns(UserWarning, match=r"explains 0\.\d\d of the variance"):
-        analyze_run(config, progress=False, say=lines.append)
+        lines, _ = analysed(config)
     assert any(line.startswith("made anew:   sae, ") for line in lines)
     assert tsae.FeatureTable.load(config.to / "features").info["sae"]["weights"] == tsae.load_sae(sae).fingerprint

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ FEW = tsae.DiffConfig(n_bootstrap=100, n_permutations=100, noise_draws=0)
 class Training:
     """The testbed's hard run, as TRL leaves it, up to some step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *steps: int) -> None:
         self.run = folder / "hard"
         shutil.copytree(SHIPPED / "base", folder / "base")
         (self.run / "completions").mkdir(parents=True)
@@ -53,6 +54,10 @@ class Training:
             self.run, to=folder / "out", base=str(folder / "base"), attribute=False,
             tokens=6_000, d_sae=32, k=4, training_tokens=10_000, diff=FEW,
         )  # fmt: skip
+        if steps:
+            self.log(1, *steps)
+        for step in steps:
+            self.save(step)
 
     def log(self, *steps: int) -> None:
         for step in steps:
@@ -76,6 +81,23 @@ class Training:
         return to / "one"
 
 
+Followed = tuple[Training, list[str], list[dict[str, int]]]
+"""A training after two updates; what was printed; and how many shards each captured, copied and encoded."""
+
+
+def look_once(config: RunConfig, lines: list[str] | None = None) -> int:
+    """How many updates one look made."""
+    return len(list(watch(config, ONCE, say=(lambda line: None) if lines is None else lines.append)))
+
+
+def scale_weights(checkpoint: Path) -> None:
+    """Another checkpoint in the same place: its file is replaced, and not written into."""
+    file = checkpoint / "model.safetensors"
+    scaled = {name: value * 1.01 for name, value in load_file(file).items()}
+    save_file(scaled, file.with_suffix(".new"), metadata={"format": "pt"})
+    os.replace(file.with_suffix(".new"), file)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """All files but hidden ones, and those that name the folder or the updates."""
     names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
@@ -84,32 +106,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Training, list[str], list[dict[str, int]]]]:
-    """A training after two updates; what was printed; and how many shards each captured, copied and encoded."""
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
     with pytest.MonkeyPatch.context() as patch:
         done: dict[str, int] = {}
 
-        def counted(module: object, name: str) -> None:
-            really = getattr(module, name)
+        def counting(name: str, really: Any, *args: Any, **options: Any) -> Any:
+            done[name] = done.get(name, 0) + 1
+            return really(*args, **options)
 
-            def call(*args: object, **options: object) -> object:
-                done[name] = done.get(name, 0) + 1
-                return really(*args, **options)
-
-            patch.setattr(module, name, call)
-
-        for module, name in (
-            (capturing, "capture_shard"),
-            (capturing, "copy_shard"),
-            (encoding, "encode_shard"),
-            (importing, "read_part"),
-        ):
-            counted(module, name)
+        counted = {capturing: ("capture_shard", "copy_shard"), encoding: ("encode_shard",), importing: ("read_part",)}
+        for module, name in ((module, name) for module, names in counted.items() for name in names):
+            patch.setattr(module, name, partial(counting, name, getattr(module, name)))
         training, lines, counts = Training(tmp_path_factory.mktemp("watch")), [], []
 
         def look() -> None:
             done.clear()
-            assert len(list(watch(training.config, ONCE, say=lines.append))) <= 1
+            assert look_once(training.config, lines) <= 1
             counts.append(dict(done))
 
         look()
@@ -124,7 +136,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Trainin
         yield training, lines, counts
 
 
-def test_only_what_is_new_is_computed(followed: tuple[Training, list[str], list[dict[str, int]]]) -> None:
+def test_only_what_is_new_is_computed(followed: Followed) -> None:
     training, lines, counts = followed
     assert lines[:2] == ["waiting: there is no rollout log yet", "waiting: no checkpoint is complete"]
     assert lines[2].startswith("new: hard-00025; 512 new of 512 trajectories up to step 25; FVE base 0.")
@@ -143,7 +155,7 @@ def test_only_what_is_new_is_computed(followed: tuple[Training, list[str], list[
 
 
 def test_a_training_that_was_followed_to_its_end_is_not_waited_for(
-    followed: tuple[Training, list[str], list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, lines = followed[0], []
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for what is there"))
@@ -152,9 +164,7 @@ def test_a_training_that_was_followed_to_its_end_is_not_waited_for(
 
 
 @pytest.mark.slow
-def test_an_update_equals_one_analysis_of_the_training(
-    followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
-) -> None:
+def test_an_update_equals_one_analysis_of_the_training(followed: Followed, tmp_path: Path) -> None:
     training, _, _ = followed
     out = training.config.to
     one = contents(training.alone(tmp_path))
@@ -169,16 +179,14 @@ def test_an_update_equals_one_analysis_of_the_training(
 
 
 @pytest.mark.slow
-def test_a_published_sae_reads_every_update(
-    followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
-) -> None:
+def test_a_published_sae_reads_every_update(followed: Followed, tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     sae = tsae.load_sae(followed[0].config.to / "sae")
     config = replace(training.config, sae=sae.save(tmp_path / "sae"), d_sae=None, k=None, training_tokens=None)
     training.log(1, 25, 50)
     for step in (25, 50):
         training.save(step)
-        assert len(list(watch(config, ONCE, say=lambda line: None))) == 1
+        assert look_once(config) == 1
         assert tsae.load_sae(config.to / "sae").fingerprint == sae.fingerprint
     page = (config.to / "report.html").read_text()
     assert "trained earlier in this training" not in page
@@ -189,14 +197,12 @@ def test_a_published_sae_reads_every_update(
     other.save(tmp_path / "sae")
     training.save(100)
     training.log(100)
-    assert len(list(watch(config, ONCE, say=lambda line: None))) == 1  # all of it with the one that lies there now
+    assert look_once(config) == 1  # all of it with the one that lies there now
     assert tsae.FeatureTable.load(config.to / "features").info["sae"]["weights"] == other.fingerprint
     assert json.loads((config.to / "stages.json").read_text())["sae"] == "32 latents, k 4, published, not trained here"
 
 
-def test_what_is_not_the_same_training_is_refused(
-    followed: tuple[Training, list[str], list[dict[str, int]]], tmp_path: Path
-) -> None:
+def test_what_is_not_the_same_training_is_refused(followed: Followed, tmp_path: Path) -> None:
     training = Training(tmp_path)
     for name in ("hard", "out"):
         shutil.copytree(followed[0].config.path.parent / name, tmp_path / name, dirs_exist_ok=True)
@@ -206,39 +212,32 @@ def test_what_is_not_the_same_training_is_refused(
     write_record(tmp_path / "out" / "run.json", {"kind": "run", **json.loads(told)})
     before = contents(training.config.to)
 
-    def look(config: RunConfig) -> None:
-        list(watch(config, ONCE, say=lambda line: None))
-
-    look(training.config)  # Nothing is new.
+    look_once(training.config)  # Nothing is new.
     with pytest.raises(TsaeError, match=r"`tsae watch` wrote it, and goes on with it"):
         analyze_run(training.config, progress=False, say=lambda line: None)
     training.log(100)
     with pytest.raises(TsaeError, match=r"another training, SAE or versions \(differing: k\)"):
-        look(replace(training.config, k=5))
+        look_once(replace(training.config, k=5))
     weights = tmp_path / "base" / "model.safetensors"
     held = weights.read_bytes()
-    save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    scale_weights(tmp_path / "base")
     with pytest.raises(TsaeError, match=r"base: is another base than before: its weights and config have the hash"):
-        look(training.config)
+        look_once(training.config)
     weights.write_bytes(held)
-    shutil.copy(
-        SHIPPED / "logs" / "hard" / "completions" / "completions_00100.parquet",
-        training.run / "completions" / "completions_00100.parquet",
-    )
+    training.log(100)
     (training.run / "completions" / "completions_00025.parquet").unlink()
     with pytest.raises(
         TsaeError, match=r"no longer holds 256 of the 768 trajectories that were read before \(of step 25\)"
     ):
-        look(training.config)
+        look_once(training.config)
     assert contents(training.config.to) == before
 
 
-def test_the_command(followed: tuple[Training, list[str], list[dict[str, int]]], capsys: pytest.CaptureFixture) -> None:
+def test_the_command(followed: Followed, capsys: pytest.CaptureFixture) -> None:
     config = followed[0].config
-    words = ["watch", str(config.path), "--base", str(config.base), "--to", str(config.to), "--once", "--quiet", "0"]
-    words += ["--tokens", "6000", "--d-sae", "32", "--k", "4", "--training-tokens", "10000"]
-    words += ["--diff.n-bootstrap", "100", "--diff.n-permutations", "100", "--diff.noise-draws", "0"]
-    main(words)
+    options = "--once --quiet 0 --tokens 6000 --d-sae 32 --k 4 --training-tokens 10000 --diff.n-bootstrap 100 "
+    options += "--diff.n-permutations 100 --diff.noise-draws 0"
+    main(["watch", str(config.path), "--base", str(config.base), "--to", str(config.to), *options.split()])
     assert capsys.readouterr().out == "nothing new\n"
 
 
@@ -336,9 +335,7 @@ def test_a_log_must_hold_what_it_held(tmp_path: Path) -> None:
 
 def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was begun of the old weights cannot be completed, and does not stand in the way."""
-    training, really, calls = Training(tmp_path), capturing.capture_shard, 0
-    training.log(1, 25)
-    training.save(25)
+    training, really, calls = Training(tmp_path, 25), capturing.capture_shard, 0
 
     def killed(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -350,27 +347,21 @@ def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(capturing, "capture_shard", killed)
         with pytest.raises(KeyboardInterrupt):
-            list(watch(training.config, ONCE, say=lambda line: None))
+            look_once(training.config)
     assert (training.config.to / ".next" / "activations" / "manifest.json").is_file()
-    weights = training.run / "checkpoint-25" / "model.safetensors"
-    save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    assert len(list(watch(training.config, ONCE, say=lambda line: None))) == 1
+    scale_weights(training.run / "checkpoint-25")
+    assert look_once(training.config) == 1
     assert all(found.state == "intact" for found in verify([training.config.to]))
 
 
 def test_a_checkpoint_rewritten_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training, lines, really, done = Training(tmp_path), list[str](), capturing.capture_shard, list[int]()
-    training.log(1, 25)
-    training.save(25)
-    weights = training.run / "checkpoint-25" / "model.safetensors"
+    training, lines, really, done = Training(tmp_path, 25), list[str](), capturing.capture_shard, list[int]()
 
     def rewriting(reader: Any, where: Any, rollouts: Any, piece: Any, *rest: Any) -> Any:
         found = really(reader, where, rollouts, piece, *rest)
         if piece.reader != "base" and not done:
             done.append(1)
-            scaled = {name: value * 1.01 for name, value in load_file(weights).items()}
-            save_file(scaled, weights.with_suffix(".new"), metadata={"format": "pt"})
-            os.replace(weights.with_suffix(".new"), weights)
+            scale_weights(training.run / "checkpoint-25")
         return found
 
     monkeypatch.setattr(capturing, "capture_shard", rewriting)
@@ -381,23 +372,21 @@ def test_a_checkpoint_rewritten_while_it_is_read_is_read_again(tmp_path: Path, m
 
 
 def test_a_checkpoint_rewritten_after_its_analysis_is_read_again(tmp_path: Path) -> None:
-    training, lines = Training(tmp_path), list[str]()
-    training.log(1, 25)
-    training.save(25)
-    assert len(list(watch(training.config, ONCE, say=lines.append))) == 1
+    training, lines = Training(tmp_path, 25), list[str]()
+    assert look_once(training.config, lines) == 1
     before = contents(training.config.to)
     weights = training.run / "checkpoint-25" / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
-    assert not list(watch(training.config, ONCE, say=lines.append))  # the same weights
-    save_file({name: value * 1.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert look_once(training.config, lines) == 0  # the same weights
+    scale_weights(weights.parent)
     times = weights.stat()
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns - 10**15))
-    assert len(list(watch(training.config, ONCE, say=lines.append))) == 1
+    assert look_once(training.config, lines) == 1
     assert "hard-00025: written anew since the last analysis, and read again" in lines
     changed = {name for name, held in contents(training.config.to).items() if before.get(name) != held}
     assert {name for name in changed if "activations/base/" in name} == set()
     assert any("activations/hard-00025/" in name for name in changed)
-    assert not list(watch(training.config, ONCE, say=lines.append))
+    assert look_once(training.config, lines) == 0
 
 
 def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:
