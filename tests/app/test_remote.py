@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow.parquet as pq
 import pytest
 
@@ -33,20 +32,6 @@ from tsae.sae.quality.stability import Stability
 
 SITE = "blocks.1.hook_resid_post"
 CONFIG = tsae.CaptureConfig(shard_tokens=60)
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(mirror, "_mirrors", {})
-
-
-@pytest.fixture
-def remote() -> Iterator[Any]:
-    fs = fsspec.filesystem("memory")
-    fs.store.clear()
-    yield fs
-    fs.store.clear()
 
 
 @pytest.fixture(scope="module")
