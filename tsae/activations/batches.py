@@ -166,11 +166,8 @@ class Windows:
         if self.n_tokens == 0:
             raise TsaeError("no tokens are left to train on", where=store.path, fix="Choose another token span.")
         if partner == "step" and sum(map(len, begins)) == n_undivided:
-            raise TsaeError(
-                f"step_ends={tuple(step_ends)} divide no trajectory into steps",
-                where=store.path,
-                fix="Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them.",
-            )
+            fix = "Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them."
+            raise TsaeError(f"step_ends={tuple(step_ends)} divide no trajectory into steps", where=store.path, fix=fix)
         self._places = Places(self.shards)
         first, length = self._places.first(self.segments), self.segments[:, 2]
         self._partners = Partners(first, length, np.concatenate(begins)) if begins else None
@@ -178,11 +175,9 @@ class Windows:
         if partner is not None and longest < 2:
             unit = "step" if partner == "step" else "trajectory"
             adjacent = " adjacent" if partner == "previous" else ""
-            raise TsaeError(
-                f"no {unit} has two{adjacent} tokens that count, so that the temporal loss has no pairs",
-                where=store.path,
-                fix="Choose another token span, or train with temporal_weight=0 (--temporal-weight 0).",
-            )
+            what = f"no {unit} has two{adjacent} tokens that count, so that the temporal loss has no pairs"
+            fix = "Choose another token span, or train with temporal_weight=0 (--temporal-weight 0)."
+            raise TsaeError(what, where=store.path, fix=fix)
         self._bits = length_bits(self.segments, window)
         self.mixture = Mixture(store, self.shards, self._places, self.segments, balance)
 

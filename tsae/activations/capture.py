@@ -293,11 +293,9 @@ def _served(series: CheckpointSeries, config: CaptureConfig, server: StatesConfi
         return None
     server = check_server(server)
     if server.reader is None and len(series) > 1:
-        raise TsaeError(
-            f"a server serves one checkpoint, and here are {', '.join(checkpoint.id for checkpoint in series)}",
-            where="StatesConfig.reader",
-            fix="Name it (--server.reader), and give the command again for each of the others.",
-        )
+        what = f"a server serves one checkpoint, and here are {', '.join(checkpoint.id for checkpoint in series)}"
+        fix = "Name it (--server.reader), and give the command again for each of the others."
+        raise TsaeError(what, where="StatesConfig.reader", fix=fix)
     return series[server.reader].id if server.reader else series.base.id
 
 
@@ -429,11 +427,9 @@ def capture_shard(
                 return partial(_finish, writer, writing, held.pop_all(), entry)
         if len(short.texts) == 1:
             t = int(short.texts[0])
-            raise TsaeError(
-                f"trajectory {piece.rows[t]} of {len(texts[t])} tokens does not fit into memory by itself",
-                where=checkpoint,
-                fix="Leave it out, compute in bfloat16 (--model-dtype), or use a device with more memory.",
-            ) from short
+            what = f"trajectory {piece.rows[t]} of {len(texts[t])} tokens does not fit into memory by itself"
+            fix = "Leave it out, compute in bfloat16 (--model-dtype), or use a device with more memory."
+            raise TsaeError(what, where=checkpoint, fix=fix) from short
         batch_tokens = max(1, batch_tokens // 2)
         bar.update(before - bar.n)
         bar.set_postfix_str(f"{piece.reader}, out of memory: {batch_tokens} tokens a batch")

@@ -135,11 +135,9 @@ def _add_records(folder: Path, manifest: dict[str, Any]) -> None:
         reader["shards"] = [known[name] for name in sorted(known)]
     if foreign:
         first = min(foreign)
-        raise TsaeError(
-            f"{len(foreign)} shards are of another capture than the manifest, such as {first}",
-            where=folder,
-            fix=f"Remove these with their records, such as {record_file(first)}, and give the same capture again.",
-        )
+        what = f"{len(foreign)} shards are of another capture than the manifest, such as {first}"
+        fix = f"Remove these with their records, such as {record_file(first)}, and give the same capture again."
+        raise TsaeError(what, where=folder, fix=fix)
 
 
 @dataclass(frozen=True)

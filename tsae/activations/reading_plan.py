@@ -327,11 +327,9 @@ def check_server(server: StatesConfig | None) -> StatesConfig:
         TsaeError: where there is none, or its address or folder is missing.
     """
     if server is None or not server.url or server.folder is None:
-        raise TsaeError(
-            "needs the address of a vLLM server and the folder into which it writes hidden states",
-            where="the backend vllm",
-            fix=f"Give --server.url and --server.folder; start the server as: {START}.",
-        )
+        what = "needs the address of a vLLM server and the folder into which it writes hidden states"
+        fix = f"Give --server.url and --server.folder; start the server as: {START}."
+        raise TsaeError(what, where="the backend vllm", fix=fix)
     return server
 
 

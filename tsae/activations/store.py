@@ -61,20 +61,14 @@ class ActivationStore(Source):
 
     def __init__(self, path: str | Path) -> None:
         if isinstance(path, Source):
-            raise TsaeError(
-                "keeps no activations, but a store is needed here",
-                where=type(path).__name__,
-                fix="Capture a store, of some of the trajectories if disk is short (`tsae capture`).",
-            )
+            fix = "Capture a store, of some of the trajectories if disk is short (`tsae capture`)."
+            raise TsaeError("keeps no activations, but a store is needed here", where=type(path).__name__, fix=fix)
         self.path = local(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
             done = sum(len(reader["shards"]) for reader in self.manifest["readers"])
-            raise TsaeError(
-                f"its capture did not finish; {done} shards are recorded",
-                where=self.path,
-                fix="Run the same capture again, or the parts that are missing; it goes on.",
-            )
+            fix = "Run the same capture again, or the parts that are missing; it goes on."
+            raise TsaeError(f"its capture did not finish; {done} shards are recorded", where=self.path, fix=fix)
 
     @property
     def has_token_statistics(self) -> bool:
@@ -197,11 +191,8 @@ class Pair(ActivationStore):
         """Ids of the base and the other: whose activation comes first in a row, and whose second."""
         unread = sum(int((self._base_rows[0][s.trajectory] < 0).sum()) for s in everyone._opened(reader))
         if unread:
-            raise TsaeError(
-                f"the base has not read {unread} of the trajectories that {reader} read",
-                where=store.path,
-                fix='Capture with the plan "paired" or "all".',
-            )
+            what = f"the base has not read {unread} of the trajectories that {reader} read"
+            raise TsaeError(what, where=store.path, fix='Capture with the plan "paired" or "all".')
 
     @cached_property
     def _bases(self) -> list[Shard]:

@@ -57,11 +57,8 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
         TsaeError: where the store holds no token statistics.
     """
     if not store.has_token_statistics:
-        raise TsaeError(
-            "holds no entropies and log-probabilities",
-            where=store.path,
-            fix="Capture into a new folder with token_statistics=True (--token-statistics).",
-        )
+        fix = "Capture into a new folder with token_statistics=True (--token-statistics)."
+        raise TsaeError("holds no entropies and log-probabilities", where=store.path, fix=fix)
     if not 0 < quantile < 1:
         raise TsaeError(f"quantile={quantile} is not between 0 and 1", where="trajectory_statistics")
     prompts = store.rollouts.lengths("prompt_ids")

@@ -86,11 +86,9 @@ class StatesReader:
         missing = next((site for site, id in self.ids.items() if id not in self.layers), None)
         if missing is not None:
             given = ", ".join(map(str, self.layers))
-            raise TsaeError(
-                f"{missing} is layer {self.ids[missing]} of vLLM, and the server gives {given}",
-                where="StatesConfig.layers",
-                fix="Start it with that id among its eagle_aux_hidden_state_layer_ids, or choose other sites.",
-            )
+            what = f"{missing} is layer {self.ids[missing]} of vLLM, and the server gives {given}"
+            fix = "Start it with that id among its eagle_aux_hidden_state_layer_ids, or choose other sites."
+            raise TsaeError(what, where="StatesConfig.layers", fix=fix)
         self.columns = {site: self.layers.index(id) for site, id in self.ids.items()}
         self.d_model = model.config.get_text_config().hidden_size
         depth = len(decoder_blocks(model))

@@ -49,11 +49,9 @@ class TransformerLensReader:
         # Where the bridge takes weights out of their modules, as in GPT-2's attention, adapters are lost.
         error = (self.logits(ids, torch.ones_like(ids)) - expected).abs().max() / expected.abs().max()
         if not error < (1e-3 if expected.dtype == torch.float32 else 0.05):
-            raise TsaeError(
-                f"computes other logits through TransformerLens than by itself (error {float(error):.1%})",
-                where=checkpoint.path,
-                fix="Use the Hugging Face backend, or merge the adapter into its base first.",
-            )
+            what = f"computes other logits through TransformerLens than by itself (error {float(error):.1%})"
+            fix = "Use the Hugging Face backend, or merge the adapter into its base first."
+            raise TsaeError(what, where=checkpoint.path, fix=fix)
 
     @torch.no_grad()
     def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -338,11 +338,9 @@ def spread(model: PreTrainedModel) -> None:
     memory = get_balanced_memory(model, dtype=model.dtype, no_split_module_classes=whole)
     places = infer_auto_device_map(model, max_memory=memory, dtype=model.dtype, no_split_module_classes=whole)
     if "disk" in places.values():
-        raise TsaeError(
-            "does not fit into the memory of all devices together",
-            where=model.config._name_or_path,
-            fix="Use a smaller precision (--model-dtype bfloat16) or a machine with more memory.",
-        )
+        what = "does not fit into the memory of all devices together"
+        fix = "Use a smaller precision (--model-dtype bfloat16) or a machine with more memory."
+        raise TsaeError(what, where=model.config._name_or_path, fix=fix)
     # Hooks even on one device, so that inputs move the same way everywhere.
     dispatch_model(model, device_map=places, force_hooks=True)
 

@@ -273,11 +273,9 @@ def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = 
         return  # or of the Hugging Face cache, in which nothing is rewritten
     found = weights_fingerprint(checkpoint)
     if found != before:
-        raise TsaeError(
-            f"its weights or its config changed while they were in use (hash {found}, before {before})",
-            where=checkpoint.path,
-            fix="Put the earlier files back and give the command again, or begin anew with an output of another name.",
-        )
+        what = f"its weights or its config changed while they were in use (hash {found}, before {before})"
+        fix = "Put the earlier files back and give the command again, or begin anew with an output of another name."
+        raise TsaeError(what, where=checkpoint.path, fix=fix)
 
 
 def rotate_rows_alone(model: PreTrainedModel) -> list[RemovableHandle]:

@@ -104,11 +104,8 @@ class Crosscoder(TemporalSAE):
         if isinstance(sae, cls):
             return sae
         if OF_PAIR not in sae.training_info:
-            raise TsaeError(
-                "is an SAE of single activations, a crosscoder is needed here",
-                where=repr(sae),
-                fix="Train one: tsae crosscoder, or tsae.train(tsae.Pair(store, reader)).",
-            )
+            fix = "Train one: tsae crosscoder, or tsae.train(tsae.Pair(store, reader))."
+            raise TsaeError("is an SAE of single activations, a crosscoder is needed here", where=repr(sae), fix=fix)
         found = cls(sae.d_model, sae.config, site=sae.site, training=sae.training_info)
         found.load_state_dict(sae.state_dict())
         return found.requires_grad_(False).to(sae.W_enc.device).eval()

@@ -353,11 +353,8 @@ def check_fits(sae: TemporalSAE, store: Source) -> None:
         TsaeError: where the site or d_model differ.
     """
     if sae.site not in store.sites:
-        raise TsaeError(
-            f"the SAE was trained at {sae.site}, the store has {', '.join(store.sites)}",
-            where=store.path,
-            fix="Capture that site, or train an SAE on this store.",
-        )
+        what = f"the SAE was trained at {sae.site}, the store has {', '.join(store.sites)}"
+        raise TsaeError(what, where=store.path, fix="Capture that site, or train an SAE on this store.")
     if store.d_model(sae.site) != sae.d_model:
         compared = sae.training_info.get("crosscoder", ())
         what = f", as a crosscoder of {' and '.join(compared)}" if compared else ""

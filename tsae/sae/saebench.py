@@ -88,11 +88,9 @@ def saebench_sae(sae: TemporalSAE, model_name: str, *, context_size: int | None 
     computed: dict[str, Any] = {"architecture": "jumprelu", "apply_b_dec_to_input": True}
     if isinstance(config, ForeignConfig):
         if config.normalize != "none":
-            raise TsaeError(
-                f"normalises every token ({config.normalize}), and SAEBench decodes codes without the activations",
-                where="saebench_sae",
-                fix="Load it in SAEBench with sae_lens (to_saelens writes that form).",
-            )
+            what = f"normalises every token ({config.normalize}), and SAEBench decodes codes without the activations"
+            fix = "Load it in SAEBench with sae_lens (to_saelens writes that form)."
+            raise TsaeError(what, where="saebench_sae", fix=fix)
         # Without a threshold a JumpReLU is a ReLU.
         plain = config.architecture == "jumprelu" and not bool(sae.threshold.any())
         computed["architecture"] = "standard" if plain else config.architecture

@@ -70,11 +70,9 @@ class SteeringVector:
         """
         width = model.config.get_text_config().hidden_size if hasattr(model, "config") else len(self.vector)
         if width != len(self.vector) or not isfinite(strength):
-            raise TsaeError(
-                f"the vector has {len(self.vector)} numbers, the model {width} a token; the strength is {strength}",
-                where="SteeringVector.attach",
-                fix="Give a vector of this model, and a finite strength.",
-            )
+            what = f"the vector has {len(self.vector)} numbers, the model {width} a token; the strength is {strength}"
+            fix = "Give a vector of this model, and a finite strength."
+            raise TsaeError(what, where="SteeringVector.attach", fix=fix)
         blocks = decoder_blocks(model)
         (place,) = check_sites([self.site], len(blocks), type(model).__name__)
         return attach(blocks, place, lambda hidden: hidden + strength * self.vector.to(hidden))

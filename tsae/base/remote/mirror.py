@@ -328,16 +328,10 @@ class Mirror:
             raise
         except Exception as error:  # every file system of fsspec raises errors of its own
             if isinstance(error, OSError) and error.errno == 28:
-                raise TsaeError(
-                    f"is full ({error.strerror})",
-                    where=_cache(),
-                    fix=f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there.",
-                ) from error
-            raise TsaeError(
-                f"cannot be {what} ({first_line(error)})",
-                where=self.url,
-                fix="Check the address, and that your credentials are valid there; the same command then goes on.",
-            ) from error
+                fix = f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there."
+                raise TsaeError(f"is full ({error.strerror})", where=_cache(), fix=fix) from error
+            fix = "Check the address, and that your credentials are valid there; the same command then goes on."
+            raise TsaeError(f"cannot be {what} ({first_line(error)})", where=self.url, fix=fix) from error
 
     def _name(self, path: Path) -> str:
         return "" if path == self.root else path.relative_to(self.root).as_posix()

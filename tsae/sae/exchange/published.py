@@ -128,21 +128,16 @@ def _lone_file(file: Path, site: str | None) -> FoundSAE:
     if layer := _in_path(r"/layer(\d+)\.sae\.pt$", file):
         k = _in_path(r"-L0_(\d+)", file)
         if k is None:
-            raise TsaeError(
-                "does not say how many latents a token has: that stands in the repository's name (…-L0_50)",
-                where=file,
-                fix="Keep that name in the path, such as SAE-Res-Qwen3-1.7B-Base-W32K-L0_50/layer14.sae.pt.",
-            )
+            what = "does not say how many latents a token has: that stands in the repository's name (…-L0_50)"
+            fix = "Keep that name in the path, such as SAE-Res-Qwen3-1.7B-Base-W32K-L0_50/layer14.sae.pt."
+            raise TsaeError(what, where=file, fix=fix)
         names = {"W_enc": "W_enc.T", "W_dec": "W_dec.T", "b_enc": "b_enc", "b_dec": "b_dec"}
         return _found(
             "Qwen-Scope", file, _renamed(found, names, file), site or _block(layer), architecture="topk",
             k=int(k), apply_b_dec_to_input=False, model_name=_in_path(r"SAE-Res-([^/]+?)-W\d+K", file),
         )  # fmt: skip
-    raise TsaeError(
-        f"is not a file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {_names(found)}",
-        where=file,
-        fix="Give the folder that has its config, if there is one.",
-    )
+    what = f"is not a file of Qwen-Scope (layerN.sae.pt) or OpenAI; it holds {_names(found)}"
+    raise TsaeError(what, where=file, fix="Give the folder that has its config, if there is one.")
 
 
 def _openai(file: Path, found: dict[str, Any], site: str | None) -> FoundSAE:
@@ -287,11 +282,8 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
         raise TsaeError(f"is {what}, which is not computed here", where=file, fix="Use one of sae_type sae.")
     act = str(config.get("act_fn", "jumprelu")).lower()
     if act not in ("relu", "jumprelu", "topk"):
-        raise TsaeError(
-            f"its act_fn {act} chooses latents by the batch, so that a token's codes depend on other tokens",
-            where=file,
-            fix="Convert it to jumprelu in its library, and save it again.",
-        )
+        what = f"its act_fn {act} chooses latents by the batch, so that a token's codes depend on other tokens"
+        raise TsaeError(what, where=file, fix="Convert it to jumprelu in its library, and save it again.")
     new = {"W_enc": "W_E", "W_dec": "W_D", "b_enc": "b_E", "b_dec": "b_D"}
     names = new if "W_E" in found else _linear_names()
     if not _told(config, "use_decoder_bias", file, True):
@@ -317,11 +309,9 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
     if average is None:
         average = (config.get("dataset_average_activation_norm") or {}).get("in")
     if norm != "dataset-wise" or average is None:
-        raise TsaeError(
-            f"expects activations normalised {norm}, by a norm that its files do not hold",
-            where=folder,
-            fix="Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID.",
-        )
+        what = f"expects activations normalised {norm}, by a norm that its files do not hold"
+        fix = "Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID."
+        raise TsaeError(what, where=folder, fix=fix)
     return _scope(folder, weights, site, config, _factor(weights, average, folder), **facts)
 
 

@@ -225,11 +225,8 @@ def from_lens(
     normalize = _check(config, metadata, architecture, weights, where)
     site = site or metadata.get("hook_name")
     if not site:
-        raise TsaeError(
-            "does not say where its activations come from (metadata.hook_name)",
-            where=where,
-            fix="Say it: tsae.load_sae(…, site=), or tsae export --site, such as blocks.14.hook_resid_post.",
-        )
+        fix = "Say it: tsae.load_sae(…, site=), or tsae export --site, such as blocks.14.hook_resid_post."
+        raise TsaeError("does not say where its activations come from (metadata.hook_name)", where=where, fix=fix)
     metadata["hook_name"] = check_residual(site, where)
     minus_bias = flag(config.get("apply_b_dec_to_input", True), "apply_b_dec_to_input", where)
     rescale = flag(config.get("rescale_acts_by_decoder_norm", False), "rescale_acts_by_decoder_norm", where)
@@ -292,11 +289,8 @@ def _since_version_6(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         return config
     act = config.get("activation_fn_str", config.get("activation_fn"))
     if act not in (None, "relu", "topk"):
-        raise TsaeError(
-            f"its activation function is {shown(act)}, which sae_lens 6 reads as ReLU",
-            where=folder,
-            fix="Use one with relu or topk.",
-        )
+        what = f"its activation function is {shown(act)}, which sae_lens 6 reads as ReLU"
+        raise TsaeError(what, where=folder, fix="Use one with relu or topk.")
     from sae_lens.loading.pretrained_sae_loaders import handle_pre_6_0_config
 
     return dict(handle_pre_6_0_config(config))
@@ -313,29 +307,21 @@ def _check(
     if "transcoder" in architecture:
         raise transcoder(where)
     if architecture not in _KNOWN:
-        raise TsaeError(
-            f"the architecture {shown(architecture)} cannot be computed here",
-            where=where,
-            fix=f"Use one of {', '.join(_KNOWN)}.",
-        )
+        fix = f"Use one of {', '.join(_KNOWN)}."
+        raise TsaeError(f"the architecture {shown(architecture)} cannot be computed here", where=where, fix=fix)
     normalization = config.get("normalize_activations")
     known: dict[Any, Normalize] = {None: "none", **{name: name for name in get_args(Normalize)}}
     if not isinstance(normalization, str | None) or normalization not in known:
-        raise TsaeError(
-            f"expects activations normalised by {shown(normalization)}, which the weights do not hold",
-            where=where,
-            fix=_NORMALIZED.get(str(normalization), "Use an SAE trained on activations as they are."),
-        )
+        what = f"expects activations normalised by {shown(normalization)}, which the weights do not hold"
+        fix = _NORMALIZED.get(str(normalization), "Use an SAE trained on activations as they are.")
+        raise TsaeError(what, where=where, fix=fix)
     if config.get("reshape_activations", "none") != "none" or metadata.get("hook_head_index") is not None:
         raise TsaeError("reads attention heads, not a residual stream", where=where)
     if "scaling_factor" in weights:
         factor = weights.pop("scaling_factor")
         if not torch.allclose(factor, torch.ones_like(factor)):
-            raise TsaeError(
-                "has a finetuning scaling factor, which sae_lens 6 does not apply either",
-                where=where,
-                fix="Multiply the rows of W_dec by it and save again.",
-            )
+            what = "has a finetuning scaling factor, which sae_lens 6 does not apply either"
+            raise TsaeError(what, where=where, fix="Multiply the rows of W_dec by it and save again.")
     return known[normalization]
 
 
@@ -449,9 +435,6 @@ def check_residual(site: Any, where: str | Path) -> str:
     """The name of a site. One of TransformerLens must be in the residual stream between blocks."""
     name = check_site(site, where)
     if "hook_" in name and re.fullmatch(r"blocks\.\d+\.hook_resid_(pre|post)", name) is None:
-        raise TsaeError(
-            f"reads {name}; activations are captured between blocks only",
-            where=where,
-            fix="Use an SAE of the residual stream (blocks.{L}.hook_resid_post or hook_resid_pre).",
-        )
+        fix = "Use an SAE of the residual stream (blocks.{L}.hook_resid_post or hook_resid_pre)."
+        raise TsaeError(f"reads {name}; activations are captured between blocks only", where=where, fix=fix)
     return name
