@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -245,41 +240,6 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
     capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
     assert contents(tmp_path / "acts") == contents(store.path)
     assert all(p.stat().st_mtime_ns == time for p, time in done.items())  # finished shards were not computed again
-
-
-KILLED = """
-import os, signal, sys
-import tsae
-from tsae.activations.shard import ShardWriter
-
-finish, written = ShardWriter.finish, []
-
-def stop(self):
-    if len(written) == 3:
-        self._partial.write_bytes(b"half a shard")
-        os.kill(os.getpid(), signal.SIGKILL)
-    written.append(1)
-    return finish(self)
-
-ShardWriter.finish = stop
-folder, rollouts, to = sys.argv[1:]
-tsae.capture(tsae.CheckpointSeries.load(folder), tsae.Rollouts.read(rollouts),
-             ["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"], to=to,
-             config=tsae.CaptureConfig(shard_tokens=200, batch_tokens=128), progress=False)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_capture_goes_on_to_the_same_bytes(
-    store: ActivationStore, series: CheckpointSeries, series_folder: Path, rollouts: Rollouts, tmp_path: Path
-) -> None:
-    source = rollouts.write(tmp_path / "rollouts.parquet")
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(series_folder), str(source), str(tmp_path / "acts")]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ})
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(list((tmp_path / "acts").rglob("*.h5"))) == 3
-    capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
-    assert contents(tmp_path / "acts") == contents(store.path)
 
 
 def test_a_finished_capture_is_opened_again(

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, rewrite
-from support.children import free_port, killed_until_done, past, start
+from support.children import free_port, killed_until_done, run_tsae, start
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import edit
 from tsae.activations import capture as recording
@@ -41,6 +40,20 @@ from tsae.rollouts.table import Rollouts
 
 SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"]
 CONFIG = CaptureConfig(shard_tokens=100, batch_tokens=64)
+
+
+Again = Callable[..., ActivationStore]
+
+
+@pytest.fixture(scope="module")
+def again(series: CheckpointSeries, rollouts: Rollouts) -> Again:
+    """Captures the module's series and rollouts, or others, into a folder; or a part of them."""
+
+    def captured(to: Path, part: Part | None = None, **changed: Any) -> Any:
+        given = {"series": series, "rollouts": rollouts, "sites": SITES, "config": CONFIG, "progress": False, **changed}
+        return capture(to=to, **given) if part is None else capture_part(to=to, part=part, **given)
+
+    return captured
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -82,21 +95,6 @@ def entered(folder: Path) -> int:
 # --- killed and resumed
 
 
-@pytest.mark.slow
-def test_a_capture_killed_at_random_moments_ends_with_the_same_bytes(
-    series_folder: Path, source: Path, whole: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "acts"
-    # At any moment of the next few shards; five children, or it would take long.
-    past_next = past(lambda: entered(folder), 0.02)
-    kills = killed_until_done(
-        lambda: start(run, series_folder, source, folder),
-        lambda child, kills: past_next(child, kills) if kills < 4 else child.join(),
-    )
-    assert kills >= 3
-    assert contents(folder) == contents(whole)
-
-
 @pytest.mark.slow(ci=True)
 def test_kills_at_random_points_of_a_longer_capture(series_folder: Path, fingerprint: str, tmp_path: Path) -> None:
     longer = make_rollouts(("base", "easy-10"), n_problems=50, n_samples=8, tokenizer=fingerprint)
@@ -118,25 +116,23 @@ def test_kills_at_random_points_of_a_longer_capture(series_folder: Path, fingerp
         shutil.rmtree(folder)
 
 
-def test_a_resumed_capture_records_a_lost_shard_again(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_capture_records_a_lost_shard_again(again: Again, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "acts"
-    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    again(folder, part=Part(0, 2))
     (folder / "base" / "00002.h5").unlink()
     (folder / "base" / "00000.json").write_text("{}")  # a damaged record counts as none
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert contents(folder) == contents(whole)
 
 
-def test_a_capture_is_not_resumed_with_weights_that_changed_in_the_middle(rollouts: Rollouts, tmp_path: Path) -> None:
+def test_a_capture_is_not_resumed_with_weights_that_changed_in_the_middle(again: Again, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", d_model=256)
     series = CheckpointSeries.load(model)
-    folder = capture(series, rollouts, SITES[:1], to=tmp_path / "acts", config=CONFIG, progress=False).path
+    folder = again(tmp_path / "acts", series=series, sites=SITES[:1]).path
     edit(folder, lambda m: m.update(complete=False))
     flip_middle(model / "model.safetensors")
     with pytest.raises(TsaeError, match="holds another capture: readers differ"):
-        capture(series, rollouts, SITES[:1], to=folder, config=CONFIG, progress=False)
+        again(folder, series=series, sites=SITES[:1])
 
 
 @pytest.mark.parametrize("at", [0, -2], ids=["before it is loaded", "while it reads"])
@@ -170,7 +166,7 @@ def test_a_checkpoint_rewritten_during_a_capture_is_refused(
 
 
 def test_a_base_rewritten_before_it_is_fingerprinted_is_refused(
-    series_folder: Path, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, series_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
     series, load = CheckpointSeries.load(tmp_path / "series"), opening._load
@@ -182,12 +178,12 @@ def test_a_base_rewritten_before_it_is_fingerprinted_is_refused(
 
     monkeypatch.setattr(opening, "_load", then_rewritten)
     with pytest.raises(TsaeError, match="series/base: its weights or its config changed"):
-        capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+        again(tmp_path / "acts", series=series)
     assert not (tmp_path / "acts").exists()
 
 
 def test_a_checkpoint_that_is_removed_once_it_is_loaded_reads_on(
-    series_folder: Path, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, series_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
     series, capture_one = CheckpointSeries.load(tmp_path / "series"), recording.capture_shard
@@ -197,20 +193,18 @@ def test_a_checkpoint_that_is_removed_once_it_is_loaded_reads_on(
         return capture_one(*args)
 
     monkeypatch.setattr(recording, "capture_shard", removed_before)
-    capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    again(tmp_path / "acts", series=series)
     assert contents(tmp_path / "acts") == contents(whole)
 
 
-def test_a_capture_does_not_write_through_a_link(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
+def test_a_capture_does_not_write_through_a_link(again: Again, whole: Path, tmp_path: Path) -> None:
     folder, outside = Path(shutil.copytree(whole, tmp_path / "acts")), tmp_path / "outside"
     outside.mkdir()
     edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
     shutil.rmtree(folder / "easy-10")
     (folder / "easy-10").symlink_to(outside)
     with pytest.raises(TsaeError, match="leaves the store"):
-        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+        again(folder)
     assert not list(outside.iterdir())
 
 
@@ -220,11 +214,11 @@ def test_a_capture_does_not_write_through_a_link(
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=["gpu", "cpu"])
 def test_batches_that_do_not_fit_are_halved(
-    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    again: Again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    half = capture(series, rollouts, SITES, to=tmp_path / "half", config=replace(CONFIG, batch_tokens=32))
+    half = again(tmp_path / "half", config=replace(CONFIG, batch_tokens=32))
     tried = short_of_memory(monkeypatch, 40, error)
-    found = capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG)
+    found = again(tmp_path / "acts")
     assert max(tried) > 40
     # The same shards, bit for bit, as if the smaller budget had been asked for; the manifest says so.
     assert shards_of(found.path) == shards_of(half.path)
@@ -234,11 +228,11 @@ def test_batches_that_do_not_fit_are_halved(
 
 @pytest.mark.slow
 def test_what_was_short_of_memory_and_interrupted_ends_with_the_same_bytes(
-    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory runs out at the same sizes: shards do not depend on what happened to those before."""
     short_of_memory(monkeypatch, 40, ERRORS[0])
-    whole = capture(series, rollouts, SITES, to=tmp_path / "whole", config=CONFIG, progress=False)
+    whole = again(tmp_path / "whole")
     for done in (1, 7):
         folder = Path(shutil.copytree(whole.path, tmp_path / f"acts-{done}"))
         edit(
@@ -250,31 +244,31 @@ def test_what_was_short_of_memory_and_interrupted_ends_with_the_same_bytes(
             ),
         )
         shutil.rmtree(folder / "easy-10")
-        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+        again(folder)
         assert contents(folder) == contents(whole.path)
 
 
 def test_a_trajectory_that_does_not_fit_alone_is_named(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
     longest = int(lengths.max())
     with monkeypatch.context() as patch:
         short_of_memory(patch, longest - 1, ERRORS[0])
         with pytest.raises(TsaeError, match=rf"trajectory \d+ of {longest} tokens does not fit into memory by itself"):
-            capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+            again(tmp_path / "acts")
     # What fitted is kept, and memory may be enough the next time.
-    again = capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    again = again(tmp_path / "acts")
     assert min(record["batch_tokens"] for record in records(again.path)) < 64
     assert len(records(again.path)) == len(records(whole))
 
 
 def test_other_errors_of_a_forward_pass_are_not_taken_for_a_lack_of_memory(
-    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = short_of_memory(monkeypatch, 0, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+        again(tmp_path / "acts")
     assert len(tried) == 1
 
 
@@ -344,16 +338,12 @@ def exit_codes(children: list[Any]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(7, marks=pytest.mark.slow)])
-def test_parts_in_any_order_make_the_store_of_one(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, n: int
-) -> None:
+def test_parts_in_any_order_make_the_store_of_one(again: Again, whole: Path, tmp_path: Path, n: int) -> None:
     folder, order = tmp_path / "acts", random.Random(n).sample(range(n), n)
     left = len(records(whole))
     for index in order:
         for _ in range(2):  # a part that is started again finds its work done
-            missing = capture_part(
-                series, rollouts, SITES, to=folder, part=Part(index, n), config=CONFIG, progress=False
-            )
+            missing = again(folder, part=Part(index, n))
         assert len(missing) < left
         left = len(missing)
         assert sorted(record["file"] for record in records(folder)) == sorted(
@@ -366,68 +356,62 @@ def test_parts_in_any_order_make_the_store_of_one(
     assert contents(folder) == contents(whole)
 
 
-def test_what_parts_left_is_completed_by_other_parts(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
+def test_what_parts_left_is_completed_by_other_parts(again: Again, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "acts"
-    capture_part(series, rollouts, SITES, to=folder, part=Part(2, 5), config=CONFIG, progress=False)
-    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    again(folder, part=Part(2, 5))
+    again(folder, part=Part(0, 2))
     flip(folder / "base" / "00002.h5")
     damages = check_store(folder)
     assert [damage.file for damage in damages] == ["base/00002.h5"]
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert contents(folder) == contents(whole)
 
 
-def test_a_part_of_another_capture_is_refused(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
+def test_a_part_of_another_capture_is_refused(again: Again, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "acts"
-    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    again(folder, part=Part(0, 2))
     before = contents(folder)
     other = replace(CONFIG, shard_tokens=120)
     with pytest.raises(TsaeError, match="holds another capture: config differ"):
-        capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=other, progress=False)
+        again(folder, part=Part(1, 2), config=other)
     assert contents(folder) == before
     shutil.copy(folder / "base" / "00000.json", folder / "base" / "00001.json")
     with pytest.raises(TsaeError, match=r"the record 00001\.json of base is that of base/00000\.h5"):
-        capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
+        again(folder, part=Part(1, 2))
 
 
-def test_a_shard_of_another_capture_is_refused(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
+def test_a_shard_of_another_capture_is_refused(again: Again, whole: Path, tmp_path: Path) -> None:
     """Parts ran on two machines, one of them with another precision, and were copied into one folder."""
     here, there = tmp_path / "here", tmp_path / "there"
-    capture_part(series, rollouts, SITES, to=here, part=Part(0, 2), config=CONFIG, progress=False)
+    again(here, part=Part(0, 2))
     other = replace(CONFIG, model_dtype="bfloat16")
-    capture_part(series, rollouts, SITES, to=there, part=Part(1, 2), config=other, progress=False)
+    again(there, part=Part(1, 2), config=other)
     shutil.copytree(there / "base", here / "base", dirs_exist_ok=True)
     n = len(list((there / "base").glob("*.h5")))
     what = rf"{n} shards are of another capture than the manifest, such as base/00001\.h5\. .*base/00001\.json"
     with pytest.raises(TsaeError, match=what) as refused:
-        capture(series, rollouts, SITES, to=here, config=CONFIG, progress=False)
+        again(here)
     assert "\n" not in str(refused.value)
     with pytest.raises(TsaeError, match="of another capture"):
         ActivationStore(here)
     for file in (there / "base").iterdir():
         (here / "base" / file.name).unlink()
-    capture(series, rollouts, SITES, to=here, config=CONFIG, progress=False)
+    again(here)
     assert contents(here) == contents(whole)
 
 
 def test_a_completed_manifest_whose_records_were_not_removed(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+    again: Again, series: CheckpointSeries, whole: Path, tmp_path: Path
 ) -> None:
     """The process died while it joined the parts: before the manifest took its place, or after that."""
     folder = tmp_path / "acts"
-    capture_part(series, rollouts, SITES, to=folder, part=Part(0, 2), config=CONFIG, progress=False)
+    again(folder, part=Part(0, 2))
     (folder / "manifest.json.part-1").write_text('{"format": "tsae-activ')
-    capture_part(series, rollouts, SITES, to=folder, part=Part(1, 2), config=CONFIG, progress=False)
+    again(folder, part=Part(1, 2))
     assert contents(folder) == contents(whole)
     (folder / "base" / "00000.json").write_text("{}")
     assert len(ActivationStore(folder).readers) == len(series)
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert contents(folder) == contents(whole)
     (folder / "manifest.json").write_text('{"format": "tsae-activ')
     with pytest.raises(TsaeError, match=r"manifest\.json: cannot be read"):
@@ -435,23 +419,23 @@ def test_a_completed_manifest_whose_records_were_not_removed(
 
 
 def test_what_parts_left_that_were_killed_before_the_manifest_is_removed(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+    again: Again, whole: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "acts"
     folder.mkdir()
     own = f"manifest.json.{'0a' * 16}"
     for left in (own, partial_name(Path(own)).name):
         (folder / left).write_text('{"format": "tsae-activ')
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert contents(folder) == contents(whole)
     partial_name(folder / own).touch()  # killed just after the end
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize("at", ["rollouts.parquet.part-1", ".rollouts.parquet.part-1.tsae.tmp"])
 def test_what_a_killed_part_left_is_removed_from_the_finished_store(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    again: Again, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     folder, replace_file = tmp_path / "acts", os.replace
 
@@ -464,29 +448,24 @@ def test_what_a_killed_part_left_is_removed_from_the_finished_store(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            capture_part(series, rollouts, SITES, to=folder, part=Part(1, 3), config=CONFIG, progress=False)
+            again(folder, part=Part(1, 3))
     shutil.copy(tmp_path / "left", folder / at)
     (folder / "rollouts.parquet.part-x").touch()
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     (folder / "rollouts.parquet.part-x").unlink()  # a user's own
     assert contents(folder) == contents(whole)
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_parts_that_write_the_same_record_at_the_same_moment(
-    series: CheckpointSeries,
-    rollouts: Rollouts,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    finished: bool,
+    again: Again, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
 ) -> None:
     """The second part does all its work just before the first one's manifest takes its place."""
     folder, replace_file, seen = tmp_path / "acts", os.replace, []
 
     def read(index: int) -> None:
         part = Part(index, 2)
-        capture_part(series, rollouts, SITES, to=folder, part=part, config=CONFIG, progress=False)
+        again(folder, part=part)
 
     def late(source: Any, target: Any) -> None:
         if str(target) == str(folder / "manifest.json") and not seen:
@@ -581,34 +560,23 @@ def test_all_processes_stop_where_one_refuses(
 
 @pytest.mark.slow
 def test_torchrun_runs_the_command(series_folder: Path, source: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "tsae", "capture", "--series", str(series_folder), "--rollouts", str(source)]
-    options = ["--to", str(tmp_path / "acts"), "--sites", *SITES, "--shard-tokens", "100", "--batch-tokens", "64"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*torchrun, *command, *options], **pipes) as child:
-        try:
-            out, err = child.communicate(timeout=900)
-        finally:
-            child.terminate()  # torchrun then ends its processes, which a kill would leave behind
-    assert child.returncode == 0, err
-    assert out.count("wrote ") == 1
+    command = ["capture", "--series", series_folder, "--rollouts", source, "--to", tmp_path / "acts", "--sites", *SITES]
+    run_tsae(*command, "--shard-tokens", 100, "--batch-tokens", 64, processes=2)
     assert check_store(tmp_path / "acts") == []
 
 
 def test_a_model_spread_over_devices_is_not_for_several_processes(
-    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TsaeError, match='device="auto" spreads one model over all GPUs'):
-        capture(series, rollouts, SITES, to=tmp_path / "acts", config=replace(CONFIG, device="auto"))
+        again(tmp_path / "acts", config=replace(CONFIG, device="auto"))
     with pytest.raises(TsaeError, match='device="auto" needs backend="huggingface"'):
         replace(CONFIG, device="auto", backend="transformer_lens")
 
 
-def test_a_model_spread_over_devices_is_read_the_same(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
-    found = capture(series, rollouts, SITES, to=tmp_path / "acts", config=replace(CONFIG, device="auto"))
+def test_a_model_spread_over_devices_is_read_the_same(again: Again, whole: Path, tmp_path: Path) -> None:
+    found = again(tmp_path / "acts", config=replace(CONFIG, device="auto"))
     assert shards_of(found.path) == shards_of(whole)
 
 
@@ -685,42 +653,42 @@ def test_damaged_shards_are_named(damaged: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_damaged_shards_are_captured_again(
-    damaged: Path, whole: Path, series: CheckpointSeries, rollouts: Rollouts, capsys: pytest.CaptureFixture[str]
+    again: Again, damaged: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     untouched = damaged / "base" / "00000.h5"
     stamp = untouched.stat().st_mtime_ns
     for index in (1, 0):
-        capture_part(series, rollouts, SITES, to=damaged, part=Part(index, 2), config=CONFIG, progress=False)
+        again(damaged, part=Part(index, 2))
     assert capsys.readouterr().err.count("it is captured again") == 5
     assert contents(damaged) == contents(whole)
     assert untouched.stat().st_mtime_ns == stamp
 
 
 def test_a_shard_captured_with_less_memory_is_captured_again_with_its_bytes(
-    series: CheckpointSeries, rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short_of_memory(monkeypatch, 40, ERRORS[0])
-    store = capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    store = again(tmp_path / "acts")
     before = contents(store.path)
     flip(store.path / "base" / "00002.h5")
-    capture(series, rollouts, SITES, to=tmp_path / "acts", config=CONFIG, progress=False)
+    again(tmp_path / "acts")
     assert contents(store.path) == before
 
 
 def test_other_weights_do_not_take_the_place_of_damaged_shards(
-    damaged: Path, rollouts: Rollouts, series_folder: Path, llama: Path, tmp_path: Path
+    again: Again, damaged: Path, series_folder: Path, llama: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
     shutil.rmtree(tmp_path / "series" / "base")
     save_perturbed(llama, tmp_path / "series" / "base", seed=3)
     before, other = contents(damaged), CheckpointSeries.load(tmp_path / "series")
     with pytest.raises(TsaeError, match="holds another capture: readers differ"):
-        capture(other, rollouts, SITES, to=damaged, config=CONFIG, progress=False)
+        again(damaged, series=other)
     assert contents(damaged) == before
 
 
 def test_a_checkpoint_rewritten_while_shards_are_captured_again_is_refused(
-    damaged: Path, rollouts: Rollouts, series_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: Again, damaged: Path, series_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
     series, capture_one = CheckpointSeries.load(tmp_path / "series"), recording.capture_shard
@@ -733,12 +701,12 @@ def test_a_checkpoint_rewritten_while_shards_are_captured_again_is_refused(
     manifest = (damaged / "manifest.json").read_bytes()
     monkeypatch.setattr(recording, "capture_shard", then_rewritten)
     with pytest.raises(TsaeError, match="series/base: its weights or its config changed while they were in use"):
-        capture(series, rollouts, SITES, to=damaged, config=CONFIG, progress=False)
+        again(damaged, series=series)
     assert (damaged / "manifest.json").read_bytes() == manifest
 
 
 def test_capturing_again_does_not_follow_links_or_paths_out_of_the_store(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+    again: Again, whole: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     outside = tmp_path / "outside.h5"
@@ -749,7 +717,7 @@ def test_capturing_again_does_not_follow_links_or_paths_out_of_the_store(
     damages = check_store(folder)
     assert [damage.number for damage in damages] == [0, 1]
     assert all("leaves the store" in damage.what for damage in damages)
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert outside.read_bytes() == before
     assert not (folder / "base" / "00000.h5").is_symlink()
     assert contents(folder) == contents(whole)
@@ -765,13 +733,13 @@ def test_an_unfinished_store_can_be_checked(whole: Path, tmp_path: Path, capsys:
 
 
 def test_a_damaged_copy_of_the_rollouts_is_put_right_by_the_same_capture(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
+    again: Again, rollouts: Rollouts, whole: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     make_rollouts(seed=5).write(folder / "rollouts.parquet")
     with pytest.raises(TsaeError, match=r"not the rollouts that were captured.*Run the same `tsae capture` again"):
         check_store(folder)
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert check_store(folder) == []
 
 
@@ -781,13 +749,11 @@ def test_shards_of_another_model_do_not_pass_for_ones_own(damaged: Path) -> None
         list(ActivationStore(damaged).shards("base"))
 
 
-def test_a_store_of_another_tokenizer_is_not_gone_on_with(
-    series: CheckpointSeries, rollouts: Rollouts, whole: Path, tmp_path: Path
-) -> None:
+def test_a_store_of_another_tokenizer_is_not_gone_on_with(again: Again, whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     edit(folder, lambda m: m.update(tokenizer="0123456789abcdef"))
     with pytest.raises(TsaeError, match="holds another capture: tokenizer differ"):
-        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+        again(folder)
 
 
 @pytest.mark.parametrize(

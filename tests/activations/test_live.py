@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +18,7 @@ import torch
 import tsae
 from support.builders import make_rollouts
 from support.checkpoints import rewrite
-from support.children import start
+from support.children import run_tsae, start
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import checkpoint, interrupted, same_files
 from tsae.activations.live import ActivationCache, LiveSource, LiveWindows, equal_blocks
@@ -466,20 +464,11 @@ def test_what_cannot_be_read_in_smaller_batches_is_refused(
 
 @pytest.mark.slow
 def test_torchrun_trains_without_a_store(series_folder: Path, rollouts: Any, tmp_path: Path) -> None:
-    file = str(rollouts.write(tmp_path / "rollouts.parquet"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "tsae", "train", "--live.series", str(series_folder), "--live.rollouts", file]
-    options = ["--live.buffer-tokens", "400", "--live.batch-tokens", "128", "--site", SITE]
-    options += ["--d-sae", "64", "--k", "4", "--tokens", "3000", "--batch-tokens", "100"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for launch, to in ((torchrun, "two"), ([sys.executable], "one")):
-        with subprocess.Popen([*launch, *command, *options, "--to", str(tmp_path / to)], **pipes) as child:
-            try:
-                out, err = child.communicate(timeout=900)
-            finally:
-                child.terminate()  # torchrun then ends its processes, which a kill would leave behind
-        assert child.returncode == 0, err
-        assert out.count("wrote ") == 1
+    file = rollouts.write(tmp_path / "rollouts.parquet")
+    command = ["train", "--live.series", series_folder, "--live.rollouts", file, "--live.buffer-tokens", 400]
+    command += ["--live.batch-tokens", 128, "--site", SITE, "--d-sae", 64, "--k", 4, "--tokens", 3000]
+    for processes, to in ((2, "two"), (1, "one")):
+        run_tsae(*command, "--batch-tokens", 100, "--to", tmp_path / to, processes=processes)
     one, two = (tsae.TemporalSAE.load(tmp_path / name) for name in ("one", "two"))
     assert (one.training_info["processes"], two.training_info["processes"]) == (1, 2)
     # The same training but for the order of sums.

@@ -587,23 +587,6 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Windows:
     return Windows(synthetic_store(tmp_path_factory.mktemp("reading") / "acts", texts), SITE, partner="earlier")
 
 
-def test_memory_is_used_again_once_nothing_holds_it() -> None:
-    memory = Reused(2)
-    x = memory.empty(10, 8, np.float32)
-    assert x.shape == (10, 8)
-    assert x.dtype == np.float32
-    first = address(x)
-    assert not np.shares_memory(x, memory.empty(10, 8, np.float32))
-    del x
-    # Smaller or of another type, it is the same memory.
-    again = memory.empty(9, 8, np.uint16)
-    assert address(again) == first
-    assert again.dtype == np.uint16
-    assert again.flags.writeable
-    del again
-    assert address(memory.empty(10, 8, np.float32)) == first
-
-
 HOLDERS: dict[str, Callable[[np.ndarray], Any]] = {
     "view": lambda x: x[3:7],
     "row": lambda x: x[3],
@@ -629,20 +612,6 @@ def test_whatever_shows_memory_holds_it(hold: str) -> None:
     assert held.tolist() == before
     del held, other
     assert where in {address(y) for y in [memory.empty(50, 8, np.float32) for _ in range(4)]}
-
-
-def test_no_more_is_held_than_asked_for() -> None:
-    memory = Reused(3)
-    kept = [memory.empty(5, 4, np.float32) for _ in range(10)]
-    for a, x in enumerate(kept):
-        x[:] = a
-    assert [x[0, 0] for x in kept] == list(range(10))
-    assert len(memory._pieces) == 3
-    # What is too small makes room for what is needed.
-    del kept, x
-    large = memory.empty(500, 4, np.float32)
-    assert large.shape == (500, 4)
-    assert len(memory._pieces) == 3
 
 
 def test_two_threads_never_get_the_same_memory() -> None:

@@ -17,7 +17,6 @@ from support.builders import (
     EOS,
     MIXTURES,
     N_LAYERS,
-    SHARED,
     flip_middle,
     save_model,
     save_perturbed,
@@ -149,32 +148,6 @@ def test_the_bridge_gives_the_models_logits_and_rewrites_them(bridge: Any) -> No
         expected = model.lm_head(final_norm(model)(torch.zeros(1, model.config.get_text_config().hidden_size)))
     torch.testing.assert_close(zeroed, expected.expand_as(zeroed), atol=1e-5, rtol=1e-5)
     assert torch.equal(reader.logits(ids, mask), plain)  # no intervention outlives its call
-
-
-def test_both_backends_agree_on_stories260k() -> None:
-    path = SHARED / "models" / "stories260K"
-    if not path.is_dir():
-        pytest.skip("shared/models/stories260K is not here")
-    from tsae.checkpoints.bridge import TransformerLensReader
-
-    model, tokenizer = load_model(checkpoint(path)), load_tokenizer(checkpoint(path))
-    depth = len(decoder_blocks(model))
-    sites = [f"blocks.{layer}.hook_resid_post" for layer in range(depth)]
-    texts = [
-        list(tokenizer(t)["input_ids"]) for t in ("Once upon a time", "Lily and Tom went to the big park to play.")
-    ]
-    assert len(texts[0]) != len(texts[1])
-    bridged = TransformerLensReader(checkpoint(path), sites, dtype="float32")
-    model = load_model(checkpoint(path), dtype="float32")
-    for side in ("left", "right"):
-        ids, mask = padded(texts, side, fill=0)
-        a, b = HuggingFaceReader(model, sites).read(ids, mask), bridged.read(ids, mask)
-        for row, text in enumerate(texts):
-            expected = module_outputs(model, text)
-            for site in sites:
-                real = mask[row].bool()
-                torch.testing.assert_close(a[site][row][real], expected[site], atol=1e-5, rtol=1e-5, msg=site)
-                torch.testing.assert_close(b[site][row][real], expected[site], atol=1e-5, rtol=1e-5, msg=site)
 
 
 def smollm2() -> Checkpoint:

@@ -6,11 +6,9 @@ import importlib.util
 import itertools
 import json
 import os
-import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -24,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.builders import synthetic_store
-from support.children import killed_until_done, past, start
+from support.children import killed_until_done, past, run_tsae, start
 from support.stores import (
     CONFIG,
     SHORT,
@@ -118,20 +116,6 @@ def test_a_kill_before_any_operation_on_files_leaves_a_run_that_goes_on(
         assert child.exitcode == -signal.SIGKILL
     assert n > 10
     same_files(folder, whole)
-
-
-@pytest.mark.slow
-def test_many_kills_of_a_longer_run(store: ActivationStore, tmp_path: Path) -> None:
-    training = replace(TRAINING, tokens=100_000)
-    first, second = tmp_path / "whole", tmp_path / "killed"
-    run(store.path, first, training)
-    kills = killed_until_done(
-        lambda: start(run, store.path, second, training),
-        # Later and later: on a busy machine a process may need longer to start than the first of these limits.
-        lambda child, kills: child.join(random.uniform(0.2, 1.2) + 0.1 * kills),
-    )
-    assert kills >= 3
-    same_files(second, first)
 
 
 def test_the_state_is_all_that_the_next_step_depends_on(
@@ -431,17 +415,8 @@ def test_shares_make_up_the_batch(store: ActivationStore) -> None:
 
 @pytest.mark.slow
 def test_torchrun_runs_the_command(store: ActivationStore, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "tsae", "train", "--store", str(store.path), "--to", str(tmp_path / "sae")]
-    options = ["--d-sae", "64", "--k", "3", "--tokens", "5000", "--batch-tokens", "200"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*torchrun, *command, *options], **pipes) as child:
-        try:
-            out, err = child.communicate(timeout=900)
-        finally:
-            child.terminate()  # torchrun then ends its processes, which a kill would leave behind
-    assert child.returncode == 0, err
-    assert out.count("wrote ") == 1
+    options = ["--d-sae", 64, "--k", 3, "--tokens", 5000, "--batch-tokens", 200]
+    run_tsae("train", "--store", store.path, "--to", tmp_path / "sae", *options, processes=2)
     assert TemporalSAE.load(tmp_path / "sae").training_info["processes"] == 2
 
 

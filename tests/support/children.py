@@ -6,6 +6,8 @@ import multiprocessing
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +38,19 @@ def free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+def run_tsae(*words: Any, processes: int = 1) -> None:
+    """Run a command of tsae in one process, or in several that torchrun starts. It says once what it wrote."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else ()), "-m", "tsae", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            out, err = child.communicate(timeout=900)
+        finally:
+            child.terminate()  # torchrun then ends its processes, which a kill would leave behind
+    assert child.returncode == 0, err
+    assert out.count("wrote ") == 1
 
 
 def killed_until_done(begin: Callable[[], Any], wait: Callable[[Any, int], None]) -> int:

@@ -72,7 +72,7 @@ from tsae.base.remote.mirror import Uploads, local, published, removed, shown, t
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -173,10 +173,7 @@ def capture_part(
         TsaeError: as `capture`; what other parts wrote is kept.
     """
     config = config or CaptureConfig()
-    if world_size() > 1:
-        raise TsaeError(
-            "parts are for processes that torchrun did not start", where="part", fix="Leave one of them out."
-        )
+    refuse("part", (world_size() > 1, "parts are for processes that torchrun did not start", "Leave one of them out."))
     return _capture(series, rollouts, sites, local(to), config, progress, part, config.device, server)
 
 
@@ -266,8 +263,7 @@ def _whole(to: Path, manifest: dict[str, Any], mine: set[str]) -> set[str]:
     def whole(shard: tuple[str, dict[str, Any]]) -> bool:
         file = to / shard[1]["file"]
         inside(to, str(Path(shard[1]["file"]).parent))
-        if file.is_dir():
-            raise TsaeError("is a folder, expected a shard", where=file, fix="Remove it.")
+        refuse(file, (file.is_dir(), "is a folder, expected a shard", "Remove it."))
         what = "" if away and not file.is_file() else damage_of(to, manifest, *shard)
         if what:
             print(f"{file}: {what}; it is captured again", file=sys.stderr)
@@ -288,8 +284,7 @@ def _recorded(to: Path) -> bool:
 def _served(series: CheckpointSeries, config: CaptureConfig, server: StatesConfig | None) -> str | None:
     """The only reader that can read here, because a server serves it; None where all can."""
     if config.backend != "vllm":
-        if server is not None:
-            raise TsaeError(f"is given, and the backend is {config.backend}", where="server", fix="Add --backend vllm.")
+        refuse("server", (server is not None, f"is given, and the backend is {config.backend}", "Add --backend vllm."))
         return None
     server = check_server(server)
     if server.reader is None and len(series) > 1:

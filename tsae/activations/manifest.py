@@ -24,7 +24,7 @@ from tsae.base.files import reading
 from tsae.base.part import digest_of
 from tsae.base.remote.mirror import local, refreshed
 from tsae.base.validation import check_content
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 
 KIND, VERSION = "store", 4
@@ -68,8 +68,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Load the manifest of a store; of an unfinished one with the records of the shards that are there."""
     refreshed(folder)
     file = folder / "manifest.json"
-    if not file.is_file():
-        raise TsaeError("no activation store (no manifest.json)", where=folder, fix="Make one with `tsae capture`.")
+    refuse(folder, (not file.is_file(), "no activation store (no manifest.json)", "Make one with `tsae capture`."))
     manifest = read_record(file, _FIX)
     if (manifest.get("kind"), manifest.get("version")) != (KIND, VERSION):
         found = f"{manifest.get('kind')!s:.40} of version {manifest.get('version')!s:.40}"
@@ -100,8 +99,7 @@ def inside(folder: Path, file: str) -> Path:
     with reading(manifest, _FIX, f"the shard path {file!r} leads nowhere"):  # links in a circle; NUL in a name
         path = (folder / file).resolve()
         path.is_file()
-    if not path.is_relative_to(folder.resolve()):
-        raise TsaeError(f"the shard path {file!r} leaves the store", where=manifest, fix=_FIX)
+    refuse(manifest, (not path.is_relative_to(folder.resolve()), f"the shard path {file!r} leaves the store", _FIX))
     return path
 
 
@@ -204,6 +202,5 @@ def stored_rollouts(
     """
     file = path / "rollouts.parquet"
     rollouts = Rollouts.read(file)
-    if rollouts.fingerprint != manifest["rollouts"]:
-        raise TsaeError("these are not the rollouts that were captured", where=file, fix=fix)
+    refuse(file, (rollouts.fingerprint != manifest["rollouts"], "these are not the rollouts that were captured", fix))
     return rollouts

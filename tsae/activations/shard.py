@@ -21,7 +21,7 @@ from tsae.base.disk.hdf5 import HDF5Writer, Place, words
 from tsae.base.disk.hdf5 import places as stored_places
 from tsae.base.files import partial_name, reading
 from tsae.base.remote.mirror import needed
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class Shard:
         Raises:
             TsaeError: where they have changed.
         """
-        if self.hash is not None and file_hash(needed(self.path)) != self.hash:
-            raise TsaeError(CHANGED, where=self.path, fix=REPAIR)
+        refuse(self.path, (self.hash is not None and file_hash(needed(self.path)) != self.hash, CHANGED, REPAIR))
         return self
 
     def raw(self, site: str) -> np.ndarray:
@@ -149,8 +148,7 @@ def open_shard(
     Raises:
         TsaeError: where the file is missing, cannot be read, or is another capture's.
     """
-    if not needed(path).is_file():
-        raise TsaeError("a shard of the manifest is missing", where=path, fix=REPAIR)
+    refuse(path, (not needed(path).is_file(), "a shard of the manifest is missing", REPAIR))
     origin = next(r for r in manifest["readers"] if r["id"] == reader)
     expected = {"weights": origin["weights"], "rollouts": manifest["rollouts"]}
     attributes, places = opened(path)
@@ -192,8 +190,7 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, Place]]:
 
 def mapped(path: Path, places: Mapping[str, Place], name: str) -> np.ndarray:
     """A contiguous dataset as a read-only memory map."""
-    if name not in places:
-        raise TsaeError(f"has no /{name}", where=path, fix=REPAIR)
+    refuse(path, (name not in places, f"has no /{name}", REPAIR))
     offset, shape, dtype = places[name]
     if offset is None:
         return np.empty(shape, dtype)

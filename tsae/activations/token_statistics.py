@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.activations.store import ActivationStore
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 
 
@@ -59,8 +59,7 @@ def trajectory_statistics(store: ActivationStore, *, quantile: float = 0.8) -> p
     if not store.has_token_statistics:
         fix = "Capture into a new folder with token_statistics=True (--token-statistics)."
         raise TsaeError("holds no entropies and log-probabilities", where=store.path, fix=fix)
-    if not 0 < quantile < 1:
-        raise TsaeError(f"quantile={quantile} is not between 0 and 1", where="trajectory_statistics")
+    refuse("trajectory_statistics", (not 0 < quantile < 1, f"quantile={quantile} is not between 0 and 1", None))
     prompts = store.rollouts.lengths("prompt_ids")
     several = store.rollouts.n_sampled < store.rollouts.lengths("response_ids")
     read: dict[tuple[str, int], _Response] = {}

@@ -36,7 +36,7 @@ from tsae.activations.config import StatesConfig
 from tsae.activations.forward_batches import Batch, Misread, OutOfMemory, read_batches
 from tsae.base.files import writing
 from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.inference_server import Endpoint
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ class StatesReader:
         assert server.folder is not None
         self.server, self.dtype = server, dtype
         self.folder = server.folder.resolve()
-        if not self.folder.is_dir():
-            raise TsaeError("is no folder", where=server.folder, fix="Give the server's shared_storage_path.")
+        refuse(server.folder, (not self.folder.is_dir(), "is no folder", "Give the server's shared_storage_path."))
         self.ids = {site: (found := Site.parse(site)).layer + (found.point == "post") for site in sites}
         self.layers = sorted(set(server.layers or self.ids.values()))
         missing = next((site for site, id in self.ids.items() if id not in self.layers), None)

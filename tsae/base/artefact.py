@@ -21,17 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from tsae.base.files import as_path, partial_name, plain, read_object, replacing, write_json
+from tsae.base.files import as_path, once_a_state, partial_name, plain, read_object, reading, replacing, write_json
 from tsae.base.remote.mirror import removed
 from tsae.base.untrusted import parse_json
-from tsae.errors import TsaeError, public
+from tsae.errors import TsaeError, public, refuse
 
 MANIFEST = "manifest.json"
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
@@ -207,9 +207,7 @@ def read_manifest(folder: Path, kind: Kind, needed: Iterable[str] = (), fix: str
     if not (folder / MANIFEST).is_file():
         raise TsaeError(f"holds no complete {kind.name}: {MANIFEST} is missing", where=folder, fix=kind.fix)
     found = read_record(folder / MANIFEST, fix)
-    if found.get("kind") != kind.name:
-        what = f"holds {found.get('kind')!s:.40}, expected {kind.name}"
-        raise TsaeError(what, where=folder, fix=kind.fix)
+    refuse(folder, (found.get("kind") != kind.name, f"holds {found.get('kind')!s:.40}, expected {kind.name}", kind.fix))
     if found.get("version") != kind.version:
         what = f"is a {kind.name} of version {found.get('version')!s:.40}, this tsae reads {kind.version}"
         raise OtherVersion(what, where=folder, fix=fix)
@@ -227,24 +225,16 @@ def check_files(folder: Path, manifest: Mapping[str, Any], needed: Iterable[str]
     Raises:
         TsaeError: where one is missing or has other bytes, or the manifest does not name one that is needed.
     """
-    try:
+    with reading(folder / MANIFEST, fix, "does not say which files there are"):
         hashes = {_inside(folder, name): str(told) for name, told in manifest["files"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise TsaeError("does not say which files there are", where=folder / MANIFEST, fix=fix) from error
-    for name in needed:
-        if folder / name not in hashes:
-            raise (
-                TsaeError(f"holds {name}, which is not of this artefact", where=folder, fix=fix)
-                if (folder / name).is_file()
-                else TsaeError(f"{name} is missing", where=folder, fix=fix)
-            )
-    for file in hashes:
-        if not file.is_file():
-            raise TsaeError(f"{file.name} is missing", where=folder, fix=fix)
+    unknown = [folder / name for name in needed if folder / name not in hashes]
+    for file in (*unknown, *hashes):
+        refuse(folder, (not file.is_file(), f"{file.relative_to(folder)} is missing", fix))
+    for file in unknown:
+        refuse(folder, (True, f"holds {file.relative_to(folder)}, which is not of this artefact", fix))
     for file, found in zip(hashes, _hashes({str(file): file for file in hashes}).values(), strict=True):
-        if found != hashes[file]:
-            what = f"{file.name} is damaged: its bytes have changed since it was written"
-            raise TsaeError(what, where=folder, fix=fix)
+        what = f"{file.name} is damaged: its bytes have changed since it was written"
+        refuse(folder, (found != hashes[file], what, fix))
 
 
 def manifest_of(folder: Path) -> dict[str, Any] | None:
@@ -276,14 +266,13 @@ def read_record(file: str | Path, fix: str) -> dict[str, Any]:
     """
     found = read_object(file, fix)
     told = found.pop("checksum", None)
-    if told is None:
-        raise TsaeError("has no checksum, so that nothing says whether it is whole", where=file, fix=fix)
-    try:
+    with reading(file, fix, "is damaged"):  # what can just be read may be nested too deeply to be written
         same = told == _content_hash(found)
-    except RecursionError as error:  # what can just be read may be too deep to be written
-        raise TsaeError("is damaged: it is nested too deeply", where=file, fix=fix) from error
-    if not same:
-        raise TsaeError("is damaged: its content has changed since it was written", where=file, fix=fix)
+    refuse(
+        file,
+        (told is None, "has no checksum, so that nothing says whether it is whole", fix),
+        (not same, "is damaged: its content has changed since it was written", fix),
+    )
     return found
 
 
@@ -291,14 +280,9 @@ def _content_hash(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def file_hash(file: str | Path) -> str:
-    """XXH3 (128 bits) of a file's bytes. A process reads the file again only if its size, inode or times changed."""
-    found = os.stat(file)
-    return _file_hash(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-@lru_cache(maxsize=1 << 16)
-def _file_hash(file: str, *_: int) -> str:
+@once_a_state
+def file_hash(file: str) -> str:
+    """XXH3 (128 bits) of a file's bytes."""
     found = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(_AT_ONCE):

@@ -12,22 +12,23 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 from uuid import uuid4
 
 from safetensors import SafetensorError
 
 from tsae.base.untrusted import parse_json
-from tsae.errors import TsaeError, first_line, is_panic
+from tsae.errors import TsaeError, first_line, is_panic, refuse
 
 _DAMAGED = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError),
     *(SafetensorError, zipfile.BadZipFile, zlib.error),
 )
 
+T = TypeVar("T")
 _PARTIAL = ".tsae.tmp"
 
 
@@ -149,8 +150,7 @@ def need_no_link(file: str | Path) -> None:
     Raises:
         TsaeError: where it is one.
     """
-    if as_path(file).is_symlink():
-        raise TsaeError("is a link, expected a file of this folder", where=file, fix="Remove the link.")
+    refuse(file, (as_path(file).is_symlink(), "is a link, expected a file of this folder", "Remove the link."))
 
 
 def append_line(file: str | Path, line: str, fix: str) -> None:
@@ -175,14 +175,21 @@ def append_line(file: str | Path, line: str, fix: str) -> None:
             stream.write(("\n" if torn else "").encode() + line.encode() + b"\n")
 
 
-def digest(file: Path) -> str:
-    """The SHA-256 of a file. A process reads the file again only if its size, inode or times have changed."""
-    found = os.stat(file)
-    return _digest(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def once_a_state(read: Callable[[str], T]) -> Callable[[str | Path], T]:
+    """Have a process call a function of a file again only if the file's size, inode or times have changed."""
+    known = lru_cache(maxsize=1 << 16)(lambda file, *_: read(file))
+
+    @wraps(read)
+    def found(file: str | Path) -> T:
+        state = os.stat(file)
+        return known(str(file), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+
+    return found
 
 
-@lru_cache(maxsize=1 << 12)
-def _digest(file: str, *_: int) -> str:
+@once_a_state
+def digest(file: str) -> str:
+    """The SHA-256 of a file."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,8 +22,7 @@ def several(value: Any) -> tuple[Any, ...]:
 def need_features(chosen: Iterable[int], n_features: int, where: str | Path) -> None:
     """Refuse numbers of features that there are not."""
     for feature in chosen:
-        if not 0 <= feature < n_features:
-            raise TsaeError(f"no feature {feature}; there are 0 to {n_features - 1}", where=where)
+        refuse(where, (not 0 <= feature < n_features, f"no feature {feature}; there are 0 to {n_features - 1}", None))
 
 
 def strongest(table: pd.DataFrame, column: str, n: int | None = None) -> pd.DataFrame:

@@ -13,15 +13,14 @@ it is.
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow.parquet as pq
 import xxhash
 
-from tsae.base.files import reading
-from tsae.errors import TsaeError
+from tsae.base.files import once_a_state, reading
+from tsae.errors import refuse
 
 _MARK = b"tsae:xxh3-16"
 _SIZE = len(_MARK) + xxhash.xxh3_128().digest_size
@@ -44,21 +43,17 @@ def add_hash(path: str | Path) -> None:
 def check_parquet(path: str | Path, fix: str) -> bool:
     """Compare a Parquet file with the hash that it carries; whether it carries one.
 
-    A process reads the file again only if its size or times have changed.
-
     Raises:
         TsaeError: where its bytes have changed since it was written, or it had a hash and has lost it.
     """
     with reading(path, fix):
-        found = os.stat(path)
-        state = _state(str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    if state is False:
-        raise TsaeError("is damaged: its bytes have changed since it was written", where=path, fix=fix)
+        state = _state(path)
+    refuse(path, (state is False, "is damaged: its bytes have changed since it was written", fix))
     return state is True
 
 
-@lru_cache(maxsize=1 << 12)
-def _state(path: str, *_: int) -> bool | None:
+@once_a_state
+def _state(path: str) -> bool | None:
     """Whether a file is as it was written; None if it carries no hash."""
     with open(path, "rb") as file:
         try:

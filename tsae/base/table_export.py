@@ -69,11 +69,10 @@ class Tables:
             TsaeError: where there is no such table.
         """
         known = self._tables()
-        name = next(iter(known)) if table is None and known else table
-        if name not in known:
-            where = f"{type(self).__name__} has no table {table!r}"
-            raise TsaeError(f"{where}; there are {', '.join(known) or 'none'}", where="to_pandas")
-        found = known[name]
+        found = known.get(next(iter(known), "") if table is None else table)
+        if found is None:
+            what = f"{type(self).__name__} has no table {table!r}; there are {', '.join(known) or 'none'}"
+            raise TsaeError(what, where="to_pandas")
         if isinstance(found, pa.Table):
             return found.to_pandas()
         return found.reset_index() if found.index.name else found.copy()

@@ -35,7 +35,7 @@ from tsae.checkpoints.weight_files import (
     is_gguf,
     weight_files,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 _BLOCK = 1 << 24  # elements read at once
 _EXACT = 1 << 18  # elements of an update whose singular values are computed directly
@@ -386,8 +386,7 @@ def update_of(checkpoint: Checkpoint) -> Update:
     for name, update in updates(checkpoint, base, before, tied):
         norms[name] = frobenius(update)
     odd = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
-    if odd is not None:
-        raise TsaeError(f"{odd} holds values that are not finite, there or in {base.path}", where=checkpoint.path)
+    refuse(checkpoint.path, (odd is not None, f"{odd} holds values that are not finite, there or in {base.path}", None))
     total = sum(norm**2 for norm in norms.values())
     squared = sum(frobenius(weight) ** 2 for weight in before.values() if weight.is_floating_point())
     return Update(norms, math.sqrt(total / squared) if squared else 0.0)

@@ -33,7 +33,7 @@ from tsae.checkpoints.weight_files import (
     quantisation,
     weight_files,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -94,8 +94,7 @@ class ModelLoader:
     """
 
     def __init__(self, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> None:
-        if dtype not in _DTYPES:
-            raise TsaeError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}", where="ModelLoader")
+        refuse("ModelLoader", (dtype not in _DTYPES, f"dtype {dtype!r} is none of {', '.join(_DTYPES)}", None))
         self.device, self.dtype, self.attention = device, dtype, attention
         self._model: PreTrainedModel | None = None
         self._loaded: Path | None = None
@@ -123,8 +122,7 @@ class ModelLoader:
         weight_files(folder)
         base = base_of(checkpoint)
         base_folder = folder_of(base)
-        if is_adapter(base_folder):
-            raise TsaeError(f"is an adapter of {base.path}, which is an adapter too", where=folder)
+        refuse(folder, (is_adapter(base_folder), f"is an adapter of {base.path}, which is an adapter too", None))
         self._adapter = put_on(self._whole(base, base_folder), checkpoint, base, self.device)
         return self._adapter.model
 

@@ -39,7 +39,7 @@ from tsae.checkpoints.weight_files import (
     quantisation,
     vocabulary_size,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 _FIELDS = ("id", "path", "run", "step", "trained_on", "revision", "subfolder")
 
@@ -103,8 +103,7 @@ class CheckpointSeries:
     def last(self, run: str) -> Checkpoint:
         """The last step of a run."""
         steps = [checkpoint for checkpoint in self.checkpoints if checkpoint.run == run]
-        if not steps:
-            raise TsaeError(f"no run {run!r}; there are {', '.join(self.runs)}", where=self.name)
+        refuse(self.name, (not steps, f"no run {run!r}; there are {', '.join(self.runs)}", None))
         return max(steps, key=lambda checkpoint: checkpoint.step)
 
     def final(self) -> CheckpointSeries:

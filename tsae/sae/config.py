@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tsae.activations.config import Axis, Partner
 from tsae.base.validation import Count, Fraction, NotNegative, Positive, Seed, config
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 
 InitialBias = Literal["geometric_median", "mean", "zero"]
 Precision = Literal["float32", "bfloat16"]
@@ -53,17 +53,19 @@ class SAEConfig:
     10 M."""
 
     def __post_init__(self) -> None:
-        if self.k > self.d_sae:
-            raise _refused(self, f"k={self.k} exceeds d_sae={self.d_sae}", "Lower k or widen d_sae.")
-        if not abs(sum(self.groups) - 1) <= 1e-6:
-            what = f"groups={self.groups} add up to {sum(self.groups):g}, expected shares that add up to 1"
-            raise _refused(self, what, "Give shares such as (0.1, 0.9).")
-        if any(stop <= start for start, stop in self.group_bounds):
-            what = f"groups={self.groups} of d_sae={self.d_sae} leave a group empty"
-            raise _refused(self, what, "Widen d_sae, or give larger shares.")
-        if len(self.weights) != len(self.groups) or not sum(self.weights) > 0:
-            what = f"group_weights={self.group_weights} do not go with groups={self.groups}"
-            raise _refused(self, what, "Give one weight per group, not all 0.")
+        k, d_sae, groups = self.k, self.d_sae, self.groups
+        apart = abs(sum(groups) - 1) > 1e-6
+        empty = any(stop <= start for start, stop in self.group_bounds)
+        odd = len(self.weights) != len(groups) or not sum(self.weights) > 0
+        sums = f"groups={groups} add up to {sum(groups):g}, expected shares that add up to 1"
+        weights = f"group_weights={self.group_weights} do not go with groups={groups}"
+        refuse(
+            type(self).__name__,
+            (k > d_sae, f"k={k} exceeds d_sae={d_sae}", "Lower k or widen d_sae."),
+            (apart, sums, "Give shares such as (0.1, 0.9)."),
+            (empty, f"groups={groups} of d_sae={d_sae} leave a group empty", "Widen d_sae, or give larger shares."),
+            (odd, weights, "Give one weight per group, not all 0."),
+        )
 
     @property
     def d_high(self) -> int:
@@ -147,21 +149,19 @@ class TrainingConfig:
     """Where metrics also go: wandb:PROJECT (Weights & Biases), trackio:PROJECT or tensorboard:FOLDER."""
 
     def __post_init__(self) -> None:
-        if self.step_ends and self.partner != "step":
-            what = f'step_ends are given, but partner="{self.partner}" knows no steps'
-            raise _refused(self, what, 'Set partner="step", or leave step_ends out.')
-        if len(set(self.balance)) < len(self.balance):
-            raise _refused(self, f"balance={self.balance} names an axis twice", "Name each once.")
-        if self.tokens < self.batch_tokens:
-            what = f"tokens={self.tokens} is less than batch_tokens={self.batch_tokens}"
-            raise _refused(self, what, "Train on more tokens, or take smaller batches.")
-        if self.batch_tokens < 2 * self.window:
-            what = f"batch_tokens={self.batch_tokens} must hold at least two windows of window={self.window} tokens"
-            raise _refused(self, what, "Take larger batches.")
-        if self.warmup_share + self.decay_share > 1:
-            what = f"warmup_share={self.warmup_share} and decay_share={self.decay_share} exceed 1"
-            raise _refused(self, what, "Lower one of them.")
-
-
-def _refused(config: SAEConfig | TrainingConfig, what: str, fix: str) -> TsaeError:
-    return TsaeError(what, where=type(config).__name__, fix=fix)
+        window, tokens, batch, warmup, decay = (
+            getattr(self, name) for name in ("window", "tokens", "batch_tokens", "warmup_share", "decay_share")
+        )
+        steps = f'step_ends are given, but partner="{self.partner}" knows no steps'
+        small = f"batch_tokens={batch} must hold at least two windows of window={window} tokens"
+        shares = f"warmup_share={warmup} and decay_share={decay} exceed 1"
+        twice = len(set(self.balance)) < len(self.balance)
+        more = "Train on more tokens, or take smaller batches."
+        refuse(
+            type(self).__name__,
+            (self.step_ends and self.partner != "step", steps, 'Set partner="step", or leave step_ends out.'),
+            (twice, f"balance={self.balance} names an axis twice", "Name each once."),
+            (tokens < batch, f"tokens={tokens} is less than batch_tokens={batch}", more),
+            (batch < 2 * window, small, "Take larger batches."),
+            (warmup + decay > 1, shares, "Lower one of them."),
+        )

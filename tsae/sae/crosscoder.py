@@ -54,7 +54,7 @@ from tsae.base import display
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.statistics import counts, percentile_interval
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.saelens_files import as_weights, check_site, number, shown, whole
 from tsae.sae.model import TemporalSAE, check_fits
@@ -434,8 +434,7 @@ def _normaliser(weights: Mapping[str, torch.Tensor], file: Path) -> tuple[torch.
     mean, deviation, scale = *(weights[name] for name in _NORMALISER[:2]), weights.get(_NORMALISER[2])
     rms = weights.get("target_rms", torch.ones(()))
     for name, value in (("activation_std", deviation), ("activation_global_scale", scale), ("target_rms", rms)):
-        if value is not None and not bool((value > 0).all()):
-            raise TsaeError(f"{name} holds values of 0 or less", where=file, fix=_FIX)
+        refuse(file, (value is not None and not bool((value > 0).all()), f"{name} holds values of 0 or less", _FIX))
     whole_model = rms / (deviation.pow(2).sum(-1) + 1e-8).sqrt()
     if scale is not None and torch.allclose(scale, whole_model, rtol=1e-3):
         return scale[:, None].expand_as(mean).clone(), mean

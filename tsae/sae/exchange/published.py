@@ -28,7 +28,7 @@ import torch
 from tsae.base.disk.npz import read_npz
 from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object, reading
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.exchange.saelens_files import (
     FoundSAE,
     as_weights,
@@ -212,9 +212,7 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
              "b_gate": "gate_bias", "b_mag": "mag_bias"}, "gated", {},
         ),
     }  # fmt: skip
-    if kind not in kinds:
-        what = f"is a {kind}, which cannot be computed here"
-        raise TsaeError(what, where=file, fix=f"Use one of {', '.join(kinds)}.")
+    refuse(file, (kind not in kinds, f"is a {kind}, which cannot be computed here", f"Use one of {', '.join(kinds)}."))
     names, architecture, more = kinds[kind]
     if architecture == "topk":
         found_k = [whole(has["k"], "k", file) for has in (trainer, found) if has.get("k") is not None]

@@ -44,7 +44,7 @@ from safetensors.torch import load_file
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import read_object, reading, write_json
 from tsae.base.validation import Count, NotNegative, Positive, Size, config
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.config import SAEConfig
 
 LensArchitecture = Literal["jumprelu", "tsae_temporal"]
@@ -306,22 +306,30 @@ def _check(
     """How the SAE normalises each token. Refuses a config that needs what tsae cannot compute."""
     if "transcoder" in architecture:
         raise transcoder(where)
-    if architecture not in _KNOWN:
-        fix = f"Use one of {', '.join(_KNOWN)}."
-        raise TsaeError(f"the architecture {shown(architecture)} cannot be computed here", where=where, fix=fix)
     normalization = config.get("normalize_activations")
     known: dict[Any, Normalize] = {None: "none", **{name: name for name in get_args(Normalize)}}
-    if not isinstance(normalization, str | None) or normalization not in known:
-        what = f"expects activations normalised by {shown(normalization)}, which the weights do not hold"
-        fix = _NORMALIZED.get(str(normalization), "Use an SAE trained on activations as they are.")
-        raise TsaeError(what, where=where, fix=fix)
-    if config.get("reshape_activations", "none") != "none" or metadata.get("hook_head_index") is not None:
-        raise TsaeError("reads attention heads, not a residual stream", where=where)
-    if "scaling_factor" in weights:
-        factor = weights.pop("scaling_factor")
-        if not torch.allclose(factor, torch.ones_like(factor)):
-            what = "has a finetuning scaling factor, which sae_lens 6 does not apply either"
-            raise TsaeError(what, where=where, fix="Multiply the rows of W_dec by it and save again.")
+    other = not isinstance(normalization, str | None) or normalization not in known
+    heads = config.get("reshape_activations", "none") != "none" or metadata.get("hook_head_index") is not None
+    factor = weights.pop("scaling_factor", torch.ones(()))
+    refuse(
+        where,
+        (
+            architecture not in _KNOWN,
+            f"the architecture {shown(architecture)} cannot be computed here",
+            f"Use one of {', '.join(_KNOWN)}.",
+        ),
+        (
+            other,
+            f"expects activations normalised by {shown(normalization)}, which the weights do not hold",
+            _NORMALIZED.get(str(normalization), "Use an SAE trained on activations as they are."),
+        ),
+        (heads, "reads attention heads, not a residual stream", None),
+        (
+            not torch.allclose(factor, torch.ones_like(factor)),
+            "has a finetuning scaling factor, which sae_lens 6 does not apply either",
+            "Multiply the rows of W_dec by it and save again.",
+        ),
+    )
     return known[normalization]
 
 
@@ -346,33 +354,31 @@ def shown(value: Any) -> str:
 def whole(value: Any, name: str, where: str | Path, *, least: int = 1, fix: str = _AGAIN) -> int:
     """A whole number, or a tensor of one. Nothing is rounded or read from text."""
     found = _plain(value)
-    if isinstance(found, bool) or not isinstance(found, int) or found < least:
-        raise _other(value, name, f"a whole number of at least {least}", where, fix)
-    return found
+    good = type(found) is int and found >= least
+    refuse(where, (not good, _other(value, name, f"a whole number of at least {least}"), fix))
+    return int(found)
 
 
 def number(value: Any, name: str, where: str | Path, *, positive: bool = False, fix: str = _AGAIN) -> float:
     """A finite number, or a tensor of one."""
     found = _plain(value)
-    known = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= _MOST
-    if not known or (positive and found <= 0):
-        raise _other(value, name, f"a finite number{' above 0' if positive else ''}", where, fix)
+    good = type(found) in (int, float) and abs(found) <= _MOST and (found > 0 or not positive)
+    refuse(where, (not good, _other(value, name, f"a finite number{' above 0' if positive else ''}"), fix))
     return float(found)
 
 
 def flag(value: Any, name: str, where: str | Path) -> bool:
     """True or false, and nothing that only counts as one."""
-    if not isinstance(value, bool):
-        raise _other(value, name, "true or false", where)
-    return value
+    refuse(where, (not isinstance(value, bool), _other(value, name, "true or false"), _AGAIN))
+    return bool(value)
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _other(value: Any, name: str, expected: str, where: str | Path, fix: str = _AGAIN) -> TsaeError:
-    return TsaeError(f"{name} is {shown(value)}, expected {expected}", where=where, fix=fix)
+def _other(value: Any, name: str, expected: str) -> str:
+    return f"{name} is {shown(value)}, expected {expected}"
 
 
 def as_weights(
@@ -398,8 +404,7 @@ def as_weights(
         finite = weights[name].isfinite()
         if name in infinite:
             finite |= weights[name] == torch.inf
-        if not bool(finite.all()):
-            raise TsaeError(f"{name[:60]} holds values that are not finite numbers", where=where, fix=fix)
+        refuse(where, (not bool(finite.all()), f"{name[:60]} holds values that are not finite numbers", fix))
     return weights
 
 

@@ -48,7 +48,7 @@ from tsae.base.artefact import command_facts, read_record, write_record
 from tsae.base.files import reading
 from tsae.checkpoints.loading import ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.token_parts import THINKING
 from tsae.sae.model import TemporalSAE, check_fits
@@ -231,10 +231,7 @@ def evaluate(
     texts = counted_texts(windows)
     texts = [text for text in texts if text.has_steps]
     chosen = spread(texts, max_trajectories)
-    if not chosen:
-        raise TsaeError(
-            "no trajectories to measure on", where=store.path, fix="Measure on all problems (held_out=None)."
-        )
+    refuse(store.path, (not chosen, "no trajectories to measure on", "Measure on all problems (held_out=None)."))
 
     d_high, device = sae.config.d_high, sae.W_dec.device
     bands = store.rollouts.table["band"].to_pylist()
@@ -265,8 +262,7 @@ def evaluate(
             if bool(part.any()):
                 key = (shard.reader, bands[text.row], name)
                 cells.setdefault(key, TokenSums(sae)).add(x[part], codes[part])
-    if not smooth:
-        raise TsaeError("all tokens are beyond the outlier limit", where=store.path, fix="Raise max_norm (--max-norm).")
+    refuse(store.path, (not smooth, "all tokens are beyond the outlier limit", "Raise max_norm (--max-norm)."))
     largest, robust, high, high_mean, high_robust = (_mean(column) for column in np.array(smooth).T)
     slices = list(slices_of(cells, store.readers))
     everything, whole = slices[0], TokenSums.union(cells.values())

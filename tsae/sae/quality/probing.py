@@ -47,7 +47,7 @@ from tsae.activations.store import ActivationStore
 from tsae.base import display
 from tsae.base.statistics import counts, percentile_interval
 from tsae.checkpoints.tokenizers import text_of
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE, check_fits
@@ -190,8 +190,7 @@ def separation(
     for sae in loaded.values():
         check_fits(sae, store)
     sites = {sae.site for sae in loaded.values()}
-    if len(sites) > 1:
-        raise TsaeError(f"the SAEs are of different sites: {', '.join(sorted(sites))}", where="separation")
+    refuse("separation", (len(sites) > 1, f"the SAEs are of different sites: {', '.join(sorted(sites))}", None))
     reader = reader or store.readers[0]
     limited = [sae for sae in loaded.values() if sae.norm_limit is not None]
     x, places = _sample(store, sites.pop(), reader, limited, tokens_per_trajectory, max_trajectories, seed)
@@ -247,8 +246,7 @@ def _sample(
         row = np.full(len(tokens), text.row)
         activations.append(x[inside])
         parts.append(Places(row[inside], shard.token_ids[tokens][inside], place[inside]))
-    if not parts:
-        raise TsaeError(f"reader {reader} has no response tokens", where=store.path, fix="Choose another reader.")
+    refuse(store.path, (not parts, f"reader {reader} has no response tokens", "Choose another reader."))
     return np.concatenate(activations), Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -25,7 +25,7 @@ from einops import reduce
 from tsae.base import display
 from tsae.base.artefact import add_to_artefact, is_whole, read_record, write_record
 from tsae.base.files import as_path, reading
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ class Stability:
             TsaeError: where there is none, or the file is damaged.
         """
         file = as_path(folder) / FILE
-        if not file.is_file():
-            raise TsaeError(f"holds no {FILE}", where=folder, fix="Make it with `tsae evaluate --seeds`.")
+        refuse(folder, (not file.is_file(), f"holds no {FILE}", "Make it with `tsae evaluate --seeds`."))
         fix = "Make it anew with `tsae evaluate --seeds`, or remove it."
         content = read_record(file, fix)
         with reading(file, fix):
@@ -175,8 +174,7 @@ def stability(sae: TemporalSAE | str | Path, others: Sequence[TemporalSAE | str 
     Raises:
         TsaeError: where there are none, or they read activations of another width or site.
     """
-    if not others:
-        raise TsaeError("no other SAE to compare with", where="stability", fix="Train one with another seed.")
+    refuse("stability", (not others, "no other SAE to compare with", "Train one with another seed."))
     mine = TemporalSAE.of(sae)
     names, cosines, groups = [], [], []
     seen = {mine.fingerprint}
