@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,22 +99,27 @@ def answer(text: str, expected: str) -> bool:
     return text.strip() == expected
 
 
+DIRECTION = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
+ABLATION = InterventionConfig(mode="ablate", tokens="all", n_random=3, sampling=SAMPLING)
+Edit = Callable[..., Intervention]
+
+
 @pytest.fixture(scope="module")
-def found(decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable) -> Intervention:
+def edit(decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable) -> Edit:
+    """Edits the feature that decides, or others, beside all controls."""
+    given = {"verify": answer, "exclude": [OTHER, ENDS], "progress": False}
+
+    def edited(config: InterventionConfig = ABLATION, chosen: Any = (DECIDES,), **more: Any) -> Intervention:
+        checkpoint, table = more.pop("checkpoint", decided.base), more.pop("table", decided_features)
+        return intervene(checkpoint, more.pop("sae", coordinates()), table, chosen, config, **{**given, **more})
+
+    return edited
+
+
+@pytest.fixture(scope="module")
+def found(edit: Edit) -> Intervention:
     """The feature that decides is ablated, beside all controls."""
-    config = InterventionConfig(mode="ablate", tokens="all", n_random=3, sampling=SAMPLING)
-    direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
-    return intervene(
-        decided.base,
-        coordinates(),
-        decided_features,
-        [DECIDES],
-        config,
-        verify=answer,
-        direction=direction,
-        exclude=[OTHER, ENDS],
-        progress=False,
-    )
+    return edit(direction=DIRECTION)
 
 
 # -- the edit
@@ -182,7 +188,7 @@ def test_the_residual_stream_is_edited_by_hand_at_the_right_tokens(llama: Path, 
     ids = torch.tensor([[18, 18, BOS, 3, 10], [BOS, 5, 12, 7, 16]])
     mask = (ids != 18).long()
     edit = FeatureEdit(sae, (4, 6), "steer", (3.0, -2.0))
-    around = edit.hook(lambda model: lambda site, change: rewritten(model, site, change), tokens, (BOS, EOS))
+    around = edit.hook(lambda model: partial(rewritten, model), tokens, (BOS, EOS))
     seen: list[torch.Tensor] = []
     after = model.model.layers[2].register_forward_pre_hook(lambda _m, args: seen.append(args[0].clone()))
     options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 18, "eos_token_id": None}
@@ -214,7 +220,7 @@ def test_cache_and_padding_make_no_difference(llama: Path) -> None:
     def responses(batch: list[list[int]], use_cache: bool) -> list[list[int]]:
         width = max(map(len, batch))
         ids = torch.tensor([[18] * (width - len(p)) + p for p in batch])
-        around = edit.hook(lambda model: lambda site, change: rewritten(model, site, change), "all", (BOS, EOS))
+        around = edit.hook(lambda model: partial(rewritten, model), "all", (BOS, EOS))
         options = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 18, "eos_token_id": None}
         with torch.no_grad(), around(model, ids, (ids != 18).long()):
             out = model.generate(input_ids=ids, attention_mask=(ids != 18).long(), use_cache=use_cache, **options)
@@ -240,20 +246,18 @@ def test_hooks_that_change_nothing_give_the_same_tokens(series: Any, tmp_path: P
     features = table_of(base, sae, tmp_path)
     alive = np.flatnonzero(FeatureScales.of(features, "base").typical > 0)
     config = InterventionConfig(mode="steer", amount=2.0, n_random=1, sampling=SAMPLING)
-    found = intervene(base.base, sae, features, alive[:2].tolist(), config, problems=PROBLEMS, progress=False)
+    given: dict[str, Any] = {"problems": PROBLEMS, "progress": False}
+    found = intervene(base.base, sae, features, alive[:2].tolist(), config, **given)
     plain = tsae.sample(base.base, PROBLEMS, SAMPLING, progress=False)
-    ids = {
-        name: found.rollouts.where(policy=name).table["response_ids"].to_pylist() for name in found.rollouts.policies
-    }
+    drawn = found.rollouts
+    ids = {name: drawn.where(policy=name).table["response_ids"].to_pylist() for name in drawn.policies}
     assert ids["none"] == ids["no_op"] == plain.table["response_ids"].to_pylist()
     assert ids["features"] != ids["none"]
     assert "(no interval: 1 random set)" in found.summary("response_length")
     assert found.info["no_op_identical"] is True
     assert "accuracy" not in set(found.outcomes.behaviour)  # There was no verifier.
-    through = intervene(
-        base.base, sae, features, alive[:2].tolist(), replace(config, backend="transformer_lens"), problems=PROBLEMS,
-        progress=False,
-    )  # fmt: skip
+    bridged = replace(config, backend="transformer_lens")
+    through = intervene(base.base, sae, features, alive[:2].tolist(), bridged, **given)
     assert through.rollouts.table["response_ids"].equals(found.rollouts.table["response_ids"])
     assert through.info["no_op_identical"] is True
 
@@ -279,39 +283,24 @@ def test_ablating_the_direction_that_decides_flips_the_answer(found: Interventio
 
 
 @pytest.mark.slow
-def test_clamping_and_steering_go_by_the_typical_activation_of_responses(
-    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable
-) -> None:
+def test_clamping_and_steering_go_by_the_typical_activation_of_responses(edit: Edit) -> None:
     for mode, amount, right in (("clamp", 1.0, 1.0), ("clamp", 0.0, 0.0), ("steer", -4.0, 0.0), ("steer", 1.0, 1.0)):
         config = InterventionConfig(mode=mode, amount=amount, tokens="first", n_random=1, sampling=SAMPLING)  # type: ignore[arg-type]
-        found = intervene(
-            decided.base,
-            coordinates(),
-            decided_features,
-            [DECIDES],
-            config,
-            verify=answer,
-            exclude=[OTHER, ENDS],
-            progress=False,
-        )
-        accuracy = found.table(behaviour="accuracy", band="all").set_index("condition")["mean"]
+        accuracy = edit(config).table(behaviour="accuracy", band="all").set_index("condition")["mean"]
         assert accuracy["features"] == right, (mode, amount)
 
 
 @pytest.mark.parametrize(("table", "shared"), [(False, 1), (True, 2)])
 def test_problems_on_which_features_were_found_are_counted(
-    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, table: bool, shared: int
+    edit: Edit, decided_features: tsae.FeatureTable, table: bool, shared: int
 ) -> None:
     """Texts: one is known by another id, and another has a known id. Rollouts: two of the features' own problems."""
-    config = InterventionConfig(mode="ablate", tokens="all", n_random=2, sampling=replace(SAMPLING, n_samples=1))
+    config = replace(ABLATION, n_random=2, sampling=replace(SAMPLING, n_samples=1))
     own = decided_features.rollouts
     asked: Any = [replace(PROBLEMS[0], id="x"), replace(PROBLEMS[1], prompt="5+5?")]
     if table:
         asked = own.select(own.frame.problem_id.isin(["p1", "p3"]).to_numpy())
-    made = intervene(
-        decided.base, coordinates(), decided_features, [DECIDES], config, problems=asked, exclude=[OTHER, ENDS],
-        progress=False,
-    )  # fmt: skip
+    made = edit(config, problems=asked, verify=None)
     assert (made.info["n_problems"], made.info["n_of_features"]) == (2, shared)
     assert made.record()["n_of_features"] == shared
 
@@ -335,11 +324,11 @@ def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
     assert row.beyond_low < row.beyond_random < row.beyond_high
     # Of a random set there is nothing beyond random.
     assert set(table[table.beyond_random.notna()].condition) == {"features", "wrong_sign"}
-    for condition, rows in (
-        ("features", ["features"]),
-        ("random", ["random_1", "random_2"]),
-        ("random_2", ["random_2"]),
-    ):
+    for condition, rows in {
+        "features": ["features"],
+        "random": ["random_1", "random_2"],
+        "random_2": ["random_2"],
+    }.items():
         row = table[(table.condition == condition) & (table.behaviour == "accuracy")].iloc[0]
         right = frame[frame.policy.isin(rows)].right
         interval = binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
@@ -350,16 +339,10 @@ def test_outcomes_are_paired_and_have_wilson_intervals() -> None:
 # -- beyond random
 
 
-def false_rate(kind: str, n_sets: int, draws: int, seed: int = 0) -> float:
-    rng, n_false = np.random.default_rng(seed), 0
-    for _ in range(draws):
-        n_false += said(exchangeable(rng, n_sets, kind=kind)) != 0
-    return n_false / draws
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_like_the_random_ones_go_beyond_them_rarely(kind: str) -> None:
-    rate = false_rate(kind, InterventionConfig().n_random, 1000)
+    rng, n = np.random.default_rng(0), InterventionConfig().n_random
+    rate = sum(said(exchangeable(rng, n, kind=kind)) != 0 for _ in range(1000)) / 1000
     assert rate <= 0.06 + 2 * np.sqrt(0.06 * 0.94 / 1000)  # 2 standard errors of 1,000 draws
     # The same draws with the sets taken for constants, as a bootstrap over problems alone does.
     if kind == "normal":
@@ -385,13 +368,10 @@ def test_false_rates_and_power_over_many_draws(n_sets: int, kind: str) -> None:
 
 
 def test_random_sets_that_share_features_count_for_less() -> None:
-    rng, n_false, plain = np.random.default_rng(0), 0, 0
-    for _ in range(1000):
-        drawn, shared = sharing(rng)
-        n_false += said(drawn, shared=shared) != 0
-        plain += said(drawn) != 0
-    assert n_false <= 60 + 2 * 7.5
-    assert plain > 100
+    rng = np.random.default_rng(0)
+    drawn = [sharing(rng) for _ in range(1000)]
+    assert sum(said(sets, shared=shared) != 0 for sets, shared in drawn) <= 60 + 2 * 7.5
+    assert sum(said(sets) != 0 for sets, _ in drawn) > 100
     assert overlap([[1, 2], [2, 3], [4, 5]]) == pytest.approx(1 / 6)
 
 
@@ -427,28 +407,16 @@ def test_no_random_set_comes_twice() -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_and_files_keep_it(
-    found: Intervention, decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, tmp_path: Path
+    found: Intervention, edit: Edit, decided_features: tsae.FeatureTable, tmp_path: Path
 ) -> None:
-    direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
-    config = InterventionConfig(mode="ablate", tokens="all", n_random=3, sampling=SAMPLING)
-    again = intervene(
-        decided.base, coordinates(), decided_features.save(tmp_path / "features"), [DECIDES], config, verify=answer,
-        direction=direction, exclude=[OTHER, ENDS], progress=False,
-    )  # fmt: skip
+    again = edit(table=decided_features.save(tmp_path / "features"), direction=DIRECTION)
     assert again.outcomes.equals(found.outcomes)
     assert again.rollouts.fingerprint == found.rollouts.fingerprint
     loaded = Intervention.load(found.save(tmp_path / "causal"))
     assert loaded.outcomes.equals(found.outcomes)
     assert loaded.info == json.loads(json.dumps(found.info))
     assert repr(loaded) == repr(found)
-    (tmp_path / "causal" / "outcomes.parquet").unlink()
-    with pytest.raises(TsaeError, match=r"outcomes\.parquet is missing"):
-        Intervention.load(tmp_path / "causal")
-    other = replace(config, sampling=replace(SAMPLING, seed=1))
-    drawn = intervene(
-        decided.base, coordinates(), decided_features, [DECIDES], other, problems=PROBLEMS, exclude=[OTHER, ENDS],
-        progress=False,
-    )  # fmt: skip
+    drawn = edit(replace(ABLATION, sampling=replace(SAMPLING, seed=1)), problems=PROBLEMS)
     assert drawn.info["random"] != found.info["random"]
     assert set(drawn.outcomes.band) == {"all"}
 
@@ -548,31 +516,24 @@ def test_the_mean_difference_is_between_own_responses(store: Any, rollouts: Any)
     [([], "no features chosen"), ([16], "no feature 16; there are 0 to 15"), ([-1], "no feature -1"),
      ([2, 2], "comes twice")],
 )  # fmt: skip
-def test_features_that_do_not_exist(
-    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, chosen: list[int], said: str
-) -> None:
+def test_features_that_do_not_exist(edit: Edit, chosen: list[int], said: str) -> None:
     with pytest.raises(TsaeError, match=said):
-        intervene(decided.base, coordinates(), decided_features, chosen, progress=False)
+        edit(chosen=chosen)
 
 
 def test_what_does_not_fit_together(
-    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, tmp_path: Path
+    decided: tsae.CheckpointSeries, decided_features: tsae.FeatureTable, edit: Edit, tmp_path: Path
 ) -> None:
-    config = InterventionConfig(n_random=1, sampling=SAMPLING)
-
-    def refused(said: str, sae: TemporalSAE | None = None, table: Any = None, **options: Any) -> None:
-        sae = coordinates() if sae is None else sae
-        features = decided_features if table is None else table
-        checkpoint = options.pop("checkpoint", decided.base)
+    def refused(said: str, **options: Any) -> None:
         with pytest.raises(TsaeError, match=said):
-            intervene(checkpoint, sae, features, [OTHER], config, progress=False, **options)
+            edit(InterventionConfig(n_random=1, sampling=SAMPLING), [OTHER], **{"exclude": (), **options})
 
     foreign = coordinates()
     with torch.no_grad():
         foreign.b_enc.add_(0.5)
-    refused("encoded with another SAE", foreign)
-    refused("unknown site 'blocks.1.hook_mlp_out'", coordinates(site="blocks.1.hook_mlp_out"))
-    refused(r"blocks\.7\.hook_resid_post does not exist", coordinates(site="blocks.7.hook_resid_post"))
+    refused("encoded with another SAE", sae=foreign)
+    refused("unknown site 'blocks.1.hook_mlp_out'", sae=coordinates(site="blocks.1.hook_mlp_out"))
+    refused(r"blocks\.7\.hook_resid_post does not exist", sae=coordinates(site="blocks.7.hook_resid_post"))
     wide = tsae.Checkpoint("wide", str(save_model(tmp_path / "wide", d_model=24)))
     refused("has d_model 24, the SAE expects 16", checkpoint=wide)
     later, model = shutil.copytree(decided.base.path, tmp_path / "later"), decided.base.load_model()
@@ -595,20 +556,22 @@ def test_what_does_not_fit_together(
     ("options", "said"),
     [({"amount": float("nan")}, "not finite"), ({"mode": "clamp", "amount": -1.0}, "not negative"),
      ({"mode": "steer", "amount": 0.0}, "changes nothing"), ({"n_random": 0}, "n_random=0"),
-     ({"confidence": 1.0}, "confidence=1.0")],
+     ({"confidence": 1.0}, "confidence=1.0"),
+     ({"mode": "transplant", "backend": "transformer_lens"}, "hooks on the Hugging Face model")],
 )  # fmt: skip
 def test_settings_that_mean_nothing(options: dict[str, Any], said: str) -> None:
     with pytest.raises(TsaeError, match=said):
         InterventionConfig(**options)
 
 
-def test_keys_and_behaviours_that_are_not_there(found: Intervention) -> None:
-    with pytest.raises(TsaeError, match="no key 'policy'"):
-        found.table(policy="none")
-    with pytest.raises(TsaeError, match="no condition 'nothing'; there are none, no_op"):
-        found.table(condition="nothing")
-    with pytest.raises(TsaeError, match="no behaviour 'nothing'"):
-        found.summary("nothing")
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [({"policy": "none"}, "no key 'policy'"), ({"behaviour": "x"}, "no behaviour 'x'"),
+     ({"condition": "nothing"}, "no condition 'nothing'; there are none, no_op")],
+)  # fmt: skip
+def test_keys_and_values_that_are_not_there(found: Intervention, keys: dict[str, str], said: str) -> None:
+    with pytest.raises(TsaeError, match=said):
+        found.table(**keys)
 
 
 # -- transplants
@@ -639,11 +602,9 @@ def test_the_whole_stream_makes_a_model_of_two_halves(series: Any, use_cache: bo
 
     whole = FeatureEdit(coordinates(), (), "transplant", (), donor=Donor(other, SITE), whole=True)
     assert answers(own, whole) == answers(both, None) != answers(own, None)
-    assert answers(own, FeatureEdit(coordinates(), (1, 2), "transplant", (), donor=Donor(both, SITE))) != answers(
-        own, None
-    )
-    same = Donor(series.base.load_model(), SITE)
-    assert answers(own, FeatureEdit(coordinates(), (1, 2), "transplant", (), donor=same)) == answers(own, None)
+    for donor, same in ((both, False), (series.base.load_model(), True)):
+        part = FeatureEdit(coordinates(), (1, 2), "transplant", (), donor=Donor(donor, SITE))
+        assert (answers(own, part) == answers(own, None)) == same
 
 
 @pytest.fixture(scope="module")
@@ -669,17 +630,13 @@ def tabled(two: tsae.CheckpointSeries, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def transplanted(two: tsae.CheckpointSeries, tabled: tsae.FeatureTable) -> dict[str, Intervention]:
+def transplanted(edit: Edit, two: tsae.CheckpointSeries, tabled: tsae.FeatureTable) -> dict[str, Intervention]:
     """By the checkpoint that generates; the other one is the donor."""
-    config = InterventionConfig(mode="transplant", tokens="all", n_random=2, sampling=SAMPLING)
-    direction = torch.nn.functional.one_hot(torch.tensor(DECIDES), D_MODEL).float()
+    config = replace(ABLATION, mode="transplant", n_random=2)
     return {
-        into: intervene(
-            two[into], coordinates(), tabled, [DECIDES], config, donor=two[of], verify=answer,
-            direction=sign * direction, exclude=[OTHER, ENDS], progress=False,
-        )
+        into: edit(config, checkpoint=two[into], table=tabled, donor=two[of], direction=sign * DIRECTION)
         for into, of, sign in (("base", "run-1", 1), ("run-1", "base", -1))
-    }  # fmt: skip
+    }
 
 
 def test_a_planted_feature_moves_the_whole_effect_both_ways(transplanted: dict[str, Intervention]) -> None:
@@ -692,17 +649,13 @@ def test_a_planted_feature_moves_the_whole_effect_both_ways(transplanted: dict[s
             assert rows["mean"][name] == 1 - before, (into, name)
             assert (rows.share[name], rows.share_low[name], rows.share_high[name]) == (1, 1, 1)
         assert rows.share["random"] == 0
-        assert set(found.rollouts.where(policy="features").table["response"].to_pylist()) == {
-            str(RIGHT if into == "base" else WRONG)
-        }
+        given = set(found.rollouts.where(policy="features").table["response"].to_pylist())
+        assert given == {str(RIGHT if into == "base" else WRONG)}
         # What the donor does not change has no share.
         assert found.table(behaviour="response_length").share.isna().all()
-    assert (
-        transplanted["base"]
-        .summary("accuracy")
-        .startswith("Transplanting feature 0 of run-1 into base raises accuracy: 0 → 1, +1 [+1, +1]")
-    )
-    assert "of which move: the features 100% [100%, 100%]" in transplanted["base"].summary("accuracy")
+    text = transplanted["base"].summary("accuracy")
+    assert text.startswith("Transplanting feature 0 of run-1 into base raises accuracy: 0 → 1, +1 [+1, +1]")
+    assert "of which move: the features 100% [100%, 100%]" in text
 
 
 def test_files_and_reports_keep_a_transplant(transplanted: dict[str, Intervention], tmp_path: Path) -> None:
@@ -718,13 +671,8 @@ def test_files_and_reports_keep_a_transplant(transplanted: dict[str, Interventio
     assert "100 %" in str(row[-2])
 
 
-def test_a_transplant_needs_its_donor(two: tsae.CheckpointSeries, tabled: tsae.FeatureTable) -> None:
-    for mode, donor, refusal in (
-        ("transplant", None, "no checkpoint whose features"),
-        ("ablate", two["run-1"], "transplants nothing"),
-    ):
-        config = InterventionConfig(mode=mode, sampling=SAMPLING)  # type: ignore[arg-type]
-        with pytest.raises(TsaeError, match=refusal):
-            intervene(two.base, coordinates(), tabled, [DECIDES], config, donor=donor, progress=False)
-    with pytest.raises(TsaeError, match="hooks on the Hugging Face model"):
-        InterventionConfig(mode="transplant", backend="transformer_lens")
+def test_a_transplant_needs_its_donor(edit: Edit, two: tsae.CheckpointSeries) -> None:
+    with pytest.raises(TsaeError, match="no checkpoint whose features"):
+        edit(replace(ABLATION, mode="transplant"))
+    with pytest.raises(TsaeError, match="transplants nothing"):
+        edit(donor=two["run-1"])

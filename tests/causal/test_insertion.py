@@ -12,6 +12,7 @@ import torch
 
 import tsae
 from support.builders import BOS, D_MODEL, EOS, model_config
+from support.results import answer
 from tsae.causal.config import InsertionConfig
 from tsae.causal.insertion import COLUMNS, insertion, last_activations
 from tsae.checkpoints.hooks import HuggingFaceReader
@@ -83,16 +84,8 @@ def features(
         for sample in range(3):
             filler = rng.choice([OTHER, 6, 7, 8], 9).tolist()
             body = [MARK, TOKEN, *filler, TOKEN] if problem % 2 else [*filler, *([TOKEN] if sample else [])]
-            records.append(
-                {
-                    "problem_id": f"p{problem}",
-                    "policy": "base",
-                    "prompt": "p",
-                    "prompt_ids": [BOS, 6, 7],
-                    "response_ids": [*body, EOS],
-                    "outcome": "success" if problem % 2 else "failure",
-                }
-            )
+            texts = {"prompt": "p", "prompt_ids": [BOS, 6, 7], "response_ids": [*body, EOS]}
+            records.append(answer(f"p{problem}", "base", problem % 2 == 1, **texts))
     rollouts = Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(series.base.load_tokenizer())})
     folder = tmp_path_factory.mktemp("table")
     store = tsae.capture(series, rollouts, [SITE], to=folder / "acts", progress=False)
@@ -157,15 +150,14 @@ def test_the_same_seed_draws_the_same(
 
 
 def test_bad_input(series: tsae.CheckpointSeries, sae: TemporalSAE, features: tsae.FeatureTable) -> None:
-    def refused(match: str, *, config: InsertionConfig | None = None, chosen: tuple[int, ...] = (BY_TOKEN,)) -> None:
-        with pytest.raises(TsaeError, match=match):
-            insertion(series.base, sae, features, chosen, config, progress=False)
-
-    refused("no feature 99", chosen=(99,))
-    with pytest.raises(TsaeError, match="another SAE"):
-        insertion(series.base, TemporalSAE(D_MODEL, sae.config, site=SITE), features, [0], progress=False)
-    with pytest.raises(TsaeError, match="no reader 'other'"):
-        insertion(tsae.Checkpoint("other", series.base.path), sae, features, [0], progress=False)
+    other, stranger = TemporalSAE(D_MODEL, sae.config, site=SITE), tsae.Checkpoint("other", series.base.path)
+    for checkpoint, by, chosen, said in (
+        (series.base, sae, 99, "no feature 99"),
+        (series.base, other, 0, "another SAE"),
+        (stranger, sae, 0, "no reader 'other'"),
+    ):
+        with pytest.raises(TsaeError, match=said):
+            insertion(checkpoint, by, features, [chosen], progress=False)
     with pytest.raises(TsaeError, match="n_contexts=0"):
         InsertionConfig(n_contexts=0)
     scarce = insertion(series.base, sae, features, [BY_TOKEN], InsertionConfig(min_problems=30), progress=False)
@@ -174,12 +166,9 @@ def test_bad_input(series: tsae.CheckpointSeries, sae: TemporalSAE, features: ts
 
 
 def test_command_line(
-    series: tsae.CheckpointSeries,
-    features: tsae.FeatureTable,
-    sae: TemporalSAE,
-    tmp_path: Path,
+    series: tsae.CheckpointSeries, features: tsae.FeatureTable, sae: TemporalSAE, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """Success is made to be the token, so that there is something to find."""
     right = features.row_means()[:, [BY_TOKEN]].toarray().ravel() > 0
     dealt = features.rollouts.with_column("outcome", ["success" if r else "failure" for r in right])

@@ -16,7 +16,7 @@ from tsae.commands.causes import Causal, opposed_features
 from tsae.diff.baselines import baselines
 from tsae.diff.comparisons import Comparison, Rows, comparisons, main_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.effects import draw, null_counts, null_of, problem_effects, question
+from tsae.diff.effects import null_counts, null_of, problem_effects, question
 from tsae.diff.effects import tested_features as features_tested
 from tsae.diff.feature_diff import feature_diff
 from tsae.diff.inference import moved_p, q_values
@@ -368,18 +368,6 @@ def test_runs_with_and_without_their_own_trajectories_are_opposed_on_the_same_te
     for checkpoint in ("up", "down"):
         of_main = main_comparisons(comparisons(table, rows, QUICK), checkpoint)
         assert {of.part for of in of_main if of.kind == "shift"} == {diff.main_part(checkpoint)}
-
-
-def test_rows_are_compared_once_and_drawn_from_that() -> None:
-    table = log(common=12, outcome=lambda band: 1.0)
-    rows = Rows.of(table, QUICK)
-    for of in comparisons(table, rows, QUICK):
-        found = draw(rows, of, QUICK)
-        assert found.of is of
-        assert found.note == (of.note or found.note)
-        if of.bands is None and not of.note:
-            both = np.intersect1d(rows.problem[of.a], rows.problem[of.b])
-            assert both.tolist() == of.problems.tolist() == np.unique(rows.problem[of.rows]).tolist()
 
 
 @pytest.mark.parametrize("bands", ["easy", {"refused": "no"}, {"reference": None, "separate": False, "refused": True}])

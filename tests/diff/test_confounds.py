@@ -138,11 +138,6 @@ def test_what_tokens_explain_against_loops(monkeypatch: pytest.MonkeyPatch) -> N
     assert unseen >= 40
 
 
-def test_half_octaves() -> None:
-    """1, from √2, 2, from 2√2, 4, …"""
-    assert confounds._half_octave(np.arange(0, 17)).tolist() == [0, 0, 2, 3, 4, 4, 5, 5, *[6] * 4, *[7] * 4, 8]
-
-
 def test_sides_that_have_nothing_in_common_are_not_compared() -> None:
     records = [answer(f"p{p}", "base", not s % 2, length=2 if s % 2 else 16) for p in range(8) for s in range(4)]
     rollouts = Rollouts.from_records(records)

@@ -17,52 +17,25 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from scipy.stats import false_discovery_control, spearmanr
+from scipy.stats import false_discovery_control
 
 from support.builders import EOS, feature_table
 from support.results import answer
-from tsae.base.statistics import bootstrap_interval
-from tsae.diff.comparisons import Rows, comparisons, group_difference, outcome_comparisons, shift_comparisons
+from tsae.diff.comparisons import Rows, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.effects import draw, null_counts
+from tsae.diff.effects import draw
 from tsae.diff.feature_diff import FeatureDiff, feature_diff
-from tsae.diff.inference import infer, outcomes, paired_inference, q_values, sequential_p
+from tsae.diff.inference import paired_inference, sequential_p
 from tsae.diff.permutations import sign_flips
 from tsae.diff.threads import in_threads
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
-from tsae.features.sparse_matrices import PickedColumns
 from tsae.rollouts.table import Rollouts
 
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
 # --- statistics
-
-
-def test_q_values_agree_with_scipy() -> None:
-    rng = np.random.default_rng(0)
-    for n in (1, 2, 7, 500):
-        p = rng.uniform(size=n) ** 3
-        np.testing.assert_allclose(q_values(p), false_discovery_control(p), rtol=1e-12)
-    ties = np.array([0.01, 0.01, 0.5, 0.5, 1.0])
-    np.testing.assert_allclose(q_values(ties), false_discovery_control(ties))
-
-
-@pytest.mark.parametrize("n", [5, 9])
-def test_sign_flips_approach_full_enumeration(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(n)
-    differences = rng.normal(0.4, 1, size=(n, 12))
-    differences[:, 0] = 1.0  # all alike: only the two uniform arrangements are as extreme
-    differences[:, 1] = rng.integers(-2, 3, size=n)  # with ties
-    signs = np.array(list(itertools.product((1, -1), repeat=n)))
-    means = np.abs(signs @ differences / n)
-    exact = (means >= np.abs(differences.mean(0)) - 1e-12).mean(0)
-    draws = 40_000
-    monkeypatch.setattr("tsae.diff.inference._ENOUGH", draws)  # as many for every feature
-    found = sequential_p(sign_flips(differences, 0), 1, 12, draws, 0.05, "bh")
-    assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
-    assert exact[0] == 2 / 2**n
 
 
 def test_no_discovery_has_an_interval_with_0_in_it() -> None:
@@ -86,49 +59,6 @@ def test_no_discovery_has_an_interval_with_0_in_it() -> None:
     assert abs(found.p[feature] - expected) < 0.04
 
 
-def test_the_outcome_test_approaches_full_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three problems of unequal size, one success of four in one of them."""
-    rng = np.random.default_rng(1)
-    success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1], dtype=bool)
-    problem = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2])
-    values = rng.exponential(size=(9, 10))
-    values[:, 0] = success  # the most extreme arrangement there is
-
-    def statistic(labels: np.ndarray) -> np.ndarray:
-        parts = [values[(problem == i) & labels].mean(0) - values[(problem == i) & ~labels].mean(0) for i in range(3)]
-        return np.mean(parts, axis=0)
-
-    arrangements = []
-    groups = [np.flatnonzero(problem == i) for i in range(3)]
-    for chosen in itertools.product(*(itertools.combinations(g, int(success[g].sum())) for g in groups)):
-        labels = np.zeros(9, dtype=bool)
-        labels[list(itertools.chain(*chosen))] = True
-        arrangements.append(statistic(labels))
-    assert len(arrangements) == 4 * 3 * 2
-    exact = (np.abs(arrangements) >= np.abs(statistic(success)) - 1e-12).mean(0)
-    # And sign flips of the three differences; the larger p counts.
-    three = np.array([statistic_of(values, success, problem == i) for i in range(3)])
-    flips = np.array(list(itertools.product((1, -1), repeat=3))) @ three / 3
-    exact = np.maximum(exact, (np.abs(flips) >= np.abs(statistic(success)) - 1e-12).mean(0))
-    shuffled = rng.permutation(9)  # rows come in any order
-    draws = 40_000
-    monkeypatch.setattr("tsae.diff.inference._ENOUGH", draws)
-    scale = rng.uniform(0.5, 2, size=10)
-    asked = outcomes(
-        three, scale, PickedColumns.of(sp.csr_array(values[shuffled])), success[shuffled], problem[shuffled], DRAWS.seed
-    )
-    found = infer(asked, replace(DRAWS, n_permutations=draws))
-    np.testing.assert_allclose(found.difference, statistic(success))
-    assert np.abs(found.p - exact).max() < 4.5 * np.sqrt(0.25 / draws)
-    for of_delta, of_difference in (("delta", "difference"), ("delta_low", "low"), ("delta_high", "high")):
-        np.testing.assert_allclose(getattr(found, of_delta), getattr(found, of_difference) / scale)
-    np.testing.assert_allclose(found.error, three.std(0, ddof=1) / np.sqrt(3) / scale, rtol=1e-5, atol=1e-7)
-
-
-def statistic_of(values: np.ndarray, success: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return values[rows & success].mean(0) - values[rows & ~success].mean(0)
-
-
 def test_p_is_never_zero_and_never_nan() -> None:
     differences = np.stack([np.full(40, 3.0), np.zeros(40), np.r_[1e-30, np.zeros(39)]], axis=1)
     for least in (0.0, 0.1, 4.0):
@@ -139,31 +69,6 @@ def test_p_is_never_zero_and_never_nan() -> None:
         for name, values in vars(found).items():
             assert np.isfinite(values).all(), name
         assert found.delta[:2].tolist() == [3, 0]
-
-
-def test_bootstrap_intervals_cover() -> None:
-    """400 features are 400 independent repetitions with true mean 1 over 40 problems."""
-    differences = np.random.default_rng(0).normal(1, 2, size=(40, 400))
-    low, high = bootstrap_interval(differences, 1000, 0.9, 0)
-    covered = ((low <= 1) & (high >= 1)).mean()
-    assert 0.84 <= covered <= 0.94
-    width = (high - low).mean()
-    assert width == pytest.approx(2 * 1.645 * 2 / np.sqrt(40), rel=0.1)
-    narrow_low, narrow_high = bootstrap_interval(differences, 1000, 0.5, 0)
-    assert (narrow_high - narrow_low).mean() < 0.6 * width
-
-
-def test_group_differences_against_a_loop() -> None:
-    rng = np.random.default_rng(0)
-    values, problem = rng.random((30, 4)), rng.integers(0, 6, size=30)
-    a, b = np.arange(0, 30, 2), np.arange(1, 30, 2)
-    both = np.intersect1d(problem[a], problem[b])[1:]
-    found = group_difference(sp.csr_array(values), a, b, problem, both)
-    for i, code in enumerate(both):
-        expected = values[[r for r in a if problem[r] == code]].mean(0) - values[
-            [r for r in b if problem[r] == code]
-        ].mean(0)
-        np.testing.assert_allclose(found[i], expected, rtol=1e-6)
 
 
 # --- a world with known truth
@@ -325,13 +230,6 @@ def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
     assert drawn(shared)["run", "total", "all", "all"].of.n_problems == 8
 
 
-def test_special_and_prompt_tokens_do_not_count() -> None:
-    """Every <eos> carries 9 and every prompt 0: a response's mean is that of its one other token."""
-    table = world(n_features=4)
-    means = table.row_means("response").toarray()
-    np.testing.assert_allclose(means, table.codes.toarray()[1::3])
-
-
 @pytest.mark.parametrize(
     ("changes", "key", "note"),
     [
@@ -419,76 +317,6 @@ def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
         DiffConfig(**config)
 
 
-# --- error rates
-
-
-def false_share(found: np.ndarray, planted: np.ndarray) -> float:
-    return float((found & ~planted).sum() / max(found.sum(), 1))
-
-
-def error_rates(repeats: int, **effects: Any) -> dict[tuple[str, str], dict[str, float]]:
-    """Mean share of false discoveries and of planted features found, over repeats, of shifts and outcome effects:
-    of those that differ, and of those that moved."""
-    planted = np.zeros(40, dtype=bool)
-    planted[:10] = True
-    shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for seed in range(repeats):
-        table = world(
-            n_problems=20,
-            seed=seed,
-            **{name: np.where(planted, size * (-1.0) ** np.arange(40), 0) for name, size in effects.items()},
-        )
-        config = DiffConfig(n_bootstrap=100, n_permutations=1000, seed=seed)
-        rows = Rows.of(table, config)
-        shift = next(of for of in shift_comparisons(table, rows, config) if of.part == "total")
-        outcome = next(of for of in outcome_comparisons(table, rows, config) if of.checkpoint == "run")
-        for name, of in (("shift", shift), ("outcome", outcome)):
-            contrast = draw(rows, of, config)
-            assert contrast.inference is not None
-            truth = planted if name in effects else np.zeros(40, dtype=bool)
-            for what, p, q in (
-                ("differs", contrast.inference.p_differs, contrast.inference.q_differs),
-                ("moved", contrast.inference.p, contrast.inference.q),
-            ):
-                found = np.zeros(40, dtype=bool)
-                found[contrast.feature] = q <= 0.05
-                assert p.min() >= 1 / 1001
-                assert np.isfinite(p).all()
-                rates = (false_share(found, truth), float(found[truth].mean()) if truth.any() else 0.0)
-                shares.setdefault((name, what), []).append(rates)
-    return {
-        key: {
-            "false": float(np.mean([s[0] for s in pairs])),
-            "error": float(np.std([s[0] for s in pairs]) / np.sqrt(repeats)),
-            "found": float(np.mean([s[1] for s in pairs])),
-        }
-        for key, pairs in shares.items()
-    }
-
-
-@pytest.mark.slow
-def test_false_discoveries_stay_below_q_where_something_is_planted() -> None:
-    found = error_rates(100, shift=0.8, outcome=1.0)
-    for (name, what), rates in found.items():
-        assert rates["false"] <= 0.05 + 2 * rates["error"], (name, what, rates)
-        assert rates["found"] > (0.6 if what == "differs" else 0.5), (name, what, rates)
-
-
-def test_nothing_is_found_where_there_is_nothing() -> None:
-    """The false share of a null world is the chance of finding anything at all. The slow suite has many worlds."""
-    found = error_rates(40)
-    for key, rates in found.items():
-        assert rates["false"] <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 40), (key, rates)
-
-
-@pytest.mark.slow
-def test_error_rates_over_many_worlds() -> None:
-    planted, null = error_rates(300, shift=0.8, outcome=1.0), error_rates(300)
-    for found in (planted, null):
-        for key, rates in found.items():
-            assert rates["false"] <= 0.05 + 2.5 * np.sqrt(0.05 * 0.95 / 300), (key, rates)
-
-
 def test_trajectories_are_not_taken_for_independent() -> None:
     """Problem levels differ between the sides' problems only by chance; a test over trajectories would find shifts."""
     rng = np.random.default_rng(0)
@@ -517,19 +345,6 @@ def test_prompts_tell_of_reading_alone() -> None:
     assert set(refused.kind) == {"shift", "outcome"}
     assert set(refused[refused.kind == "shift"].part) == {"policy"}
     assert set(diff.shifts.kind) == {"shift"}
-
-
-def test_every_contrast_has_its_own_null() -> None:
-    """On its own rows: those of its second side, or of its own band."""
-    table = world(shift=2.0, outcome=1.5, n_samples=6, bands=True)
-    rows, repeats = Rows.of(table, QUICK), 6
-    found = [of for of in comparisons(table, rows, QUICK) if of.outcome == "all"]
-    assert {of.kind for of in found} == {"shift", "outcome", "interaction"}
-    for of, (mean, any_) in zip(found, null_counts(rows, found, QUICK, repeats), strict=True):
-        assert mean < 3, of.key
-        assert any_ <= mean
-    contrasts = drawn(table)
-    assert (contrasts["base", "success_minus_failure", "all", "all"].inference.q < 0.05).sum() == 40
 
 
 # --- the answer
@@ -645,22 +460,6 @@ def test_a_diff_is_saved_and_loaded(diff: FeatureDiff, tmp_path: Path) -> None:
     assert [list(t) for t in loaded.features.top_tokens] == [list(t) for t in diff.features.top_tokens]
     assert loaded.info == json.loads(json.dumps(diff.info, default=float))
     assert loaded.q == 0.05
-    (tmp_path / "diff" / "shifts.parquet").unlink()
-    with pytest.raises(TsaeError, match=r"shifts\.parquet is missing"):
-        FeatureDiff.load(tmp_path / "diff")
-
-
-def test_length_is_shown_as_a_confound() -> None:
-    rng = np.random.default_rng(0)
-    records = [answer(f"p{row % 20}", "base", bool(row % 3), length=int(rng.integers(1, 15))) for row in range(60)]
-    rollouts = Rollouts.from_records(records)
-    lengths = rollouts.lengths("response_ids")
-    noise = rng.random(60)
-    codes = [np.repeat([[length, noise[row], 15.0 - length]], length + 1, axis=0) for row, length in enumerate(lengths)]
-    table = feature_table(rollouts, np.concatenate(codes), [("base", np.arange(60))])
-    found = feature_diff(table, QUICK, progress=False).features.length_correlation
-    assert found[[0, 2]].tolist() == pytest.approx([1, -1])
-    assert found[1] == pytest.approx(spearmanr(noise, lengths).statistic, abs=1e-6)
 
 
 def test_badly_reconstructed_readers_are_flagged() -> None:

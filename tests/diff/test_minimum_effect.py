@@ -61,27 +61,30 @@ def test_sign_flips_at_the_boundary_are_students_test_there(least: float) -> Non
 
 
 @pytest.mark.parametrize("n", [5, 7, 9])
-def test_sign_flips_at_the_boundary_approach_full_enumeration(n: int) -> None:
+@pytest.mark.parametrize("bounded", [False, True])
+def test_sign_flips_approach_full_enumeration(n: int, bounded: bool) -> None:
     rng = np.random.default_rng(n)
     x = rng.normal(0.6, 1, size=(n, 12)) * np.where(np.arange(12) % 2, -1, 1)
     x[:, 0] = 1.0
-    least = rng.uniform(0, 0.4, size=12)
-    sign = np.sign(x.mean(0))
+    x[:, 1] = rng.integers(-2, 3, size=n)  # with ties
+    least = bounded * rng.uniform(0, 0.4, size=12)
+    sign = np.where(x.mean(0) < 0, -1, 1)
     flips = np.array(list(itertools.product((1, -1), repeat=n)))
     exact = beyond(flips @ (x * sign - least) / n, np.abs(x.mean(0)), least)
-    assert exact[0] == 1 / 2**n  # no arrangement but its own
+    assert exact[0] == (1 if bounded else 2) / 2**n  # no arrangement but its own, on one side or on both
     draws = 40_000
-    found = share(sign_flips(x, 0, least), draws, 12)
+    found = share(sign_flips(x, 0, least if bounded else None), draws, 12)
     assert np.abs(found - exact).max() < 4.5 * np.sqrt(0.25 / draws)
 
 
-def test_labels_at_the_boundary_approach_full_enumeration() -> None:
+@pytest.mark.parametrize("bounded", [False, True])
+def test_labels_approach_full_enumeration(bounded: bool) -> None:
     """Successes are moved by the least effect, and then labels are permuted within problems."""
     rng = np.random.default_rng(1)
     success = np.array([1, 0, 0, 0, 1, 1, 0, 0, 1, 0, 1], dtype=bool)
     problem = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
     values = rng.exponential(size=(11, 12)) + success[:, None] * np.linspace(-1.5, 1.5, 12)
-    least = rng.uniform(0, 0.3, size=12)
+    least = bounded * rng.uniform(0, 0.3, size=12)
 
     def statistic(of: np.ndarray, labels: np.ndarray) -> np.ndarray:
         each = [of[(problem == i) & labels].mean(0) - of[(problem == i) & ~labels].mean(0) for i in range(3)]
@@ -98,9 +101,8 @@ def test_labels_at_the_boundary_approach_full_enumeration() -> None:
     assert len(arrangements) == 4 * 3 * 6
     exact = beyond(np.array(arrangements), np.abs(observed), least)
     shuffled, draws = rng.permutation(11), 40_000
-    count = label_permutations(
-        PickedColumns.of(sp.csr_array(values[shuffled])), success[shuffled], problem[shuffled], 0, least
-    )
+    picked, offset = PickedColumns.of(sp.csr_array(values[shuffled])), least if bounded else None
+    count = label_permutations(picked, success[shuffled], problem[shuffled], 0, offset)
     assert np.abs(share(count, draws, 12) - exact).max() < 4.5 * np.sqrt(0.25 / draws)
 
 
@@ -174,6 +176,8 @@ def test_sizes_do_not_depend_on_the_unit() -> None:
     one, other = paired_inference(x, np.ones(50), DRAWS), paired_inference(x * unit, unit, DRAWS)
     for name in ("delta", "delta_low", "delta_high", "p", "q", "p_differs", "error"):
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(one.delta, x.mean(0))
+    np.testing.assert_allclose(one.error, x.std(0, ddof=1) / np.sqrt(30), rtol=1e-5)
 
 
 def found_at(effects: np.ndarray, repeats: int, n_problems: int) -> tuple[np.ndarray, int]:

@@ -11,9 +11,8 @@ import scipy.sparse as sp
 from scipy.stats import hypergeom, spearmanr
 
 from support.builders import feature_table, make_rollouts
-from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig, FalseDiscoveries
-from tsae.diff.descriptions import _length_correlation
+from tsae.diff.feature_diff import feature_diff
 from tsae.diff.inference import infer, interaction, most_draws, paired_inference, q_values, sequential_p
 from tsae.diff.permutations import Count, band_permutations, label_permutations, weight_permutations
 from tsae.features.sparse_matrices import PickedColumns, grouped_sums
@@ -196,13 +195,16 @@ def test_grouped_sums_are_those_of_a_product(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_length_correlations_of_sparse_features_agree_with_scipy() -> None:
-    """Most trajectories have a feature at exactly 0; some have it at the same value."""
+    """Most trajectories have a feature at exactly 0; some have it at the same value, and one feature is the length."""
     rollouts = make_rollouts(n_problems=12, n_samples=4)
     rng = np.random.default_rng(0)
     n = int(sum(rollouts.lengths(f"{part}_ids").sum() for part in ("prompt", "response")))
-    table = feature_table(rollouts, rng.integers(0, 3, (n, 6)) * (rng.random((n, 6)) < 0.05), [("base", np.arange(48))])
-    rows = Rows.of(table, DiffConfig())
-    dense = rows.values.toarray()
+    codes = rng.integers(0, 3, (n, 7)) * (rng.random((n, 7)) < 0.05)
+    lengths = rollouts.lengths("response_ids")
+    codes[:, 6] = np.repeat(lengths, rollouts.lengths("prompt_ids") + lengths)
+    table = feature_table(rollouts, codes, [("base", np.arange(48))])
+    dense = table.row_means().toarray()
     assert 0.3 < (dense == 0).mean() < 0.9
-    expected = [spearmanr(column, rollouts.lengths("response_ids")).statistic for column in dense.T]
-    np.testing.assert_allclose(_length_correlation(table, rows), expected, atol=1e-12)
+    found = feature_diff(table, DRAWS, progress=False).features.length_correlation
+    np.testing.assert_allclose(found, [spearmanr(column, lengths).statistic for column in dense.T], atol=1e-12)
+    assert found[6] == pytest.approx(1)

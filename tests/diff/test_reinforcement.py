@@ -343,16 +343,6 @@ def test_rank_correlations_agree_with_scipy() -> None:
     assert spearman(np.ones((1, 4)), b[:1, :4]) == [0]
 
 
-def test_a_single_effect_among_many_features_is_found() -> None:
-    """With 100 permutations no p-value of 120 features would pass: further ones are drawn."""
-    effect = np.zeros(120)
-    effect[7] = 3.0
-    few = DiffConfig(n_bootstrap=100, n_permutations=100)
-    found = reinforcement(world(n_features=120, effect=effect, bands=False), few).table.query("part == 'all'")
-    assert found.p.min() == found.p[7] == 1 / 2401
-    assert found.feature[found.q <= 0.05].tolist() == [7]
-
-
 def with_rollouts(table: FeatureTable, rollouts: Rollouts) -> FeatureTable:
     return dataclasses.replace(table, rollouts=rollouts)
 
