@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from support.builders import EOS, feature_table
-from support.results import checkpoint, describe, make, reader
+from support.results import answer, checkpoint, describe, make, reader
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.claims.run_claims import claims_of
 from tsae.features.feature_table import FeatureTable
@@ -34,13 +34,10 @@ def write(
             for k in range(4):
                 length, right = int(rng.integers(3, 7)), k % 2 == 0
                 level = 2 + moved * np.array(shifts) + np.array([0, 0, success]) * right + rng.normal(0, 0.3, 3)
-                codes.append(np.concatenate([np.zeros((1, 3)), np.maximum(level + rng.normal(0, 0.3, (length, 3)), 0),
-                                             np.zeros((1, 3))]))  # fmt: skip
-                records.append(
-                    {"problem_id": f"p{problem}", "policy": policy, "prompt_ids": [1], "prompt": "", "response": "#1",
-                     "response_ids": [*rng.integers(2, 12, length).tolist(), EOS], "band": "hard",
-                     "outcome": "success" if right else "failure"}
-                )  # fmt: skip
+                response, nothing = np.maximum(level + rng.normal(0, 0.3, (length, 3)), 0), np.zeros((1, 3))
+                codes.append(np.concatenate([nothing, response, nothing]))
+                ids = [*rng.integers(2, 12, length).tolist(), EOS]
+                records.append(answer(f"p{problem}", policy, right, response_ids=ids, band="hard"))
     rollouts = Rollouts.from_records(records)
     rollouts.write(folder / "rollouts" / "rollouts.parquet")
     rows, own = np.arange(len(records)), np.arange(len(records) // 2, len(records))
@@ -65,11 +62,8 @@ def causal_test(effect: float, tested: tuple[int, ...]) -> Intervention:
         chance = 0.7 - effect * (condition == "features")
         for problem in range(40):
             for _ in range(6):
-                right, direct = rng.random() < chance, rng.random() < chance
-                records.append(
-                    {"problem_id": f"q{problem}", "policy": condition, "prompt_ids": [1], "response_ids": [2, 3],
-                     "outcome": "success" if right else "failure", "direct_answer": float(direct)}
-                )  # fmt: skip
+                right, direct = rng.random() < chance, float(rng.random() < chance)
+                records.append(answer(f"q{problem}", condition, right, length=2, direct_answer=direct))
     rollouts = Rollouts.from_records(records, {"behaviours": ["direct_answer"]})
     info = {
         "checkpoint": "run-10", "features": list(tested), "n_problems": 40, "rows": {}, "sae": {},
@@ -109,11 +103,10 @@ def test_a_shift_is_in_standard_deviations_over_base_trajectories(tmp_path: Path
     assert table["mean"].iloc[:3].tolist() == pytest.approx([expected[0], expected[1], -expected[2]], rel=1e-4)
 
 
-def test_hard_training(tmp_path: Path) -> None:
-    yes = write(tmp_path / "yes", "hard", (0.0, 0.0, 1.0), success=0.8, effect=0.4, tested=(2,))
-    assert held(yes, "f") == [True, True, True]
-    no = write(tmp_path / "no", "hard", (0.0, 0.0, -1.0), success=-0.8, effect=-0.2, tested=(2,))
-    assert held(no, "f") == [False, False, False]
+@pytest.mark.parametrize(("sign", "effect"), [(1, 0.4), (-1, -0.2)])
+def test_hard_training(sign: int, effect: float, tmp_path: Path) -> None:
+    folder = write(tmp_path, "hard", (0.0, 0.0, sign), success=0.8 * sign, effect=effect, tested=(2,))
+    assert held(folder, "f") == [sign > 0] * 3
 
 
 def test_medium_training(tmp_path: Path) -> None:

@@ -38,15 +38,15 @@ def test_a_part_holds_is_refuted_or_undecided(
 
 def test_verdicts() -> None:
     yes, no = Part("x", (0.3, 0.4), "training seeds", -1), Part("y", (-0.3, -0.31), "training seeds")
-    assert Judgement(CLAIM, (yes, yes)).verdict == "reproduced"
-    assert Judgement(CLAIM, (yes, no)).verdict == "partly"
-    assert Judgement(CLAIM, (yes, yes), whole=False).verdict == "partly"
-    assert Judgement(CLAIM, (no, no), whole=False).verdict == "not reproduced"
-    assert Judgement(CLAIM, (no, no)).verdict == "not reproduced"
     unclear = Part("z", (-0.3, 0.4), "training seeds")
-    assert (Judgement(CLAIM, (unclear,)).verdict, Judgement(CLAIM, (unclear,)).finer) == ("not reproduced", "undecided")
-    assert Judgement(CLAIM, (unclear, no)).finer == "not reproduced"
-    assert Judgement(CLAIM, (unclear, yes)).finer == "partly"
+    for parts, whole, verdict, finer in (
+        ((yes, yes), True, "reproduced", "reproduced"), ((yes, no), True, "partly", "partly"),
+        ((yes, yes), False, "partly", "partly"), ((no, no), False, "not reproduced", "not reproduced"),
+        ((no, no), True, "not reproduced", "not reproduced"), ((unclear,), True, "not reproduced", "undecided"),
+        ((unclear, no), True, "not reproduced", "not reproduced"), ((unclear, yes), True, "partly", "partly"),
+    ):  # fmt: skip
+        found = Judgement(CLAIM, parts, whole=whole)
+        assert (found.verdict, found.finer) == (verdict, finer)
     assert Judgement(CLAIM, needs="a second run", add="Train one.").verdict == "cannot be tested"
 
 

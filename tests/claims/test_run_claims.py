@@ -41,6 +41,18 @@ def record(folder: Path, key: str, **options: Any) -> dict[str, Any]:
     return claims_of(folder, [key], **options)[key]
 
 
+def ran(folder: Path, by: int | dict[str, int] | None = 0, runs: Any = RUN, log: Any = None, **more: Any) -> Path:
+    """A run of a base and of run-10, which gets so many more right (see `raised`); None where it answered nothing."""
+    gains = by if isinstance(by, dict) else dict.fromkeys(BANDS, by or 0)
+    level = LEVEL if by == 0 else raised(gains)
+    return write_run(
+        folder, answers("base", LEVEL) + ([] if by is None else answers("run-10", level)), runs, log, **more
+    )
+
+
+ON_HARD = [checkpoint("run-10", "run", trained_on="hard")]
+
+
 def held(found: dict[str, Any]) -> list[bool | None]:
     return [part["holds"] for part in found["parts"]]
 
@@ -95,8 +107,7 @@ def test_every_run_on_a_band_counts_and_a_band_without_one_is_said(tmp_path: Pat
     ],
 )
 def test_inverted_u_within_one_run(tmp_path: Path, gains: dict[str, int], verdict: str) -> None:
-    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(gains)), RUN)
-    assert record(folder, "a")["verdict"] == verdict
+    assert record(ran(tmp_path, gains), "a")["verdict"] == verdict
 
 
 @pytest.mark.parametrize(
@@ -124,9 +135,7 @@ def test_no_base_rollouts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "verdict"), [(-1, "reproduced"), (1, "not reproduced")])
 def test_hard_harms(tmp_path: Path, change: int, verdict: str) -> None:
-    records = answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, change)))
-    folder = write_run(tmp_path, records, [checkpoint("run-10", "run", trained_on="hard")])
-    found = record(folder, "b")
+    found = record(ran(tmp_path, change, ON_HARD), "b")
     assert found["verdict"] == verdict
     assert len(found["parts"]) == 2
 
@@ -141,8 +150,7 @@ def test_hard_harms_by_the_bands_of_the_log(tmp_path: Path) -> None:
         for i, kind in enumerate(kinds)
         for _ in range(16)
     ]
-    records = answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, -1)))
-    folder = write_run(tmp_path, records, RUN, log)
+    folder = ran(tmp_path, -1, log=log)
     evidence = Evidence(folder)
     assert evidence.training_bands["hard"] > 0.85
     assert evidence.trained_on("run-10") == "hard"
@@ -153,23 +161,20 @@ def test_hard_harms_by_the_bands_of_the_log(tmp_path: Path) -> None:
 def test_bands_that_were_measured_elsewhere_are_those_of_the_log(tmp_path: Path) -> None:
     """The log's own outcomes are not known, and could say nothing of bands."""
     log = [answer(f"{band}{i}", "base", None, step=1) for band in BANDS for i in range(10 if band == "hard" else 1)]
-    records, bands = answers("base", LEVEL) + answers("run-10", LEVEL), {"reference": "base", "separate": True}
-    evidence = Evidence(write_run(tmp_path, records, RUN, log, info={"sampled": {}, "bands": bands}))
+    bands = {"reference": "base", "separate": True}
+    evidence = Evidence(ran(tmp_path, log=log, info={"sampled": {}, "bands": bands}))
     assert evidence.training_bands.to_dict() == pytest.approx({"easy": 1 / 12, "medium": 1 / 12, "hard": 10 / 12})
     assert evidence.trained_on("run-10") == "hard"
 
 
 def test_other_trainings_harm_nothing(tmp_path: Path) -> None:
-    found = record(write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN), "b")
-    assert found["needs"] == (
-        "a run that was trained on hard problems (there is run-10 on a mixture, or it is not known)"
-    )
+    needs = "a run that was trained on hard problems (there is run-10 on a mixture, or it is not known)"
+    assert record(ran(tmp_path), "b")["needs"] == needs
 
 
 def test_the_same_in_all_problems_is_no_effect(tmp_path: Path) -> None:
     level = dict.fromkeys(BANDS, [2] * 10)
-    runs = [checkpoint("run-10", "run", trained_on="hard")]
-    found = record(write_run(tmp_path, answers("base", level) + answers("run-10", level), runs), "b")
+    found = record(write_run(tmp_path, answers("base", level) + answers("run-10", level), ON_HARD), "b")
     assert found["verdict"] == "cannot be tested"
     assert found["needs"] == "problems that differ (“run-10 solves fewer easy problems than the base.”: 0 in all 10)"
 
@@ -186,7 +191,7 @@ def test_difficulty_drifts_beyond_chance(tmp_path: Path) -> None:
             for half in (0, 1)
             for _ in range(8)
         ]
-        found = record(write_run(tmp_path / kind, answers("base", LEVEL), RUN, log), "k")
+        found = record(ran(tmp_path / kind, None, log=log), "k")
         assert held(found) == ([True] if kind == "drift" else [None])
         assert found["parts"][0]["n"] == 150
         assert "adaptive curriculum" in found["caveat"]
@@ -194,7 +199,7 @@ def test_difficulty_drifts_beyond_chance(tmp_path: Path) -> None:
 
 def test_a_log_without_repeats_shows_no_drift(tmp_path: Path) -> None:
     log = [answer(f"p{i}", "base", i % 2 == 0, step=i) for i in range(20) for _ in range(4)]
-    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log, info={"log": {}}), "k")
+    found = record(ran(tmp_path, None, log=log, info={"log": {}}), "k")
     assert found["verdict"] == "cannot be tested"
     assert "there are 0" in found["needs"]
     assert "two epochs" in found["add"]
@@ -235,7 +240,7 @@ def test_what_is_not_ahead_cannot_be_overtaken(tmp_path: Path) -> None:
                for i in range(30) for k in range(8)]  # fmt: skip
     found = record(write_run(tmp_path, records, RUN), "n")
     assert found["needs"] == "a checkpoint that is clearly ahead at pass@1 (run-10: none)"
-    few = record(write_run(tmp_path / "few", answers("base", LEVEL) + answers("run-10", LEVEL), RUN), "n")
+    few = record(ran(tmp_path / "few"), "n")
     assert "8 responses or more of the base and of run-10 to 8 problems or more (there are 4)" in few["needs"]
 
 
@@ -256,31 +261,28 @@ def lone_log(shortcut: bool) -> list[dict[str, Any]]:
 
 
 def test_lone_successes(tmp_path: Path) -> None:
-    found = record(write_run(tmp_path / "yes", answers("base", LEVEL), RUN, lone_log(True)), "c")
+    found = record(ran(tmp_path / "yes", None, log=lone_log(True)), "c")
     assert found["verdict"] == "cannot be tested"  # always and never: no problem differs
     mixed = [*lone_log(True), answer("stray", "base", True, step=None)]  # no step is known of it
     for row in mixed:
         if row["problem_id"] in ("p1", "p2", "p3"):
-            row["response"], row["response_ids"] = (
-                ("#1", [2] * 3) if row["problem_id"] == "p2" else ("1+1=2;#2", [2] * 9)
-            )
-    found = record(write_run(tmp_path / "mixed", answers("base", LEVEL), RUN, mixed), "c")
+            text, n = ("#1", 3) if row["problem_id"] == "p2" else ("1+1=2;#2", 9)
+            row |= {"response": text, "response_ids": [2] * n}
+    found = record(ran(tmp_path / "mixed", None, log=mixed), "c")
     assert found["verdict"] == "partly"  # all that is tested holds; whether it harms is not tested
     assert [part["statement"] for part in found["parts"]] == [
         "Lone successes answer directly more often than other successes.",
         "Lone successes are shorter than the median of their group more often than other successes.",
     ]
     assert "scale_rewards=False" in found["caveat"]
-    found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, lone_log(False)), "c")
+    found = record(ran(tmp_path / "no", None, log=lone_log(False)), "c")
     assert found["verdict"] == "undecided"
 
 
 def test_no_groups_no_lone_success(tmp_path: Path) -> None:
     log = [answer(f"p{i}", "base", True, step=1) for i in range(20)]
-    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "c")
-    assert "(there are 0 lone successes and 0 others)" in found["needs"]
-    found = record(write_run(tmp_path / "none", answers("base", LEVEL), RUN), "c")
-    assert found["needs"] == "the log of the training's own responses"
+    assert "(there are 0 lone successes and 0 others)" in record(ran(tmp_path, None, log=log), "c")["needs"]
+    assert record(ran(tmp_path / "none", None), "c")["needs"] == "the log of the training's own responses"
 
 
 def path_run(folder: Path, rates: list[int], lengths: list[int]) -> Path:
@@ -317,7 +319,7 @@ def test_behaviour_first_in_a_log(tmp_path: Path) -> None:
                length=int(rng.integers(15, 20)) - 8 * (step >= 4))
         for step in range(12) for i in range(16) for _ in range(4)
     ]  # fmt: skip
-    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "d")
+    found = record(ran(tmp_path, None, log=log), "d")
     assert held(found) == [True]
     assert found["parts"][0]["statement"] == "From step 6, before accuracy fell, responses are shorter."
 
@@ -337,22 +339,23 @@ def format_log(end: float, better: float = 0.0, start: float = 0.4) -> list[dict
 
 
 def test_one_format_wins(tmp_path: Path) -> None:
-    found = record(write_run(tmp_path / "yes", answers("base", LEVEL), RUN, format_log(1.0)), "j")
-    assert held(found) == [True, True, True]
-    assert "No problem is asked twice" in found["caveat"]
-    found = record(write_run(tmp_path / "better", answers("base", LEVEL), RUN, format_log(1.0, better=0.5)), "j")
-    assert held(found) == [True, True, False]
-    assert found["verdict"] == "partly"
-    found = record(write_run(tmp_path / "no", answers("base", LEVEL), RUN, format_log(0.4)), "j")
-    assert held(found)[0] is False
-    found = record(write_run(tmp_path / "one", answers("base", LEVEL), RUN, format_log(1.0, start=1.0)), "j")
-    assert "responses in several formats to begin with" in found["needs"]
+    logs = {
+        "yes": format_log(1.0), "better": format_log(1.0, better=0.5), "no": format_log(0.4),
+        "one": format_log(1.0, start=1.0),
+    }  # fmt: skip
+    found = {name: record(ran(tmp_path / name, None, log=log), "j") for name, log in logs.items()}
+    assert held(found["yes"]) == [True, True, True]
+    assert "No problem is asked twice" in found["yes"]["caveat"]
+    assert held(found["better"]) == [True, True, False]
+    assert found["better"]["verdict"] == "partly"
+    assert held(found["no"])[0] is False
+    assert "responses in several formats to begin with" in found["one"]["needs"]
 
 
 def test_only_the_first_epoch_counts(tmp_path: Path) -> None:
     """The winner of the second epoch is another; it says nothing."""
     again = [{**row, "step": row["step"] + 8, "response": "1+2=3\n#### 3"} for row in format_log(1.0)]
-    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, format_log(1.0) + again), "j")
+    found = record(ran(tmp_path, None, log=format_log(1.0) + again), "j")
     assert "“prose, boxed”" in found["parts"][0]["statement"]
     assert "No problem is asked twice" not in found["caveat"]
 
@@ -360,7 +363,7 @@ def test_only_the_first_epoch_counts(tmp_path: Path) -> None:
 def test_the_format_is_chosen_on_other_problems_than_it_is_counted_on(tmp_path: Path) -> None:
     """Formats as common as each other: the top one of the very responses that are counted would have a larger share."""
     log = format_log(0.5, start=0.5)
-    found = record(write_run(tmp_path, answers("base", LEVEL), RUN, log), "j")
+    found = record(ran(tmp_path, None, log=log), "j")
     last = [row for row in log if row["step"] >= 6]
     boxed = pd.Series(["boxed" in row["response"] for row in last]).groupby([row["problem_id"] for row in last]).mean()
     seen = sorted(boxed.index, key=hash64)[::2]
@@ -456,16 +459,16 @@ def test_errors_breed_errors(tmp_path: Path, breeds: bool, holds: bool | None) -
     assert "module:function" in record(tmp_path, "q")["add"]
 
 
-def attributed(folder: Path, **tables: Any) -> None:
+def attributed(folder: Path, gate: str = "", **tables: Any) -> None:
     """An attribution of the run's own log, with these tables."""
     of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
-    replace(make_attribution(inputs={"rollouts": of}), **tables).save(folder / "attribution")
+    replace(make_attribution(inputs={"rollouts": of}, gate=gate), **tables).save(folder / "attribution")
 
 
 @pytest.mark.parametrize(("sign", "verdict"), [(-1.0, "partly"), (1.0, "not reproduced")])
 def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None:
     """Two samples of each of twenty problems, of which one has no band; shares in accuracy on three bands."""
-    folder = write_run(tmp_path, answers("base", LEVEL), RUN, answers("base", LEVEL, step=1))
+    folder = ran(tmp_path, None, log=answers("base", LEVEL, step=1))
     base, rows = make_attribution(), np.arange(40)
     easy = rows // 2 < 12
     facts = base.facts.iloc[[0] * 40].assign(
@@ -488,8 +491,7 @@ def test_pruning_easy_samples(tmp_path: Path, sign: float, verdict: str) -> None
 
 def test_replayed_bands_stand_in_for_runs_on_a_band_and_decide_nothing(tmp_path: Path) -> None:
     """Alone, a band changes a target by half of its share; see make_attribution."""
-    log = answers("base", LEVEL, step=1)
-    folder = write_run(tmp_path, answers("base", LEVEL), RUN, log)
+    folder = ran(tmp_path, None, log=answers("base", LEVEL, step=1))
     assert [record(folder, key)["verdict"] for key in "abe"] == ["cannot be tested"] * 3
     attributed(folder)
     shares = dict(zip(BANDS, (-1.0, 1 / 3, 5 / 3), strict=True))  # of a target's change
@@ -512,11 +514,9 @@ def test_replayed_bands_stand_in_for_runs_on_a_band_and_decide_nothing(tmp_path:
     Claims.load(claims_of(folder, ["e"]).save(folder).parent)
     # Simulated ones, and those behind a closed gate, do not count.
     simulated = make_attribution().groups.assign(how="simulated")
-    for tables in ({"groups": simulated}, {"info": {**make_attribution(gate="Too far.").info}}):
+    for tables in ({"groups": simulated}, {"gate": "Too far."}):
         (folder / "attribution" / "attribution.json").unlink()
-        of = tsae.Rollouts.read(folder / "rollouts" / "log.parquet").fingerprint
-        made = replace(make_attribution(), **tables)
-        replace(made, info={**made.info, "inputs": {"rollouts": of}}).save(folder / "attribution")
+        attributed(folder, **tables)
         assert record(folder, "e")["verdict"] == "cannot be tested"
 
 
@@ -524,23 +524,23 @@ def test_replayed_bands_stand_in_for_runs_on_a_band_and_decide_nothing(tmp_path:
 
 
 def test_every_claim_has_a_test_and_untestable_ones_say_why(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, 1))), RUN)
-    found = claims_of(folder)
+    found = claims_of(folder := ran(tmp_path, 1))
     assert "".join(one["claim"] for one in found.records) == "abcdefghijklmnopqrstuvwxyz"
     for one in found.records:
         assert bool(one["parts"]) != bool(one["needs"] and one["add"])
     assert {one["unit"] for record in found.records for one in record["parts"]} == {"problems"}
     assert found["h"]["add"].startswith("`tsae reformulate")
-    with pytest.raises(TsaeError, match="no claim 'A'"):
-        claims_of(folder, ["A"])
-    with pytest.raises(TsaeError, match="no claim 'b'; there are a"):
-        claims_of(folder, ["a"])["b"]
-    with pytest.raises(TsaeError, match="holds no rollouts of a run"):
-        claims_of(tmp_path / "diff")
+    for where, asked, key, said in (
+        (folder, "A", "A", "no claim 'A'"),
+        (folder, "a", "b", "no claim 'b'; there are a"),
+        (tmp_path / "diff", "a", "a", "holds no rollouts of a run"),
+    ):
+        with pytest.raises(TsaeError, match=said):
+            claims_of(where, [asked])[key]
 
 
 def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", raised(dict.fromkeys(BANDS, 1))), RUN)
+    folder = ran(tmp_path, 1)
     assert Claims.load(folder) is None
     found = claims_of(folder)
     file = found.save(folder)
@@ -556,11 +556,9 @@ def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
 
 
 def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
-    mine, other = answers("base", LEVEL) + answers("run-10", LEVEL), answers("base", LEVEL) + answers("run-10", raised(
-        dict.fromkeys(BANDS, 1)))  # fmt: skip
-    folder = write_run(tmp_path / "mine", mine, RUN)
-    write_run(tmp_path / "labels", other, RUN)
-    write_run(tmp_path / "rollouts", other[:-1], RUN)
+    folder = ran(tmp_path / "mine")
+    ran(tmp_path / "labels", 1)
+    ran(tmp_path / "rollouts", None)
     synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
     with pytest.raises(TsaeError, match=r"activations: is of other rollouts \(\w+\) than this run"):
         claims_of(folder, ["o"])
@@ -575,20 +573,19 @@ def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
     "bands", ["easy", {"reference": "base"}, {"reference": "base", "separate": False, "refused": 1}]
 )
 def test_damaged_facts_on_bands_are_refused(tmp_path: Path, bands: Any) -> None:
-    records = answers("base", LEVEL) + answers("run-10", LEVEL)
     with pytest.raises(TsaeError, match="in no known way"):
-        claims_of(write_run(tmp_path, records, RUN, info={"sampled": {}, "bands": bands}), ["a"])
+        claims_of(ran(tmp_path, info={"sampled": {}, "bands": bands}), ["a"])
 
 
 def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, answers("base", LEVEL) + answers("run-10", LEVEL), RUN)
+    folder = ran(tmp_path)
     flip(folder / "diff" / "shifts.parquet", 400)
     with pytest.raises(TsaeError, match="damaged"):
         claims_of(folder, ["a"])
 
 
 def test_files_and_hidden_folders_are_no_causal_tests(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN)
+    folder = ran(tmp_path / "run", None)
     for name in ("one", ".hidden", "two"):
         (folder / "causal" / name).mkdir(parents=True)
     (folder / "causal" / "notes.txt").write_text("mine")
@@ -597,7 +594,7 @@ def test_files_and_hidden_folders_are_no_causal_tests(tmp_path: Path) -> None:
 
 
 def test_an_attribution_of_another_log_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN, log=answers("base", LEVEL, step=1))
+    folder = ran(tmp_path / "run", None, log=answers("base", LEVEL, step=1))
     assert attribution_in(folder) == (None, "")
     own = Evidence(folder)._log_fingerprint
     section = "Which samples did that"
@@ -619,7 +616,7 @@ def test_an_attribution_of_another_log_is_left_out(tmp_path: Path, capsys: pytes
 
 def test_a_piece_that_was_there_is_no_missing_one(tmp_path: Path) -> None:
     """What is left of it shows that it was finished. Without its folder it is missing."""
-    folder = write_run(tmp_path / "run", answers("base", LEVEL), RUN, log=answers("base", LEVEL, step=1))
+    folder = ran(tmp_path / "run", None, log=answers("base", LEVEL, step=1))
     make_attribution().save(folder / "attribution")
     synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
     for name in ("features/features.json", "causal/one/causal.json"):
@@ -686,15 +683,12 @@ LOGS: dict[str, dict[str, Any]] = {
 def test_poor_logs_are_facts_and_no_errors(tmp_path: Path, lacking: str) -> None:
     more = {"right": True, "step": None, **LOGS[lacking]}
     right, step = more.pop("right"), more.pop("step")
+    known = {"step": step} if step is not None else {}
     log = [
-        answer(
-            f"p{i}", "base", None if right is None else (i + k) % 3 == 0, step=i % 6 if step is None else step, **more
-        )
+        answer(f"p{i}", "base", right and (i + k) % 3 == 0, **{"step": i % 6, **known}, **more)
         for i in range(30)
-        for k in range(1 if lacking == "one response" else 6)
-    ]
-    if lacking == "one response":
-        log = log[:1]
+        for k in range(6)
+    ][: 1 if lacking == "one response" else None]
     records = [answer(f"x{i}", who, None) for who in ("base", "run-10") for i in range(10)]
     found = claims_of(write_run(tmp_path, records, RUN, log, info={"log": {}}))
     tested = {one["claim"] for one in found.records if one["parts"]}
@@ -704,23 +698,21 @@ def test_poor_logs_are_facts_and_no_errors(tmp_path: Path, lacking: str) -> None
 
 def test_a_log_without_steps(tmp_path: Path) -> None:
     log = [answer(f"p{i}", "base", i % 2 == 0) for i in range(20) for _ in range(4)]
-    folder = write_run(tmp_path, answers("base", LEVEL), RUN, log, info={"log": {}})
+    folder = ran(tmp_path, None, log=log, info={"log": {}})
     for key in "cdjk":
         assert record(folder, key)["needs"] == "the training step of the log's responses"
 
 
 def test_a_run_with_the_base_alone(tmp_path: Path) -> None:
-    found = claims_of(write_run(tmp_path, answers("base", LEVEL), []))
+    found = claims_of(ran(tmp_path, None, []))
     assert not [one for one in found.records if one["parts"]]
     assert found["a"]["needs"] == "a checkpoint beside the base"
 
 
 def test_a_folder_in_place_of_the_claims_is_damage(tmp_path: Path) -> None:
     """A page was made without the claims, and nothing said so."""
-    (tmp_path / "claims.json").mkdir()
-    with pytest.raises(TsaeError, match="tsae claims RUN"):
-        Claims.load(tmp_path)
-    (tmp_path / "claims.json").rmdir()
+    (tmp_path / "folder" / "claims.json").mkdir(parents=True)
     (tmp_path / "claims.json").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(TsaeError, match="tsae claims RUN"):
-        Claims.load(tmp_path)
+    for folder in (tmp_path, tmp_path / "folder"):
+        with pytest.raises(TsaeError, match="tsae claims RUN"):
+            Claims.load(folder)
