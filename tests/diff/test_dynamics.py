@@ -15,6 +15,7 @@ from scipy.stats import false_discovery_control, spearmanr
 
 import tsae
 from support.builders import EOS, feature_table
+from support.results import answer
 from tsae.cli import main
 from tsae.diff.config import DiffConfig
 from tsae.diff.dynamics import COLUMNS, align, dynamics, run_steps, simes
@@ -58,8 +59,7 @@ def world(
             for _ in range(n_samples):
                 right = bool(rng.random() < 0.2 + 0.15 * number)
                 response = [*rng.integers(2, 12, 3 + number).tolist(), EOS]
-                records.append({"problem_id": f"p{problem}", "policy": id, "prompt_ids": [1], "response_ids": response})
-                records[-1]["outcome"] = "success" if right else "failure"
+                records.append(answer(f"p{problem}", id, right, response_ids=response))
     rollouts = Rollouts.from_records(records)
     policy = np.array([record["policy"] for record in records])
     readers, codes = [], []
@@ -179,10 +179,8 @@ def test_behaviours_of_the_same_steps_and_how_features_go_with_them(planted: Fea
 def test_alignment_leaves_out_what_does_not_change(planted: FeatureTable) -> None:
     found = dynamics(planted, QUICK)
     assert found is not None
-    same = found.behaviours.assign(mean=1.0)
-    assert align(found.table, same).empty
-    two = found.table[found.table.step <= 10]
-    assert align(two, found.behaviours).empty
+    assert align(found.table, found.behaviours.assign(mean=1.0)).empty
+    assert align(found.table[found.table.step <= 10], found.behaviours).empty
 
 
 def test_a_run_with_one_step_has_no_dynamics(planted: FeatureTable) -> None:

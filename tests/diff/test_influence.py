@@ -76,19 +76,17 @@ def moved(model: Any, direction: list[torch.Tensor], by: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("loss_type", "more"),
     [
-        InfluenceConfig(model_dtype="float64", batch_tokens=40),
-        pytest.param(InfluenceConfig(model_dtype="float64", loss_type="grpo", temperature=0.7), marks=pytest.mark.slow),
-        pytest.param(
-            InfluenceConfig(model_dtype="float64", loss_type="dr_grpo", max_completion_length=20),
-            marks=pytest.mark.slow,
-        ),
+        ("dapo", {"batch_tokens": 40}),
+        pytest.param("grpo", {"temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param("dr_grpo", {"max_completion_length": 20}, marks=pytest.mark.slow),
     ],
-    ids=lambda config: config.loss_type,
 )
-def test_every_entry_is_a_finite_difference(gpt2: Checkpoint, samples: Any, fixed: Any, config: Any) -> None:
-    sae = some_sae(16).double()
+def test_every_entry_is_a_finite_difference(
+    gpt2: Checkpoint, samples: Any, fixed: Any, loss_type: Any, more: dict[str, Any]
+) -> None:
+    sae, config = some_sae(16).double(), InfluenceConfig(model_dtype="float64", loss_type=loss_type, **more)
     features = [3, 0, 11]
     found = tsae.influence(gpt2, samples, sae, features, on=fixed, config=config, progress=False)
     model = gpt2.load_model(dtype="float64", attention="eager").requires_grad_(True)
@@ -185,12 +183,9 @@ def test_sums_parts_and_files(gpt2: Checkpoint, samples: Any, tmp_path: Path) ->
     again = tsae.Influence.load(both.save(tmp_path / "found"))
     np.testing.assert_array_equal(again.table.total, both.table.total)
     assert again.info == json.loads(json.dumps(both.info))
-    with pytest.raises(TsaeError, match="feature 7 was not asked for"):
-        both.top(7)
-    with pytest.raises(TsaeError, match="no column 'bands'"):
-        both.by("bands")
-    with pytest.raises(TsaeError, match=r"holds no complete influence"):
-        tsae.Influence.load(tmp_path)
+    for asked, said in ((lambda: both.top(7), "feature 7 was not asked for"), (lambda: both.by("x"), "no column 'x'")):
+        with pytest.raises(TsaeError, match=said):
+            asked()
 
 
 def test_influence_that_is_no_number_is_refused(
@@ -226,7 +221,6 @@ def test_what_has_no_influence_is_refused(gpt2: Checkpoint, samples: Any, finger
     refused("is not the one that the trajectories were tokenised with", make_rollouts(tokenizer="another"))
     refused("run sampled some of the fixed trajectories", on=make_rollouts(("base", "run"), tokenizer=fingerprint))
     refused("problems have one response", on=make_rollouts(n_samples=1, tokenizer=fingerprint))
-    with pytest.raises(TsaeError, match="max_completion_length"):
-        InfluenceConfig(loss_type="dr_grpo")
-    with pytest.raises(TsaeError, match="parts"):
-        InfluenceConfig(parts=())
+    for setting, said in (({"loss_type": "dr_grpo"}, "max_completion_length"), ({"parts": ()}, "parts")):
+        with pytest.raises(TsaeError, match=said):
+            InfluenceConfig(**setting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -130,17 +130,21 @@ def reading(series: tsae.CheckpointSeries, rollouts: Any, folder: Path) -> tuple
     return sae, tsae.encode(sae, store, to=folder / "features", progress=False)
 
 
+class Read(NamedTuple):
+    sae: TemporalSAE
+    features: tsae.FeatureTable
+    folder: Path
+
+
 @pytest.fixture(scope="module")
-def read(
-    series: tsae.CheckpointSeries, rollouts: Any, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TemporalSAE, tsae.FeatureTable, Path]:
+def read(series: tsae.CheckpointSeries, rollouts: Any, tmp_path_factory: pytest.TempPathFactory) -> Read:
     folder = tmp_path_factory.mktemp("read")
     bands = [("easy", "medium", "hard")[int(id[1:]) % 3] for id in rollouts.table["problem_id"].to_pylist()]
-    return *reading(series, rollouts.with_column("band", bands), folder), folder
+    return Read(*reading(series, rollouts.with_column("band", bands), folder), folder)
 
 
 def test_the_null_stands_beside_the_checkpoints_own_shift_on_the_same_rows(
-    series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path], tmp_path: Path
+    series: tsae.CheckpointSeries, read: Read, tmp_path: Path
 ) -> None:
     sae, features, folder = read
     (tmp_path / ".noise-store-dead" / "acts").mkdir(parents=True)  # of a process that was killed
@@ -176,10 +180,7 @@ def test_the_null_stands_beside_the_checkpoints_own_shift_on_the_same_rows(
 
 
 def test_activations_of_the_noise_are_not_uploaded(
-    series: tsae.CheckpointSeries,
-    read: tuple[TemporalSAE, tsae.FeatureTable, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    series: tsae.CheckpointSeries, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sae, features, _ = read
     monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
@@ -191,9 +192,7 @@ def test_activations_of_the_noise_are_not_uploaded(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_little_noise_moves_nothing(
-    series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path]
-) -> None:
+def test_little_noise_moves_nothing(series: tsae.CheckpointSeries, read: Read) -> None:
     sae, features, _ = read
     found = noise_null(series, sae, features, QUICK, share=0.01, progress=False)
     assert found.info["easy-10"]["noise_moved"] == [0, 0]
@@ -201,19 +200,14 @@ def test_little_noise_moves_nothing(
     assert noise_null(series, sae, features, replace(QUICK, noise_draws=0)).info == {}
 
 
-def test_problems_come_from_every_band(
-    series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path]
-) -> None:
+def test_problems_come_from_every_band(read: Read) -> None:
     from tsae.diff.noise import _choose
 
-    _, features, _ = read
-    config = replace(QUICK, noise_problems=9)
-    rows = _choose(features, "easy-10", "base", config)
-    chosen = features.rollouts.frame.iloc[rows]
+    frame, config = read.features.rollouts.frame, replace(QUICK, noise_problems=9)
+    chosen, others = (frame.iloc[_choose(read.features, "easy-10", "base", replace(config, seed=i))] for i in (0, 1))
     assert set(chosen.policy) == {"base"}
     assert chosen.drop_duplicates("problem_id").band.value_counts().tolist() == [3, 3, 3]
-    others = _choose(features, "easy-10", "base", replace(config, seed=1))
-    assert set(features.rollouts.frame.iloc[others].problem_id) != set(chosen.problem_id)
+    assert set(others.problem_id) != set(chosen.problem_id)
 
 
 @pytest.mark.slow
@@ -234,35 +228,29 @@ def test_what_cannot_have_a_null_says_so_and_the_rest_goes_on(llama: Path, tmp_p
     assert not any("\n" in line for line in text)
 
 
-def test_other_checkpoints_and_another_sae_are_refused(
-    series: tsae.CheckpointSeries, read: tuple[TemporalSAE, tsae.FeatureTable, Path], llama: Path
-) -> None:
+def test_other_checkpoints_and_another_sae_are_refused(series: tsae.CheckpointSeries, read: Read, llama: Path) -> None:
     sae, features, _ = read
-    other = TemporalSAE(16, sae.config, site=SITE)
-    with pytest.raises(TsaeError, match="was encoded with another SAE"):
-        noise_null(series, other, features, QUICK)
-    with pytest.raises(TsaeError, match="no checkpoint 'easy-10'"):
-        noise_null(of_paths(llama), sae, features, QUICK)
-    gone = tsae.CheckpointSeries((series.base, replace(series["easy-10"], path=str(llama.parent / "gone"))))
-    with pytest.raises(TsaeError, match="gone"):  # It does not become a note in a diff that is otherwise whole.
-        noise_null(gone, sae, features, QUICK, progress=False)
-    renamed = tsae.CheckpointSeries((replace(series.base, id="start"), series["easy-10"]))
-    with pytest.raises(TsaeError, match="has the base start, but the features were read by the base base"):
-        noise_null(renamed, sae, features, QUICK)
+    other, run = TemporalSAE(16, sae.config, site=SITE), series["easy-10"]
+    gone = tsae.CheckpointSeries((series.base, replace(run, path=str(llama.parent / "gone"))))
+    renamed = tsae.CheckpointSeries((replace(series.base, id="start"), run))
     told = {**features.info, "special_ids": [*features.info["special_ids"], 7]}
     counted = replace(features, info=told)  # as with a tokenizer_config.json that was there then
-    with pytest.raises(TsaeError, match=r"its special tokens are \[.*\], and were \[7, .*\] when"):
-        noise_null(series, sae, counted, QUICK)
+    for of, by, table, said in (
+        (series, other, features, "was encoded with another SAE"),
+        (of_paths(llama), sae, features, "no checkpoint 'easy-10'"),
+        (gone, sae, features, "gone"),  # It does not become a note in a diff that is otherwise whole.
+        (renamed, sae, features, "has the base start, but the features were read by the base base"),
+        (series, sae, counted, r"its special tokens are \[.*\], and were \[7, .*\] when"),
+    ):
+        with pytest.raises(TsaeError, match=said):
+            noise_null(of, by, table, QUICK, progress=False)
 
 
 @pytest.mark.slow
 def test_the_command_reads_noise_where_checkpoints_are_at_hand(
-    series_folder: Path,
-    read: tuple[TemporalSAE, tsae.FeatureTable, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    series_folder: Path, read: Read, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = read[2]
+    folder = read.folder
     common = ["--n-bootstrap", "100", "--n-permutations", "100", "--noise-draws", "1", "--noise-problems", "6"]
     main(["diff", "--features", str(folder / "features"), "--to", str(tmp_path / "plain"), *common])
     assert "null for changed weights: not run" in capsys.readouterr().out

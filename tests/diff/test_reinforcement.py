@@ -358,17 +358,18 @@ def test_what_is_not_reinforced_is_refused() -> None:
             reinforcement(with_rollouts(table, rollouts), QUICK)
 
     n = len(table.rollouts)
-    for span in ("prompt", "last_prompt"):
-        with pytest.raises(TsaeError, match=f"span='{span}' is the same for all rollouts of a problem"):
-            reinforcement(table, DiffConfig(span=span))
     refused("144 of 144 trajectories have no advantage", advantage=[None] * n)
     refused("1 of 144 trajectories have no advantage", advantage=[None, *[0.5] * (n - 1)])
     refused("no group has rollouts that differ in advantage", advantage=[0.3] * n)
     refused("one problem only", problem_id=["p"] * n)
-    with pytest.raises(TsaeError, match="base read no trajectory of 'other'"):
-        reinforcement(table, QUICK, policy="other")
-    with pytest.raises(TsaeError, match="no feature 12; there are 0 to 11"):
-        reinforcement(table, QUICK).of_groups(12)
+    for ask, said in (
+        (lambda: reinforcement(table, DiffConfig(span="prompt")), "span='prompt' is the same for all rollouts"),
+        (lambda: reinforcement(table, DiffConfig(span="last_prompt")), "span='last_prompt' is the same for all"),
+        (lambda: reinforcement(table, QUICK, policy="other"), "base read no trajectory of 'other'"),
+        (lambda: reinforcement(table, QUICK).of_groups(12), "no feature 12; there are 0 to 11"),
+    ):
+        with pytest.raises(TsaeError, match=said):
+            ask()
     without = reinforcement(world(bands=False), QUICK)
     assert "band" not in set(without.table["by"])
     unknown = world().rollouts.with_column("outcome", ["unknown"] * n)

@@ -114,20 +114,26 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
     sae: TemporalSAE, shards: ActivationStore, tmp_path: Path
 ) -> None:
     encode_part(sae, shards, to=tmp_path, part=Part(0, 2), progress=False)
-    with pytest.raises(TsaeError, match="pieces of another encoding: batch_tokens differ"):
-        encode_part(sae, shards, to=tmp_path, part=Part(1, 2), batch_tokens=100, progress=False)
-    other = TemporalSAE(sae.d_model, sae.config, site=sae.site)
-    with pytest.raises(TsaeError, match="pieces of another encoding: norm_limit, sae differ"):
-        encode(other, shards, to=tmp_path, progress=False)
-    other = copy.deepcopy(sae)
+    limited, other = copy.deepcopy(sae), TemporalSAE(sae.d_model, sae.config, site=sae.site)
     assert sae.norm_limit is not None
-    other.training_info = {**sae.training_info, "norms": {"limit": sae.norm_limit / 2}}
-    assert other.fingerprint == sae.fingerprint
-    with pytest.raises(TsaeError, match="pieces of another encoding: norm_limit differ"):
-        encode(other, shards, to=tmp_path, progress=False)
+    limited.training_info = {**sae.training_info, "norms": {"limit": sae.norm_limit / 2}}
+    assert limited.fingerprint == sae.fingerprint
+    elsewhere = ActivationStore(shutil.copytree(shards.path, tmp_path / "other"))
+    elsewhere.manifest["readers"][1]["shards"][0]["hash"] = "0" * 64  # read by other checkpoints, or cut elsewhere
+    for by, store, batch_tokens, differing in (
+        (sae, shards, 100, "batch_tokens"),
+        (other, shards, None, "norm_limit, sae"),
+        (limited, shards, None, "norm_limit"),
+        (sae, elsewhere, None, "shards"),
+    ):
+        with pytest.raises(TsaeError, match=f"pieces of another encoding: {differing} differ"):
+            encode(by, store, to=tmp_path, batch_tokens=batch_tokens, progress=False)
     piece = tmp_path / "pieces" / "000002.npz"
     piece.write_bytes(piece.read_bytes()[:-40])
     with pytest.raises(TsaeError, match=r"000002\.npz: was damaged"):
+        encode(sae, shards, to=tmp_path, progress=False)
+    (tmp_path / "pieces" / "encoding.json").unlink()
+    with pytest.raises(TsaeError, match=r"holds pieces, but no encoding\.json"):
         encode(sae, shards, to=tmp_path, progress=False)
 
 
@@ -182,18 +188,6 @@ def test_a_part_compares_its_own_shards_with_their_checksums(
     encode_part(sae, store, to=tmp_path / "features", part=Part(0, 2), progress=False)
     with pytest.raises(TsaeError, match=rf"{damaged.name}: its bytes have changed"):
         encode_part(sae, store, to=tmp_path / "features", part=Part(1, 2), progress=False)
-
-
-def test_pieces_of_another_store_are_refused(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:
-    """Of the same rollouts, read by other checkpoints or cut elsewhere; and pieces that nothing says are of what."""
-    encode_part(sae, shards, to=tmp_path, part=Part(0, 2), progress=False)
-    other = ActivationStore(shutil.copytree(shards.path, tmp_path / "other"))
-    other.manifest["readers"][1]["shards"][0]["hash"] = "0" * 64
-    with pytest.raises(TsaeError, match="pieces of another encoding: shards differ"):
-        encode(sae, other, to=tmp_path, progress=False)
-    (tmp_path / "pieces" / "encoding.json").unlink()
-    with pytest.raises(TsaeError, match=r"holds pieces, but no encoding\.json"):
-        encode(sae, shards, to=tmp_path, progress=False)
 
 
 def test_pieces_of_another_kind_of_gpu_are_refused(shards: ActivationStore, sae: TemporalSAE, tmp_path: Path) -> None:

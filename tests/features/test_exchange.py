@@ -305,13 +305,11 @@ def test_codes_of_another_sae_or_of_none_are_not_exported(
             write_neuronpedia(other, sae, tmp_path, names, {})
     with pytest.raises(TsaeError, match="no feature 7; there are 0 to 6"):
         write_neuronpedia(features, sae, tmp_path, names, {}, chosen=[7])
-    rows = features.reader == 0
+    n = int((features.reader == 0).sum())
     alone = replace(
-        features,
-        row_offsets=features.row_offsets[: rows.sum() + 1],
-        reader=features.reader[rows],
-        trajectory=features.trajectory[rows],
-    )
+        features, row_offsets=features.row_offsets[: n + 1], reader=features.reader[:n],
+        trajectory=features.trajectory[:n],
+    )  # fmt: skip
     with pytest.raises(TsaeError, match="fewer than one sequence"):
         write_delphi(alone, tmp_path, hookpoint="layers.1", model_name="m", reader="run")
     # Each feature once, and no logits where some of them are not known.

@@ -13,6 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 from support.builders import BOS, EOS, SHARED, feature_table
+from support.results import answer
 from tsae.diff import descriptions
 from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
@@ -130,15 +131,8 @@ def story(*, n_problems: int = 30, seed: int = 0):
                 response[:, 4] = (rng.random(len(text)) < 0.1) * rng.random(len(text))
                 response[:, 5] = problem % 7 == 0
                 codes += [np.zeros((1, 6)), response, np.zeros((1, 6))]
-                records.append(
-                    {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": [BOS],
-                        "response_ids": [*text.tolist(), EOS],
-                        "outcome": "success" if rng.random() < 0.5 else "failure",
-                    }
-                )
+                ids = {"prompt_ids": [BOS], "response_ids": [*text.tolist(), EOS]}
+                records.append(answer(f"p{problem}", policy, rng.random() < 0.5, **ids))
     rollouts, half = Rollouts.from_records(records), len(records) // 2
     lengths = rollouts.lengths("response_ids") + 1
     again = np.concatenate(codes)[lengths[:half].sum() :]
@@ -206,10 +200,7 @@ def test_draws_keep_runs_and_problems_together() -> None:
 
 
 def test_families_are_learnt_on_a_part_of_a_long_table() -> None:
-    records = [
-        {"problem_id": f"p{i}", "policy": "base", "prompt_ids": [BOS], "response_ids": [4, EOS], "outcome": "success"}
-        for i in range(700)
-    ]
+    records = [answer(f"p{i}", "base", True, prompt_ids=[BOS], response_ids=[4, EOS]) for i in range(700)]
     rollouts = Rollouts.from_records(records)
     table = feature_table(rollouts, np.ones((2100, 1)), [("base", np.arange(700))])
     label = np.arange(2100)
@@ -308,14 +299,7 @@ def test_families_need_classes() -> None:
     with pytest.raises(TsaeError, match="families are made of an annotator's classes"):
         feature_diff(story(n_problems=6), QUICK, families=KINDS, progress=False)
     with pytest.raises(TsaeError, match="no token has a class of a family; there are 'prompt'"):
-        feature_diff(
-            story(n_problems=6),
-            QUICK,
-            annotator=by_token,
-            families={"x": ("y",)},
-            token_strings=STRINGS,
-            progress=False,
-        )
+        families_of(story(n_problems=6), {"x": ("y",)})
     assert find_families("tsae.features.mathematics:math_classes") is FAMILIES
     assert find_families("tsae.testbed.classes:token_classes") is testbed.FAMILIES
     with pytest.raises(TsaeError, match="names no annotator with FAMILIES"):
@@ -323,11 +307,8 @@ def test_families_need_classes() -> None:
 
 
 def test_the_testbeds_families_are_classes_of_its_annotator() -> None:
-    found = {
-        *testbed.token_classes("<bos>3+5*2?", [*"3+5=8;8*2=6;#6", "<eos>"]),
-        *testbed.token_classes("<bos>3+5*2?", [*"3-5=7;8*2=6;#6", "<eos>"]),
-        *testbed.token_classes("<bos>3+5*2?", ["#", "6", "<eos>"]),
-    }
+    responses = ("3+5=8;8*2=6;#6", "3-5=7;8*2=6;#6", "#6")
+    found = {name for text in responses for name in testbed.token_classes("<bos>3+5*2?", [*text, "<eos>"])}
     members = {name for names in testbed.FAMILIES.values() for name in names}
     assert members - found <= {f"slipped {role}, scratchpad" for role in ("separator", "operand", "result")}
     assert len(members & found) >= 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from support.builders import BOS, EOS, feature_table, make_rollouts, overwrite
 from support.damage import resealed
+from support.results import answer
 from tsae.activations.store import ActivationStore
 from tsae.errors import TsaeError
 from tsae.features.contexts import TokenClasses, annotate_tokens, find_annotator, responds_to, top_contexts, top_tokens
@@ -126,15 +126,12 @@ def test_row_means_against_a_loop(table: FeatureTable, span: Any) -> None:
 def test_a_row_without_tokens_of_the_span_has_mean_zero() -> None:
     from tsae import Rollouts
 
-    record = {"problem_id": "a", "policy": "base", "prompt_ids": [1], "response_ids": [EOS], "outcome": "unknown"}
-    lone = feature_table(Rollouts.from_records([record]), np.ones((2, 3)), [("base", np.array([0]))])
+    records = [answer("a", "base", None, prompt_ids=ids, response_ids=[EOS]) for ids in ([1], [BOS], [2, BOS])]
+    lone = feature_table(Rollouts.from_records(records[:1]), np.ones((2, 3)), [("base", np.array([0]))])
     assert lone.row_means("response").toarray().tolist() == [[0, 0, 0]]
     assert lone.row_means("prompt").toarray().tolist() == [[1, 1, 1]]
-    special = feature_table(
-        Rollouts.from_records([{**record, "prompt_ids": [BOS]}, {**record, "prompt_ids": [2, BOS]}]),
-        np.arange(15).reshape(5, 3),
-        [("base", np.array([0, 1]))],
-    )
+    codes, rollouts = np.arange(15).reshape(5, 3), Rollouts.from_records(records[1:])
+    special = feature_table(rollouts, codes, [("base", np.array([0, 1]))])
     assert special.row_means("last_prompt").toarray().tolist() == [[0, 1, 2], [9, 10, 11]]
 
 
@@ -161,21 +158,7 @@ def test_a_table_is_saved_and_loaded(table: FeatureTable, tmp_path: Path) -> Non
 
 
 def test_damaged_tables_are_refused(table: FeatureTable, tmp_path: Path) -> None:
-    source = table.save(tmp_path / "features")
-    for name in ("features.json", "features.h5", "rollouts.parquet"):
-        folder = Path(shutil.copytree(source, tmp_path / f"without-{name}"))
-        (folder / name).unlink()
-        with pytest.raises(TsaeError, match=f"{name} is missing"):
-            FeatureTable.load(folder)
-        (folder / name).write_bytes((source / name).read_bytes()[:-1] + b"?")
-        with pytest.raises(TsaeError, match=f"{re.escape(name)} is damaged: its bytes have changed"):
-            FeatureTable.load(folder)
-    folder = Path(shutil.copytree(source, tmp_path / "cut"))
-    (folder / "features.h5").write_bytes((source / "features.h5").read_bytes()[:-10])
-    resealed(folder)
-    with pytest.raises(TsaeError, match="cannot be read"):
-        FeatureTable.load(folder)
-    folder = Path(shutil.copytree(source, tmp_path / "json"))
+    folder = table.save(tmp_path / "features")
     for content in ("{", "{}", "[]"):
         (folder / "features.json").write_text(content)
         resealed(folder)

@@ -65,16 +65,9 @@ def planted(*, n_problems: int, n_samples: int = 8, effect: float = 0.6, seed: i
                 mean = mean + right * (band == "hard") * effects["interaction"] + noise("trajectory")
                 response = np.maximum(mean + noise("token", length), 0)
                 codes.append(np.concatenate([np.zeros((1, N_PLANTED)), response, np.full((1, N_PLANTED), 9.0)]))
-                records.append(
-                    {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": [1],
-                        "response_ids": [*rng.integers(2, 12, length).tolist(), EOS],
-                        "outcome": "success" if right else "failure",
-                        "band": band,
-                    }
-                )
+                ids = {"prompt_ids": [1], "response_ids": [*rng.integers(2, 12, length).tolist(), EOS]}
+                outcome = "success" if right else "failure"
+                records.append({"problem_id": f"p{problem}", "policy": policy, **ids, "outcome": outcome, "band": band})
     rows, own = np.arange(len(records)), np.arange(len(records) // 2, len(records))
     table = feature_table(
         Rollouts.from_records(records),
