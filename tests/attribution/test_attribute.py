@@ -434,7 +434,7 @@ def test_a_stretch_that_begins_within_a_generation(run: Path) -> None:
     log = Rollouts.read(run / "rollouts.parquet")
     rows = np.arange(8)
     updates = [Update(step, (step - 1) // 2, step % 2 == 1, (rows,)) for step in (2, 3, 4)]
-    plan = Plan(updates, [rows, rows + 8], "the log's own")
+    plan = Plan(updates, [rows, rows + 8])
     settings = RunSettings(Optimiser(n_steps=4), PolicyLoss("dapo"), Batching(1, 2))
     with pytest.raises(TsaeError, match=r"after step 1, in the middle of a generation.* Begin after step 2, or log"):
         _check_begin(log, settings, plan)

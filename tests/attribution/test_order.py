@@ -78,7 +78,6 @@ def test_one_step_a_generation_has_the_rows_of_the_log() -> None:
     assert [(u.step, u.generation, u.first) for u in plan.updates] == [(1, 0, True), (2, 1, True), (3, 2, True)]
     assert parts_of(plan)[2:4] == [list(range(16, 24)), list(range(24, 32))]
     assert [rows.tolist() for rows in plan.generations] == [list(range(low, low + 16)) for low in (0, 16, 32)]
-    assert plan.how == "one step a generation"
     twice = plan_of(log_of((1, 3)), replace(SETTINGS, batching=Batching(2, iterations=2)))
     assert [(u.step, u.generation, u.first) for u in twice.updates] == [
         (1, 0, True),
@@ -105,7 +104,6 @@ def test_the_order_is_that_of_torchs_generator(on_cpu: bool, kept: tuple[int, ..
     assert parts_of(plan) == parts
     assert [u.first for u in plan.updates] == [True, False, False, False] * 4
     assert [u.generation for u in plan.updates] == [i // 4 for i in range(16)]
-    assert plan.how == ("rng_state.pth" if kept else "the seed")
     assert ("sampled too" in plan.notes[0]) == on_cpu
     assert len(plan.notes) == 1 + (max(kept, default=0) < 16)
 
@@ -147,7 +145,7 @@ def test_the_logs_own_order_needs_no_generator() -> None:
     used = [[n, n] if row < 16 or n < 2 else [n] for row, n in enumerate(number.tolist())]
     log = log_of((1, 5), generation=[7] * 16 + [8] * 16, micro_batch=used)
     plan = plan_of(log, replace(SETTINGS, seed=None))
-    assert plan.how == "the log's own"
+    assert plan.notes == []
     assert [u.step for u in plan.updates] == list(range(1, 8))
     for update in plan.updates:
         half = (update.step - 1) % 2
@@ -219,7 +217,7 @@ def test_other_trainers_count_generations() -> None:
     plan = plan_of(log_of((1, 2)), verl)
     assert [u.step for u in plan.updates] == list(range(1, 9))
     assert parts_of(plan)[5] == list(range(20, 24))
-    assert plan.how == "the log's own"
+    assert plan.notes == []
     unknown = replace(verl, facts={"order": "unknown", "order_fix": "actor.shuffle=False keeps the order"})
     with pytest.raises(TsaeError, match=r"each was made of\. actor\.shuffle=False keeps the order"):
         plan_of(log_of((1, 2)), unknown)
@@ -254,4 +252,4 @@ def test_a_training_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     plan = plan_of(log, replace(SETTINGS, seed=5), checkpoints=checkpoints, vocabulary=20)
     found = [(u.step, (part - plan.generations[u.generation][0]).tolist()) for u in plan.updates for part in u.parts]
     assert found == true
-    assert (plan.how, len(plan.notes)) == ("rng_state.pth", 1)
+    assert len(plan.notes) == 1

@@ -26,7 +26,7 @@ from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.attribution.attribution import Attribution, fact_table, group_table, sample_table, target_table
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.readers.find import find_settings
-from tsae.attribution.replay.certificates import check_first_step, check_nearer, logged_facts, verdict, with_end_tokens
+from tsae.attribution.replay.certificates import check_run, logged_facts, verdict, with_end_tokens
 from tsae.attribution.replay.forward_passes import OLD, REF, Run, logged
 from tsae.attribution.replay.path import Controls, Replayed, replay, train_on
 from tsae.attribution.replay.shares import Shares, TokenShares, shares
@@ -101,8 +101,7 @@ def attribute(
     states = States(to / "path", len(prepared.plan.updates), len(trained), int(config.budget_gb * 1e9))
     try:
         path = replay(prepared, states, controls, facts, reference=reference, progress=progress)
-        check_first_step(path.steps, given)
-        check_nearer(path.steps, given)
+        check_run(path.steps, given)
         if path.lost:
             notes.append(
                 f"The log of texts has lost special tokens; where they make the responses most likely, {path.lost} of "
@@ -176,11 +175,9 @@ def _prepared(
         steps=(after + 1, last) if config.steps or after else None,
     )
     if plan.updates[0].step != after + 1:
-        raise TsaeError(
-            f"begins at step {plan.updates[0].step}, and the replay after step {after}",
-            where=rollouts.origin,
-            fix="Give the log of every step, or begin after a checkpoint that has optimizer.pt (--steps).",
-        )
+        what = f"begins at step {plan.updates[0].step}, and the replay after step {after}"
+        fix = "Give the log of every step, or begin after a checkpoint that has optimizer.pt (--steps)."
+        raise TsaeError(what, where=rollouts.origin, fix=fix)
     notes += plan.notes
     of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
     rollouts = check_settings(rollouts, of_generations, settings, notes, history)

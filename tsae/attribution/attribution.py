@@ -79,11 +79,9 @@ class Attribution(Tables):
         """What easy, medium and hard samples did: one row a band and target with band, n, target, share, without,
         alone and how; see `groups`."""
         table = self.groups[self.groups.kind == "band"].rename(columns={"group": "band"})
-        order = {name: place for place, name in enumerate(self.targets.target)}
-        places = {band: place for place, band in enumerate([*BANDS, *sorted(set(table.band) - set(BANDS))])}
-        table = table.assign(_target=table.target.map(order), _band=table.band.map(places))
-        table = table.sort_values(["_target", "_band"], ignore_index=True)
-        return table.reindex(columns=["band", "n", "target", "share", "without", "alone", "how"])
+        bands = [*BANDS, *sorted(set(table.band) - set(BANDS))]
+        table = self._in_order(table, table.band.map(bands.index))
+        return table[["band", "n", "target", "share", "without", "alone", "how"]]
 
     def table(self, target: str | None = None, kind: str | None = None) -> pd.DataFrame:
         """`groups` with the realised change of the target, by the size of the effect within a target.
@@ -102,9 +100,12 @@ class Attribution(Tables):
                 raise TsaeError(f"no kind {kind!r}; there are {', '.join(known) or 'none'}", where="Attribution.table")
             table = table[table.kind == kind]
         table = table.merge(self.targets[["target", "realised"]], on="target")
-        order = {name: place for place, name in enumerate(self.targets.target)}
-        table = table.assign(_place=table.target.map(order), _size=-table.effect.abs())
-        return table.sort_values(["_place", "_size"], ignore_index=True).drop(columns=["_place", "_size"])
+        return self._in_order(table, -table.effect.abs())
+
+    def _in_order(self, table: pd.DataFrame, key: pd.Series) -> pd.DataFrame:
+        """A table by target, in the order of `targets`, and within a target by a key of its rows."""
+        place = table.target.map({name: place for place, name in enumerate(self.targets.target)})
+        return table.iloc[np.lexsort((key, place))].reset_index(drop=True)
 
     def of_target(self, target: str, n: int = 10) -> pd.DataFrame:
         """The samples with the largest shares for and against a target, n each, with what is known of them.

@@ -70,8 +70,5 @@ class AttributionConfig:
         if len(set(self.features)) < len(self.features):
             raise TsaeError(f"features={self.features} has a feature twice", where="AttributionConfig")
         if self.steps is not None and self.steps[0] >= self.steps[1]:
-            raise TsaeError(
-                f"steps={self.steps} is not a stretch of a run",
-                where="AttributionConfig",
-                fix="Give the steps of two checkpoints, the earlier first.",
-            )
+            fix = "Give the steps of two checkpoints, the earlier first."
+            raise TsaeError(f"steps={self.steps} is not a stretch of a run", where="AttributionConfig", fix=fix)

@@ -44,7 +44,7 @@ from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights
 from tsae.attribution.targets import Targets
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.loading import rotated_alone
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 
 class Guard:
@@ -65,11 +65,10 @@ class Guard:
         self, recorder: Recorder, target: str, *, harmful: Literal["rises", "falls"], bound: float, weight: float = 0.0
     ) -> None:
         names = recorder.targets.names
-        if target not in names:
-            raise TsaeError(f"no target {target!r}", where="Guard", fix=f"The recorder has {', '.join(names)}.")
-        if harmful not in ("rises", "falls") or not isfinite(bound) or not 0 <= weight <= 1:
-            what = f"harmful={harmful!r} must be rises or falls, bound={bound} finite, and weight={weight} from 0 to 1"
-            raise TsaeError(what, where="Guard")
+        what = f"harmful={harmful!r} must be rises or falls, bound={bound} finite, and weight={weight} from 0 to 1"
+        odd = harmful not in ("rises", "falls") or not isfinite(bound) or not 0 <= weight <= 1
+        known = f"The recorder has {', '.join(names)}."
+        refuse("Guard", (target not in names, f"no target {target!r}", known), (odd, what, None))
         self.recorder, self.column, self.bound, self.weight = recorder, names.index(target), bound, weight
         self.sign = 1.0 if harmful == "rises" else -1.0
         self._listed: list[pd.DataFrame] = []
@@ -139,15 +138,16 @@ class Recorder:
         n_steps: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if refresh < 1:
-            raise TsaeError(f"refresh={refresh} is less than 1", where="Recorder")
         self.trained, self.targets, self.refresh, self.n_steps = trained, targets, refresh, n_steps
         self.optimiser = _plain(optimiser)
         groups = {id(p): group for group in self.optimiser.param_groups for p in group["params"]}
-        missing = [name for name, p in trained.parameters.items() if id(p) not in groups]
-        if missing:
-            what = f"the optimiser does not train {missing[0]!r}"
-            raise TsaeError(what, where="Recorder", fix="Give TrainedWeights the names of the weights that it trains.")
+        missing = next((name for name, p in trained.parameters.items() if id(p) not in groups), None)
+        fix = "Give TrainedWeights the names of the weights that it trains."
+        refuse(
+            "Recorder",
+            (refresh < 1, f"refresh={refresh} is less than 1", None),
+            (missing is not None, f"the optimiser does not train {missing!r}", fix),
+        )
         self._groups = {name: groups[id(p)] for name, p in trained.parameters.items()}
         self.step = 0
         """Steps finished."""
@@ -194,8 +194,7 @@ class Recorder:
     def heading(self) -> np.ndarray:
         """(n_targets,) where the targets are heading: their last values, what was recorded since then, and what
         momentum will still carry."""
-        found: np.ndarray = self.values[max(self.values)] + self._moved + self._arriving
-        return found
+        return np.asarray(self.values[max(self.values)] + self._moved + self._arriving)
 
     @torch.no_grad()
     def predicted(self) -> np.ndarray:
@@ -205,8 +204,7 @@ class Recorder:
         """
         scale = self.trained.join({name: self._scale(name, ahead=True) for name in self._groups})
         products = self.batch.products(self._slopes.to(scale.device) * scale)
-        found: np.ndarray = -products.cpu().numpy() * self._carried(self.step + 1) * self._weights.numpy()[:, None]
-        return found
+        return np.asarray(-products.cpu().numpy() * self._carried(self.step + 1) * self._weights.numpy()[:, None])
 
     @torch.no_grad()
     def down_weight(self, weights: np.ndarray) -> None:
@@ -319,14 +317,16 @@ def _plain(optimiser: Any) -> torch.optim.Optimizer:
     inner: Any = getattr(optimiser, "optimizer", optimiser)
     known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
     odd = [name for name in ("amsgrad", "maximize", "nesterov", "dampening") if inner.defaults.get(name)]
-    if type(inner) not in known or odd:
-        raise TsaeError(
-            f"the optimiser is {type(inner).__name__}{''.join(f' with {name}' for name in odd)}, "
-            "expected torch's Adam, AdamW or SGD",
-            where="Recorder",
-            fix="Train with one of these, or attribute after the run.",
-        )
-    if len({str(group.get("betas", group.get("momentum"))) for group in inner.param_groups}) > 1:
-        raise TsaeError("groups of weights have different momentum", where="Recorder", fix="Give all the same.")
+    what = f"the optimiser is {type(inner).__name__}{''.join(f' with {name}' for name in odd)}"
+    momenta = {str(group.get("betas", group.get("momentum"))) for group in inner.param_groups}
+    refuse(
+        "Recorder",
+        (
+            type(inner) not in known or odd,
+            f"{what}, expected torch's Adam, AdamW or SGD",
+            "Train with one of these, or attribute after the run.",
+        ),
+        (len(momenta) > 1, "groups of weights have different momentum", "Give all the same."),
+    )
     found: torch.optim.Optimizer = inner
     return found

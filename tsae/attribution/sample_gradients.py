@@ -25,7 +25,6 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.hooks import positions
@@ -113,16 +112,8 @@ def keep_logits(model: PreTrainedModel, last: int) -> dict[str, int]:
 def module_gradients(
     module: torch.nn.Module, read: torch.Tensor, back: torch.Tensor
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Gradient of every sample, (B, …) by parameter of the module itself."""
-    if type(module) is torch.nn.Embedding:
-        # Learned positions are read once for all samples.
-        ids = read.expand(len(back), *read.shape[1:]).flatten(1)  # (B, T)
-        rows = rearrange(back, "b ... d -> b (...) d")
-        table = rows.new_zeros(len(back), *module.weight.shape)
-        table.scatter_add_(1, ids[..., None].expand_as(rows), rows)
-        if module.padding_idx is not None:
-            table[:, module.padding_idx] = 0
-        return {module.weight: table}
+    """Gradient of every sample, (B, …) by parameter of the module itself: of one that is neither linear nor an
+    embedding, for which `BatchGradients` has formulas."""
     parameters = dict(module.named_parameters(recurse=False))
 
     def one(x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -234,11 +225,8 @@ class BatchGradients:
         for part in self._open:
             self._finish(part)
             if not part.factors and not part.gradients:
-                raise TsaeError(
-                    "no gradient came back",
-                    where="BatchGradients.micro_batch",
-                    fix="Put the forward and the backward pass of the micro-batch inside.",
-                )
+                fix = "Put the forward and the backward pass of the micro-batch inside."
+                raise TsaeError("no gradient came back", where="BatchGradients.micro_batch", fix=fix)
         self._parts += self._open
 
     def next_term(self) -> None:
@@ -252,13 +240,13 @@ class BatchGradients:
         self, part: _Part, module: torch.nn.Module, read: torch.Tensor, given: torch.Tensor | None, back: torch.Tensor
     ) -> None:
         if len(back) != part.size:
-            raise TsaeError(
-                f"{type(module).__name__} gives {len(back)} samples, expected {part.size}",
-                where="BatchGradients.micro_batch",
-                fix="Leave its weights out if it mixes samples; else give the batch's own number of samples.",
-            )
-        if type(module) is torch.nn.Embedding and read.shape[0] == part.size:
-            ids, d = read.reshape(part.size, -1), back.reshape(part.size, -1, back.shape[-1])
+            what = f"{type(module).__name__} gives {len(back)} samples, expected {part.size}"
+            fix = "Leave its weights out if it mixes samples; else give the batch's own number of samples."
+            raise TsaeError(what, where="BatchGradients.micro_batch", fix=fix)
+        if type(module) is torch.nn.Embedding:
+            # Learned positions are read once for all samples.
+            ids = read.expand(part.size, *read.shape[1:]).reshape(part.size, -1)
+            d = back.reshape(part.size, -1, back.shape[-1])
             if module.padding_idx is not None:
                 d = d * (ids != module.padding_idx)[..., None]
             part.factors.setdefault(self._names[id(module.weight)], []).append((ids, d))

@@ -42,20 +42,18 @@ def sample_kinds(rollouts: Rollouts, wanted: Sequence[str], used: np.ndarray) ->
     bands = _bands(rollouts)
     outcomes = {what: (frame.outcome == what).to_numpy() for what in ("success", "failure")}
     group = np.unique(group_names(frame), return_inverse=True)[1]
-    found: dict[str, tuple[str, Masks]] = {
-        "band": ("band", bands),
-        "outcome": ("outcome", outcomes),
-        "band and outcome": ("band and outcome", _crossed(bands, outcomes)),
-        "lone success": ("lone success", _lone(outcomes["success"], group)),
-        "third of the run": ("third of the run", _thirds(rollouts, used)),
-        "band and outcome and third": (
-            "band and outcome and third",
-            _crossed(_crossed(bands, outcomes) if bands else outcomes, _thirds(rollouts, used)),
-        ),
-        "behaviour": ("behaviour", _behaviours(rollouts)),
-        "reward": ("reward", _rewarded(rollouts, group)),
+    both, thirds = _crossed(bands, outcomes), _thirds(rollouts, used)
+    found: dict[str, Masks] = {
+        "band": bands,
+        "outcome": outcomes,
+        "band and outcome": both,
+        "lone success": _lone(outcomes["success"], group),
+        "third of the run": thirds,
+        "band and outcome and third": _crossed(both or outcomes, thirds),
+        "behaviour": _behaviours(rollouts),
+        "reward": _rewarded(rollouts, group),
     }
-    chosen = [(kind, name, mask & used) for kind in wanted for name, mask in found[kind][1].items()]
+    chosen = [(kind, name, mask & used) for kind in wanted for name, mask in found[kind].items()]
     return {name: (kind, mask) for kind, name, mask in chosen if mask.any() and (mask != used).any()}
 
 

@@ -79,8 +79,7 @@ class NextToken:
 
     @torch.no_grad()
     def values(self, trained: TrainedWeights) -> np.ndarray:
-        found: np.ndarray = self._values(trained).double().cpu().numpy()
-        return found
+        return np.asarray(self._values(trained).double().cpu().numpy())
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
         # A pass over the prompts of each group: together they cost no more than one over all.
@@ -183,11 +182,9 @@ class FeatureMeans:
         if not len(features):
             raise TsaeError("no feature is asked for", where="FeatureMeans")
         if isinstance(sae, ForeignSAE) and sae.config.architecture == "topk":
-            raise TsaeError(
-                "chooses the k largest latents of a token, and no derivative sees that choice",
-                where="FeatureMeans",
-                fix="Attribute with an SAE that has thresholds: a T-SAE, JumpReLU or BatchTopK.",
-            )
+            what = "chooses the k largest latents of a token, and no derivative sees that choice"
+            fix = "Attribute with an SAE that has thresholds: a T-SAE, JumpReLU or BatchTopK."
+            raise TsaeError(what, where="FeatureMeans", fix=fix)
         self.sae, self.features, self.fixed, self.special = sae, list(features), fixed, list(special)
         self.batch_tokens, self.width, self.names = batch_tokens, width, [f"feature {feature}" for feature in features]
         problem, size = np.unique(fixed.frame.problem_id, return_inverse=True, return_counts=True)[1:]
@@ -238,8 +235,7 @@ class FeatureMeans:
         return found
 
     def values(self, trained: TrainedWeights) -> np.ndarray:
-        found: np.ndarray = self.weight @ self.each(trained, self.fixed)
-        return found
+        return np.asarray(self.weight @ self.each(trained, self.fixed))
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
         return _summed(trained, self._sum, self._padded(trained, self.fixed))
@@ -345,11 +341,9 @@ def find_targets(
             "features are asked for, and there is no SAE", where="attribute", fix="Give the SAE (sae=…, --sae)."
         )
     if not parts:
-        raise TsaeError(
-            "nothing is there to attribute: " + (notes[-1] if len(notes) > 1 else "no target is asked for"),
-            where=rollouts.origin,
-            fix="Give an SAE (--sae), or the token that a behaviour begins with (--first-token).",
-        )
+        what = "nothing is there to attribute: " + (notes[-1] if len(notes) > 1 else "no target is asked for")
+        fix = "Give an SAE (--sae), or the token that a behaviour begins with (--first-token)."
+        raise TsaeError(what, where=rollouts.origin, fix=fix)
     return Together(*parts)
 
 
@@ -378,8 +372,7 @@ def _fixed(rollouts: Rollouts, rows: np.ndarray, config: AttributionConfig) -> R
 def _column(rollouts: Rollouts, name: str) -> np.ndarray:
     """(n,) 1 for a sample that shows it, 0 for one that does not, else NaN."""
     if name != "outcome":
-        found: np.ndarray = rollouts.frame[name].to_numpy(dtype=float)
-        return found
+        return np.asarray(rollouts.frame[name].to_numpy(dtype=float))
     outcome = rollouts.frame.outcome
     return np.where(outcome == "unknown", np.nan, (outcome == "success").astype(float))
 
@@ -434,9 +427,6 @@ def _moved_most(
     size = np.where((before > 0).mean(0) >= 0.05, np.abs(moved) / np.where(deviation > 0, deviation, 1.0), 0.0)
     chosen = [int(feature) for feature in np.argsort(-size, kind="stable")[: config.n_features] if size[feature] > 0]
     if not chosen:
-        raise TsaeError(
-            f"no feature of the SAE at {sae.site} fires on the fixed trajectories, or none moved",
-            where="attribute",
-            fix="Give the SAE of this model, or features by number.",
-        )
+        what = f"no feature of the SAE at {sae.site} fires on the fixed trajectories, or none moved"
+        raise TsaeError(what, where="attribute", fix="Give the SAE of this model, or features by number.")
     return chosen

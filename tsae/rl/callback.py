@@ -27,8 +27,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from transformers import TrainerCallback
 from tsae.attribution.guard import Guard, Recorder
 from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights
 from tsae.attribution.targets import Targets
-from tsae.errors import TsaeError, public
+from tsae.errors import TsaeError, public, refuse
 from tsae.rl.run_log import RunLog
 
 _ROW = "tsae_row"
@@ -82,17 +82,15 @@ class TsaeCallback(TrainerCallback):
         if not all(hasattr(trainer, name) for name in _WRAPPED):
             what = f"the trainer is a {type(trainer).__name__}, expected TRL's GRPOTrainer"
             raise TsaeError(what, where="TsaeCallback", fix="Write the log of another loop with tsae.rl.RunLog.")
-        if any(isinstance(other, TsaeCallback) for other in trainer.callback_handler.callbacks):
-            raise TsaeError("the trainer has a TsaeCallback already", where="TsaeCallback", fix="Make one a trainer.")
         odd = "float16" * trainer.args.fp16 or f"{trainer.accelerator.num_processes} processes"
-        if targets is not None and odd != "1 processes":
-            raise TsaeError(
-                f"the trainer uses {odd}, and targets are followed with one process and bfloat16 or float32",
-                where="TsaeCallback",
-                fix="Give no targets, and attribute after the run.",
-            )
-        if guard is not None and targets is None:
-            raise TsaeError("a guard watches a target, and none is given", where="TsaeCallback", fix="Give targets.")
+        twice = any(isinstance(other, TsaeCallback) for other in trainer.callback_handler.callbacks)
+        alone = f"the trainer uses {odd}, and targets are followed with one process and bfloat16 or float32"
+        refuse(
+            "TsaeCallback",
+            (twice, "the trainer has a TsaeCallback already", "Make one a trainer."),
+            (targets is not None and odd != "1 processes", alone, "Give no targets, and attribute after the run."),
+            (guard is not None and targets is None, "a guard watches a target, and none is given", "Give targets."),
+        )
         self.trainer, self.targets, self.refresh, self.dtype = trainer, targets, refresh, dtype
         self.folder = Path(trainer.args.output_dir) / "tsae" if folder is None else folder
         self._make_guard = guard
@@ -110,7 +108,7 @@ class TsaeCallback(TrainerCallback):
         self._facts: dict[str, Any] = {}
         """Of the step that is going on: grad_norm, learning_rate, weights."""
         for name in (*_WRAPPED, *["training_step"] * (targets is not None)):
-            setattr(trainer, name, self._around(name, getattr(trainer, name)))
+            setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
         clip, add = trainer.accelerator.clip_grad_norm_, trainer.add_callback
 
         def clipped(*args: Any, **kwargs: Any) -> Any:
@@ -124,11 +122,8 @@ class TsaeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step and self.targets is not None:
-            raise TsaeError(
-                f"the training resumes after step {state.global_step}, and targets are followed from the start",
-                where="TsaeCallback",
-                fix="Give no targets, or train from the start.",
-            )
+            what = f"the training resumes after step {state.global_step}, and targets are followed from the start"
+            raise TsaeError(what, where="TsaeCallback", fix="Give no targets, or train from the start.")
         accelerator, self._used, self._facts = self.trainer.accelerator, [], {}
         settings = public(_settings(self.trainer, state.max_steps))
         with accelerator.main_process_first():
@@ -158,55 +153,47 @@ class TsaeCallback(TrainerCallback):
         if self.recorder is not None:
             self.recorder.close()
 
-    # --- the trainer's methods
+    # --- around the trainer's methods, each of which comes first among the arguments
 
-    def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def rewards(*args: Any, **kwargs: Any) -> Any:
-            found = call(*args, **kwargs)
-            self._given = [*args, found]
-            return found
+    def _calculate_rewards(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = call(*args, **kwargs)
+        self._given = [*args, found]
+        return found
 
-        def generate(rows: list[dict[str, Any]]) -> Any:
-            found = call(rows)
-            if self.trainer.model.training:
-                self._rows = self._read(found)
-                found[_ROW] = torch.arange(len(rows), device=found["completion_ids"].device)
-            return found
+    def _generate_and_score_completions(self, call: Callable[..., Any], rows: list[dict[str, Any]]) -> Any:
+        found = call(rows)
+        if self.trainer.model.training:
+            self._rows = self._read(found)
+            found[_ROW] = torch.arange(len(rows), device=found["completion_ids"].device)
+        return found
 
-        def prepare(batch: Any) -> Any:
-            before = self._rows
-            found = call(batch)
-            if self.trainer.model.training:
-                if self._rows is not before:
-                    for number, part in enumerate(self.trainer._buffered_inputs):
-                        for row in part[_ROW].tolist():
-                            self._rows[row]["micro_batch"] = [number] * self.trainer.num_iterations
-                    self.log.add(self.trainer.state.global_step + 1, self._rows)
-                numbers = found[_ROW].tolist()
-                self._used.append((self.log.generation, self._rows[numbers[0]]["micro_batch"][0]))
-                if self.recorder is not None and self._step is not None:
-                    lengths = found["completion_mask"].sum(1).tolist()
-                    self._step.enter_context(fused_head(self.recorder.batch, lengths))
-                    self._step.enter_context(self.recorder.samples([self._sample(number) for number in numbers]))
-            return found
+    def _prepare_inputs(self, call: Callable[..., Any], batch: Any) -> Any:
+        before = self._rows
+        found = call(batch)
+        if self.trainer.model.training:
+            if self._rows is not before:
+                for number, part in enumerate(self.trainer._buffered_inputs):
+                    for row in part[_ROW].tolist():
+                        self._rows[row]["micro_batch"] = [number] * self.trainer.num_iterations
+                self.log.add(self.trainer.state.global_step + 1, self._rows)
+            numbers = found[_ROW].tolist()
+            self._used.append((self.log.generation, self._rows[numbers[0]]["micro_batch"][0]))
+            if self.recorder is not None and self._step is not None:
+                lengths = found["completion_mask"].sum(1).tolist()
+                self._step.enter_context(fused_head(self.recorder.batch, lengths))
+                self._step.enter_context(self.recorder.samples([self._sample(number) for number in numbers]))
+        return found
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as self._step:
-                loss = call(*args, **kwargs)
-            self._step = None
-            if self.guard is not None and self.trainer.accelerator.sync_gradients:
-                listed = self.guard()
-                if len(listed) and self.guard.weight < 1:
-                    places = listed[["generation", "row"]].to_numpy().tolist()
-                    self._facts["weights"] = [[*place, self.guard.weight] for place in places]
-            return loss
-
-        return {
-            "_calculate_rewards": rewards,
-            "_generate_and_score_completions": generate,
-            "_prepare_inputs": prepare,
-            "training_step": step,
-        }[name]
+    def training_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as self._step:
+            loss = call(*args, **kwargs)
+        self._step = None
+        if self.guard is not None and self.trainer.accelerator.sync_gradients:
+            listed = self.guard()
+            if len(listed) and self.guard.weight < 1:
+                places = listed[["generation", "row"]].to_numpy().tolist()
+                self._facts["weights"] = [[*place, self.guard.weight] for place in places]
+        return loss
 
     def _sample(self, number: int) -> dict[str, Any]:
         """What stands beside a sample's numbers in the recorder's table."""
@@ -294,13 +281,8 @@ _FUNCTION = "_ChunkedLogProbFunction"
 """In trl.trainer.utils; releases without it call the head as a module."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of the function on N tokens."""
-
-    inputs: tuple[Any, ...]
-    back: dict[int, torch.Tensor] = field(default_factory=dict)
-    """(N,) gradients that came back, by place among the results."""
+_Back = dict[int, torch.Tensor]
+"""(N,) gradients that came back to a call of the function on N tokens, by place among its results."""
 
 
 @contextmanager
@@ -318,18 +300,17 @@ def fused_head(batch: BatchGradients, lengths: Sequence[int]) -> Iterator[None]:
         yield
         return
     names = {id(parameter): name for name, parameter in batch.trained.parameters.items()}
-    calls: list[_Call] = []
+    calls: list[tuple[tuple[Any, ...], _Back]] = []
 
     class Noted:
         @staticmethod
         def apply(*inputs: Any) -> Any:
             found = real.apply(*inputs)
             if torch.is_grad_enabled() and any(id(weight) in names for weight in inputs[1:3]):
-                call = _Call(inputs)
+                calls.append((inputs, {}))
                 for place, one in enumerate(found):
                     if one is not None and one.requires_grad:
-                        one.register_hook(partial(_note, call, place))
-                calls.append(call)
+                        one.register_hook(partial(_note, calls[-1][1], place))
             return found
 
     setattr(utils, _FUNCTION, Noted)
@@ -337,33 +318,29 @@ def fused_head(batch: BatchGradients, lengths: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         setattr(utils, _FUNCTION, real)
-    for call in calls:
+    for inputs, back in calls:
         for place in (1, 2):  # Weight and bias.
-            name = names.get(id(call.inputs[place]))
-            if name is not None:
-                batch.add(name, _of_samples(real, call, place, lengths))
+            if (name := names.get(id(inputs[place]))) is not None:
+                batch.add(name, _of_samples(real, inputs, back, place, lengths))
 
 
-def _note(call: _Call, place: int, back: torch.Tensor | None) -> None:
+def _note(found: _Back, place: int, back: torch.Tensor | None) -> None:
     # Nothing comes back to what the loss does not use, such as an entropy that is only logged.
     if back is not None:
-        call.back[place] = back.detach()
+        found[place] = back.detach()
 
 
-def _of_samples(real: Any, call: _Call, place: int, lengths: Sequence[int]) -> torch.Tensor:
+def _of_samples(real: Any, inputs: tuple[Any, ...], back: _Back, place: int, lengths: Sequence[int]) -> torch.Tensor:
     """(B, …) gradients of the input at this place."""
-    hidden, weight, bias, targets, *options = call.inputs
+    hidden, weight, bias, targets, *options = inputs
     # All tokens of padded samples, or on GPUs only those that are scored.
-    n = len(lengths)
+    n, found = len(lengths), []
     rows = list(lengths) if len(hidden) == sum(lengths) else [len(hidden) // n] * n
-    found, begin = [], 0
-    for size in rows:
-        part = slice(begin, begin + size)
-        begin += size
+    for part in map(slice, accumulate([0, *rows[:-1]]), accumulate(rows)):
         leaves: list[Any] = [each if each is None else each.detach().requires_grad_() for each in (weight, bias)]
         with torch.enable_grad():
             given = real.apply(hidden[part].detach(), *leaves, targets[part], *options)
-        which = list(call.back)
-        back = [call.back[i][part] for i in which]
-        found.append(torch.autograd.grad([given[i] for i in which], leaves[place - 1], back)[0])
+        found.append(
+            torch.autograd.grad([given[i] for i in back], leaves[place - 1], [b[part] for b in back.values()])[0]
+        )
     return torch.stack(found)

@@ -297,9 +297,7 @@ def shape_advantages(
     weights = token_weights(scores, advantages, mask, config)
     shaped = weights * advantages.unsqueeze(1) + config.dense * scores * mask
     if not shaped.isfinite().all():
-        raise TsaeError(
-            f"{int((~shaped.isfinite()).sum())} advantages are not finite once they are shaped by scores",
-            where="shape_advantages",
-            fix="Give finite scores and advantages, or smaller numbers in ShapingConfig.",
-        )
+        what = f"{int((~shaped.isfinite()).sum())} advantages are not finite once they are shaped by scores"
+        fix = "Give finite scores and advantages, or smaller numbers in ShapingConfig."
+        raise TsaeError(what, where="shape_advantages", fix=fix)
     return shaped

@@ -62,11 +62,8 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
     reader = config.reader or features.readers[0]
     rows = features.rows(reader=reader, policy=reader)
     if not len(rows):
-        raise TsaeError(
-            f"{reader} read none of its own rollouts",
-            where=features.origin,
-            fix="Encode rollouts that the reference sampled, read by the reference.",
-        )
+        fix = "Encode rollouts that the reference sampled, read by the reference."
+        raise TsaeError(f"{reader} read none of its own rollouts", where=features.origin, fix=fix)
     sae = sae_of(features, "weights", "site", "d_model", "d_sae")
     tokens = ResponseTokens.of(features, rows)
     learning, testing = _split(tokens.frame, config, reader)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rl.config import CurriculumConfig
 
 if TYPE_CHECKING:
@@ -71,14 +71,18 @@ class Curriculum:
     ) -> None:
         self.config, self.group_size = config or CurriculumConfig(), group_size
         self.ids = list(problem_ids)
-        if wrong := [problem for problem in self.ids if not isinstance(problem, str)]:
-            what = f"the problem id {wrong[0]!r} is a {type(wrong[0]).__name__}, expected a text"
-            raise TsaeError(what, where="Curriculum", fix="Give the ids of read_problems.")
         self.index = {problem: number for number, problem in enumerate(self.ids)}
-        if not self.ids or len(self.index) < len(self.ids):
-            raise TsaeError(
-                "problem ids come twice" if self.ids else "no problems", where="Curriculum", fix="Make ids unique."
-            )
+        odd = next((problem for problem in self.ids if not isinstance(problem, str)), "")
+        refuse(
+            "Curriculum",
+            (
+                not isinstance(odd, str),
+                f"the problem id {odd!r} is a {type(odd).__name__}, expected a text",
+                "Give the ids of read_problems.",
+            ),
+            (not self.ids, "no problems", "Give at least one."),
+            (len(self.index) < len(self.ids), "problem ids come twice", "Make ids unique."),
+        )
         known = {problem: level for problem, level in (levels or {}).items() if not pd.isna(level)}
         self._has_levels = bool(known)
         names = [known.get(problem, "all") for problem in self.ids]
@@ -151,11 +155,12 @@ class Curriculum:
             TsaeError: where a reward is not finite or a problem unknown.
         """
         values = np.asarray(rewards, dtype=float)
-        if not np.isfinite(values).all():
-            raise TsaeError("a reward is not finite", where="Curriculum.update", fix="Verify every response.")
-        for problem in problem_ids:
-            if not isinstance(problem, str) or problem not in self.index:
-                raise TsaeError(f"unknown problem {problem!r}", where="Curriculum.update")
+        unknown = [one for one in problem_ids if not isinstance(one, str) or one not in self.index]
+        refuse(
+            "Curriculum.update",
+            (not np.isfinite(values).all(), "a reward is not finite", "Verify every response."),
+            (unknown, f"unknown problem {next(iter(unknown), None)!r}", None),
+        )
         estimates = self.estimates()
         frame = pd.DataFrame({"id": list(problem_ids), "success": values > self.config.success_above})
         keep = self.config.forgetting
@@ -188,16 +193,18 @@ class Curriculum:
         Raises:
             TsaeError: where the column problem_id is missing or an id is unknown.
         """
-        if "problem_id" not in dataset.column_names:
-            raise TsaeError("has no column problem_id", where="train_dataset", fix="Add the ids of the curriculum.")
-        ids = list(dataset["problem_id"])
-        if len(set(ids)) < len(ids) or set(ids) != set(self.ids):
-            raise TsaeError(
+        there = "problem_id" in dataset.column_names
+        ids = list(dataset["problem_id"]) if there else []
+        refuse(
+            "train_dataset",
+            (not there, "has no column problem_id", "Add the ids of the curriculum."),
+            (
+                len(set(ids)) < len(ids) or set(ids) != set(self.ids),
                 f"has {len(set(ids))} problems in {len(ids)} rows, the curriculum {len(self.ids)}; "
                 f"{len(set(ids) & set(self.ids))} ids are the same",
-                where="train_dataset",
-                fix="Make both of the same problems, one row a problem.",
-            )
+                "Make both of the same problems, one row a problem.",
+            ),
+        )
 
 
 class CurriculumSampler:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,7 @@ from tsae.activations.store import ActivationStore
 from tsae.base.files import as_path
 from tsae.checkpoints.hooks import PredictingReader
 from tsae.checkpoints.loading import Checkpoint
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference, plausibility, sae_of, shape_advantages, thresholded, token_weights
@@ -43,6 +44,7 @@ SCHEMA = pa.schema(
 )
 """Lists have one entry a response token, in the order of response_ids; 0 where the policy did not sample it."""
 _DENSE = 2**26  # numbers of codes that are dense at once
+_GIVE = "Give the store that the features were encoded from."
 _ROUNDING = 1e-3  # A log-probability may be above 0 by no more.
 
 
@@ -69,14 +71,19 @@ def write_credit(
     features = FeatureTable.of(features)
     shaping = shaping or ShapingConfig()
     ours, theirs = credit.info["sae"].get("weights"), features.info["sae"].get("weights")
-    if ours != theirs:
-        what = f"the credit was learned on features of the SAE {ours}, these are of {theirs}"
-        raise TsaeError(what, where=features.origin, fix="Encode with the SAE that credit was learned with.")
     rows = features.rows(reader=credit.info["reader"])
     frame = features.rollouts.frame.iloc[features.trajectory[rows]]
-    if frame.advantage.isna().any():
-        what = f"{int(frame.advantage.isna().sum())} trajectories have no advantage"
-        raise TsaeError(what, where=features.origin, fix="Set them (`Rollouts.with_advantages`) before encoding.")
+    foreign = f"the credit was learned on features of the SAE {ours}, these are of {theirs}"
+    n_without = int(frame.advantage.isna().sum())
+    refuse(
+        features.origin,
+        (ours != theirs, foreign, "Encode with the SAE that credit was learned with."),
+        (
+            n_without,
+            f"{n_without} trajectories have no advantage",
+            "Set them (`Rollouts.with_advantages`) before encoding.",
+        ),
+    )
     logprob = _need_logprob(logprob, features, rows)
     # A group stays in one table: its advantages must add up to 0.
     order = np.argsort(_groups(frame), kind="stable")
@@ -86,24 +93,24 @@ def write_credit(
 
 def _need_logprob(logprob: np.ndarray, features: FeatureTable, rows: np.ndarray) -> np.ndarray:
     """Log-probabilities, one a token; those of the rows' responses must be known."""
-    found = np.asarray(logprob, dtype=np.float32)
-    if found.shape != features.token_ids.shape:
-        raise TsaeError(
-            f"logprob has the shape {found.shape}, expected one number for each of {len(features.token_ids):,} tokens",
-            where=features.origin,
-        )
-    counted = features.span_mask("response")
-    unknown = sum(
-        int((~(part <= _ROUNDING))[counted[start:stop]].sum())
-        for start, stop in ((features.row_offsets[row], features.row_offsets[row + 1]) for row in rows)
-        if len(part := found[start:stop])
+    found, given = np.asarray(logprob, dtype=np.float32), np.shape(logprob)
+    n = len(features.token_ids)
+    refuse(
+        features.origin,
+        (given != (n,), f"logprob has the shape {given}, expected one number for each of {n:,} tokens", None),
     )
-    if unknown:
-        raise TsaeError(
+    wanted = np.zeros(n, dtype=bool)
+    for row in rows:
+        wanted[features.row_offsets[row] : features.row_offsets[row + 1]] = True
+    unknown = int((wanted & features.span_mask("response") & ~(found <= _ROUNDING)).sum())
+    refuse(
+        features.origin,
+        (
+            unknown,
             f"{unknown:,} tokens of responses have no log-probability, or one above 0",
-            where=features.origin,
-            fix="Give those of the reader that the credit was learned on (`stored_logprob`, `read_logprob`).",
-        )
+            "Give those of the reader that the credit was learned on (`stored_logprob`, `read_logprob`).",
+        ),
+    )
     return found
 
 
@@ -118,20 +125,23 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
     Raises:
         TsaeError: where the store has no token statistics, or the features are of another store.
     """
-    store = store if isinstance(store, ActivationStore) else ActivationStore(store)
-    if not store.has_token_statistics:
-        raise TsaeError(
-            "holds no log-probabilities",
-            where=store.path,
-            fix="Have the reference read again (--series), or capture with --token-statistics.",
-        )
-    if store.rollouts.fingerprint != features.rollouts.fingerprint:
-        what = f"holds other trajectories than {features.origin}"
-        raise TsaeError(what, where=store.path, fix="Give the store that the features were encoded from.")
+    store, of = store if isinstance(store, ActivationStore) else ActivationStore(store), features.origin
     weights = {record["id"]: record.get("weights") for record in store.manifest["readers"]}.get(reader)
-    if weights != (known := features.reader_info(reader).get("weights")) and None not in (weights, known):
-        what = f"its {reader} has other weights than the one that read {features.origin}"
-        raise TsaeError(what, where=store.path, fix="Give the store that the features were encoded from.")
+    known = features.reader_info(reader).get("weights")
+    refuse(
+        store.path,
+        (
+            not store.has_token_statistics,
+            "holds no log-probabilities",
+            "Have the reference read again (--series), or capture with --token-statistics.",
+        ),
+        (store.rollouts.fingerprint != features.rollouts.fingerprint, f"holds other trajectories than {of}", _GIVE),
+        (
+            weights != known and None not in (weights, known),
+            f"its {reader} has other weights than the one that read {of}",
+            _GIVE,
+        ),
+    )
     mine = features.rows(reader=reader)
     rows = dict(zip(features.trajectory[mine].tolist(), mine.tolist(), strict=True))
     found = np.full(len(features.token_ids), np.nan, dtype=np.float32)
@@ -143,9 +153,7 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
             row = rows.pop(trajectory, None)
             if row is not None:
                 found[features.row_offsets[row] : features.row_offsets[row + 1]] = logprob[start:stop]
-    if rows:
-        what = f"holds nothing of {len(rows)} trajectories that {reader} read"
-        raise TsaeError(what, where=store.path, fix="Give the store that the features were encoded from.")
+    refuse(store.path, (rows, f"holds nothing of {len(rows)} trajectories that {reader} read", _GIVE))
     return found
 
 
@@ -211,20 +219,12 @@ def _tables(
             "token_weights": token_weights(kept, advantages, mask, shaping),
             "token_advantages": shape_advantages(scores, advantages, mask, numbers, shaping),
         }
-        yield pa.table(
-            {
-                "trajectory": trajectories[block].astype(np.int64),
-                "problem_id": frame.problem_id.to_numpy()[block],
-                "policy": frame.policy.to_numpy()[block],
-                "advantage": advantage[block],
-                "plausibility": plausibility(kept, mask, shaping).numpy(),
-                **{
-                    name: [row[:n].tolist() for row, n in zip(values, lengths, strict=True)]
-                    for name, values in lists.items()
-                },
-            },
-            schema=SCHEMA,
-        )
+        columns: dict[str, Any] = {name: frame[name].to_numpy()[block] for name in ("problem_id", "policy")}
+        columns |= {"trajectory": trajectories[block].astype(np.int64), "advantage": advantage[block]}
+        columns["plausibility"] = plausibility(kept, mask, shaping).numpy()
+        for name, values in lists.items():
+            columns[name] = [row[:n].tolist() for row, n in zip(values, lengths, strict=True)]
+        yield pa.table(columns, schema=SCHEMA)
 
 
 def _token_credit(credit: Credit, features: FeatureTable, start: int, stop: int, logprob: np.ndarray) -> torch.Tensor:

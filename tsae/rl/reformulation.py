@@ -176,11 +176,8 @@ def read_word_problems(path: str | Path) -> tuple[list[Problem], dict[str, str]]
             if not isinstance(record["question"], str):
                 raise TypeError(f"the question is a {type(record['question']).__name__}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TsaeError(
-                f"no question with a solution ({error})",
-                where=f"{path}:{number}",
-                fix='Expected {"question": …, "answer": "… #### 72"}.',
-            ) from error
+            fix = 'Expected {"question": …, "answer": "… #### 72"}.'
+            raise TsaeError(f"no question with a solution ({error})", where=f"{path}:{number}", fix=fix) from error
         problem = Problem(f"{path.stem}-{number}", record["question"], answer.strip().replace(",", ""))
         problems.append(problem)
         solutions[problem.id] = solution

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.loading import Checkpoint
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rl.config import ShapingConfig
 from tsae.rl.credit import Credit, open_reference, shape_advantages
 from tsae.rl.curriculum import Curriculum, CurriculumSampler
@@ -149,21 +149,26 @@ class FeatureMixin:
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        if not torch.isfinite(rewards).any(dim=1).all() or torch.isinf(rewards).any():  # NaN is TRL's "no reward".
-            raise TsaeError(
+        numbers = bool(torch.isfinite(rewards).any(dim=1).all()) and not torch.isinf(rewards).any()
+        refuse(
+            "reward_funcs",
+            (
+                not numbers,  # NaN is TRL's "no reward".
                 "a completion has no finite reward from any reward function, or an infinite one",
-                where="reward_funcs",
-                fix="Return a number for every completion: advantages of a group need all its rewards.",
-            )
+                "Return a number for every completion: advantages of a group need all its rewards.",
+            ),
+        )
         if self._curriculum is not None:
+            name = self.reward_func_names[self._outcome]  # type: ignore[attr-defined]
             of_outcome = rewards[:, self._outcome]
-            if not torch.isfinite(of_outcome).all():
-                name = self.reward_func_names[self._outcome]  # type: ignore[attr-defined]
-                raise TsaeError(
+            refuse(
+                "reward_funcs",
+                (
+                    not torch.isfinite(of_outcome).all(),
                     f"{name} gives a completion no finite reward, so whether it is right is not known",
-                    where="reward_funcs",
-                    fix="Return a number for every completion, or name another reward (CurriculumConfig.outcome).",
-                )
+                    "Return a number for every completion, or name another reward (CurriculumConfig.outcome).",
+                ),
+            )
             self._outcomes = of_outcome.tolist()
         return rewards
 
@@ -204,21 +209,26 @@ def check_arguments(args: GRPOConfig, tokenizer: Any, credit: AdvantageRule | No
         TsaeError: for a tokenizer without eos, a loss without token advantages, or groups split over processes.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    if tokenizer.eos_token_id is None:
-        what = "the tokenizer has no end-of-sequence token, so that no response would ever end"
-        raise TsaeError(what, where="processing_class", fix="Set its eos_token.")
+    endless = "the tokenizer has no end-of-sequence token, so that no response would ever end"
+    refuse("processing_class", (tokenizer.eos_token_id is None, endless, "Set its eos_token."))
     if credit is None:
         return
-    if args.loss_type not in LOSS_TYPES:
-        what = f"loss_type={args.loss_type!r} takes one advantage a trajectory"
-        raise TsaeError(what, where="GRPOConfig", fix=f"Use one of {', '.join(LOSS_TYPES)} with token credit.")
-    if args.importance_sampling_level != "token" or args.off_policy_mask_threshold is not None:
-        what = "token credit needs importance_sampling_level='token' and no off_policy_mask_threshold"
-        raise TsaeError(what, where="GRPOConfig", fix="Leave both at their defaults.")
     local = args.per_device_train_batch_size * args.steps_per_generation
-    if local % args.num_generations:
-        raise TsaeError(
+    refuse(
+        "GRPOConfig",
+        (
+            args.loss_type not in LOSS_TYPES,
+            f"loss_type={args.loss_type!r} takes one advantage a trajectory",
+            f"Use one of {', '.join(LOSS_TYPES)} with token credit.",
+        ),
+        (
+            args.importance_sampling_level != "token" or args.off_policy_mask_threshold is not None,
+            "token credit needs importance_sampling_level='token' and no off_policy_mask_threshold",
+            "Leave both at their defaults.",
+        ),
+        (
+            local % args.num_generations,
             f"{local} completions a process do not hold whole groups of {args.num_generations}",
-            where="GRPOConfig",
-            fix="Make per_device_train_batch_size · steps_per_generation a multiple of num_generations.",
-        )
+            "Make per_device_train_batch_size · steps_per_generation a multiple of num_generations.",
+        ),
+    )

@@ -47,11 +47,9 @@ def credit_advantage(
     written = response_mask > 0
     rewards = rewards.where(written, 0)
     if not rewards.isfinite().all():
-        raise TsaeError(
-            f"{int((~rewards.isfinite()).sum())} rewards of response tokens are not finite",
-            where="token_level_rewards",
-            fix="Give every response a number: advantages of a group need all its rewards.",
-        )
+        what = f"{int((~rewards.isfinite()).sum())} rewards of response tokens are not finite"
+        fix = "Give every response a number: advantages of a group need all its rewards."
+        raise TsaeError(what, where="token_level_rewards", fix=fix)
     mask = response_mask.to(rewards)
     places = torch.arange(mask.shape[1], device=mask.device)
     last = (places * written).argmax(1)

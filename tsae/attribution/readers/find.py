@@ -69,11 +69,9 @@ def find_settings(
     found = where if where is not None else next((folder for folder in folders if _file(folder)), None)
     if found is not None:
         return read_settings(found, version=version)
-    raise TsaeError(
-        "the trainer's settings do not lie beside the checkpoints (training_args.bin or .json, wandb/, .hydra/)",
-        where=str(folders[0]) if folders else series.name,
-        fix="Give the file (settings=…, --settings), or a tsae.RunSettings.",
-    )
+    what = "the trainer's settings do not lie beside the checkpoints (training_args.bin or .json, wandb/, .hydra/)"
+    fix = "Give the file (settings=…, --settings), or a tsae.RunSettings."
+    raise TsaeError(what, where=str(folders[0]) if folders else series.name, fix=fix)
 
 
 def read_settings(where: str | Path, *, version: str | None = None) -> RunSettings:

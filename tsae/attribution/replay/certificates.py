@@ -18,7 +18,7 @@ import pandas as pd
 
 from tsae.attribution.replay.forward_passes import Logs, Run, log_probabilities_of
 from tsae.attribution.training.settings import RunSettings
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.table import Rollouts
 
 FAR = 0.3
@@ -109,37 +109,30 @@ class Verdict:
         return {"steps": n_steps, "to": self.to, "within": self.within, "departs": self.departs, "cause": self.cause}
 
 
-def check_first_step(steps: pd.DataFrame, settings: RunSettings) -> None:
-    """Refuse log and settings of different runs.
+def check_run(steps: pd.DataFrame, settings: RunSettings) -> None:
+    """Refuse log, settings and checkpoints of different runs.
 
     Raises:
-        TsaeError: where the gradient of the first step, at weights that are known, is another than the logged one.
+        TsaeError: where the gradient of the first step, at weights that are known, is another than the logged one; and
+            where the replay is as far from the first checkpoint as it began, or farther.
     """
-    first = steps.iloc[0]
+    first, distance = steps.iloc[0], steps[["step", "distance"]].dropna()[:1]
     logged, found = float(first.logged_grad_norm), float(first.grad_norm)
     off = abs(max(found, _FLAT) / max(logged, _FLAT) - 1)
-    if np.isfinite(logged) and off > _OTHER_RUN and not settings.dropout:
-        raise TsaeError(
+    doubt = "a log with token ids leaves no doubt about its texts (tsae.rl.TsaeCallback)"
+    refuse(
+        settings.source,
+        (
+            np.isfinite(logged) and off > _OTHER_RUN and not settings.dropout,
             f"the gradient of step {int(first.step)} has the norm {found:.3g}, and the trainer logged {logged:.3g}",
-            where=settings.source,
-            fix="Give log, settings and base of one run; a log with token ids leaves no doubt about its texts "
-            "(tsae.rl.TsaeCallback).",
-        )
-
-
-def check_nearer(steps: pd.DataFrame, settings: RunSettings) -> None:
-    """Refuse a replay that ends as far from the first checkpoint as it began, or farther.
-
-    Raises:
-        TsaeError: where it does.
-    """
-    first = steps[["step", "distance"]].dropna()[:1]
-    if (first.distance >= 1).any():
-        raise TsaeError(
-            f"the replay is farther from the checkpoint of step {int(first.step.iloc[0])} than its first weights are",
-            where=settings.source,
-            fix="Give log, settings and checkpoints of one run.",
-        )
+            f"Give log, settings and base of one run; {doubt}.",
+        ),
+        (
+            (distance.distance >= 1).any(),
+            f"the replay is farther from the checkpoint of step {distance.step.max()} than its first weights are",
+            "Give log, settings and checkpoints of one run.",
+        ),
+    )
 
 
 def verdict(run: Run, steps: pd.DataFrame) -> Verdict:

@@ -217,11 +217,8 @@ def logged(rollouts: Rollouts, name: str, rows: np.ndarray) -> Logs | None:
         sampled = rollouts.sampled(row)
         given = np.asarray(values, dtype=np.float32)
         if len(given) not in (len(sampled), int(sampled.sum())):
-            raise TsaeError(
-                f"{name} of row {row} has {len(given)} numbers, and the response {len(sampled)} tokens",
-                where=rollouts.origin,
-                fix="Import the log anew, or leave this column out.",
-            )
+            what = f"{name} of row {row} has {len(given)} numbers, and the response {len(sampled)} tokens"
+            raise TsaeError(what, where=rollouts.origin, fix="Import the log anew, or leave this column out.")
         found[row] = torch.from_numpy(given if len(given) == int(sampled.sum()) else given[sampled])
     return found
 
@@ -287,8 +284,7 @@ def used(run: Run, step: Rows, kept: np.ndarray | None = None) -> np.ndarray:
     acts = [
         step.weight[row] != 0 and (step.advantage[row] != 0 or run.settings.loss.beta != 0) for row in rows.tolist()
     ]
-    found: np.ndarray = rows[np.array(acts, dtype=bool)]
-    return found
+    return np.asarray(rows[np.array(acts, dtype=bool)])
 
 
 def summands(run: Run, step: Rows, known: Known, chunk: Chunk, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -358,11 +354,9 @@ def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.
     generation = run.plan.generations[update.generation]
     rows, known, loss = generation if rows is None else rows, Known(), run.settings.loss
     if loss.needs_sampler and logged(run.rollouts, SAMPLER, rows) is None:
-        raise TsaeError(
-            "the loss weighs tokens by the log-probabilities that the sampler gave them, which the log does not hold",
-            where=run.rollouts.origin,
-            fix=run.settings.facts.get("sampler_fix") or "Log them: tsae.rl.TsaeCallback(trainer), one line.",
-        )
+        what = "the loss weighs tokens by the log-probabilities that the sampler gave them, which the log does not hold"
+        fix = run.settings.facts.get("sampler_fix") or "Log them: tsae.rl.TsaeCallback(trainer), one line."
+        raise TsaeError(what, where=run.rollouts.origin, fix=fix)
     if needs_old(run):
         column = SAMPLER if loss.ratio_to == "sampler" else OLD
         known.old = logged(run.rollouts, column, rows) or log_probabilities_of(run, rows, generation)

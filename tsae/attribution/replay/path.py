@@ -123,12 +123,11 @@ def replay(
             found.logs.setdefault(row, known.old.get(row, log))
         found.ref |= known.ref
         if not gradient.isfinite().all():
-            raise TsaeError(
-                f"the gradient of step {update.step} is not finite",
-                where=run.rollouts.origin,
-                fix="Look for advantages or log-probabilities of this step that are not finite, or replay the steps "
-                "before it (--steps).",
+            fix = (
+                "Look for advantages or log-probabilities of this step that are not finite, or replay the steps "
+                "before it (--steps)."
             )
+            raise TsaeError(f"the gradient of step {update.step} is not finite", where=run.rollouts.origin, fix=fix)
         scale, clip, norm = stepper.take(state, gradient)
         found.clips[update.step] = clip
         if states.every == 1:

@@ -80,20 +80,17 @@ class Shares:
     @property
     def shares(self) -> np.ndarray:
         """(n, n_targets)."""
-        found: np.ndarray = self.policy + self.kl
-        return found
+        return np.asarray(self.policy + self.kl)
 
     @property
     def realised(self) -> np.ndarray:
         """(n_targets,)."""
-        found: np.ndarray = self.after - self.before
-        return found
+        return np.asarray(self.after - self.before)
 
     @property
     def remainder(self) -> np.ndarray:
         """(n_targets,) what samples and weight decay leave of the change."""
-        found: np.ndarray = self.realised - self.shares.sum(0) - self.decay
-        return found
+        return np.asarray(self.realised - self.shares.sum(0) - self.decay)
 
 
 def shares(
@@ -154,11 +151,8 @@ def shares(
             bar.update()
     policy, kl = (np.concatenate(part[::-1]) for part in zip(*found, strict=True))
     if not (np.isfinite(policy).all() and np.isfinite(kl).all() and np.isfinite(decay).all()):
-        raise TsaeError(
-            "shares of samples are not finite",
-            where="shares",
-            fix="Look at the settings of the training, and at its log for advantages that are not finite.",
-        )
+        fix = "Look at the settings of the training, and at its log for advantages that are not finite."
+        raise TsaeError("shares of samples are not finite", where="shares", fix=fix)
     return Shares(
         targets.names,
         np.concatenate(rows[::-1]),

@@ -25,7 +25,7 @@ from tsae.base.files import read_object
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.weight_files import ADAPTER_CONFIG, common_rows, folder_of, is_adapter
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 _DRAWN = 0.5
 """Distance of A after some steps from A of the seed, relative to its norm, below which it was drawn there. Two draws
@@ -51,21 +51,20 @@ def checkpoints_of(series: CheckpointSeries, run: str | None) -> list[Checkpoint
     """
     runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
     run = runs[0] if run is None and len(runs) == 1 else run
-    if run not in runs:
-        what = f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}")
-        fix = "Name one of them." if runs else "Give the folder with the run's last checkpoint (checkpoint-N)."
-        raise TsaeError(what, where=series.name, fix=fix)
     mine = sorted((c for c in series if c.run == run and not c.is_base), key=lambda c: c.step)
-    twice = next((c for before, c in itertools.pairwise(mine) if before.step == c.step), None)
-    if twice is not None:
-        what = f"the run {run} has two checkpoints after step {twice.step}, one of them {twice.id}"
-        raise TsaeError(what, where=series.name, fix="Leave one of them out.")
-    if len({is_adapter(folder_of(checkpoint)) for checkpoint in mine}) > 1:
-        raise TsaeError(
+    fix = "Name one of them." if runs else "Give the folder with the run's last checkpoint (checkpoint-N)."
+    twice = [(c.step, c.id) for before, c in itertools.pairwise(mine) if before.step == c.step]
+    step, again = twice[0] if twice else (0, "")
+    refuse(
+        series.name,
+        (run not in runs, f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}"), fix),
+        (twice, f"the run {run} has two checkpoints after step {step}, one of them {again}", "Leave one of them out."),
+        (
+            len({is_adapter(folder_of(checkpoint)) for checkpoint in mine}) > 1,
             f"the run {run} has whole models and adapters",
-            where=series.name,
-            fix="Give checkpoints of one kind; merge_and_unload of peft makes whole models.",
-        )
+            "Give checkpoints of one kind; merge_and_unload of peft makes whole models.",
+        ),
+    )
     return mine
 
 
@@ -102,11 +101,9 @@ def start_of(
     weights = whole.begin.weights if at is series.base else whole.controls[begin]().weights
     state = _optimiser_state(at, whole.trained, weights, optimiser)
     if state is None:
-        raise TsaeError(
-            f"is a later step ({begin}), and no optimizer.pt beside it says what the optimiser knew there",
-            where=at.path,
-            fix="Begin with the model that the training started from (--base), or keep optimizer.pt with checkpoints.",
-        )
+        what = f"is a later step ({begin}), and no optimizer.pt beside it says what the optimiser knew there"
+        fix = "Begin with the model that the training started from (--base), or keep optimizer.pt with checkpoints."
+        raise TsaeError(what, where=at.path, fix=fix)
     later = {step: control for step, control in whole.controls.items() if step > begin}
     return Start(whole.trained, state, later, whole.notes)
 
@@ -149,11 +146,9 @@ def _controls(trained: TrainedWeights, mine: dict[int, Checkpoint], optimiser: O
         name = next((n for n in {**shapes, **found} if shapes.get(n) != found.get(n)), None)
         if name is not None:
             here, there = (f"the shape {of[name]}" if name in of else "nothing" for of in (found, shapes))
-            raise TsaeError(
-                f"has {here} for the weight {name}, and the run began with {there}",
-                where=checkpoint.path,
-                fix="Give checkpoints of one run and its base, all with the same vocabulary and layers.",
-            )
+            what = f"has {here} for the weight {name}, and the run began with {there}"
+            fix = "Give checkpoints of one run and its base, all with the same vocabulary and layers."
+            raise TsaeError(what, where=checkpoint.path, fix=fix)
         weights = saved.vector().to(trained.device)
         return Control(weights, _optimiser_state(checkpoint, trained, weights, optimiser))
 
@@ -186,11 +181,8 @@ def _optimiser_state(
 def _of_adapters(loader: ModelLoader, mine: Sequence[Checkpoint], optimiser: Optimiser, seed: int | None) -> Start:
     trained = TrainedWeights(loader.load(mine[0]), loader.added)
     if loader.not_plain is not None:
-        raise TsaeError(
-            f"the adapter has {loader.not_plain} beside A and B",
-            where=mine[0].path,
-            fix="Attribute plain LoRA of linear layers, or merge the adapters of all steps (merge_and_unload).",
-        )
+        fix = "Attribute plain LoRA of linear layers, or merge the adapters of all steps (merge_and_unload)."
+        raise TsaeError(f"the adapter has {loader.not_plain} beside A and B", where=mine[0].path, fix=fix)
     saved = dict(zip(trained.parameters, trained.vector().split(trained.sizes), strict=True))
     later = {c.step: c for c in mine if c.step > 0}
     if mine[0].step == 0:
@@ -266,9 +258,7 @@ def _in_vocabulary_of(
         elif n is not None:
             parts[name][:n] = tensor[:n]
         else:
-            raise TsaeError(
-                f"has the shape {tuple(shape)} for the weight {name}, and {base.id} has {tuple(tensor.shape)}",
-                where=later.path,
-                fix="Give checkpoints of one run and its base, all with the same layers.",
-            )
+            what = f"has the shape {tuple(shape)} for the weight {name}, and {base.id} has {tuple(tensor.shape)}"
+            fix = "Give checkpoints of one run and its base, all with the same layers."
+            raise TsaeError(what, where=later.path, fix=fix)
     return trained.join(parts), trained

@@ -75,44 +75,40 @@ class States:
         """Steps between two kept states; 1: everything is kept."""
         self.bytes = whole if self.every == 1 else 4 * size * (3 * ceil(n_steps / self.every) + 2 * self.every)
         if self.bytes > budget:
-            raise TsaeError(
-                f"the path of {n_steps} steps of {size:,} weights takes {self.bytes / 1e9:.1f} GB",
-                where=folder,
-                fix=f"Raise --budget-gb ({budget / 1e9:.1f}), or attribute fewer steps (--steps).",
-            )
+            what = f"the path of {n_steps} steps of {size:,} weights takes {self.bytes / 1e9:.1f} GB"
+            fix = f"Raise --budget-gb ({budget / 1e9:.1f}), or attribute fewer steps (--steps)."
+            raise TsaeError(what, where=folder, fix=fix)
 
     def keep(self, state: State) -> None:
         """Keep the state between two steps."""
-        self._write(self._state(state.step), {"weights": state.weights, "first": state.first, "second": state.second})
+        self._write("state", state.step, weights=state.weights, first=state.first, second=state.second)
 
     def kept(self, step: int, taken: int, device: torch.device) -> State:
         """The state that was kept after a step."""
-        found = {name: tensor.to(device) for name, tensor in load_file(self._state(step)).items()}
-        return State(found["weights"], found["first"], found["second"], step, taken)
+        return State(**self._read("state", step, device), step=step, taken=taken)
 
     def put(self, step: int, of: Stepped) -> None:
-        self._write(self._step(step), {"before": of.before, "scale": of.scale})
+        self._write("step", step, before=of.before, scale=of.scale)
 
     def get(self, step: int, device: torch.device) -> Stepped:
-        found = {name: tensor.to(device) for name, tensor in load_file(self._step(step)).items()}
-        return Stepped(found["before"], found["scale"])
+        return Stepped(**self._read("step", step, device))
 
     def drop(self, step: int) -> None:
-        self._step(step).unlink(missing_ok=True)
+        self._file("step", step).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """All files, when the sweep is over; also those of a replay that was killed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _write(self, file: Path, tensors: dict[str, torch.Tensor]) -> None:
-        with replacing(file) as partial:
+    def _write(self, kind: str, step: int, **tensors: torch.Tensor) -> None:
+        with replacing(self._file(kind, step)) as partial:
             save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial)
 
-    def _state(self, step: int) -> Path:
-        return self.folder / f"state-{step:06d}.safetensors"
+    def _read(self, kind: str, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(device) for name, tensor in load_file(self._file(kind, step)).items()}
 
-    def _step(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}.safetensors"
+    def _file(self, kind: str, step: int) -> Path:
+        return self.folder / f"{kind}-{step:06d}.safetensors"
 
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

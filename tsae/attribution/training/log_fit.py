@@ -12,7 +12,7 @@ import numpy as np
 
 from tsae.attribution.training.order import counted, last_step
 from tsae.attribution.training.settings import RunSettings
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.logs.check_advantages import FORMULAS, recompute
 from tsae.rollouts.rewards import group_advantages, group_names
 from tsae.rollouts.table import Rollouts
@@ -48,22 +48,21 @@ def check_settings(
     rows, frame = np.concatenate(list(rows_by_step.values())), rollouts.frame
     longest, last = int(frame.response_length.to_numpy()[rows].max()), max(rows_by_step)
     limit, steps = counted(settings, "max_completion_length"), last_step(settings)
-    if limit and longest > limit:
-        raise _contradiction(settings, f"max_completion_length={limit}", f"the log has a response of {longest} tokens")
-    if steps and last > steps:
-        raise _contradiction(settings, f"max_steps={steps}", f"the log has step {last}")
+    _contradiction(
+        settings,
+        (limit and longest > limit, f"max_completion_length={limit}", f"the log has a response of {longest} tokens"),
+        (steps and last > steps, f"max_steps={steps}", f"the log has step {last}"),
+    )
     _check_groups(rollouts, rows_by_step, settings, notes)
     _check_history(rollouts, rows_by_step, settings, history or {})
     rollouts = _with_advantages(rollouts, rows, settings, notes)
     return _cut_off(rollouts, rows, settings, notes)
 
 
-def _contradiction(settings: RunSettings, stated: str, found: str) -> TsaeError:
-    return TsaeError(
-        f"say {stated}, but {found}",
-        where=settings.source,
-        fix="Give the settings of the run that wrote this log, or the log that these settings made.",
-    )
+def _contradiction(settings: RunSettings, *rules: tuple[object, str, str]) -> None:
+    """Refuse settings that the log contradicts: of each rule whether it does, what settings say, and what is there."""
+    fix = "Give the settings of the run that wrote this log, or the log that these settings made."
+    refuse(settings.source, *((broken, f"say {stated}, but {found}", fix) for broken, stated, found in rules))
 
 
 def _check_groups(
@@ -76,9 +75,8 @@ def _check_groups(
     if wanted:
         size = np.unique(group_names(rollouts.frame)[rows], return_counts=True)[1]
         usual = int(np.bincount(size).argmax())
-        if usual > wanted and usual % wanted:
-            what = f"most prompt groups of the log have {usual} samples"
-            raise _contradiction(settings, f"num_generations={wanted}", what)
+        what = f"most prompt groups of the log have {usual} samples"
+        _contradiction(settings, (usual > wanted and usual % wanted, f"num_generations={wanted}", what))
         few = int((size < wanted).sum())
         if few:
             notes.append(
@@ -87,9 +85,9 @@ def _check_groups(
             )
     a_part, n_parts = counted(settings, "per_device_train_batch_size"), settings.batching.parts
     largest = max(map(len, rows_by_step.values()))
-    if a_part and not few and largest % (a_part * n_parts):
-        what = f"per_device_train_batch_size={a_part} and {n_parts} micro-batches a generation"
-        raise _contradiction(settings, what, f"a generation of the log has {largest} samples")
+    broken = a_part and not few and largest % (a_part * n_parts)
+    stated = f"per_device_train_batch_size={a_part} and {n_parts} micro-batches a generation"
+    _contradiction(settings, (broken, stated, f"a generation of the log has {largest} samples"))
 
 
 def _check_history(
@@ -134,18 +132,14 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
     if not np.isfinite(logged[rows]).any():
         kind = _advantage_kind(settings)
         if kind not in _NAMES:
-            raise TsaeError(
-                f"has no advantages, and the trainer computed them in a way that is not followed here (as {kind})",
-                where=rollouts.origin,
-                fix="Import a log that has them.",
-            )
+            what = f"has no advantages, and the trainer computed them in a way that is not followed here (as {kind})"
+            raise TsaeError(what, where=rollouts.origin, fix="Import a log that has them.")
         if not np.isfinite(reward[rows]).all():
-            raise TsaeError(
+            what = (
                 f"has no advantages, and no rewards for {int((~np.isfinite(reward[rows])).sum()):,} of {len(rows):,} "
-                "samples to compute them from",
-                where=rollouts.origin,
-                fix="Import the log with its rewards (--rewards).",
+                "samples to compute them from"
             )
+            raise TsaeError(what, where=rollouts.origin, fix="Import the log with its rewards (--rewards).")
         penalty = " and the divergence from the reference" if settings.reward_kl else ""
         notes.append(
             f"The log has no advantages; they are computed from its rewards{penalty}: {_NAMES[kind]} of the group."
@@ -167,7 +161,7 @@ def _with_advantages(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings
                 if any(weight != 1 for weight in settings.facts.get("reward_weights") or ()):
                     return rollouts
                 what += ", or the rewards were rescaled after the training"
-            raise _contradiction(settings, f"scale_rewards={scale}", what)
+            _contradiction(settings, (True, f"scale_rewards={scale}", what))
     if varied:
         notes.append(
             f"Logged advantages follow from the rewards in {again.follow:,} of "

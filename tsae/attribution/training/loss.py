@@ -69,6 +69,10 @@ def estimate_kl(kind: Estimator, apart: Tensor) -> Tensor:
     return apart if kind == "k1" else apart.abs() if kind == "abs" else apart**2 / 2
 
 
+def _within(values: Tensor, size: float | None) -> Tensor:
+    return values if size is None else values.clamp(-size, size)
+
+
 @config
 class RewardKL:
     """A KL penalty in the rewards, by the log-probabilities that the policy gave when it sampled."""
@@ -86,9 +90,7 @@ class RewardKL:
 
     def of(self, old: Tensor, ref: Tensor) -> Tensor:
         """(n,) penalties of the tokens of a response."""
-        apart = old - ref if self.input_clamp is None else (old - ref).clamp(-self.input_clamp, self.input_clamp)
-        kl = estimate_kl(self.kl, apart)
-        return self.beta * (kl if self.clamp is None else kl.clamp(-self.clamp, self.clamp))
+        return self.beta * _within(estimate_kl(self.kl, _within(old - ref, self.input_clamp)), self.clamp)
 
 
 @dataclass
@@ -174,11 +176,9 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         if (self.kind in _OF_LENGTH) != (self.max_completion_length is not None):
-            raise TsaeError(
-                f"kind={self.kind} and max_completion_length={self.max_completion_length} do not go together",
-                where="PolicyLoss",
-                fix="Give max_completion_length for dr_grpo and sum_norm, and only there.",
-            )
+            what = f"kind={self.kind} and max_completion_length={self.max_completion_length} do not go together"
+            fix = "Give max_completion_length for dr_grpo and sum_norm, and only there."
+            raise TsaeError(what, where="PolicyLoss", fix=fix)
 
     @property
     def needs_old(self) -> bool:
@@ -227,8 +227,7 @@ class PolicyLoss:
         elif self.kind in ("bnpo", "sum_norm"):
             for part in parts:
                 own[part] = (self.max_completion_length or max(n_tokens[part].sum(), 1)) / len(part)
-        weights: np.ndarray = 1 / (n * own)
-        return weights
+        return np.asarray(1 / (n * own))
 
     def entropy_kept(self, entropy: Tensor, mask: Tensor) -> Tensor:
         """(B, T) bool: the tokens of a micro-batch, of all processes, whose entropy (nats) is in the top quantile."""
@@ -317,13 +316,13 @@ class PolicyLoss:
 
     def _kl(self, apart: Tensor, log_weight: Tensor | None) -> Tensor:
         """Estimates of the KL divergence, from log π − log reference and the log of the ratio that weighs them."""
-        free = apart if self.kl_input_clamp is None else apart.clamp(-self.kl_input_clamp, self.kl_input_clamp)
+        free = _within(apart, self.kl_input_clamp)
         kl = estimate_kl(self.kl, free)
         if log_weight is not None:
             if self.kl_corrected_to != "old":  # NeMo-RL stops both gradients where d is clamped.
                 log_weight = torch.where(free == apart, log_weight, log_weight.detach())
             kl = kl * log_weight.exp()
-        return kl if self.kl_clamp is None else kl.clamp(-self.kl_clamp, self.kl_clamp)
+        return _within(kl, self.kl_clamp)
 
     def pull(self, log_ratio: Tensor, positive: Tensor, again: Again = "replayed") -> Tensor:
         """Factor of a token's gradient A ∇log π on another path.

@@ -56,8 +56,6 @@ class Plan:
     updates: list[Update]
     generations: list[np.ndarray]
     """Rows of the rollouts that were sampled together."""
-    how: str
-    """Where the order of the rows is from."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -101,23 +99,17 @@ def plan_updates(
     logged = _by_column(rollouts, settings)
     generations = _by_step(rollouts, settings) if logged is None else logged
     a_step = batching.accumulation * _processes(settings)
-    updates, how, notes = _updates(generations, a_step), "the log's own", list[str]()
+    updates, notes = _updates(generations, a_step), list[str]()
     last = updates[-1].step if updates else 1
     begin, end = steps or (1, min(last, last_step(settings) or last))
     _check_all_there({update.step for update in updates}, begin, end, rollouts, settings)
-    if logged is None and not _order_matters(settings):
-        how = "one step a generation" if batching.updates == 1 else "each step uses a whole generation"
-    elif logged is None:
-        generations, how, notes = _ordered(generations, (begin, end), rollouts, settings, checkpoints, vocabulary)
+    if logged is None and _order_matters(settings):
+        generations, notes = _ordered(generations, (begin, end), rollouts, settings, checkpoints, vocabulary)
         updates = _updates(generations, a_step)
     updates = [update for update in updates if begin <= update.step <= end]
     used = sorted({update.generation for update in updates})
-    return Plan(
-        [replace(update, generation=used.index(update.generation)) for update in updates],
-        [generations[i].rows for i in used],
-        how,
-        notes,
-    )
+    updates = [replace(update, generation=used.index(update.generation)) for update in updates]
+    return Plan(updates, [generations[i].rows for i in used], notes)
 
 
 def batches_of(rollouts: Rollouts) -> dict[int, np.ndarray]:
@@ -157,11 +149,8 @@ def _by_column(rollouts: Rollouts, settings: RunSettings) -> list[_Generation] |
     for rows in frame.groupby("generation").indices.values():
         used = [list(numbers) for numbers in frame["micro_batch"].iloc[rows]]
         if (largest := max((number for numbers in used for number in numbers), default=0)) >= n_parts:
-            raise TsaeError(
-                f"say that a generation has {n_parts} micro-batches, and the log has one of number {largest}, from 0",
-                where=settings.source,
-                fix="Give the settings of the run that wrote this log.",
-            )
+            what = f"say that a generation has {n_parts} micro-batches, and the log has one of number {largest}, from 0"
+            raise TsaeError(what, where=settings.source, fix="Give the settings of the run that wrote this log.")
         passes = [
             [rows[[numbers[i : i + 1] == [part] for numbers in used]] for part in range(n_parts)]
             for i in range(max(map(len, used)))
@@ -218,11 +207,9 @@ def _check_all_there(have: set[int], begin: int, end: int, rollouts: Rollouts, s
         every, start = counted(settings, "logging_steps") or 1, min(have, default=0)
         every = every if 2 * len(missing) > end - begin else 1  # a few steps are lacking for another reason
         why = f"; it starts at step {start}" * (begin < start) if every == 1 else f"; one step in {every} was logged"
-        raise TsaeError(
-            f"lacks {len(missing)} of the steps {begin} to {end}, the first of them step {missing[0]}{why}",
-            where=rollouts.origin,
-            fix="Log every step: logging_steps=1 in TRL, with log_completions=True.",
-        )
+        what = f"lacks {len(missing)} of the steps {begin} to {end}, the first of them step {missing[0]}{why}"
+        fix = "Log every step: logging_steps=1 in TRL, with log_completions=True."
+        raise TsaeError(what, where=rollouts.origin, fix=fix)
 
 
 def _order_matters(settings: RunSettings) -> bool:
@@ -242,15 +229,15 @@ def _ordered(
     settings: RunSettings,
     checkpoints: Mapping[int, Path],
     vocabulary: int | None,
-) -> tuple[list[_Generation], str, list[str]]:
-    """Generations with their rows in the order of the training, where that is from, notes."""
+) -> tuple[list[_Generation], list[str]]:
+    """Generations with their rows in the order of the training, and notes."""
     batching, facts = settings.batching, settings.facts
     sizes = sorted({len(generation.rows) for generation in generations})
     if len(sizes) > 1 or sizes[0] % (batching.parts * _processes(settings)):
         raise _unknown(f"and some rows are not in the log: its generations have {sizes[0]} to {sizes[-1]}", settings)
     if settings.trainer != "trl":
         if facts.get("order") == "log":
-            return generations, "the log's own", []
+            return generations, []
         raise _unknown("and the log does not say which samples each was made of", settings)
     a_part = counted(settings, "per_device_train_batch_size")
     processes = batching.processes or (sizes[0] // (a_part * batching.parts) if a_part else 1)
@@ -333,7 +320,7 @@ def _state(file: Path) -> np.ndarray:
 
 def _shuffled(
     generations: list[_Generation], wanted: tuple[int, int], draws: _Draws
-) -> tuple[list[_Generation], str, list[str]]:
+) -> tuple[list[_Generation], list[str]]:
     """The generations of the wanted steps in the order that the generator gave them; others as they are."""
     each, settings, states = draws.each, draws.settings, dict(draws.states)
     begin, end = (wanted[0] - 1) // each, -(-wanted[1] // each)
@@ -356,7 +343,6 @@ def _shuffled(
         permutations |= found
         if high in states:
             confirmed, samplers = high * each, [words]
-    how = _RNG if draws.states else "the seed"
     by = "the CPU, which sampled too" if samplers[0] else "the CPU; sampling was elsewhere"
     notes = [f"The order of the rows is that of torch's generator on {by}."]
     if confirmed < wanted[1]:
@@ -368,7 +354,7 @@ def _shuffled(
         permutation = permutations.get((generation.step - 1) // each, np.arange(draws.n_rows))
         rows = np.split(generation.rows[permutation], settings.batching.parts)
         ordered.append(replace(generation, passes=[rows] * settings.batching.iterations))
-    return ordered, how, notes
+    return ordered, notes
 
 
 def counted(settings: RunSettings, name: str) -> int | None:
