@@ -9,6 +9,7 @@
 - causal: generating with a feature ablated, or steered, against generating.
 - replay: the gradient of a step as attribution replays it, against forward and backward pass of the same batches.
 - end_to_end: `tsae run` on the shipped log, on the device and on the CPU, without attribution.
+- large_run: `tsae run` on an invented log and three checkpoints of random weights, of the shape of Qwen2.5-1.5B.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
@@ -37,6 +38,7 @@ from unittest import mock
 import bench_peers
 import bench_train
 import numpy as np
+import pandas as pd
 import torch
 import tyro
 from tqdm.auto import tqdm
@@ -63,7 +65,9 @@ from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import sparse_codes
 
-Part = Literal["train", "profile", "peers", "variants", "capture", "encode", "causal", "replay", "end_to_end"]
+Part = Literal[
+    "train", "profile", "peers", "variants", "capture", "encode", "causal", "replay", "end_to_end", "large_run"
+]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -83,7 +87,7 @@ class Bench:
     """Of every measurement, the median of which counts."""
     seconds: float = math.inf
     """After which a measurement takes no further round."""
-    trajectories: int = 200
+    trajectories: int = 400
     """That capture reads, of 750 tokens on average."""
     encoded: int = 40
     """The same, for encode."""
@@ -138,19 +142,20 @@ def train(bench: Bench) -> None:
         })  # fmt: skip
 
 
-def _peak_gb(step: Callable[[], None], device: str) -> float:
-    """What the GPU's allocator held during a step; on a CPU, the most that this process has held."""
+def _peak_gb(step: Callable[[], None] | None, device: str) -> float:
+    """What the GPU's allocator held during a step, or since its count began; on a CPU, the most of this process."""
     if not device.startswith("cuda"):
         return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e6
-    torch.cuda.reset_peak_memory_stats()
-    step()
+    if step is not None:
+        torch.cuda.reset_peak_memory_stats()
+        step()
     return torch.cuda.max_memory_allocated() / 1e9
 
 
 _PARTS_OF_A_STEP = {
-    "_EncodeTopK": "encode", "_Reconstruct": "reconstruct and its gradients by codes", "_InfoNCE": "InfoNCE",
+    "_EncodeByKernels": "encode", "_Reconstruct": "reconstruct and its gradients by codes", "_InfoNCE": "InfoNCE",
     **{f"autograd::engine::evaluate_function: {name}Backward": f"{what}, backward" for name, what in (
-        ("_EncodeTopK", "encode"), ("_Reconstruct", "reconstruct"), ("_InfoNCE", "InfoNCE")
+        ("_EncodeByKernels", "encode"), ("_Reconstruct", "reconstruct"), ("_InfoNCE", "InfoNCE")
     )},
     "update": "Adam, clipping and norms of rows",
 }  # fmt: skip
@@ -352,7 +357,7 @@ def capture(bench: Bench) -> None:
     for d_model in sorted({size[0] for size in bench.shapes}):
         with tempfile.TemporaryDirectory() as folder:
             n_blocks, rollouts = 3 if bench.scale == "tiny" else 32, texts(bench, bench.trajectories)
-            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=3)
+            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=6)
             seconds = bench.timed({"ours": run.ours, "bare": run.bare})
             n_tokens = int(run.lengths.sum())
             bench.keep("capture", {
@@ -504,6 +509,69 @@ def end_to_end(bench: Bench) -> None:
             })  # fmt: skip
 
 
+def invented_log(folder: Path, n_tokens: int) -> None:
+    """Completions as TRL writes them: 16 steps of 8 groups of 8, half of which are right."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for step in range(1, 17):
+        records = []
+        for group in range(8):
+            a, b = rng.integers(1, 50, 2).tolist()
+            for right in rng.permutation(8) % 2:
+                digits = "".join(map(str, rng.integers(0, 10, n_tokens)))
+                records.append({
+                    "step": step, "prompt": f"{a}+{b}={'+'.join('1' * group)}", "completion": digits,
+                    "reward": float(right), "advantage": float(right) * 2 - 1,
+                })  # fmt: skip
+        pd.DataFrame(records).to_parquet(folder / f"completions_{step:05}.parquet")
+
+
+def large_run(bench: Bench) -> None:
+    """The checkpoints share their shape with Qwen2.5-1.5B; each has moved a little from the one before."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+    from tsae.run import analyze_run
+
+    tiny = bench.scale == "tiny"
+    shape = (64, 128, 2, 4, 2, 100) if tiny else (1536, 8960, 28, 12, 2, 151_936)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    tokenizer = AutoTokenizer.from_pretrained(testbed.series().base.path)
+    config = Qwen2Config(
+        **dict(zip((*names, "vocab_size"), shape, strict=True)), tie_word_embeddings=True, max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with torch.device(bench.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for checkpoint in ("base", "run/checkpoint-8", "run/checkpoint-16"):
+            model.save_pretrained(folder / checkpoint)
+            tokenizer.save_pretrained(folder / checkpoint)
+            with torch.no_grad():
+                for weights in model.parameters():
+                    weights.mul_(1 + 0.02 * torch.randn_like(weights))
+        del model
+        invented_log(folder / "run/completions", 20 if tiny else 700)
+        gc.collect()
+        if bench.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        config = tsae.RunConfig(
+            folder / "run", to=folder / "out", base=str(folder / "base"), device=bench.device, attribute=False,
+            tokens=8_000 if tiny else 300_000, training_tokens=4_000 if tiny else 2_000_000,
+        )  # fmt: skip
+        begin = time.perf_counter()
+        diff = analyze_run(config, progress=False)
+        row = {"s": time.perf_counter() - begin, "peak_gb": _peak_gb(None, bench.device)}
+        table = tsae.FeatureTable.load(config.to / "features")
+        readers = table.info["readers"]
+        bench.keep("large_run", {
+            "checkpoints": len(readers), "d_model": shape[0], "blocks": shape[2], "dtype": "bfloat16",
+            "tokens_a_checkpoint": readers[0]["n_tokens"], "d_sae": table.codes.shape[1], **row,
+            "fve": f"{readers[0]['fve']:.4f}", "features_compared": len(diff.shifts),
+        })  # fmt: skip
+
+
 _SAYS = {
     "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
@@ -518,6 +586,8 @@ _SAYS = {
     "and backward pass of the same batches.",
     "end_to_end": "`tsae run --no-attribute` on the shipped mixed run, with a short training of the SAE. The largest "
     "difference is from the first row, as a share of the number.",
+    "large_run": "`tsae run --no-attribute` on an invented log and checkpoints of random weights, of the shape of "
+    "Qwen2.5-1.5B: time and memory of the whole.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
 }
 

@@ -119,7 +119,7 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
     if whole:
         optimizer = adam(sae, 1e-4)
     steps = count(1)
-    window = torch.arange(len(x), device=x.device) // bench.window
+    window = torch.arange(len(x)) // bench.window  # as the trainer gives it: on the CPU
     factors = [tensor.detach().to(getattr(torch, bench.precision)) for tensor in (x, sae.W_enc)]
 
     def step() -> None:

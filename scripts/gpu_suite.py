@@ -52,6 +52,7 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     """In the order of their worth."""
     sizes = () if scale == "tiny" else ("--sizes", "2048x32768x64", "4096x65536x64")
     large = sizes and ("--sizes", "4096x65536x64")
+    every = sizes and (*sizes, "4096x131072x64")
     # The large one first: of a part that is cut off, its rows are there.
     large_first = large and (*large, "2048x32768x64")
 
@@ -65,15 +66,16 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     tests += ("tests/app/test_gpu.py", "tests/sae/test_kernels.py")
     return [
         Part("Tests", 70, tests),
-        bench("Training step in bfloat16", 90, "train", *half, *sizes),
-        bench("Profile of a training step", 35, "profile", *half, *large),
-        bench("Training step in float32", 30, "train", "--precisions", "float32", *large),
+        bench("Training step in bfloat16", 70, "train", *half, *every),
+        bench("Profile of a training step", 35, "profile", *half, *sizes),
+        bench("Training step in float32", 25, "train", "--precisions", "float32", *large),
         bench("Training steps of other packages", 60, "peers", "--rounds", "5", *half, *large_first),
-        bench("Capture", 55, "capture", "--rounds", "3", *large),
-        bench("Encoding", 35, "encode", "--rounds", "2", *large),
-        bench("Causal generation", 20, "causal", "--rounds", "2", *(sizes[:2])),
-        bench("Replay", 20, "replay", "--rounds", "3"),
-        bench("End to end", 55, "end_to_end"),
+        bench("Capture", 55, "capture", "--rounds", "2", *large),
+        bench("Encoding", 25, "encode", "--rounds", "2", *large),
+        bench("Causal generation", 15, "causal", "--rounds", "2", *(sizes[:2])),
+        bench("Replay", 15, "replay", "--rounds", "3"),
+        bench("End to end", 50, "end_to_end"),
+        bench("A run of 1.5 B", 50, "large_run"),
         bench("Variants of a training step", 10, "variants", *half, *large),
     ]
 

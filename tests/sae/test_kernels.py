@@ -33,9 +33,10 @@ class Case:
     def __init__(self) -> None:
         self.pre, self.least = random(N, M), random(M, seed=1).abs() + 0.5
         self.pre[3] = -1.0
-        self.index = kernels.above(self.pre, self.least)
+        self.index, self.values, _ = kernels.above(self.pre, self.least)
         self.token, self.latent = self.index // M, self.index % M
-        self.values = self.pre.view(-1)[self.index]
+        self.order = self.latent.argsort(stable=True)
+        self.ends = sparse_codes.offsets(self.latent[self.order], M)
         self.dense = torch.zeros_like(self.pre).index_put((self.token, self.latent), self.values)
 
 
@@ -46,9 +47,29 @@ def case() -> Case:
 
 def test_entries_above_a_bound(case: Case) -> None:
     assert torch.equal(case.index, (case.pre > case.least).view(-1).nonzero()[:, 0])
+    assert torch.equal(case.values, case.pre.view(-1)[case.index])
     wide, none = random(3, 5000), torch.full((5000,), torch.inf, device=DEVICE)
-    assert torch.equal(kernels.above(wide, 0 * none.nan_to_num(0, 0) + 1), (wide > 1).view(-1).nonzero()[:, 0])
-    assert len(kernels.above(wide, none)) == 0
+    bias, one = random(5000, seed=1), torch.ones(5000, device=DEVICE)
+    exact = (wide > 1).view(-1).nonzero()[:, 0]
+    for most in (None, len(exact) - 9, len(exact) + 9):
+        index, values, n = kernels.above(wide, one, bias, most)
+        own = slice(0, len(exact) if most is None else most)
+        assert torch.equal(index[: len(exact)], exact[own])
+        assert n.item() == len(exact)
+        assert torch.equal(values[: len(exact)], (wide + bias).view(-1)[exact[own]])
+        assert (values[len(exact) :] == -torch.inf).all()
+    assert len(kernels.above(wide, none)[0]) == 0
+
+
+@pytest.mark.parametrize("n", [1, 4000, 5000])
+def test_the_largest_of_what_was_found(n: int) -> None:
+    values = random(9000).mul(8).round()  # many are equal
+    out = torch.zeros(n, device=DEVICE), *torch.zeros(2, n, dtype=torch.long, device=DEVICE)
+    found = 3 * torch.arange(9000, device=DEVICE)
+    kernels.largest(values, found, values.sort().values[-n], out, 7, 2)
+    exact = values.sort(descending=True, stable=True).indices[:n].sort().values
+    for ours, theirs in zip(out, (values[exact], found[exact] // 7 + 2, found[exact] % 7), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
@@ -57,7 +78,7 @@ def test_reconstruction_and_gradients(case: Case, precision: torch.dtype) -> Non
     weights, group = torch.tensor([0.5, 1.0], device=DEVICE), (case.latent >= HIGH).long()
     place = case.token * 2 + group
     errors, by_value, gradient, residual = kernels.reconstruct(
-        x, bias.detach(), rows, case.values, case.latent, sparse_codes.offsets(place, 2 * N), weights, True
+        x, bias.detach(), rows, case.values, case.latent, sparse_codes.offsets(place, 2 * N), weights, True, N
     )
     values, exact = case.values.clone().requires_grad_(), rows.float().requires_grad_()
     codes = torch.zeros(N, M, device=DEVICE).index_put((case.token, case.latent), values)
@@ -73,22 +94,46 @@ def test_reconstruction_and_gradients(case: Case, precision: torch.dtype) -> Non
     torch.testing.assert_close(by_value, values.grad, rtol=1e-4, atol=1e-3)
     theirs = torch.stack([of_group.grad for of_group in of_groups], 1)
     assert (gradient.view(N, 2, D).float() - theirs).norm() < share * theirs.norm()
-    sorted_by_latent = sparse_codes.by_latent(case.latent, M, case.values, place)
-    by_row = kernels.by_latent(*sorted_by_latent, gradient)
+    by_latent = (case.values[case.order], place[case.order], case.ends, gradient)
+    by_row, sums = kernels.by_latent(*by_latent)
     assert (by_row - exact.grad).norm() < share * exact.grad.norm()
-    assert torch.equal(kernels.by_latent(*sorted_by_latent, gradient, across=True).T, by_row)
+    torch.testing.assert_close(sums, case.dense.sum(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(kernels.by_latent(*by_latent, across=True)[0].T, by_row)
+
+
+def test_codes_of_norm_one(case: Case) -> None:
+    ends = sparse_codes.offsets(case.token, N)
+    unit, norm = kernels.unit(case.values, case.latent, ends, HIGH)
+    values, gradient = case.values.clone().requires_grad_(), random(len(case.values), seed=2)
+    high = torch.zeros_like(case.dense).index_put((case.token, case.latent), values)[:, :HIGH]
+    exact = torch.nn.functional.normalize(high, dim=1)
+    slope = torch.zeros_like(case.dense).index_put((case.token, case.latent), gradient)[:, :HIGH]
+    exact.backward(slope)
+    own = case.latent < HIGH
+    torch.testing.assert_close(unit[own], exact.detach()[case.token[own], case.latent[own]], rtol=1e-5, atol=1e-6)
+    assert (unit[~own] == 0).all()
+    found = kernels.across_unit(gradient * own, unit, norm, ends)
+    torch.testing.assert_close(found, values.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_products_of_two_sparse_factors(case: Case) -> None:
-    others = sparse_codes.by_latent(case.latent, M, case.token, case.values)
-    found = kernels.similarities(case.token, case.latent, case.values, *others, torch.ones(N, N, device=DEVICE))
-    torch.testing.assert_close(found, 1 + case.dense @ case.dense.T, rtol=1e-5, atol=1e-5)
-    matrix, of_row, of_column = random(N, N, seed=5), random(N, seed=6), random(N, seed=7)
-    for m, diagonal in ((matrix, 2), (matrix.T, -1)):
-        found = kernels.pulled(case.token, case.latent, *others, m, of_row, of_column, diagonal, 0.5)
-        exact = m * (of_row[:, None] + of_column)
-        exact.diagonal(diagonal).sub_(0.5)
-        torch.testing.assert_close(found, (exact @ case.dense)[case.token, case.latent], rtol=1e-4, atol=1e-4)
+    """With a token that is in several pairs, and pairs that share both."""
+    pairs = torch.tensor([[0, 1], [1, 2], [1, 4], [1, 4], [3, 5], [12, 0], [7, 7]], device=DEVICE)
+    others = torch.tensor([[2, 2], [5, 3], [5, 1], [0, 12]], device=DEVICE)
+    make = (case.values, case.token, case.latent, sparse_codes.offsets(case.token, N), HIGH)
+    own, every = (kernels.Contrasted.of(*make, each, case.order, case.ends) for each in (pairs, others))
+    dense = case.dense[:, :HIGH]
+    found = kernels.similarities(own, every, 0.5)
+    torch.testing.assert_close(found, dense[pairs[:, 1]] @ dense[others[:, 0]].T / 2, rtol=1e-5, atol=1e-5)
+    wide, of_row, of_column = random(7, 4, seed=5), random(7, seed=6), random(4, seed=7)
+    for matrix, side, diagonal in ((wide, 1, 2), (wide.T.contiguous().T, 0, -1)):
+        total = torch.ones_like(case.values)
+        kernels.pulled(matrix, of_row, of_column, diagonal, 0.5, own, every, side, total)
+        weight = matrix * (of_row[:, None] + of_column)
+        weight.diagonal(diagonal).sub_(0.5)
+        by_code = torch.zeros_like(dense).index_add(0, pairs[:, side], weight @ dense[others[:, 1 - side]])
+        exact = torch.cat([by_code, torch.zeros(N, M - HIGH, device=DEVICE)], 1)[case.token, case.latent]
+        torch.testing.assert_close(total, 1 + exact, rtol=1e-4, atol=1e-4)
 
 
 def test_exponentials_and_their_sums() -> None:

@@ -62,7 +62,7 @@ def test_codes_reconstructions_and_gradients_are_those_of_the_dense_formulas(
                 errors.append(residual.square().sum() / 8)
             total = sum(share * error for share, error in zip(shares, errors, strict=True))
         else:
-            values, token, latent, _ = found = sparse_codes.encode_topk(x, W_enc, b_enc, b_dec, k, precision)
+            values, token, latent, *_ = found = sparse_codes.encode_topk(x, W_enc, b_enc, b_dec, k, precision)
             total, errors, residual = sparse_codes.reconstruct(x, found, W_dec, b_dec, groups, shares, 8, precision)
         (total + values.sum()).backward()
         gradients = {name: leaf.grad for name, leaf in zip(WEIGHTS, leaves, strict=True)}

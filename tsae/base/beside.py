@@ -60,6 +60,13 @@ def ahead(read: Callable[[_Item], _Found], items: Iterable[_Item], threads: int)
             yield running.popleft().result()
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device. The CPU does not wait for a copy to a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begin to copy a tensor to the CPU. The result waits for the copy and gives it; another thread may call it."""
     if tensor.device.type != "cuda":

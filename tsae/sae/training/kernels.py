@@ -1,10 +1,12 @@
 """Triton kernels of a training step: what `tsae.sae.training.sparse_codes` computes with sparse codes, on a GPU.
 
 Tensor cores multiply two dense matrices fast, but codes are 99.9 % zeros. These kernels read the rows of active codes
-alone. Every sum is taken in float32, in one order, but for `similarities`, whose last bits may differ from run to run.
+alone. Every sum is taken in float32, and in one order but in `similarities` and `exponentials`, whose last bits may
+differ from run to run.
 
 Codes come as entries: (nnz,) values, and where each stands. `ends` are the places where the entries of a row begin and
-end (`sparse_codes.offsets`). All tensors are contiguous and on one GPU.
+end (`sparse_codes.offsets`). All tensors are contiguous and on one GPU. But for `above` by default, nothing here lets
+the CPU wait.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -21,6 +23,7 @@ import triton.language as tl
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _COLUMNS = 4096  # pre-activations that one program compares
+_AT_ONCE = 1024  # codes that one program of `largest` compares
 _LATENTS, _WIDTH, _ENTRIES = 16, 256, 16  # of a tile of `by_latent`
 _TILE = 1 << 14  # numbers of decoder rows that one program of `reconstruct` holds at once
 
@@ -30,8 +33,11 @@ def _on_its_device(function: _Function) -> _Function:
 
     @wraps(function)
     def run(first: Any, *others: Any, **options: Any) -> Any:
-        device = (first if isinstance(first, torch.Tensor) else first[0][0]).device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # on a CPU Triton interprets
+        tensor = first
+        while not isinstance(tensor, torch.Tensor):
+            tensor = tensor[0]
+        on = torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+        with on:  # on a CPU Triton interprets
             return function(first, *others, **options)
 
     return cast(_Function, run)
@@ -52,7 +58,9 @@ def _mark(products, least, words, counts, n_columns, n_blocks, COLUMNS: tl.const
 
 
 @triton.jit
-def _list(words, ends, found, n_columns, n_blocks, COLUMNS: tl.constexpr):
+def _list(
+    products, bias, words, ends, found, values, most, n_columns, n_blocks, COLUMNS: tl.constexpr, BIASED: tl.constexpr
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     end = tl.load(ends + program)
     start = tl.load(ends + program - 1, program > 0, 0)
@@ -63,25 +71,105 @@ def _list(words, ends, found, n_columns, n_blocks, COLUMNS: tl.constexpr):
         count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
         count = (((count + (count >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
         place = start + tl.cumsum(count, 0) - count
-        index = program // n_blocks * n_columns + program % n_blocks * COLUMNS + lane * 32
+        column = program % n_blocks * COLUMNS + lane * 32
+        row = program // n_blocks * n_columns
         for bit in tl.static_range(32):
             above = (word >> bit) & 1
-            tl.store(found + place, index + bit, above == 1)
+            kept = (above == 1) & (place < most)
+            value = tl.load(products + row + column + bit, kept, 0.0)
+            if BIASED:
+                value += tl.load(bias + column + bit, kept, 0.0)
+            tl.store(found + place, row + column + bit, kept)
+            tl.store(values + place, value, kept)
             place += above
 
 
 @_on_its_device
-def above(products: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Flat ascending int64 indices of the products (n, d_sae) above the bound of their column (d_sae,)."""
+def above(
+    products: torch.Tensor, least: torch.Tensor, bias: torch.Tensor | None = None, most: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The products (n, d_sae) above the bound of their column (d_sae,).
+
+    Args:
+        products: float32.
+        least: the bounds.
+        bias: (d_sae,) added to what is found.
+        most: how many are listed. By default all, for whose number the CPU waits.
+
+    Returns:
+        flat ascending int64 indices, values, and the number (1,) of all that lie above. Where these are fewer than
+        `most`, the last values are −∞.
+    """
     n_rows, n_columns = products.shape
     n_blocks = triton.cdiv(n_columns, _COLUMNS)
     words = torch.empty(n_rows * n_blocks * (_COLUMNS // 32), dtype=torch.int32, device=products.device)
     counts = torch.empty(n_rows * n_blocks, dtype=torch.int32, device=products.device)
     _mark[(n_rows * n_blocks,)](products, least, words, counts, n_columns, n_blocks, COLUMNS=_COLUMNS)
     ends = counts.cumsum(0)
-    found = torch.empty(int(ends[-1]), dtype=torch.int64, device=products.device)
-    _list[(n_rows * n_blocks,)](words, ends, found, n_columns, n_blocks, COLUMNS=_COLUMNS)
-    return found
+    most = int(ends[-1]) if most is None else most
+    found = torch.empty(most, dtype=torch.int64, device=products.device)
+    values = torch.full((most,), -torch.inf, device=products.device)
+    _list[(n_rows * n_blocks,)](
+        products, bias, words, ends, found, values, most, n_columns, n_blocks, COLUMNS=_COLUMNS, BIASED=bias is not None
+    )
+    return found, values, ends[-1:]
+
+
+@triton.jit
+def _count(values, limit, counts, n, AT_ONCE: tl.constexpr):
+    program = tl.program_id(0)
+    place = program * AT_ONCE + tl.arange(0, AT_ONCE)
+    value, bound = tl.load(values + place, place < n, float("-inf")), tl.load(limit)
+    tl.store(counts + 2 * program, tl.sum((value > bound).to(tl.int32), 0))
+    tl.store(counts + 2 * program + 1, tl.sum((value == bound).to(tl.int32), 0))
+
+
+@triton.jit
+def _keep(
+    found, values, limit, counts, kept, token, latent, n, n_wanted, width, first, n_programs, AT_ONCE: tl.constexpr
+):
+    program = tl.program_id(0)
+    place = program * AT_ONCE + tl.arange(0, AT_ONCE)
+    value, bound = tl.load(values + place, place < n, float("-inf")), tl.load(limit)
+    above, tied = (value > bound).to(tl.int64), (value == bound).to(tl.int64)
+    before = tl.load(counts + 2 * program - 2, program > 0, 0)
+    tied_before = tl.load(counts + 2 * program - 1, program > 0, 0)
+    left = n_wanted - tl.load(counts + 2 * n_programs - 2)
+    rank = tied_before + tl.cumsum(tied, 0) - tied  # of equal values at the limit, the first ones are kept
+    to = before + tl.cumsum(above, 0) - above + tl.minimum(rank, left)
+    wanted = (above == 1) | ((tied == 1) & (rank < left))
+    index = tl.load(found + place, wanted, 0)
+    tl.store(kept + to, value, wanted)
+    tl.store(token + to, index // width + first, wanted)
+    tl.store(latent + to, index % width, wanted)
+
+
+@_on_its_device
+def largest(
+    values: torch.Tensor,
+    found: torch.Tensor,
+    limit: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    width: int,
+    first: int,
+) -> None:
+    """Write the len(out[0]) largest values, where they stand and how they are numbered, in their order.
+
+    Args:
+        values: (n,).
+        found: (n,) token · width + latent of each.
+        limit: () the least value that is written; of equal ones, the first.
+        out: values, tokens and latents.
+        width: number of latents.
+        first: added to the tokens.
+    """
+    programs = triton.cdiv(len(values), _AT_ONCE)
+    counts = torch.empty(programs, 2, dtype=torch.int64, device=values.device)
+    _count[(programs,)](values, limit, counts, len(values), AT_ONCE=_AT_ONCE)
+    _keep[(programs,)](
+        found, values, limit, counts.cumsum(0), *out, len(values), len(out[0]), width, first, programs,
+        AT_ONCE=_AT_ONCE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -134,6 +222,7 @@ def reconstruct(
     ends: torch.Tensor,
     weights: torch.Tensor,
     keep: bool,
+    n_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Errors of x − bias − Σ value · row, after each of g groups of latents, and the gradient of their weighted sum.
 
@@ -145,15 +234,18 @@ def reconstruct(
         ends: (n · g + 1,) of a token's entries in a group.
         weights: (g,) float32.
         keep: whether the last residual is wanted.
+        n_tokens: n or more, where entries of further tokens follow, whose gradients are 0.
 
     Returns:
         (n, g) squared norms of the residuals; the gradient by values (nnz,), and by what the groups decode to
-        (n · g, d), in the precision of rows; the last residual (n, d), or nothing (0,).
+        (n_tokens · g, d), in the precision of rows; the last residual (n, d), or nothing (0,).
     """
     (n, d), n_groups = x.shape, len(weights)
     width = triton.next_power_of_2(d)
     errors = x.new_empty(n, n_groups)
-    by_value, gradient = torch.empty_like(values), rows.new_empty(n * n_groups, d)
+    by_value = torch.empty_like(values) if n_tokens == n else torch.zeros_like(values)
+    gradient = rows.new_empty(n_tokens * n_groups, d)
+    gradient[n * n_groups :].zero_()
     held, residual = x.new_empty(n * n_groups, d), x.new_empty((n, d) if keep else 0)
     _reconstruct[(n,)](
         x, bias, rows, values, latent, ends, weights, by_value, gradient, held, errors, residual, d,
@@ -164,7 +256,7 @@ def reconstruct(
 
 @triton.jit
 def _by_latent(
-    values, place, ends, source, out, d, n_latents, by_row, by_column,
+    values, place, ends, source, out, sums, d, n_latents, by_row, by_column,
     LATENTS: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     latent = tl.program_id(0) * LATENTS + tl.arange(0, LATENTS)
@@ -173,23 +265,27 @@ def _by_latent(
     low, high = tl.load(ends + latent, latent < n_latents, 0), tl.load(ends + latent + 1, latent < n_latents, 0)
     begin = tl.load(ends + tl.program_id(0) * LATENTS)
     end = tl.load(ends + tl.minimum(tl.program_id(0) * LATENTS + LATENTS, n_latents))
-    total = tl.zeros([LATENTS, WIDTH], tl.float32)
+    total, alone = tl.zeros([LATENTS, WIDTH], tl.float32), tl.zeros([LATENTS], tl.float32)
     for start in range(begin, end, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         active = entry < end
         value, row = tl.load(values + entry, active, 0.0), tl.load(place + entry, active, 0)
         read = tl.load(source + row[:, None] * d + column[None, :], active[:, None] & inside[None, :], 0.0)
         mine = (entry[None, :] >= low[:, None]) & (entry[None, :] < high[:, None])
-        total = tl.dot(tl.where(mine, value[None, :], 0.0).to(read.dtype), read, total, input_precision="ieee")
+        weight = tl.where(mine, value[None, :], 0.0)
+        alone += tl.sum(weight, 1)
+        total = tl.dot(weight.to(read.dtype), read, total, input_precision="ieee")
     where = out + latent.to(tl.int64)[:, None] * by_row + column.to(tl.int64)[None, :] * by_column
     tl.store(where, total, (latent < n_latents)[:, None] & inside[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(sums + latent, alone, latent < n_latents)
 
 
 @_on_its_device
 def by_latent(
     values: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, source: torch.Tensor, *, across: bool = False
-) -> torch.Tensor:
-    """Of every latent Σ value · row of source, over its entries.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every latent Σ value · row of source and Σ value, over its entries.
 
     Args:
         values: (nnz,) float32, sorted by latent; rounded to the precision of source.
@@ -199,51 +295,168 @@ def by_latent(
         across: give (d, n_latents).
 
     Returns:
-        (n_latents, d) float32.
+        (n_latents, d) and (n_latents,) float32.
     """
     if source.device.type == "cpu":
         source = source.float()  # Triton's interpreter does not multiply bfloat16
     d, n_latents = source.shape[1], len(ends) - 1
     out = torch.empty((d, n_latents) if across else (n_latents, d), dtype=torch.float32, device=source.device)
+    sums = torch.empty(n_latents, dtype=torch.float32, device=source.device)
     # The columns of source are the slower index: those that programs of one time read fit into the cache.
     _by_latent[(triton.cdiv(n_latents, _LATENTS), triton.cdiv(d, _WIDTH))](
-        values, place, ends, source, out, d, n_latents, *(out.stride()[::-1] if across else out.stride()),
+        values, place, ends, source, out, sums, d, n_latents, *(out.stride()[::-1] if across else out.stride()),
         LATENTS=_LATENTS, WIDTH=_WIDTH, ENTRIES=_ENTRIES, num_stages=3,
     )  # fmt: skip
-    return out
+    return out, sums
 
 
 @triton.jit
-def _similarities(row, latent, values, columns, others, ends, out, n_columns, AT_ONCE: tl.constexpr):
-    entry = tl.program_id(0)
-    which, value = tl.load(latent + entry), tl.load(values + entry)
-    begin, end = tl.load(ends + which), tl.load(ends + which + 1)
-    out += tl.load(row + entry) * n_columns
+def _unit(values, latent, ends, unit, norm, n_latents, AT_ONCE: tl.constexpr):
+    token = tl.program_id(0)
+    begin, end = tl.load(ends + token), tl.load(ends + token + 1)
+    square = tl.zeros([AT_ONCE], tl.float32)
     for start in range(begin, end, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        column = tl.load(columns + other, other < end, 0)
-        tl.atomic_add(out + column, value * tl.load(others + other, other < end, 0.0), other < end, sem="relaxed")
+        entry = start + tl.arange(0, AT_ONCE)
+        inside = (entry < end) & (tl.load(latent + entry, entry < end, 0) < n_latents)
+        value = tl.load(values + entry, inside, 0.0)
+        square += value * value
+    length = tl.sqrt(tl.maximum(tl.sum(square, 0), 1e-24))
+    tl.store(norm + token, length)
+    for start in range(begin, end, AT_ONCE):
+        entry = start + tl.arange(0, AT_ONCE)
+        inside = (entry < end) & (tl.load(latent + entry, entry < end, 0) < n_latents)
+        tl.store(unit + entry, tl.load(values + entry, inside, 0.0) / length, entry < end)
+
+
+@triton.jit
+def _across_unit(gradient, unit, norm, ends, out, AT_ONCE: tl.constexpr):
+    token = tl.program_id(0)
+    begin, end, length = tl.load(ends + token), tl.load(ends + token + 1), tl.load(norm + token)
+    along = tl.zeros([AT_ONCE], tl.float32)
+    for start in range(begin, end, AT_ONCE):
+        entry = start + tl.arange(0, AT_ONCE)
+        along += tl.load(gradient + entry, entry < end, 0.0) * tl.load(unit + entry, entry < end, 0.0)
+    part = tl.sum(along, 0)
+    for start in range(begin, end, AT_ONCE):
+        entry = start + tl.arange(0, AT_ONCE)
+        slope, mine = tl.load(gradient + entry, entry < end, 0.0), tl.load(unit + entry, entry < end, 0.0)
+        tl.store(out + entry, (slope - part * mine) / length, entry < end)
+
+
+@_on_its_device
+def unit(values: torch.Tensor, latent: torch.Tensor, ends: torch.Tensor, n_latents: int) -> tuple[torch.Tensor, ...]:
+    """(nnz,) values over the norm of their token's values at the first latents, 0 at others; (n,) the norms.
+
+    Args:
+        values, latent: (nnz,).
+        ends: (n + 1,) of a token's entries.
+        n_latents: that count.
+    """
+    found, norm = torch.empty_like(values), values.new_empty(len(ends) - 1)
+    _unit[(len(norm),)](values, latent, ends, found, norm, n_latents, AT_ONCE=64, num_warps=1)
+    return found, norm
+
+
+@_on_its_device
+def across_unit(gradient: torch.Tensor, found: torch.Tensor, norm: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """(nnz,) the gradient by values, from that by what `unit` found."""
+    out = torch.empty_like(gradient)
+    _across_unit[(len(norm),)](gradient, found, norm, ends, out, AT_ONCE=64, num_warps=1)
+    return out
+
+
+class Contrasted(NamedTuple):
+    """Sparse codes, and pairs of their tokens."""
+
+    values: torch.Tensor
+    """(nnz,) 0 at latents that are not compared."""
+    latent: torch.Tensor
+    ends: torch.Tensor
+    """(n + 1,) of a token's entries."""
+    others: torch.Tensor
+    """(nnz,) values, sorted by latent."""
+    tokens: torch.Tensor
+    """(nnz,) tokens, sorted by latent."""
+    ends_of_latents: torch.Tensor
+    n_latents: int
+    """That are compared: the first ones."""
+    sides: torch.Tensor
+    """(2, N) tokens of the pairs."""
+    pairs: torch.Tensor
+    """(2, N) numbers of the pairs, sorted by their token on a side."""
+    ends_of_tokens: torch.Tensor
+    """(2, n + 1) where the pairs of a token begin and end in `pairs`."""
+
+    @classmethod
+    def of(
+        cls,
+        values: torch.Tensor,
+        token: torch.Tensor,
+        latent: torch.Tensor,
+        ends: torch.Tensor,
+        n_latents: int,
+        pairs: torch.Tensor,
+        order: torch.Tensor,
+        ends_of_latents: torch.Tensor,
+    ) -> Contrasted:
+        """From codes sorted by token, the order that sorts them by latent, and pairs (N, 2)."""
+        sides = pairs.T.contiguous()
+        sorted_, numbers = sides.sort(dim=1, stable=True)
+        every = torch.arange(len(ends), device=ends.device).expand(2, -1).contiguous()
+        return cls(
+            values, latent, ends, values[order], token[order], ends_of_latents, n_latents,
+            sides, numbers, torch.searchsorted(sorted_, every),
+        )  # fmt: skip
+
+
+@triton.jit
+def _similarities(
+    side, ends, latent, values, n_latents, others, tokens, by_latent, pairs, of_tokens, out, n_columns, scale,
+    SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    token = tl.load(side + pair)
+    begin, end = tl.load(ends + token), tl.load(ends + token + 1)
+    for entry in range(begin + tl.program_id(1), end, SPLIT):
+        which, value = tl.load(latent + entry), tl.load(values + entry) * scale
+        compared = which < n_latents
+        low, high = tl.load(by_latent + which, compared, 0), tl.load(by_latent + which + 1, compared, 0)
+        for start in range(low, high, AT_ONCE):
+            other = start + tl.arange(0, AT_ONCE)
+            theirs = tl.load(tokens + other, other < high, 0)
+            product = value * tl.load(others + other, other < high, 0.0)
+            first, last = tl.load(of_tokens + theirs, other < high, 0), tl.load(of_tokens + theirs + 1, other < high, 0)
+            for number in range(tl.max(last - first, 0)):
+                there = first + number < last
+                column = tl.load(pairs + first + number, there, 0)
+                tl.atomic_add(out + pair * n_columns + column, product, there, sem="relaxed")
 
 
 @triton.jit
 def _pulled(
-    row, latent, columns, others, ends, matrix, by_row, by_column, of_row, of_column, diagonal, less, out,
-    AT_ONCE: tl.constexpr,
+    side, ends, latent, n_latents, others, tokens, by_latent, pairs, of_tokens,
+    matrix, by_row, by_column, of_row, of_column, diagonal, less, out, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    entry = tl.program_id(0)
-    which, mine = tl.load(latent + entry), tl.load(row + entry)
-    begin, end = tl.load(ends + which), tl.load(ends + which + 1)
-    matrix += mine * by_row
-    share = tl.load(of_row + mine)
-    total = tl.zeros([AT_ONCE], tl.float32)
-    for start in range(begin, end, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        column = tl.load(columns + other, other < end, 0)
-        value = tl.load(others + other, other < end, 0.0)
-        weight = tl.load(matrix + column * by_column, other < end, 0.0)
-        weight *= share + tl.load(of_column + column, other < end, 0.0)
-        total += value * tl.where(column == mine + diagonal, weight - less, weight)
-    tl.store(out + entry, tl.sum(total, 0))
+    pair = tl.program_id(0).to(tl.int64)
+    token, share = tl.load(side + pair), tl.load(of_row + pair)
+    begin, end = tl.load(ends + token), tl.load(ends + token + 1)
+    for entry in range(begin + tl.program_id(1), end, SPLIT):
+        which = tl.load(latent + entry)
+        compared = which < n_latents
+        low, high = tl.load(by_latent + which, compared, 0), tl.load(by_latent + which + 1, compared, 0)
+        total = tl.zeros([AT_ONCE], tl.float32)
+        for start in range(low, high, AT_ONCE):
+            other = start + tl.arange(0, AT_ONCE)
+            theirs = tl.load(tokens + other, other < high, 0)
+            value = tl.load(others + other, other < high, 0.0)
+            first, last = tl.load(of_tokens + theirs, other < high, 0), tl.load(of_tokens + theirs + 1, other < high, 0)
+            for number in range(tl.max(last - first, 0)):
+                there = first + number < last
+                column = tl.load(pairs + first + number, there, 0)
+                weight = tl.load(matrix + pair * by_row + column * by_column, there, 0.0)
+                weight *= share + tl.load(of_column + column, there, 0.0)
+                total += tl.where(there, value * tl.where(column == pair + diagonal, weight - less, weight), 0.0)
+        tl.atomic_add(out + entry, tl.sum(total, 0), compared, sem="relaxed")
 
 
 @triton.jit
@@ -267,28 +480,19 @@ def _exponentials(
     tl.atomic_add(by_column + column, tl.sum(value, 0), column < n_columns, sem="relaxed")
 
 
-@_on_its_device
-def similarities(
-    row: torch.Tensor,
-    latent: torch.Tensor,
-    values: torch.Tensor,
-    columns: torch.Tensor,
-    others: torch.Tensor,
-    ends: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Add A Bᵀ to out (n, m), where A (n, n_latents) and B (m, n_latents) are sparse.
+_SPLIT, _OTHERS = 4, 32  # programs for the codes of a pair, and codes of one latent that one compares at once
 
-    Args:
-        row, latent, values: (nnz,) entries of A.
-        columns, others: rows and values of the entries of B, sorted by latent.
-        ends: (n_latents + 1,) of a latent's entries of B.
-        out: float32.
-    """
-    if len(row):
-        _similarities[(len(row),)](
-            row, latent, values, columns, others, ends, out, out.shape[1], AT_ONCE=64, num_warps=1
-        )
+
+@_on_its_device
+def similarities(own: Contrasted, every: Contrasted, scale: float) -> torch.Tensor:
+    """(n own pairs, n of every) inner products of own tokens on side 1 and every token on side 0, times the scale."""
+    n, m = own.sides.shape[1], every.sides.shape[1]
+    out = own.values.new_zeros(n, m)
+    _similarities[(n, _SPLIT)](
+        own.sides[1], own.ends, own.latent, own.values, own.n_latents,
+        every.others, every.tokens, every.ends_of_latents, every.pairs[0], every.ends_of_tokens[0], out, m, scale,
+        SPLIT=_SPLIT, AT_ONCE=_OTHERS, num_warps=1,
+    )  # fmt: skip
     return out
 
 
@@ -317,36 +521,34 @@ def exponentials(
 
 @_on_its_device
 def pulled(
-    row: torch.Tensor,
-    latent: torch.Tensor,
-    columns: torch.Tensor,
-    others: torch.Tensor,
-    ends: torch.Tensor,
     matrix: torch.Tensor,
     of_row: torch.Tensor,
     of_column: torch.Tensor,
     diagonal: int,
     less: float,
-) -> torch.Tensor:
-    """(nnz,) the entries (row, latent) of W B, where B (m, n_latents) is sparse and W (n, m) dense.
+    own: Contrasted,
+    every: Contrasted,
+    side: int,
+    total: torch.Tensor,
+) -> None:
+    """Add to own codes' gradient that of their tokens on one side: W B, where B are every token's codes on the other.
 
     W = M · (of_row + of_column), less a number on a diagonal.
 
     Args:
-        row, latent: (nnz,) of the entries wanted.
-        columns, others, ends: B, as for `similarities`.
-        matrix: M, float32, in any strides.
-        of_row, of_column: (n,) and (m,).
+        matrix: M (n own pairs, n of every), float32, in any strides.
+        of_row, of_column: of the pairs.
         diagonal: column less row.
         less: what is subtracted there.
+        own, every: may be one.
+        side: of own.
+        total: (nnz of own,).
     """
-    out = matrix.new_empty(len(row))
-    if len(row):
-        _pulled[(len(row),)](
-            row, latent, columns, others, ends, matrix, *matrix.stride(), of_row, of_column, diagonal, less, out,
-            AT_ONCE=64, num_warps=1,
-        )  # fmt: skip
-    return out
+    _pulled[(own.sides.shape[1], _SPLIT)](
+        own.sides[side], own.ends, own.latent, own.n_latents, every.others, every.tokens, every.ends_of_latents,
+        every.pairs[1 - side], every.ends_of_tokens[1 - side], matrix, *matrix.stride(), of_row, of_column, diagonal,
+        less, total, SPLIT=_SPLIT, AT_ONCE=_OTHERS, num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -362,8 +564,8 @@ def _along_rows(rows, gradient, along, squares, d, D: tl.constexpr):
 
 @triton.jit
 def _adam(
-    weights, gradient, mean, square, along, clip, rate, beta1, beta2, eps, correction1, correction2, width, n,
-    UNIT: tl.constexpr, D: tl.constexpr,
+    weights, gradient, mean, square, rounded, along, clip, rate, beta1, beta2, eps, correction1, correction2, width, n,
+    UNIT: tl.constexpr, ROUND: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, D)
@@ -382,11 +584,13 @@ def _adam(
     tl.store(mean + place, first, inside)
     tl.store(square + place, second, inside)
     tl.store(weights + place, weight, inside)
+    if ROUND:
+        tl.store(rounded + place, weight.to(tl.bfloat16), inside)
 
 
 @_on_its_device
 def update(
-    parameters: list[tuple[torch.Tensor, ...]],
+    parameters: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]],
     unit: int,
     rate: float,
     step: int,
@@ -397,7 +601,8 @@ def update(
     """Adam's step for all parameters, with the gradient clipped to a norm, and one parameter's rows kept at norm 1.
 
     Args:
-        parameters: each with its gradient and Adam's two moments, all float32. Only the gradient stays as it is.
+        parameters: each with its gradient and Adam's two moments, all float32, and its bfloat16 copy, if it has one.
+            Only the gradient stays as it is.
         unit: number of the one (n, d) whose rows have norm 1; its gradient along them is removed.
         rate: the learning rate.
         step: this step's number, from 1 on.
@@ -411,10 +616,11 @@ def update(
     _along_rows[(len(rows),)](rows, slopes, along, squares, d, D=width, num_warps=n_warps)
     norms = [torch.linalg.vector_norm(each[1]).square() for i, each in enumerate(parameters) if i != unit]
     clip = (most / (torch.stack([squares.sum(), *norms]).sum().sqrt() + 1e-6)).clamp_max(1)
-    for i, (weights, gradient, mean, square) in enumerate(parameters):
+    for i, (weights, gradient, mean, square, rounded) in enumerate(parameters):
         one = i == unit
         stride, block = (d, width) if one else (4096, 4096)
         _adam[(triton.cdiv(weights.numel(), stride),)](
-            weights, gradient, mean, square, along, clip, rate, *betas, eps, 1 - betas[0] ** step, 1 - betas[1] ** step,
-            stride, weights.numel(), UNIT=one, D=block, num_warps=n_warps if one else 8,
+            weights, gradient, mean, square, rounded, along, clip, rate, *betas, eps, 1 - betas[0] ** step,
+            1 - betas[1] ** step, stride, weights.numel(), UNIT=one, ROUND=rounded is not None, D=block,
+            num_warps=n_warps if one else 8,
         )  # fmt: skip

@@ -42,16 +42,19 @@ that of the whole batch's loss.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
+from tsae.base.beside import to_device
 from tsae.base.distributed import ALONE, Processes
 from tsae.errors import TsaeError
 from tsae.sae.config import Precision
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training import sparse_codes
-from tsae.sae.training.sparse_codes import Codes, csr, entries_of, product, sampled, transposed
+from tsae.sae.training.sparse_codes import Codes, csr, entries_of, offsets, product, sampled, transposed
 
 
 class LossTerms(NamedTuple):
@@ -93,7 +96,8 @@ def temporal_loss(
     Args:
         sae: in the units of x.
         x: (n, d_model) tokens.
-        pairs: (N, 2) rows of x: (partner, token t). Rows from n on are those of others.
+        pairs: (N, 2) rows of x: (partner, token t). Rows from n on are those of others. They, trajectory
+            and copies may be on the CPU while x is on a GPU.
         dead: (d_sae,) bool, latents for AuxK; none by default.
         trajectory: (n,) ids, equal for tokens of one trajectory; where not given, no two pairs count as of one.
         others: (m, d_model) tokens that are only partners.
@@ -124,23 +128,20 @@ def temporal_loss(
             where="temporal_loss",
             fix='Read more tokens a batch (batch_tokens), or set negatives="batch".',
         )
-    codes = sparse_codes.encode_topk(x, *encoder)
-    # First, as a GPU then works at the errors while the many small operations here are begun.
-    if config.temporal_weight > 0:
-        tokens, high = x, codes.columns(*bounds[0])
-        if others is not None:
-            apart = sparse_codes.encode_topk(others, *encoder)
-            high, tokens = high.followed_by(apart.columns(*bounds[0])), torch.cat([x, others])
-        if config.temporal == "l1":
-            temporal = _weighted_l1(sae, tokens, high, pairs) / n_pairs
-            weight *= config.weights[0]
-        else:
-            temporal = info_nce(
-                high, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
-            )
-
+    # A GPU is waited for here, and where codes are selected, but not in between.
     dead = dead.nonzero()[:, 0] if config.aux_weight > 0 and dead is not None else None
     any_dead = dead is not None and len(dead) > 0
+    pairs = to_device(pairs, x.device)
+    trajectory, copies = (None if each is None else to_device(each, x.device) for each in (trajectory, copies))
+    codes = sparse_codes.encode_topk(x, *encoder, others=others if config.temporal_weight > 0 else None)
+    if config.temporal_weight > 0 and config.temporal == "l1":
+        tokens = x if others is None else torch.cat([x, others])
+        temporal = _weighted_l1(sae, tokens, codes.columns(*bounds[0]), pairs) / n_pairs
+        weight *= config.weights[0]
+    elif config.temporal_weight > 0:
+        temporal = info_nce(
+            codes, config.d_high, pairs, config.temperature, config.similarity, trajectory, copies, processes
+        )
     total, errors, residual = sparse_codes.reconstruct(
         x, codes, sae.W_dec, sae.b_dec, bounds, config.weights, n_tokens * sae.d_model, precision, keep=any_dead
     )
@@ -153,7 +154,9 @@ def temporal_loss(
         # Relative to what there is to explain, so that the weight does not fade as the reconstruction improves.
         aux = error / variance(residual, n_tokens, processes).clamp_min(1e-12)
         total = total + config.aux_weight * aux
-    fired = torch.zeros(len(sae.b_enc), dtype=torch.bool, device=x.device).index_fill_(0, codes.latent, True)
+    fired = torch.zeros(len(sae.b_enc), dtype=torch.bool, device=x.device).index_fill_(
+        0, codes.latent[: codes.n_first], True
+    )
     return LossTerms(total, errors[0], errors[-1], temporal, aux, processes.any(fired), n_tokens)
 
 
@@ -168,7 +171,7 @@ def _are_one(trajectory: torch.Tensor, processes: Processes) -> bool:
     ends = trajectory.new_full((2,), torch.iinfo(trajectory.dtype).max)
     if len(trajectory):
         ends = torch.stack([trajectory.min(), -trajectory.max()])
-    lowest, highest = processes.least(ends).tolist()
+    lowest, highest = processes.least(ends.to(processes.device)).tolist()
     return bool(lowest == -highest)
 
 
@@ -206,8 +209,8 @@ def info_nce(
     Of several processes, each gives its pairs' terms of the mean over all pairs, and the gradient of that mean.
 
     Args:
-        codes: of the high-level latents.
-        n_latents: their number.
+        codes: of all latents.
+        n_latents: of which so many count, the first ones.
         pairs: (N, 2) tokens (partner, t).
         temperature: divides the similarities.
         similarity: "cosine", or "inner" for raw inner products.
@@ -218,14 +221,18 @@ def info_nce(
     groups = [] if trajectory is None else [trajectory[pairs[:, 1]]]
     if copies is not None:
         groups += copies[pairs].unbind(1)
-    if similarity == "cosine":
-        square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
-        # The root of 0, of a token without codes, has no gradient.
-        norm = square.index_add(0, codes.token, codes.values.square()).clamp_min(1e-24).sqrt()
-        # Not norm[codes.token], whose gradient several threads add up in any order: resumed runs give equal bits.
-        codes = codes._replace(values=codes.values / norm.index_select(0, codes.token))
+    if sparse_codes.kernels_for(codes.values) is None:
+        codes = codes.columns(0, n_latents)
+        if similarity == "cosine":
+            square = torch.zeros(codes.n_tokens, dtype=codes.values.dtype, device=codes.values.device)
+            # The root of 0, of a token without codes, has no gradient.
+            norm = square.index_add(0, codes.token, codes.values.square()).clamp_min(1e-24).sqrt()
+            # Not norm[codes.token], whose gradient several threads add up in any order: resumed runs give equal bits.
+            codes = codes._replace(values=codes.values / norm.index_select(0, codes.token))
     together = torch.stack(groups, dim=1) if groups else None
-    return _InfoNCE.apply(*codes, n_latents, pairs, temperature, similarity == "cosine", together, processes)
+    return _InfoNCE.apply(
+        codes.values, codes, n_latents, pairs, temperature, similarity == "cosine", together, processes
+    )
 
 
 def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Tensor:
@@ -255,16 +262,21 @@ def l1_distances(codes: Codes, n_latents: int, pairs: torch.Tensor) -> torch.Ten
     return total - 2 * torch.zeros_like(total).index_add(0, pair[both], smaller)
 
 
-class _Partners(NamedTuple):
+@dataclass(frozen=True)
+class _Partners:
     """Codes to be compared, and the pairs in which they are."""
 
     values: torch.Tensor
     token: torch.Tensor
     latent: torch.Tensor
     n_tokens: int
+    n_latents: int
     pairs: torch.Tensor
     groups: torch.Tensor | None
     """(N, n_kinds) pairs whose groups of any kind are equal are not contrasted."""
+    order: torch.Tensor | None = None
+    """(nnz,) that sorts the codes by latent, and where the codes of a latent then begin and end; found where needed."""
+    ends: torch.Tensor | None = None
 
     def gathered(self, processes: Processes) -> tuple[_Partners, int]:
         """The codes and pairs of all processes, and the number of this process's first pair among them."""
@@ -277,8 +289,50 @@ class _Partners(NamedTuple):
         token, latent = places.T.contiguous()
         pairs = processes.gather(self.pairs + first)
         groups = None if self.groups is None else torch.cat(processes.gather(self.groups))
-        every = _Partners(values, token, latent, sum(n_tokens), torch.cat(pairs), groups)
+        every = _Partners(values, token, latent, sum(n_tokens), self.n_latents, torch.cat(pairs), groups)
         return every, sum(len(part) for part in pairs[: processes.rank])
+
+    @cached_property
+    def rows(self) -> tuple[_Rows, _Rows]:
+        """Of the partners, and of the tokens t."""
+        return _Rows.of(self, 0), _Rows.of(self, 1)
+
+    @cached_property
+    def for_kernels(self) -> Any:
+        """A `tsae.sae.training.kernels.Contrasted`."""
+        latents = (self.order, self.ends)
+        if self.order is None:
+            order = self.latent.argsort(stable=True)
+            latents = (order, offsets(self.latent[order], self.n_latents))
+        of_tokens = offsets(self.token, self.n_tokens)
+        make = sparse_codes.kernels_for(self.values).Contrasted.of
+        return make(self.values, self.token, self.latent, of_tokens, self.n_latents, self.pairs, *latents)
+
+    def similarities(self, others: _Partners, temperature: float) -> torch.Tensor:
+        """(N, N of others) inner products of these tokens t with the others' partners / temperature."""
+        n_own, n = len(self.pairs), len(others.pairs)
+        if (kernels := sparse_codes.kernels_for(self.values)) is not None:
+            found: torch.Tensor = kernels.similarities(self.for_kernels, others.for_kernels, 1 / temperature)
+            return found
+        current, values = self.rows[1], self.rows[1].values / temperature
+        sparse = csr(current.pair, current.latent, values, (n_own, self.n_latents))
+        return product(sparse, others.rows[0].dense(self.n_latents, n))
+
+    def pulled(self, side: int, others: _Partners, pull: _Pull, total: torch.Tensor) -> None:
+        """Add to the total (nnz,) the gradient by the codes of these tokens on a side, from the others' on the other.
+
+        Added, not assigned: a token may be in more than one pair.
+        """
+        if (kernels := sparse_codes.kernels_for(total)) is not None:
+            kernels.pulled(*pull, self.for_kernels, others.for_kernels, side, total)
+            return
+        own, theirs = self.rows[side], others.rows[1 - side]
+        if side:
+            found = sampled(own.pair, own.latent, pull.matrix, theirs.dense(self.n_latents, len(others.pairs)))
+        else:
+            codes = transposed(theirs.pair, theirs.latent, theirs.values, (len(others.pairs), self.n_latents))
+            found = product(codes, pull.matrix.T)[own.latent, own.pair]  # of (n_latents, N)
+        total.index_add_(0, own.entry, found)
 
 
 class _Rows(NamedTuple):
@@ -302,24 +356,6 @@ class _Rows(NamedTuple):
         found = torch.zeros(n_latents, n_pairs, dtype=self.values.dtype, device=self.values.device)
         found[self.latent, self.pair] = self.values
         return found
-
-    def by_latent(self, n_latents: int) -> tuple[torch.Tensor, ...]:
-        """(pair, values, where a latent's entries begin and end), sorted by latent."""
-        return sparse_codes.by_latent(self.latent, n_latents, self.pair, self.values)
-
-
-def _similarities(current: _Rows, previous: _Rows, shape: tuple[int, int, int], temperature: float) -> torch.Tensor:
-    """(N current, N previous) inner products / temperature; shape: N current, N previous, and latents."""
-    n_current, n_previous, n_latents = shape
-    values = current.values / temperature
-    if (kernels := sparse_codes.kernels_for(values)) is not None:
-        zeros = torch.zeros(n_current, n_previous, device=values.device)
-        others = previous.by_latent(n_latents)
-        found: torch.Tensor = kernels.similarities(current.pair, current.latent, values, *others, zeros)
-        return found
-    return product(
-        csr(current.pair, current.latent, values, (n_current, n_latents)), previous.dense(n_latents, n_previous)
-    )
 
 
 def _mask(logits: torch.Tensor, current: torch.Tensor | None, previous: torch.Tensor | None, diagonal: int) -> None:
@@ -408,9 +444,7 @@ class _InfoNCE(torch.autograd.Function):
     def forward(
         ctx: Any,
         values: torch.Tensor,
-        token: torch.Tensor,
-        latent: torch.Tensor,
-        n_tokens: int,
+        codes: Codes,
         n_latents: int,
         pairs: torch.Tensor,
         temperature: float,
@@ -418,19 +452,22 @@ class _InfoNCE(torch.autograd.Function):
         groups: torch.Tensor | None,
         processes: Processes,
     ) -> torch.Tensor:
-        own = _Partners(values, token, latent, n_tokens, pairs, groups)
+        ctx.of_unit = None
+        if cosine and (kernels := sparse_codes.kernels_for(values)) is not None:
+            ends = offsets(codes.token, codes.n_tokens)
+            values, norm = kernels.unit(values, codes.latent, ends, n_latents)
+            ctx.of_unit = (values, norm, ends)
+        of = (codes.token, codes.latent, codes.n_tokens, n_latents, pairs, groups)
+        own = _Partners(values, *of, *((codes.order, codes.ends) if len(codes.ends) else ()))
         every, first = own.gathered(processes)
-        n, n_own = len(every.pairs), len(pairs)
-        current, previous = _Rows.of(own, 1), _Rows.of(every, 0)
-        of_every, of_own = current, previous
-        rows = columns = _similarities(current, previous, (n_own, n, n_latents), temperature)
+        n = len(every.pairs)
+        rows = columns = own.similarities(every, temperature)
         positive = rows.diagonal(first).sum()
         # Codes are never negative, so every cosine lies between 0 and 1. Inner products may be of any size.
         shift = 1 / temperature if cosine and temperature >= _LEAST_TEMPERATURE else None
         by_row, by_column = _log_sums(rows, groups, every.groups, first, shift)  # of the own pairs
         if processes.size > 1:
-            of_every, of_own = _Rows.of(every, 1), _Rows.of(own, 0)
-            columns = _similarities(of_every, of_own, (n, n_own, n_latents), temperature)
+            columns = every.similarities(own, temperature)
             _, by_column = _log_sums(columns, every.groups, groups, -first, shift)
         loss = (by_row + by_column).sum() / n / 2 - positive / n
         if processes.size > 1:
@@ -439,24 +476,15 @@ class _InfoNCE(torch.autograd.Function):
             by_rows = _Pull.of(rows, shift, by_row, every_column, first, n * temperature)
         else:
             by_rows = by_columns = _Pull.of(rows, shift, by_row, by_column, 0, n * temperature)
-        ctx.save_for_backward(values)
-        ctx.sides, ctx.pulls, ctx.n_latents = (current, previous, of_every, of_own), (by_rows, by_columns), n_latents
+        ctx.partners, ctx.pulls = (own, every), (by_rows, by_columns)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, *tuple[None, ...]]:
-        (values,), (by_rows, by_columns) = ctx.saved_tensors, ctx.pulls
-        current, previous, of_every, of_own = ctx.sides
-        n_latents, total = ctx.n_latents, torch.zeros_like(values)
-        if (kernels := sparse_codes.kernels_for(values)) is not None:
-            by_current = kernels.pulled(current.pair, current.latent, *previous.by_latent(n_latents), *by_rows)
-            others = of_every.by_latent(n_latents)
-            by_partner = kernels.pulled(of_own.pair, of_own.latent, *others, *by_columns.across())
-        else:
-            rows, columns = by_rows.matrix, by_columns.matrix
-            by_current = sampled(current.pair, current.latent, rows, previous.dense(n_latents, rows.shape[1]))
-            codes = transposed(of_every.pair, of_every.latent, of_every.values, (len(columns), n_latents))
-            by_partner = product(codes, columns)[of_own.latent, of_own.pair]  # of (n_latents, N own)
-        # Added, not assigned: a token may be a partner more than once.
-        total.index_add_(0, current.entry, by_current).index_add_(0, of_own.entry, by_partner)
-        return gradients[0] * total, *[None] * 9
+        (own, every), (by_rows, by_columns) = ctx.partners, ctx.pulls
+        total = torch.zeros_like(own.values)
+        own.pulled(1, every, by_rows, total)
+        own.pulled(0, every, by_columns.across(), total)
+        if ctx.of_unit is not None:
+            total = sparse_codes.kernels_for(total).across_unit(total, *ctx.of_unit)
+        return gradients[0] * total, *[None] * 7

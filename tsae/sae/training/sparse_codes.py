@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from subprocess import SubprocessError
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tsae.base.beside import to_cpu
 from tsae.base.distributed import ALONE, Processes
 from tsae.base.memory import Reused
 from tsae.sae.config import Precision
@@ -34,6 +35,7 @@ with warnings.catch_warnings():
 
 _SAMPLE_STRIDES = (31, 3)  # Prime, so that a strided sample of tokens and latents follows neither windows nor groups.
 _MARGINS = (1.4, 2.2)
+_SPARE = 4096  # codes that a GPU has room for beyond twice those wanted
 _AT_ONCE = 1 << 22  # pre-activations computed at once on a CPU: what fits into its cache is not written to memory
 
 _COPIED = 512  # latents whose weights are transposed at once
@@ -54,21 +56,18 @@ class Codes(NamedTuple):
     latent: torch.Tensor
     """(nnz,) int64."""
     n_tokens: int
+    n_first: int
+    """How many of the codes are those of x, whose tokens are the first."""
+    order: torch.Tensor
+    """(nnz,) that sorts the codes by latent; empty where kernels do not run."""
+    ends: torch.Tensor
+    """(d_sae + 1,) where the codes of a latent then begin and end; empty where kernels do not run."""
 
     def columns(self, start: int, stop: int) -> Codes:
         """The codes of the latents start … stop − 1, renumbered from 0."""
         keep = ((self.latent >= start) & (self.latent < stop)).nonzero()[:, 0]
         values = self.values.index_select(0, keep)
-        return Codes(values, self.token[keep], self.latent[keep] - start, self.n_tokens)
-
-    def followed_by(self, other: Codes) -> Codes:
-        """These and the codes of further tokens, which are numbered after these."""
-        return Codes(
-            torch.cat([self.values, other.values]),
-            torch.cat([self.token, other.token + self.n_tokens]),
-            torch.cat([self.latent, other.latent]),
-            self.n_tokens + other.n_tokens,
-        )
+        return self._replace(values=values, token=self.token[keep], latent=self.latent[keep] - start)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, precision: Precision) -> torch.Tensor:
@@ -86,6 +85,7 @@ def encode_topk(
     k: int,
     precision: Precision = "float32",
     processes: Processes = ALONE,
+    others: torch.Tensor | None = None,
 ) -> Codes:
     """BatchTopK(ReLU((x − centre) W + b)) as sparse codes.
 
@@ -97,9 +97,41 @@ def encode_topk(
         k: codes kept per token, on average over the tokens of all processes.
         precision: of the products with x.
         processes: that hold the batch.
+        others: (m, d_model) further tokens, which have k codes a token of their own and are numbered after x.
     """
-    values, token, latent = _EncodeTopK.apply(x, weight, bias, centre, k * len(x), precision, processes)
-    return Codes(values, token, latent, len(x))
+    parts = [x] if others is None else [x, others]
+    of = (weight, bias, centre, k, precision, processes)
+    if kernels_for(x) is not None:
+        *found, n_first = _EncodeByKernels.apply(rounded(weight, precision), *of, *parts)
+        values, token, latent, order, ends = found
+        return Codes(values, token, latent, sum(map(len, parts)), n_first, order, ends)
+    found = [_EncodeTopK.apply(part, *of) for part in parts]
+    n_first, none = len(found[0][0]), x.new_empty(0, dtype=torch.long)
+    values, token, latent = found[0]
+    if others is not None:
+        values, token, latent = map(torch.cat, zip(*found, strict=True))
+        token[n_first:] += len(x)
+    return Codes(values, token, latent, sum(map(len, parts)), n_first, none, none)
+
+
+def rounded(weight: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """The weight in a precision. In bfloat16 its copy is kept with it, and made again once the weight has changed.
+
+    `tsae.sae.training.trainer.update` writes both where kernels run.
+    """
+    if precision == "float32":
+        return weight.detach()
+    kept = rounded_copy(weight)
+    if kept is None:
+        kept = weight.detach().bfloat16()
+        weight._rounded = (weight._version, kept)  # type: ignore[attr-defined]
+    return kept
+
+
+def rounded_copy(weight: torch.Tensor) -> torch.Tensor | None:
+    """What `rounded` keeps of the weight as it is now, if anything."""
+    version, kept = getattr(weight, "_rounded", (None, None))
+    return kept if version == weight._version else None
 
 
 def reconstruct(
@@ -118,7 +150,7 @@ def reconstruct(
 
     Args:
         x: (n, d_model); gets no gradient.
-        codes: of all latents.
+        codes: of all latents; those of x count.
         rows: (n_latents, d_model).
         bias: (d_model,).
         groups: (first latent, latent after the last) of each, one after another and together all.
@@ -136,11 +168,11 @@ def reconstruct(
     place = codes.token * len(groups) + torch.bucketize(codes.latent, starts, right=True)
     if kernels_for(x) is not None:
         found: tuple[torch.Tensor, ...] = _Reconstruct.apply(
-            codes.values, rows, bias, x, place, codes.latent, tuple(weights), n_values, precision, keep
+            codes.values, rows, bias, x, place, codes, rounded(rows, precision), tuple(weights), n_values, keep
         )
         return found[0], found[1].unbind(0), found[2]
-    residual, errors = x - bias, []
-    for of_group in _Decode.apply(codes.values, rows, place, codes.latent, (len(x), len(groups))):
+    residual, errors, own = x - bias, [], slice(0, codes.n_first)
+    for of_group in _Decode.apply(codes.values[own], rows, place[own], codes.latent[own], (len(x), len(groups))):
         residual = residual - of_group
         errors.append(residual.pow(2).sum() / n_values)
     total = torch.stack([weight * error for weight, error in zip(weights, errors, strict=True)]).sum()
@@ -226,7 +258,7 @@ def _above(values: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     if values.device.type == "cpu":  # numpy takes 40 % of torch's time
         return torch.from_numpy(np.flatnonzero(values.numpy() > bound.numpy()))
     if (kernels := kernels_for(values)) is not None:
-        found: torch.Tensor = kernels.above(values, bound.expand(values.shape[1]).contiguous())
+        found: torch.Tensor = kernels.above(values, bound.expand(values.shape[1]).contiguous())[0]
         return found
     return (values > bound).view(-1).nonzero()[:, 0]
 
@@ -243,12 +275,6 @@ def _order(column: torch.Tensor, n: int) -> torch.Tensor:
     if column.device.type == "cpu" and n <= 1 << 16:  # numpy sorts 16 bits by radix, ten times as fast
         return torch.from_numpy(column.numpy().astype(np.uint16).argsort(kind="stable"))
     return column.int().argsort(stable=True)  # half the bytes, half the time
-
-
-def by_latent(latent: torch.Tensor, n_latents: int, *of: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What entries hold, sorted by latent, and (n_latents + 1,) where the entries of a latent begin and end."""
-    order = _order(latent, n_latents)
-    return *(each[order] for each in of), offsets(latent[order], n_latents)
 
 
 class _Preactivations:
@@ -275,6 +301,7 @@ class _Preactivations:
             self._held = torch.empty(len(x), self.weight.shape[1], dtype=x.dtype, device=x.device)
         return torch.addmm(self.bias, x, self.weight, out=self._held[: len(x)])
 
+    @cached_property
     def sample(self) -> torch.Tensor:
         """Of some tokens, at some latents."""
         found = self.of(slice(None, None, max(1, min(_SAMPLE_STRIDES[0], len(self.x) // 64))))
@@ -282,13 +309,16 @@ class _Preactivations:
             found += self.bias
         return found.view(-1)[:: _SAMPLE_STRIDES[1]].contiguous()
 
+    def bound(self, n: int, margin: float) -> torch.Tensor:
+        """About margin · n entries lie above it; (), or ∞ where there are no tokens."""
+        share = n * len(self.sample) / max(1, len(self.x) * len(self.bias))
+        wanted = min(len(self.sample), int(margin * share) + 64)
+        return _nth_largest(self.sample, wanted) if wanted else self.bias.new_tensor(torch.inf)
+
     def above(self, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ascending flat indices, values) of the entries above a bound that is not negative."""
         indices, values = [], []
-        rounded, width = self.precision == "bfloat16", self.weight.shape[1]
-        # In bfloat16 the bias is not part of the product. It is added to what may be above the bound with it: rounded
-        # down, a latent's own bound leaves none out.
-        least = torch.nextafter(bound - self.bias, bound.new_tensor(-torch.inf)) if rounded else bound
+        rounded, width, least = self.precision == "bfloat16", self.weight.shape[1], self.least(bound)
         for part in self.parts:
             products = self.of(part)
             found = _above(products, least)
@@ -304,6 +334,15 @@ class _Preactivations:
             return torch.zeros(0, dtype=torch.long, device=self.x.device), self.x.new_zeros(0)
         return torch.cat(indices), torch.cat(values)
 
+    def least(self, bound: torch.Tensor) -> torch.Tensor:
+        """What is above the bound is above this in `of`: one number, or one a latent.
+
+        In bfloat16 the bias is not part of the product. Rounded down, a latent's own bound leaves none out.
+        """
+        if self.precision == "float32":
+            return bound
+        return torch.nextafter(bound - self.bias, _constant((-torch.inf,), bound.device))
+
 
 def _largest(pre: _Preactivations, n: int, processes: Processes) -> tuple[torch.Tensor, torch.Tensor]:
     """(ascending flat indices, values) of the n largest positive entries; fewer if there are fewer.
@@ -311,15 +350,10 @@ def _largest(pre: _Preactivations, n: int, processes: Processes) -> tuple[torch.
     Some tokens bound the n-th largest from below, so that only the entries above the bound are kept. Of several
     processes, the largest of all their entries are found, as many as their n add up to.
     """
-    sample, of_all = pre.sample(), sum(processes.counts(n))
-    share = n * len(sample) / max(1, len(pre.x) * len(pre.bias))
+    of_all = sum(processes.counts(n))
     for margin in (*_MARGINS, None):
-        wanted = len(sample) if margin is None else min(len(sample), int(margin * share) + 64)
-        bound = _nth_largest(sample, wanted) if wanted else sample.new_tensor(torch.inf)
-        if margin is None:
-            bound = torch.zeros_like(bound)
         # Above the lowest bound of all processes lie at least as many as each has above its own.
-        bound = processes.least(bound.clamp_min(0))
+        bound = processes.least(pre.bias.new_zeros(()) if margin is None else pre.bound(n, margin).clamp_min(0))
         found, values = pre.above(bound)
         n_found = sum(processes.counts(len(found)))
         if n_found >= of_all:
@@ -366,16 +400,15 @@ class _EncodeTopK(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor,
         centre: torch.Tensor,
-        wanted: int,
+        k: int,
         precision: Precision,
         processes: Processes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         d_sae = weight.shape[1]
-        index, values = _largest(_Preactivations(x, weight, bias, centre, precision), wanted, processes)
+        index, values = _largest(_Preactivations(x, weight, bias, centre, precision), k * len(x), processes)
         token = index // d_sae
         latent = index - token * d_sae
         ctx.save_for_backward(x, weight, centre, token, latent)
-        ctx.precision = precision
         ctx.mark_non_differentiable(token, latent)
         return values, token, latent
 
@@ -385,15 +418,84 @@ class _EncodeTopK(torch.autograd.Function):
         gradient, shape = gradients[0], (len(x), weight.shape[1])
         # Survivors are positive, so that ReLU passes their gradient; the others get none.
         by_bias = torch.zeros(shape[1], dtype=x.dtype, device=x.device).index_add_(0, latent, gradient)
-        if (kernels := kernels_for(x)) is not None:
-            source = (x - centre).to(getattr(torch, ctx.precision))
-            by_weight = kernels.by_latent(*by_latent(latent, shape[1], gradient, token), source, across=True)
-        else:
-            of_latents = product(transposed(token, latent, gradient, shape), x - centre)
-            by_weight = empty(x.shape[1], shape[1], x)
-            for low in range(0, shape[1], _COPIED):  # as autograd would, but in parts that the cache holds
-                by_weight[:, low : low + _COPIED] = of_latents[low : low + _COPIED].T
+        of_latents = product(transposed(token, latent, gradient, shape), x - centre)
+        by_weight = empty(x.shape[1], shape[1], x)
+        for low in range(0, shape[1], _COPIED):  # as autograd would, but in parts that the cache holds
+            by_weight[:, low : low + _COPIED] = of_latents[low : low + _COPIED].T
         return None, by_weight, by_bias, -(weight @ by_bias), None, None, None
+
+
+class _EncodeByKernels(torch.autograd.Function):
+    """`encode_topk` of several parts by kernels, with one gradient for all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        read: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        centre: torch.Tensor,
+        k: int,
+        precision: Precision,
+        processes: Processes,
+        *parts: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        d_sae = weight.shape[1]
+        every = [_Preactivations(part, read, bias, centre, precision) for part in parts]
+
+        def ordered(values: torch.Tensor, token: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            order = _order(latent, d_sae)
+            return values, token, latent, order, offsets(latent[order], d_sae)
+
+        sure, n_first = None, k * len(parts[0])
+        if processes.size == 1:
+            *found, sure = _as_many_as_wanted(every, k)
+            codes = ordered(*found)  # before the CPU waits
+        if sure is None or not sure():
+            index, values = zip(*(_largest(pre, k * len(pre.x), processes) for pre in every), strict=True)
+            n_first, firsts = len(index[0]), range(0, 2 * len(parts[0]), max(1, len(parts[0])))
+            token = torch.cat([each // d_sae + first for each, first in zip(index, firsts, strict=False)])
+            codes = ordered(torch.cat(values), token, torch.cat([each % d_sae for each in index]))
+        _, token, latent, order, ends = codes
+        source = torch.cat([pre.x for pre in every]) if len(every) > 1 else every[0].x
+        ctx.save_for_backward(source if precision == "bfloat16" else source - centre, weight, token, order, ends)
+        ctx.mark_non_differentiable(token, latent, order, ends)
+        return *codes, n_first
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        source, weight, token, order, ends = ctx.saved_tensors
+        kernels = kernels_for(source)
+        by_weight, by_bias = kernels.by_latent(gradients[0][order], token[order], ends, source, across=True)
+        return None, by_weight, by_bias, -(weight @ by_bias), *[None] * (len(ctx.needs_input_grad) - 4)
+
+
+def _as_many_as_wanted(every: Sequence[_Preactivations], k: int) -> tuple[Any, ...]:
+    """Values, tokens and latents as `_largest` finds them in every part, and a call that says whether they are.
+
+    The CPU does not wait. The call says no where a part has fewer positive entries than wanted, or where the bound of
+    its sample let too many or too few through.
+    """
+    kernels, n_all = kernels_for(every[0].x), k * sum(len(pre.x) for pre in every)
+    values, token, latent = every[0].bias.new_zeros(n_all), *(every[0].bias.new_zeros(2, n_all, dtype=torch.long))
+    sure, first = [], 0
+    for pre in every:
+        if not (n := k * len(pre.x)):
+            continue
+        own = slice(k * first, k * first + n)
+        bound = pre.bound(n, _MARGINS[0]).clamp_min(0)
+        products, rounded = pre.of(slice(0, len(pre.x))), pre.precision == "bfloat16"
+        most = min(products.numel(), 2 * n + _SPARE)
+        least = pre.least(bound).expand(products.shape[1]).contiguous()
+        found, large, n_found = kernels.above(products, least, pre.bias if rounded else None, most)
+        limit = large.topk(n, sorted=False).values.min()
+        kernels.largest(
+            large, found, limit.clamp_min(0), (values[own], token[own], latent[own]), products.shape[1], first
+        )
+        sure.append((n_found <= most) & (limit > bound))
+        first += len(pre.x)
+    seen = to_cpu(torch.cat(sure).all())
+    return values, token, latent, lambda: bool(seen())
 
 
 class _Decode(torch.autograd.Function):
@@ -431,20 +533,19 @@ class _Reconstruct(torch.autograd.Function):
         bias: torch.Tensor,
         x: torch.Tensor,
         place: torch.Tensor,
-        latent: torch.Tensor,
+        codes: Codes,
+        read: torch.Tensor,
         weights: tuple[float, ...],
         n_values: int,
-        precision: Precision,
         keep: bool,
     ) -> tuple[torch.Tensor, ...]:
         weight = _constant(weights, x.device) / n_values
         ends = offsets(place, len(x) * len(weights))
-        read = rows.to(getattr(torch, precision))
         errors, by_value, gradient, residual = kernels_for(x).reconstruct(
-            x, bias, read, values, latent, ends, weight, keep
+            x, bias, read, values, codes.latent, ends, weight, keep, codes.n_tokens
         )
-        ctx.save_for_backward(values, place, latent, by_value, gradient)
-        ctx.shape = (len(weights), len(rows))
+        ctx.save_for_backward(values, place, by_value, gradient, codes.order, codes.ends)
+        ctx.n_groups = len(weights)
         total = errors.sum(0)
         errors = total / n_values
         ctx.mark_non_differentiable(errors, residual)
@@ -452,8 +553,8 @@ class _Reconstruct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, place, latent, by_value, gradient = ctx.saved_tensors
-        (n_groups, n_latents), scale = ctx.shape, gradients[0]
-        by_row = kernels_for(values).by_latent(*by_latent(latent, n_latents, values * scale, place), gradient)
-        by_bias = gradient[::n_groups].sum(0, dtype=torch.float32) * scale  # the first group's holds all
+        values, place, by_value, gradient, order, ends = ctx.saved_tensors
+        scale = gradients[0]
+        by_row, _ = kernels_for(values).by_latent((values * scale)[order], place[order], ends, gradient)
+        by_bias = gradient[:: ctx.n_groups].sum(0, dtype=torch.float32) * scale  # the first group's holds all
         return by_value * scale, by_row, by_bias, *[None] * 7

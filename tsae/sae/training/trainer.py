@@ -26,7 +26,7 @@ from tsae.sae.config import InitialBias, SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training.finetuning import trainable
 from tsae.sae.training.loss import LossTerms, temporal_loss, variance
-from tsae.sae.training.sparse_codes import kernels_for
+from tsae.sae.training.sparse_codes import kernels_for, rounded_copy
 
 
 class Trainer:
@@ -120,8 +120,7 @@ class Trainer:
         assert self.config.dead_after_tokens is not None
         x = self.scaled(batch.x)
         dead = self.idle_tokens >= self.config.dead_after_tokens
-        arrays = (batch.pairs, batch.trajectory, batch.copies)
-        pairs, trajectory, copies = (torch.from_numpy(a).to(self.device) for a in arrays)
+        pairs, trajectory, copies = map(torch.from_numpy, (batch.pairs, batch.trajectory, batch.copies))
         others = None if batch.others is None else self.scaled(batch.others)
         precision, processes = self.training.precision, self.processes
         terms = temporal_loss(
@@ -215,7 +214,7 @@ def update(sae: TemporalSAE, optimizer: torch.optim.Adam, step: int) -> None:
     (group,) = optimizer.param_groups
     if (kernels := kernels_for(sae.W_dec)) is not None:
         state = optimizer.state
-        every = [(p, p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in group["params"]]
+        every = [(p, p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"], rounded_copy(p)) for p in group["params"]]
         unit = next(i for i, parameter in enumerate(group["params"]) if parameter is sae.W_dec)
         kernels.update(every, unit, group["lr"], step, group["betas"], group["eps"], 1.0)
         torch._foreach_add_([state[p]["step"] for p in group["params"]], 1)
