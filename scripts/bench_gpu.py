@@ -238,8 +238,13 @@ def variants(bench: Bench) -> None:
         if sparse_codes.kernels_for(torch.empty(0, device=bench.device)) is not None:
             from tsae.sae.training import kernels
 
-            for constant, number in (("_TILE", 1 << 13), ("_ENTRIES", 16), ("_ENTRIES", 64), ("_WIDTH", 64),
-                                            ("_WIDTH", 256), ("_LATENTS", 32), ("_COLUMNS", 8192)):  # fmt: skip
+            for constant, number in (
+                ("_TILE", 1 << 13),
+                ("_ENTRIES", 32),
+                ("_WIDTH", 128),
+                ("_LATENTS", 32),
+                ("_COLUMNS", 8192),
+            ):
                 changed[f"{constant[1:].lower()} {number}"] = (kernels, constant, number)
 
         def run(change: tuple[Any, str, Any], step: Callable[[], None] = step) -> None:
@@ -558,7 +563,7 @@ def large_run(bench: Bench) -> None:
             torch.cuda.reset_peak_memory_stats()
         config = tsae.RunConfig(
             folder / "run", to=folder / "out", base=str(folder / "base"), device=bench.device, attribute=False,
-            tokens=8_000 if tiny else 300_000, training_tokens=4_000 if tiny else 2_000_000,
+            tokens=8_000 if tiny else 150_000, training_tokens=4_000 if tiny else 1_000_000,
         )  # fmt: skip
         begin = time.perf_counter()
         diff = analyze_run(config, progress=False)

@@ -120,8 +120,8 @@ def test_products_of_two_sparse_factors(case: Case) -> None:
     """With a token that is in several pairs, and pairs that share both."""
     pairs = torch.tensor([[0, 1], [1, 2], [1, 4], [1, 4], [3, 5], [12, 0], [7, 7]], device=DEVICE)
     others = torch.tensor([[2, 2], [5, 3], [5, 1], [0, 12]], device=DEVICE)
-    make = (case.values, case.token, case.latent, sparse_codes.offsets(case.token, N), HIGH)
-    own, every = (kernels.Contrasted.of(*make, each, case.order, case.ends) for each in (pairs, others))
+    codes = (case.values, case.token, N, case.order, case.ends, HIGH)
+    own, every = (kernels.Contrasted.of(*codes, each) for each in (pairs, others))
     dense = case.dense[:, :HIGH]
     found = kernels.similarities(own, every, 0.5)
     torch.testing.assert_close(found, dense[pairs[:, 1]] @ dense[others[:, 0]].T / 2, rtol=1e-5, atol=1e-5)

@@ -366,97 +366,96 @@ def across_unit(gradient: torch.Tensor, found: torch.Tensor, norm: torch.Tensor,
 
 
 class Contrasted(NamedTuple):
-    """Sparse codes, and pairs of their tokens."""
+    """Sparse codes sorted by latent, and pairs of their tokens."""
 
     values: torch.Tensor
-    """(nnz,) 0 at latents that are not compared."""
-    latent: torch.Tensor
-    ends: torch.Tensor
-    """(n + 1,) of a token's entries."""
-    others: torch.Tensor
-    """(nnz,) values, sorted by latent."""
+    """(nnz,)"""
     tokens: torch.Tensor
-    """(nnz,) tokens, sorted by latent."""
-    ends_of_latents: torch.Tensor
+    entries: torch.Tensor
+    """(nnz,) their numbers, sorted by token."""
+    ends: torch.Tensor
+    """(more than n_latents,) of a latent's codes."""
     n_latents: int
     """That are compared: the first ones."""
-    sides: torch.Tensor
-    """(2, N) tokens of the pairs."""
     pairs: torch.Tensor
     """(2, N) numbers of the pairs, sorted by their token on a side."""
     ends_of_tokens: torch.Tensor
-    """(2, n + 1) where the pairs of a token begin and end in `pairs`."""
+    """(2, n + 1) of a token's pairs."""
 
     @classmethod
     def of(
         cls,
         values: torch.Tensor,
         token: torch.Tensor,
-        latent: torch.Tensor,
+        n_tokens: int,
+        order: torch.Tensor,
         ends: torch.Tensor,
         n_latents: int,
         pairs: torch.Tensor,
-        order: torch.Tensor,
-        ends_of_latents: torch.Tensor,
     ) -> Contrasted:
         """From codes sorted by token, the order that sorts them by latent, and pairs (N, 2)."""
-        sides = pairs.T.contiguous()
-        sorted_, numbers = sides.sort(dim=1, stable=True)
-        every = torch.arange(len(ends), device=ends.device).expand(2, -1).contiguous()
-        return cls(
-            values, latent, ends, values[order], token[order], ends_of_latents, n_latents,
-            sides, numbers, torch.searchsorted(sorted_, every),
-        )  # fmt: skip
+        tokens, numbers = pairs.T.sort(dim=1, stable=True)
+        every = torch.arange(n_tokens + 1, device=token.device).expand(2, -1).contiguous()
+        ends_of_tokens = torch.searchsorted(tokens.contiguous(), every)
+        return cls(values[order], token[order], order, ends, n_latents, numbers.contiguous(), ends_of_tokens)
 
 
 @triton.jit
 def _similarities(
-    side, ends, latent, values, n_latents, others, tokens, by_latent, pairs, of_tokens, out, n_columns, scale,
-    SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    mine, my_tokens, my_ends, my_pairs, my_pairs_of, others, tokens, ends, pairs, pairs_of, out, n_columns, scale,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0).to(tl.int64)
-    token = tl.load(side + pair)
-    begin, end = tl.load(ends + token), tl.load(ends + token + 1)
-    for entry in range(begin + tl.program_id(1), end, SPLIT):
-        which, value = tl.load(latent + entry), tl.load(values + entry) * scale
-        compared = which < n_latents
-        low, high = tl.load(by_latent + which, compared, 0), tl.load(by_latent + which + 1, compared, 0)
-        for start in range(low, high, AT_ONCE):
-            other = start + tl.arange(0, AT_ONCE)
-            theirs = tl.load(tokens + other, other < high, 0)
-            product = value * tl.load(others + other, other < high, 0.0)
-            first, last = tl.load(of_tokens + theirs, other < high, 0), tl.load(of_tokens + theirs + 1, other < high, 0)
-            for number in range(tl.max(last - first, 0)):
-                there = first + number < last
-                column = tl.load(pairs + first + number, there, 0)
-                tl.atomic_add(out + pair * n_columns + column, product, there, sem="relaxed")
+    latent = tl.program_id(0)
+    begin, end = tl.load(my_ends + latent), tl.load(my_ends + latent + 1)
+    low, high = tl.load(ends + latent), tl.load(ends + latent + 1)
+    across = tl.cdiv(high - low, COLUMNS)
+    for tile in range(tl.program_id(1), tl.cdiv(end - begin, ROWS) * across, SPLIT):
+        entry = begin + tile // across * ROWS + tl.arange(0, ROWS)
+        other = low + tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        value = tl.load(mine + entry, entry < end, 0.0) * scale
+        product = value[:, None] * tl.load(others + other, other < high, 0.0)[None, :]
+        token, theirs = tl.load(my_tokens + entry, entry < end, 0), tl.load(tokens + other, other < high, 0)
+        first, last = tl.load(my_pairs_of + token, entry < end, 0), tl.load(my_pairs_of + token + 1, entry < end, 0)
+        start, stop = tl.load(pairs_of + theirs, other < high, 0), tl.load(pairs_of + theirs + 1, other < high, 0)
+        for i in range(tl.max(last - first, 0)):  # of the pairs that a token is in, mostly one
+            row = tl.load(my_pairs + first + i, first + i < last, 0)
+            for j in range(tl.max(stop - start, 0)):
+                column = tl.load(pairs + start + j, start + j < stop, 0)
+                there = (first + i < last)[:, None] & (start + j < stop)[None, :]
+                tl.atomic_add(out + row[:, None] * n_columns + column[None, :], product, there, sem="relaxed")
 
 
 @triton.jit
 def _pulled(
-    side, ends, latent, n_latents, others, tokens, by_latent, pairs, of_tokens,
-    matrix, by_row, by_column, of_row, of_column, diagonal, less, out, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    my_tokens, my_entries, my_ends, my_pairs, my_pairs_of, others, tokens, ends, pairs, pairs_of,
+    matrix, by_row, by_column, of_row, of_column, diagonal, less, out,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0).to(tl.int64)
-    token, share = tl.load(side + pair), tl.load(of_row + pair)
-    begin, end = tl.load(ends + token), tl.load(ends + token + 1)
-    for entry in range(begin + tl.program_id(1), end, SPLIT):
-        which = tl.load(latent + entry)
-        compared = which < n_latents
-        low, high = tl.load(by_latent + which, compared, 0), tl.load(by_latent + which + 1, compared, 0)
-        total = tl.zeros([AT_ONCE], tl.float32)
-        for start in range(low, high, AT_ONCE):
-            other = start + tl.arange(0, AT_ONCE)
-            theirs = tl.load(tokens + other, other < high, 0)
-            value = tl.load(others + other, other < high, 0.0)
-            first, last = tl.load(of_tokens + theirs, other < high, 0), tl.load(of_tokens + theirs + 1, other < high, 0)
-            for number in range(tl.max(last - first, 0)):
-                there = first + number < last
-                column = tl.load(pairs + first + number, there, 0)
-                weight = tl.load(matrix + pair * by_row + column * by_column, there, 0.0)
-                weight *= share + tl.load(of_column + column, there, 0.0)
-                total += tl.where(there, value * tl.where(column == pair + diagonal, weight - less, weight), 0.0)
-        tl.atomic_add(out + entry, tl.sum(total, 0), compared, sem="relaxed")
+    latent = tl.program_id(0)
+    begin, end = tl.load(my_ends + latent), tl.load(my_ends + latent + 1)
+    low, high = tl.load(ends + latent), tl.load(ends + latent + 1)
+    for tile in range(begin + tl.program_id(1) * ROWS, end, SPLIT * ROWS):
+        entry = tile + tl.arange(0, ROWS)
+        token = tl.load(my_tokens + entry, entry < end, 0)
+        first, last = tl.load(my_pairs_of + token, entry < end, 0), tl.load(my_pairs_of + token + 1, entry < end, 0)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for i in range(tl.max(last - first, 0)):
+            row = tl.load(my_pairs + first + i, first + i < last, 0)
+            share = tl.load(of_row + row, first + i < last, 0.0)
+            for block in range(low, high, COLUMNS):
+                other = block + tl.arange(0, COLUMNS)
+                value, theirs = tl.load(others + other, other < high, 0.0), tl.load(tokens + other, other < high, 0)
+                start = tl.load(pairs_of + theirs, other < high, 0)
+                stop = tl.load(pairs_of + theirs + 1, other < high, 0)
+                for j in range(tl.max(stop - start, 0)):
+                    column = tl.load(pairs + start + j, start + j < stop, 0)
+                    there = (first + i < last)[:, None] & (start + j < stop)[None, :]
+                    weight = tl.load(matrix + row[:, None] * by_row + column[None, :] * by_column, there, 0.0)
+                    weight *= share[:, None] + tl.load(of_column + column, start + j < stop, 0.0)[None, :]
+                    weight = tl.where(column[None, :] == row[:, None] + diagonal, weight - less, weight)
+                    total += tl.where(there, value[None, :] * weight, 0.0)
+        number = tl.load(my_entries + entry, entry < end, 0)
+        tl.store(out + number, tl.load(out + number, entry < end, 0.0) + tl.sum(total, 1), entry < end)
 
 
 @triton.jit
@@ -480,18 +479,18 @@ def _exponentials(
     tl.atomic_add(by_column + column, tl.sum(value, 0), column < n_columns, sem="relaxed")
 
 
-_SPLIT, _OTHERS = 4, 32  # programs for the codes of a pair, and codes of one latent that one compares at once
+_COMPARED: dict[str, int] = {"SPLIT": 8, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+"""Programs a latent, and codes of it on the two sides that one compares at once."""
 
 
 @_on_its_device
 def similarities(own: Contrasted, every: Contrasted, scale: float) -> torch.Tensor:
-    """(n own pairs, n of every) inner products of own tokens on side 1 and every token on side 0, times the scale."""
-    n, m = own.sides.shape[1], every.sides.shape[1]
-    out = own.values.new_zeros(n, m)
-    _similarities[(n, _SPLIT)](
-        own.sides[1], own.ends, own.latent, own.values, own.n_latents,
-        every.others, every.tokens, every.ends_of_latents, every.pairs[0], every.ends_of_tokens[0], out, m, scale,
-        SPLIT=_SPLIT, AT_ONCE=_OTHERS, num_warps=1,
+    """(N, N of every) inner products of own tokens on side 1 and every token on side 0, times the scale."""
+    out = own.values.new_zeros(own.pairs.shape[1], every.pairs.shape[1])
+    _similarities[(own.n_latents, _COMPARED["SPLIT"])](
+        own.values, own.tokens, own.ends, own.pairs[1], own.ends_of_tokens[1],
+        every.values, every.tokens, every.ends, every.pairs[0], every.ends_of_tokens[0],
+        out, out.shape[1], scale, **_COMPARED,
     )  # fmt: skip
     return out
 
@@ -544,10 +543,10 @@ def pulled(
         side: of own.
         total: (nnz of own,).
     """
-    _pulled[(own.sides.shape[1], _SPLIT)](
-        own.sides[side], own.ends, own.latent, own.n_latents, every.others, every.tokens, every.ends_of_latents,
-        every.pairs[1 - side], every.ends_of_tokens[1 - side], matrix, *matrix.stride(), of_row, of_column, diagonal,
-        less, total, SPLIT=_SPLIT, AT_ONCE=_OTHERS, num_warps=1,
+    _pulled[(own.n_latents, _COMPARED["SPLIT"])](
+        own.tokens, own.entries, own.ends, own.pairs[side], own.ends_of_tokens[side],
+        every.values, every.tokens, every.ends, every.pairs[1 - side], every.ends_of_tokens[1 - side],
+        matrix, *matrix.stride(), of_row, of_column, diagonal, less, total, **_COMPARED,
     )  # fmt: skip
 
 

@@ -300,13 +300,12 @@ class _Partners:
     @cached_property
     def for_kernels(self) -> Any:
         """A `tsae.sae.training.kernels.Contrasted`."""
-        latents = (self.order, self.ends)
-        if self.order is None:
+        order, ends = self.order, self.ends
+        if order is None or ends is None:
             order = self.latent.argsort(stable=True)
-            latents = (order, offsets(self.latent[order], self.n_latents))
-        of_tokens = offsets(self.token, self.n_tokens)
+            ends = offsets(self.latent[order], self.n_latents)
         make = sparse_codes.kernels_for(self.values).Contrasted.of
-        return make(self.values, self.token, self.latent, of_tokens, self.n_latents, self.pairs, *latents)
+        return make(self.values, self.token, self.n_tokens, order, ends, self.n_latents, self.pairs)
 
     def similarities(self, others: _Partners, temperature: float) -> torch.Tensor:
         """(N, N of others) inner products of these tokens t with the others' partners / temperature."""

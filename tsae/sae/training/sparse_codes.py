@@ -35,7 +35,7 @@ with warnings.catch_warnings():
 
 _SAMPLE_STRIDES = (31, 3)  # Prime, so that a strided sample of tokens and latents follows neither windows nor groups.
 _MARGINS = (1.4, 2.2)
-_SPARE = 4096  # codes that a GPU has room for beyond twice those wanted
+_ROOM = 3  # times the codes that are wanted, which a GPU has room for; a sample's bound lets twice as many through
 _AT_ONCE = 1 << 22  # pre-activations computed at once on a CPU: what fits into its cache is not written to memory
 
 _COPIED = 512  # latents whose weights are transposed at once
@@ -485,7 +485,7 @@ def _as_many_as_wanted(every: Sequence[_Preactivations], k: int) -> tuple[Any, .
         own = slice(k * first, k * first + n)
         bound = pre.bound(n, _MARGINS[0]).clamp_min(0)
         products, rounded = pre.of(slice(0, len(pre.x))), pre.precision == "bfloat16"
-        most = min(products.numel(), 2 * n + _SPARE)
+        most = min(products.numel(), _ROOM * n)
         least = pre.least(bound).expand(products.shape[1]).contiguous()
         found, large, n_found = kernels.above(products, least, pre.bias if rounded else None, most)
         limit = large.topk(n, sorted=False).values.min()
