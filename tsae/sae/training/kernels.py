@@ -410,19 +410,18 @@ def _similarities(
     low, high = tl.load(ends + latent), tl.load(ends + latent + 1)
     across = tl.cdiv(high - low, COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(end - begin, ROWS) * across, SPLIT):
-        entry = begin + tile // across * ROWS + tl.arange(0, ROWS)
-        other = low + tile % across * COLUMNS + tl.arange(0, COLUMNS)
-        value = tl.load(mine + entry, entry < end, 0.0) * scale
-        product = value[:, None] * tl.load(others + other, other < high, 0.0)[None, :]
+        entry = begin + tile // across * ROWS + tl.arange(0, ROWS)[:, None]
+        other = low + tile % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        product = tl.load(mine + entry, entry < end, 0.0) * scale * tl.load(others + other, other < high, 0.0)
         token, theirs = tl.load(my_tokens + entry, entry < end, 0), tl.load(tokens + other, other < high, 0)
         first, last = tl.load(my_pairs_of + token, entry < end, 0), tl.load(my_pairs_of + token + 1, entry < end, 0)
         start, stop = tl.load(pairs_of + theirs, other < high, 0), tl.load(pairs_of + theirs + 1, other < high, 0)
-        for i in range(tl.max(last - first, 0)):  # of the pairs that a token is in, mostly one
+        for i in range(tl.max(last - first)):  # of the pairs that a token is in, mostly one
             row = tl.load(my_pairs + first + i, first + i < last, 0)
-            for j in range(tl.max(stop - start, 0)):
+            for j in range(tl.max(stop - start)):
                 column = tl.load(pairs + start + j, start + j < stop, 0)
-                there = (first + i < last)[:, None] & (start + j < stop)[None, :]
-                tl.atomic_add(out + row[:, None] * n_columns + column[None, :], product, there, sem="relaxed")
+                there = (first + i < last) & (start + j < stop)
+                tl.atomic_add(out + row * n_columns + column, product, there, sem="relaxed")
 
 
 @triton.jit
@@ -435,27 +434,28 @@ def _pulled(
     begin, end = tl.load(my_ends + latent), tl.load(my_ends + latent + 1)
     low, high = tl.load(ends + latent), tl.load(ends + latent + 1)
     for tile in range(begin + tl.program_id(1) * ROWS, end, SPLIT * ROWS):
-        entry = tile + tl.arange(0, ROWS)
+        entry = tile + tl.arange(0, ROWS)[:, None]
         token = tl.load(my_tokens + entry, entry < end, 0)
         first, last = tl.load(my_pairs_of + token, entry < end, 0), tl.load(my_pairs_of + token + 1, entry < end, 0)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for i in range(tl.max(last - first, 0)):
+        for i in range(tl.max(last - first)):
             row = tl.load(my_pairs + first + i, first + i < last, 0)
             share = tl.load(of_row + row, first + i < last, 0.0)
             for block in range(low, high, COLUMNS):
-                other = block + tl.arange(0, COLUMNS)
+                other = block + tl.arange(0, COLUMNS)[None, :]
                 value, theirs = tl.load(others + other, other < high, 0.0), tl.load(tokens + other, other < high, 0)
                 start = tl.load(pairs_of + theirs, other < high, 0)
                 stop = tl.load(pairs_of + theirs + 1, other < high, 0)
-                for j in range(tl.max(stop - start, 0)):
+                for j in range(tl.max(stop - start)):
                     column = tl.load(pairs + start + j, start + j < stop, 0)
-                    there = (first + i < last)[:, None] & (start + j < stop)[None, :]
-                    weight = tl.load(matrix + row[:, None] * by_row + column[None, :] * by_column, there, 0.0)
-                    weight *= share[:, None] + tl.load(of_column + column, start + j < stop, 0.0)[None, :]
-                    weight = tl.where(column[None, :] == row[:, None] + diagonal, weight - less, weight)
-                    total += tl.where(there, value[None, :] * weight, 0.0)
+                    there = (first + i < last) & (start + j < stop)
+                    weight = tl.load(matrix + row * by_row + column * by_column, there, 0.0)
+                    weight *= share + tl.load(of_column + column, start + j < stop, 0.0)
+                    weight = tl.where(column == row + diagonal, weight - less, weight)
+                    total += tl.where(there, value * weight, 0.0)
         number = tl.load(my_entries + entry, entry < end, 0)
-        tl.store(out + number, tl.load(out + number, entry < end, 0.0) + tl.sum(total, 1), entry < end)
+        found = tl.load(out + number, entry < end, 0.0) + tl.sum(total, 1, keep_dims=True)
+        tl.store(out + number, found, entry < end)
 
 
 @triton.jit
