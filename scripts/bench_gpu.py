@@ -1,9 +1,8 @@
 """Training step, capture and encoding at the sizes that GPUs are for, each against its floor.
 
-- train: one T-SAE step (`scripts/bench_train.py`) against one dense encode and one fused Adam step.
+- train: one step of our trainer (`scripts/bench_peers.py`) against one dense encode and one fused Adam step.
 - profile: where the time of that step goes, by torch's profiler.
 - peers: one step of our trainer against those of other packages (`scripts/bench_peers.py`).
-- variants: the step with single decisions of `tsae.sae.training.sparse_codes` taken otherwise.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
 - causal: generating with a feature ablated, or steered, against generating.
@@ -33,7 +32,6 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import bench_peers
 import bench_train
@@ -63,11 +61,8 @@ from tsae.features.encoded_shards import encode_shard
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
-from tsae.sae.training import sparse_codes
 
-Part = Literal[
-    "train", "profile", "peers", "variants", "capture", "encode", "causal", "replay", "end_to_end", "large_run"
-]
+Part = Literal["train", "profile", "peers", "capture", "encode", "causal", "replay", "end_to_end", "large_run"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -76,7 +71,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "peers", "variants", "capture", "encode")
+    parts: tuple[Part, ...] = ("train", "profile", "peers", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -130,14 +125,14 @@ def step_sizes(bench: Bench) -> Iterator[tuple[bench_train.Bench, Row]]:
 
 def train(bench: Bench) -> None:
     for size, begin in step_sizes(bench):
-        ours = bench_train.stepper(size, "ours")
+        x, pairs = bench_train.make_batch(size)
+        ours = bench_peers.ours(size, x, pairs)
         ours()
         peak = _peak_gb(ours, bench.device)  # before the floor's weights are there
         seconds = bench.timed({"ours": ours, "floor": bench_train.stepper(size, "floor")})
-        n_tokens = len(bench_train.make_batch(size)[0])
         bench.keep("train", {
             **begin, "ms": seconds["ours"] * 1e3, "floor_ms": seconds["floor"] * 1e3,
-            "share_of_floor": seconds["floor"] / seconds["ours"], "tokens_per_s": n_tokens / seconds["ours"],
+            "share_of_floor": seconds["floor"] / seconds["ours"], "tokens_per_s": len(x) / seconds["ours"],
             "peak_gb": peak,
         })  # fmt: skip
 
@@ -168,7 +163,7 @@ def profile(bench: Bench) -> None:
     kind = "device" if on_gpu else "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
     for size, begin in step_sizes(bench):
-        step = bench_train.stepper(size, "ours")
+        step = bench_peers.ours(size, *bench_train.make_batch(size))
         for _ in range(2):
             step()
         with torch.profiler.profile(activities=activities) as seen:
@@ -225,35 +220,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def variants(bench: Bench) -> None:
-    """Without kernels, and with tiles of other sizes. On a CPU there are none."""
-    for size, begin in step_sizes(bench):
-        step = bench_train.stepper(size, "ours")
-        changed: dict[str, tuple[Any, str, Any]] = {
-            "as it is": (sparse_codes, "_WITH_KERNELS", sparse_codes._WITH_KERNELS),
-            "torch's sparse products": (sparse_codes, "_WITH_KERNELS", ()),
-        }
-        if sparse_codes.kernels_for(torch.empty(0, device=bench.device)) is not None:
-            from tsae.sae.training import kernels
-
-            for constant, number in (
-                ("_TILE", 1 << 13),
-                ("_ENTRIES", 32),
-                ("_WIDTH", 128),
-                ("_LATENTS", 32),
-                ("_COLUMNS", 8192),
-            ):
-                changed[f"{constant[1:].lower()} {number}"] = (kernels, constant, number)
-
-        def run(change: tuple[Any, str, Any], step: Callable[[], None] = step) -> None:
-            with mock.patch.object(*change):
-                step()
-
-        seconds = bench.timed({name: partial(run, change) for name, change in changed.items()})
-        for name, value in seconds.items():
-            bench.keep("variants", {**begin, "variant": name, "ms": value * 1e3})
 
 
 def llama(bench: Bench, d_model: int, n_blocks: int) -> Any:
@@ -578,12 +544,11 @@ def large_run(bench: Bench) -> None:
 
 
 _SAYS = {
-    "train": "A training step. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
+    "train": "A step of our trainer. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
     "its parts, and the longest kernels, which are in the parts.",
     "peers": "A step of another package by its own code, in bfloat16 on a GPU, against a whole step of our trainer, "
     "taken in turn with it on the same tokens. Ours alone has a contrastive term. What could not run says why.",
-    "variants": "A training step with one decision taken otherwise.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
     "causal": "Generation with eight features edited at every token, against generation alone, of the same model.",

@@ -63,20 +63,19 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     half = ("--precisions", "bfloat16")
     # -v: of a run that is cut off, too, the log says which tests passed
     tests: tuple[str, ...] = ("-m", "pytest", "-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider")
-    tests += ("tests/app/test_gpu.py", "tests/sae/test_kernels.py")
+    tests += ("tests/sae/test_kernels.py", "tests/app/test_gpu.py")
     return [
-        Part("Tests", 60, tests),
-        bench("Training step in bfloat16", 60, "train", *half, *every),
+        Part("Tests", 70, tests),
+        bench("Training step in bfloat16", 55, "train", *half, *every),
         bench("Profile of a training step", 35, "profile", *half, *sizes),
-        bench("Training step in float32", 25, "train", "--precisions", "float32", *large),
         bench("Training steps of other packages", 60, "peers", "--rounds", "5", *half, *large_first),
+        bench("A run of 1.5 B", 100, "large_run"),
         bench("Capture", 50, "capture", "--rounds", "2", *large),
         bench("Encoding", 25, "encode", "--rounds", "2", *large),
-        bench("Causal generation", 15, "causal", "--rounds", "2", *(sizes[:2])),
+        bench("Causal generation", 15, "causal", "--rounds", "3", *(sizes[:2])),
         bench("Replay", 15, "replay", "--rounds", "3"),
-        bench("End to end", 50, "end_to_end"),
-        bench("A run of 1.5 B", 75, "large_run"),
-        bench("Variants of a training step", 10, "variants", *half, *large),
+        bench("Training step in float32", 20, "train", "--precisions", "float32", *large),
+        bench("End to end", 35, "end_to_end"),
     ]
 
 

@@ -54,7 +54,7 @@ def test_it_runs_on_a_bare_machine_and_a_bench_that_fails_costs_no_other(tmp_pat
         ("Causal generation", "causal", "tokens_per_s"),
         ("Replay", "replay", "ms"),
         ("End to end", "end_to_end", "s"),
-        ("Variants of a training step", "variants", "ms"),
+        ("A run of 1.5 B", "large_run", "s"),
     ):
         shown = [row for row in rows if row["part"] == part and f"| {row[figure]:,.1f} |" in sections[title]]
         assert shown, title

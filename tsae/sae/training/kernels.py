@@ -408,8 +408,9 @@ def _similarities(
     latent = tl.program_id(0)
     begin, end = tl.load(my_ends + latent), tl.load(my_ends + latent + 1)
     low, high = tl.load(ends + latent), tl.load(ends + latent + 1)
-    across = tl.cdiv(high - low, COLUMNS)
-    for tile in range(tl.program_id(1), tl.cdiv(end - begin, ROWS) * across, SPLIT):
+    across, down = tl.cdiv(high - low, COLUMNS), tl.cdiv(end - begin, ROWS)
+    # Codes of a latent are sorted by token: programs of one time write to neighbouring rows, which the cache holds.
+    for tile in range(down * tl.program_id(1) // SPLIT * across, down * (tl.program_id(1) + 1) // SPLIT * across):
         entry = begin + tile // across * ROWS + tl.arange(0, ROWS)[:, None]
         other = low + tile % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         product = tl.load(mine + entry, entry < end, 0.0) * scale * tl.load(others + other, other < high, 0.0)
@@ -433,8 +434,9 @@ def _pulled(
     latent = tl.program_id(0)
     begin, end = tl.load(my_ends + latent), tl.load(my_ends + latent + 1)
     low, high = tl.load(ends + latent), tl.load(ends + latent + 1)
-    for tile in range(begin + tl.program_id(1) * ROWS, end, SPLIT * ROWS):
-        entry = tile + tl.arange(0, ROWS)[:, None]
+    down = tl.cdiv(end - begin, ROWS)
+    for tile in range(down * tl.program_id(1) // SPLIT, down * (tl.program_id(1) + 1) // SPLIT):
+        entry = begin + tile * ROWS + tl.arange(0, ROWS)[:, None]
         token = tl.load(my_tokens + entry, entry < end, 0)
         first, last = tl.load(my_pairs_of + token, entry < end, 0), tl.load(my_pairs_of + token + 1, entry < end, 0)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -479,7 +481,7 @@ def _exponentials(
     tl.atomic_add(by_column + column, tl.sum(value, 0), column < n_columns, sem="relaxed")
 
 
-_COMPARED: dict[str, int] = {"SPLIT": 8, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+_COMPARED: dict[str, int] = {"SPLIT": 16, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 """Programs a latent, and codes of it on the two sides that one compares at once."""
 
 
