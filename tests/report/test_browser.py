@@ -5,24 +5,18 @@ Skipped where there is no Chromium: Debian's package `chromium`, or any on PATH.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-import scipy.sparse as sp
 from run_notebooks import CHROMIUM
 
 import tsae
-from support.results import MARKUP, describe, make, make_attribution, reader
+from support.results import MARKUP, crossed, describe, every_table, make, make_attribution, table_of
 from tsae.diff.baselines import WAYS
-from tsae.features.feature_table import FeatureTable
 from tsae.report.page import write_report
-from tsae.rollouts.table import Rollouts
 
 pytestmark = [
     pytest.mark.slow(ci=True),
@@ -89,19 +83,11 @@ def hostile() -> tsae.FeatureDiff:
         for problem in range(4)
         for outcome in ("success", "failure")
     ]  # fmt: skip
-    ids = np.array([0, *range(1, n), *[1, 2, 3, 4] * 60], dtype=np.int32)
-    codes = np.zeros((len(records) * len(ids), 6), dtype=np.float32)
+    n_tokens = n + 240
+    codes = np.zeros((len(records) * n_tokens, 6))
     for row in range(len(records)):
-        codes[row * len(ids) + 2 : row * len(ids) + n, :] = np.linspace(1, 5 - row / 2, n - 2)[:, None]
-    source = FeatureTable(
-        codes=sp.csr_array(codes),
-        token_ids=np.tile(ids, len(records)),
-        row_offsets=np.arange(len(records) + 1) * len(ids),
-        reader=np.zeros(len(records), dtype=np.int32),
-        trajectory=np.arange(len(records)),
-        rollouts=Rollouts.from_records(records),
-        info={"sae": {"d_high": 2}, "readers": [reader("base", None)], "special_ids": [0]},
-    )
+        codes[row * n_tokens + 2 : row * n_tokens + n, :] = np.linspace(1, 5 - row / 2, n - 2)[:, None]
+    source = table_of(records, codes, d_high=2, special=(0,))
     run = {"up-run": f"up-run{MARKUP}"}
     made = make()
     diff = replace(
@@ -132,55 +118,19 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def crossed(**columns: Iterable[Any]) -> pd.DataFrame:
-    """A row for every combination of the columns' values."""
-    return pd.DataFrame(product(*columns.values()), columns=list(columns))
-
-
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with every section, from tables made by hand."""
-    made = make()
-    runs, bands = ["up-run", "down-run"], ["all", "easy", "hard"]
-    known = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01, "delta": 0.5, "delta_low": -0.3, "delta_high": 0.9}
-    families = crossed(checkpoint=runs, band=bands, family=["computing", "answering"]).assign(
-        n_features=3, n_problems=30, difference=0.1, note="", **known
-    )
-    predicted = crossed(checkpoint=runs, part=["policy", "total"], predicted_on=bands)
-    predicted = predicted.assign(
-        run=predicted.checkpoint, step=10, gradient="natural", realised_on="all",
-        matched=predicted.predicted_on == "easy", n_features=6, n_problems=30, rho=0.4, low=0.1, high=0.6, p=0.02,
-        ceiling=0.9, rho_halves=0.3, note="",
-    )  # fmt: skip
-    reinforced = crossed(feature=range(6)).assign(
-        gradient="natural", by="all", part="all", n_problems=30, reinforcement=0.1, **known
-    )
-    steps = crossed(run=runs, step=(0, 5, 10), feature=range(6))
-    shift = steps.step / 10
-    steps = steps.assign(
-        mean=1 + shift, shift=shift, low=shift - 0.1, high=shift + 0.1, delta=shift, p=0.01, q=0.01,
-        kind=np.where(steps.feature, "growing", "flat"), onset=5.0, onset_low=5.0, onset_high=10.0, part="total",
-    )  # fmt: skip
-    lived = crossed(run=runs, step=(0, 5, 10), band=bands).assign(
-        behaviour="accuracy", mean=0.5, low=0.4, high=0.6, n_problems=30
-    )
-    plain = crossed(checkpoint=runs, way=WAYS).assign(
+    made = every_table(make(), ["up-run", "down-run"])
+    plain = crossed(checkpoint=made.checkpoints, way=WAYS).assign(
         kind="shift", auroc=0.7, low=0.6, high=0.8, n_problems=30, note=""
     )
-    changed = {"behaviour": "accuracy", "mean": 0.5, "change": -0.3, "change_low": -0.4, "change_high": -0.2}
-    changes = [{"condition": c, **changed, "n_paired": 30} for c in ("features", "random", "same_norm", "wrong_sign")]
-    test = {
-        "checkpoint": "up-run", "features": [0, 2], "mode": "ablate", "amount": 1.0, "tokens": "predicting",
-        "n_problems": 30, "summaries": {"accuracy": "Ablating 2 features lowers accuracy."}, "changes": changes,
-    }  # fmt: skip
-    source = hostile().source
     diff = replace(
-        made, families=families, predicted=predicted, reinforcement=reinforced, dynamics=steps,
-        behaviour_dynamics=lived, baselines=plain, source=source,
+        made, baselines=plain, source=hostile().source,
         features=made.features.assign(
             family=["computing", "answering", "none"] * 2, family_share=0.5, stability=[0.9, 0.5, 0.8, 0.9, 0.7, 0.6]
         ),
-        info={**made.info, "causally_tested": [test], "token_strings": {str(i): f" w{i}" for i in range(len(WORDS))}},
+        info={**made.info, "token_strings": {str(i): f" w{i}" for i in range(len(WORDS))}},
     )  # fmt: skip
     to = tmp_path_factory.mktemp("tested") / "report.html"
     return write_report(diff, to, attribution=make_attribution())

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from run_notebooks import CHROMIUM
 
-import tsae
-from support.results import make, make_attribution
+from support.results import every_table, make, make_attribution
 from tsae.report.page import write_report
 
 pytestmark = [
@@ -46,59 +43,10 @@ DONE = """() => [...document.querySelectorAll(".plot:has(.main-svg)")]
   .every((place) => Number(place.dataset.fitted) === place.clientWidth)"""
 
 
-def changed(diff: tsae.FeatureDiff, names: list[str]) -> tsae.FeatureDiff:
-    """The hand-made diff with other runs, which repeat its two, and with every table that has a figure."""
-    made = diff.checkpoints
-
-    def named(table: pd.DataFrame, column: str) -> pd.DataFrame:
-        others = [table[table[column] == made[i % 2]].assign(**{column: name}) for i, name in enumerate(names)]
-        return pd.concat([table[~table[column].isin(made)], *others], ignore_index=True)
-
-    def every(**keys: list[Any]) -> pd.DataFrame:
-        return pd.DataFrame(list(product(*keys.values())), columns=list(keys))
-
-    bands = ["all", "easy", "hard"]
-    readers = {reader["id"]: reader for reader in diff.info["readers"]}
-    runs = [readers[made[i % 2]] | {"id": name, "run": name, "trained_on": "medium"} for i, name in enumerate(names)]
-    interval = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01, "n_problems": 30}
-    delta = {"delta": 0.5, "delta_low": -1.0, "delta_high": 1.0}
-    families = every(checkpoint=names, band=bands, family=["basic-computation", "deliberation", "answering"])
-    predicted = every(checkpoint=names, part=["policy", "total"], predicted_on=bands)
-    dynamics = every(run=names, step=[0, 50, 150], feature=list(range(6)))
-    lived = every(run=names, step=[0, 50, 150], band=bands)
-    noise = every(checkpoint=names, draw=[0, 1, 2], feature=list(range(6)))
-    conditions = ["features", "random", "same_norm", "wrong_sign", "mean_difference"]
-    changes = every(condition=conditions, behaviour=["accuracy", "direct_answer", "skipped_steps"]).assign(
-        mean=0.5, change=-0.3, change_low=-0.4, change_high=-0.2, n_paired=30
-    )
-    test = {
-        "checkpoint": names[0], "features": [0, 2], "mode": "ablate", "amount": 1.0, "tokens": "predicting",
-        "n_problems": 30, "summaries": {}, "changes": changes.to_dict("records"),
-    }  # fmt: skip
-    return replace(
-        diff,
-        shifts=named(diff.shifts, "checkpoint"),
-        contrasts=named(diff.contrasts, "checkpoint"),
-        behaviours=named(diff.behaviours, "policy"),
-        families=families.assign(n_features=3, difference=0.1, note="", **delta, **interval),
-        predicted=predicted.assign(
-            run=names[0], step=10, gradient="natural", realised_on="all", matched=False, n_features=6, rho=0.4,
-            ceiling=0.9, rho_halves=0.3, note="", **interval,
-        ),
-        dynamics=dynamics.assign(
-            mean=1.0, shift=dynamics.step / 100, delta=0.3, kind="growing", onset=5.0, onset_low=5.0, onset_high=10.0,
-            part="total", **interval,
-        ),
-        behaviour_dynamics=lived.assign(behaviour="accuracy", mean=0.5, **interval),
-        noise=noise.assign(delta=np.linspace(0.001, 1.5, len(noise))),
-        info={**diff.info, "readers": [readers[diff.base], *runs], "causally_tested": [test, test]},
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module", params=[SHORT, LONG, SHORT[:1]], ids=["short", "long", "one"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("fit") / "report.html"
-    return write_report(changed(make(), request.param), to, attribution=make_attribution())
+    return write_report(every_table(make(), request.param), to, attribution=make_attribution())
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.sparse as sp
 
-from support.results import INVISIBLE, MARKUP, behaviour, describe, make, reader, rendered, source
+from support.results import INVISIBLE, MARKUP, behaviour, describe, make, reader, rendered, source, table_of
 from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
-from tsae.features.feature_table import FeatureTable
 from tsae.report.document import number_array
 from tsae.report.examples import AFTER, BEFORE, contexts, histograms
 from tsae.report.explorer import contrasts_shown, explorer
@@ -35,7 +33,6 @@ from tsae.report.story.gates import statistics_text
 from tsae.report.tables import opposed, table_text
 from tsae.report.terminal import contrasts_text, gates_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
-from tsae.rollouts.table import Rollouts
 
 
 @pytest.fixture(scope="module")
@@ -368,23 +365,10 @@ def test_examples_of_every_kind() -> None:
     records, values = [], []
     for problem in range(40):
         for outcome in ("success", "failure") if problem % 2 == 0 else ("success",):
-            records.append(
-                {
-                    "problem_id": f"p{problem}", "policy": "base", "prompt_ids": [0], "response_ids": [1, 2],
-                    "outcome": outcome, "prompt": "", "response": "",
-                }
-            )  # fmt: skip
+            ids = {"prompt_ids": [0], "response_ids": [1, 2]}
+            records.append({"problem_id": f"p{problem}", "policy": "base", **ids, "outcome": outcome})
             values.append([0.0, 40.0 - problem if outcome == "success" else 0.0, 1.0])
-    n = len(records)
-    table = FeatureTable(
-        codes=sp.csr_array(np.array(values, dtype=np.float32).reshape(-1, 1)),
-        token_ids=np.array([0, 1, 2] * n, dtype=np.int32),
-        row_offsets=np.arange(0, 3 * n + 1, 3),
-        reader=np.zeros(n, dtype=np.int32),
-        trajectory=np.arange(n),
-        rollouts=Rollouts.from_records(records),
-        info={"sae": {"d_high": 1}, "readers": [reader("base", None)], "special_ids": []},
-    )
+    table = table_of(records, np.reshape(values, (-1, 1)))
     found = contexts(table, [0], {})
     groups = dict(found.chunks[0]["0"][1])
     problem = {int(t): record[0] for t, record in found.trajectories["trajectories"].items()}
@@ -403,25 +387,11 @@ def test_examples_of_every_kind() -> None:
 
 def test_a_long_trajectory_keeps_a_window() -> None:
     n = 5000
-    records = [
-        {
-            "problem_id": "p",
-            "policy": "base",
-            "prompt_ids": [0],
-            "response_ids": [1] * (n - 1),
-            "outcome": "success",
-            "prompt": "",
-            "response": "",
-        }
-    ]
+    record = {"problem_id": "p", "policy": "base", "prompt_ids": [0], "response_ids": [1] * (n - 1)}
     codes = np.zeros((n, 2), dtype=np.float32)
     codes[[1000, 1100, 4000], 0] = [2, 1, 1]
     codes[4000, 1] = 1
-    table = FeatureTable(
-        codes=sp.csr_array(codes), token_ids=np.r_[0, np.ones(n - 1)].astype(np.int32), row_offsets=np.array([0, n]),
-        reader=np.array([0]), trajectory=np.array([0]), rollouts=Rollouts.from_records(records),
-        info={"sae": {"d_high": 1}, "readers": [reader("base", None)], "special_ids": []},
-    )  # fmt: skip
+    table = table_of([record], codes)
     found = contexts(table, [0, 1], {})
     (example,) = found.chunks[0]["0"][1][0][1]
     assert example == [0, 0, 1000, 1000 - BEFORE, 1000 + AFTER, 2.0, [BEFORE, 100], [99, 50]]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 
+from support.builders import feature_table
 from tsae.attribution.attribution import Attribution
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.features.feature_table import FeatureTable
@@ -140,6 +141,14 @@ def make(bands: tuple[str, ...] = ("easy", "hard"), *, runs: bool = True, **chan
     return replace(made, **changes)
 
 
+def table_of(records: list[dict[str, Any]], codes: np.ndarray, *, d_high: int = 1, special: Any = ()) -> FeatureTable:
+    """A feature table of what the base read: all trajectories, with (n_tokens, n_features) codes."""
+    blank = {"outcome": "unknown", "prompt": "", "response": ""}
+    rollouts = Rollouts.from_records([blank | record for record in records])
+    rows = np.arange(len(records))
+    return feature_table(rollouts, codes, [("base", rows)], d_high=d_high, special=special)
+
+
 def source(texts: list[str]) -> tuple[FeatureTable, dict[str, str]]:
     """A table of two trajectories that hold the given tokens, with every feature active on the response's."""
     n = len(texts)
@@ -151,17 +160,8 @@ def source(texts: list[str]) -> tuple[FeatureTable, dict[str, str]]:
         }
         for i, (policy, outcome) in enumerate([("base", "success"), ("up-run", "failure")])
     ]  # fmt: skip
-    rollouts = Rollouts.from_records(records)
-    codes = sp.csr_array(np.tile(np.linspace(0, 3, n + 1)[:, None], (2, 6)).astype(np.float32))
-    table = FeatureTable(
-        codes=codes,
-        token_ids=np.array([*prompt, *response] * 2, dtype=np.int32),
-        row_offsets=np.array([0, n + 1, 2 * n + 2]),
-        reader=np.array([0, 0]),
-        trajectory=np.array([0, 1]),
-        rollouts=rollouts,
-        info={"sae": {"d_high": 2}, "readers": [reader("base", None)], "special_ids": []},
-    )
+    codes = np.tile(np.linspace(0, 3, n + 1)[:, None], (2, 6))
+    table = table_of(records, codes, d_high=2)
     return table, {str(i): text for i, text in enumerate(texts)}
 
 
@@ -302,3 +302,54 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
 def rendered(diff: FeatureDiff, *of: Any, **also: Any) -> str:
     """All pieces of the page that `render` gives, with its arguments."""
     return "".join(render(diff, *of, **also))
+
+
+def crossed(**columns: Iterable[Any]) -> pd.DataFrame:
+    """A row for every combination of the columns' values."""
+    return pd.DataFrame(list(product(*columns.values())), columns=list(columns))
+
+
+def every_table(diff: FeatureDiff, names: list[str]) -> FeatureDiff:
+    """The hand-made diff with other runs, which repeat its two, and with every table that has a figure."""
+    made = diff.checkpoints
+
+    def named(table: pd.DataFrame, column: str) -> pd.DataFrame:
+        others = [table[table[column] == made[i % 2]].assign(**{column: name}) for i, name in enumerate(names)]
+        return pd.concat([table[~table[column].isin(made)], *others], ignore_index=True)
+
+    bands = ["all", "easy", "hard"]
+    readers = {reader["id"]: reader for reader in diff.info["readers"]}
+    runs = [readers[made[i % 2]] | {"id": name, "run": name, "trained_on": "medium"} for i, name in enumerate(names)]
+    interval = {"low": -0.3, "high": 0.5, "p": 0.01, "q": 0.01, "n_problems": 30}
+    delta = {"delta": 0.5, "delta_low": -1.0, "delta_high": 1.0}
+    families = crossed(checkpoint=names, band=bands, family=["basic-computation", "deliberation", "answering"])
+    predicted = crossed(checkpoint=names, part=["policy", "total"], predicted_on=bands)
+    dynamics = crossed(run=names, step=[0, 50, 150], feature=list(range(6)))
+    lived = crossed(run=names, step=[0, 50, 150], band=bands)
+    noise = crossed(checkpoint=names, draw=[0, 1, 2], feature=list(range(6)))
+    conditions = ["features", "random", "same_norm", "wrong_sign", "mean_difference"]
+    changes = crossed(condition=conditions, behaviour=["accuracy", "direct_answer", "skipped_steps"]).assign(
+        mean=0.5, change=-0.3, change_low=-0.4, change_high=-0.2, n_paired=30
+    )
+    test = {
+        "checkpoint": names[0], "features": [0, 2], "mode": "ablate", "amount": 1.0, "tokens": "predicting",
+        "n_problems": 30, "summaries": {}, "changes": changes.to_dict("records"),
+    }  # fmt: skip
+    return replace(
+        diff,
+        shifts=named(diff.shifts, "checkpoint"),
+        contrasts=named(diff.contrasts, "checkpoint"),
+        behaviours=named(diff.behaviours, "policy"),
+        families=families.assign(n_features=3, difference=0.1, note="", **delta, **interval),
+        predicted=predicted.assign(
+            run=names[0], step=10, gradient="natural", realised_on="all", matched=False, n_features=6, rho=0.4,
+            ceiling=0.9, rho_halves=0.3, note="", **interval,
+        ),
+        dynamics=dynamics.assign(
+            mean=1.0, shift=dynamics.step / 100, delta=0.3, kind="growing", onset=5.0, onset_low=5.0, onset_high=10.0,
+            part="total", **interval,
+        ),
+        behaviour_dynamics=lived.assign(behaviour="accuracy", mean=0.5, **interval),
+        noise=noise.assign(delta=np.linspace(0.001, 1.5, len(noise))),
+        info={**diff.info, "readers": [readers[diff.base], *runs], "causally_tested": [test, test]},
+    )  # fmt: skip
