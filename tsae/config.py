@@ -13,7 +13,7 @@ from tsae.attribution.config import AttributionConfig, Kind
 from tsae.base.validation import Count, NotNegative, Positive, Seed, UserPath, config
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.config import ImportConfig, ServerConfig, Unfit
 from tsae.sae.config import SAEConfig, TrainingConfig
 
@@ -92,15 +92,17 @@ class RunConfig:
     tests that did not fit in are made when the same command is given again."""
 
     def __post_init__(self) -> None:
-        if self.server.url and self.sample is None:
-            raise TsaeError(
-                "a server is given, and nothing to sample", where="RunConfig", fix="Give sample (--sample)."
-            )
-        for name in ("d_sae", "k", "training_tokens"):
-            value = getattr(self, name)
-            if value is not None and self.sae is not None:
-                what = f"{name}={value} is for training an SAE, and sae={self.sae} is given"
-                raise TsaeError(what, where="RunConfig", fix="Leave one of them out.")
+        trained = {name: getattr(self, name) for name in ("d_sae", "k", "training_tokens") if self.sae is not None}
+        named = [f"{name}={value}" for name, value in trained.items() if value is not None]
+        refuse(
+            "RunConfig",
+            (self.server.url and self.sample is None, "a server is given, and nothing to sample", "Give --sample."),
+            (
+                named,
+                f"{', '.join(named)} is for training an SAE, and sae={self.sae} is given",
+                "Leave one of them out.",
+            ),
+        )
         # What cannot be trained is refused now, not after the capture.
         if self.d_sae is not None:
             SAEConfig(d_sae=self.d_sae, k=self.k or 1)

@@ -15,7 +15,7 @@ from tsae.base.part import Part
 from tsae.base.remote.mirror import shown
 from tsae.base.torchrun import first_process
 from tsae.base.validation import config
-from tsae.commands.common import as_json, load_series, say_wrote, with_address
+from tsae.commands.common import as_json, chosen_readers, load_series, say_wrote, with_address
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
 
@@ -51,8 +51,7 @@ class Capture:
     def execute(self) -> None:
         from tsae.activations.capture import capture_part
 
-        series = load_series(*self.series)
-        series = series.select(self.checkpoints) if self.checkpoints else series.final()
+        series = chosen_readers(load_series(*self.series), self.checkpoints)
         rollouts = tsae.Rollouts.read(self.rollouts)
         sites, config, server = list(self.sites), self.config, with_address(self.server)
         # A server computes for one reader; what the others read comes by other commands.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,11 @@ def load_series(*sources: str | Path) -> tsae.CheckpointSeries:
     for note in series.notes:
         print(f"note: {note}", file=sys.stderr)
     return series
+
+
+def chosen_readers(series: tsae.CheckpointSeries, ids: Sequence[str]) -> tsae.CheckpointSeries:
+    """The base and the named checkpoints; by default the last step of every run."""
+    return series.select(ids) if ids else series.final()
 
 
 def own_rollouts(path: Path, policy: str) -> tsae.Rollouts:

@@ -15,7 +15,7 @@ from tsae.base.files import write_text
 from tsae.base.validation import Size, config
 from tsae.commands.common import as_json, load_series, say_wrote, with_address
 from tsae.diff.config import DiffConfig, ExplainConfig
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.config import EndpointConfig
 
 DRIFT = Kind("drift", 1, "", "Make it with `tsae drift`.")
@@ -45,10 +45,7 @@ class Drift:
 
         series = load_series(*self.series)
         series = series.select(self.checkpoints) if self.checkpoints else series
-        if len(series) < 2:
-            raise TsaeError(
-                "there is nothing but the base", where=series.name, fix="Give at least one more checkpoint."
-            )
+        refuse(series.name, (len(series) < 2, "there is nothing but the base", "Give at least one more checkpoint."))
         drift = tsae.weight_drift(series, spectral=self.spectral)
         with as_json(self.json) as write:
             print(drift_text(drift))
@@ -265,10 +262,8 @@ def _check(options: Diff) -> None:
     Raises:
         TsaeError: where one is missing.
     """
-    if options.insertion and not (options.series and options.sae):
-        raise TsaeError("runs the models", where="--insertion", fix="Give --series and --sae.")
-    if options.sae is not None and options.tokenizer is None and not options.series:
-        what = "needs checkpoints: one whose unembedding is read, or those that read with noise"
-        raise TsaeError(what, where="--sae", fix="Give --tokenizer, or --series.")
-    if options.series and options.sae is None:
-        raise TsaeError("names checkpoints, of which nothing is read", where="--series", fix="Give --sae too.")
+    series, sae = bool(options.series), options.sae is not None
+    refuse("--insertion", (options.insertion and not (series and sae), "runs the models", "Give --series and --sae."))
+    what = "needs checkpoints: one whose unembedding is read, or those that read with noise"
+    refuse("--sae", (sae and options.tokenizer is None and not series, what, "Give --tokenizer, or --series."))
+    refuse("--series", (series and not sae, "names checkpoints, of which nothing is read", "Give --sae too."))

@@ -18,7 +18,7 @@ from tsae.base.filters import need_features
 from tsae.base.validation import config
 from tsae.commands.common import say_wrote
 from tsae.commands.diff import REINFORCEMENT
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.report.hub.config import PushConfig
 
 ExportFormat = Literal["saelens", "delphi", "neuronpedia", "safetensors", "gguf"]
@@ -66,9 +66,8 @@ class Report:
             folder = self.reinforcement
             fix = REINFORCEMENT.fix
             known = read_artefact(folder, REINFORCEMENT, ["reinforcement.parquet", "predicted.parquet"])
-            for name, of in inputs_of(diff).items():
-                if known.get(name) not in (None, of):
-                    raise TsaeError(f"is of other {NAMES[name]} than the diff", where=folder, fix=fix)
+            refuse(folder, *((known.get(name) not in (None, of), f"is of other {NAMES[name]} than the diff", fix)
+                             for name, of in inputs_of(diff).items()))  # fmt: skip
             with reading(folder, fix):
                 tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
             diff = replace(diff, **tables)
@@ -103,10 +102,9 @@ class Serve:
         from tsae.report.serving import HOST, ServedRun, server
 
         folder = self.run
-        for name in ("diff/manifest.json", "features/manifest.json"):
-            if not (folder / name).is_file():
-                fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
-                raise TsaeError(f"holds no {name}", where=folder, fix=fix)
+        fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote, once it is done."
+        needed = ("diff/manifest.json", "features/manifest.json")
+        refuse(folder, *((not (folder / name).is_file(), f"holds no {name}", fix) for name in needed))
 
         def read() -> tuple[tsae.FeatureDiff, tsae.Attribution | None, tsae.Claims | None]:
             diff = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
@@ -279,8 +277,7 @@ def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable
         sae.to_saelens(folder, architecture=options.architecture)
         return f"{sae} as {options.architecture}"
     if options.format in ("safetensors", "gguf"):
-        if not options.choose:
-            raise TsaeError("no features are named", where="tsae export", fix="Name them with --choose.")
+        refuse("tsae export", (not options.choose, "no features are named", "Name them with --choose."))
         for feature in options.choose:
             vector = SteeringVector.of(sae, feature, _typical(features, feature))
             file = folder / f"feature-{feature}.{options.format}"
@@ -290,16 +287,15 @@ def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable
                 vector.save(file)
         scale = "of unit activation" if features is None else "scaled to the features' typical activation"
         return f"{len(options.choose)} steering vectors at {sae.site}, {scale}"
-    missing = [name for name, given in (("--features", features), ("--model", options.model)) if not given]
-    if options.format == "neuronpedia" and not options.creator:
-        missing.append("--creator")
-    if missing or features is None:
-        where = f"tsae export --format {options.format}"
-        raise TsaeError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", where=where)
+    needed = {"--features": features, "--model": options.model}
+    needed |= {"--creator": options.creator} if options.format == "neuronpedia" else {}
+    missing = [name for name, given in needed.items() if not given]
+    what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    refuse(f"tsae export --format {options.format}", (missing, what, None))
+    assert features is not None
     if options.format == "delphi":
         hookpoint = site_names(sae.site).get("delphi")
-        if hookpoint is None:
-            raise TsaeError(f"delphi has no hook point for {sae.site}", where=options.sae)
+        refuse(options.sae, (hookpoint is None, f"delphi has no hook point for {sae.site}", None))
         write_delphi(
             features, folder, hookpoint=hookpoint, model_name=options.model, reader=options.reader,
             context=options.context,
@@ -307,8 +303,8 @@ def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable
         return f"activations of {features.n_features:,} features at {hookpoint}"
     diff = None if options.diff is None else tsae.FeatureDiff.load(options.diff, features=features)
     found = None if options.explanations is None else tsae.Explanations.load(options.explanations)
-    if found is not None and found.info["sae"] != sae.fingerprint:
-        raise TsaeError("labels features of another SAE", where=options.explanations, fix="Explain this one's.")
+    others = found is not None and found.info["sae"] != sae.fingerprint
+    refuse(options.explanations, (others, "labels features of another SAE", "Explain this one's."))
     names = Neuronpedia(options.model, options.source, options.creator)
     write_neuronpedia(
         features, sae, folder, names, {} if diff is None else diff.info.get("token_strings", {}),
@@ -330,11 +326,10 @@ def _typical(features: tsae.FeatureTable | None, feature: int) -> float:
 def _agreed(options: Push) -> bool:
     from huggingface_hub import constants
 
-    if not sys.stdin.isatty():
-        raise TsaeError(
-            "nobody is there to be asked, and nothing was pushed",
-            where="tsae push",
-            fix="Look at it with --to-folder, then push with --yes.",
-        )
+    what, fix = (
+        "nobody is there to be asked, and nothing was pushed",
+        "Look at it with --to-folder, then push with --yes.",
+    )
+    refuse("tsae push", (not sys.stdin.isatty(), what, fix))
     seen = "for you and your organisation" if options.config.private else "for everybody to see"
     return input(f"Push this to {constants.ENDPOINT}, {seen}? [y/N] ").strip().lower() in ("y", "yes")

@@ -13,7 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 import tsae
 from tsae.base.validation import Count, Size, config
 from tsae.commands.common import load_series, say_wrote
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rl.config import CreditConfig, ShapingConfig
 
 
@@ -56,8 +56,7 @@ class Reformulate:
         else:
             split: Literal["train"] | None = None if self.evaluation else "train"
             made = reformulate_chains(problems, kind=kind, ambiguous=self.ambiguous, n_ops=self.n_ops, split=split)
-        if not made:
-            raise TsaeError("no problem could be reformulated", where=self.problems, fix="See the reasons above.")
+        refuse(self.problems, (not made, "no problem could be reformulated", "See the reasons above."))
         for reformulation in _spread(made, self.show):
             print(f"\n{reformulation.problem.prompt}\n  {' or '.join(reformulation.accepted)}")
         write_reformulations(made, self.to)
@@ -109,9 +108,9 @@ class Weights:
     config: OmitArgPrefixes[ShapingConfig] = field(default_factory=ShapingConfig)
 
     def __post_init__(self) -> None:
-        if (self.store is None) == (not self.series):
-            what = "the reference's probabilities of the tokens come from a store or from the reference itself"
-            raise TsaeError(what, where="tsae credit weights", fix="Give --store or --series, one of them.")
+        what = "the reference's probabilities of the tokens come from a store or from the reference itself"
+        one = (self.store is None) != (not self.series)
+        refuse("tsae credit weights", (not one, what, "Give --store or --series, one of them."))
 
     def execute(self) -> None:
         from tsae.rl.credit import Credit

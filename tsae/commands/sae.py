@@ -18,9 +18,9 @@ from tsae.base.part import Part
 from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
 from tsae.base.validation import config
-from tsae.commands.common import as_json, load_series, print_part, say_wrote
+from tsae.commands.common import as_json, chosen_readers, load_series, print_part, say_wrote
 from tsae.commands.spreading import Spread
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 
@@ -79,13 +79,10 @@ class Train:
         if not self.seeds and not self.sites:
             beginning: dict[str, Any] = {"start": self.start, "init_from": self.init_from}
             saes[self.to] = tsae.train(store, self.sae, **beginning, to=self.to, training=training)
-        elif self.start is not None or self.init_from is not None:
-            where, fix = (
-                "--init-from" if self.start is None else "--start",
-                "Leave out --seeds and --sites, or the start.",
-            )
-            raise TsaeError("a start has one site, and no seed of initial weights", where=where, fix=fix)
         else:
+            what, fix = "a start has one site, and no seed of initial weights", "Leave out --seeds and --sites, or it."
+            refuse("--start", (self.start, what, fix))
+            refuse("--init-from", (self.init_from, what, fix))
             seeds, sites = self.seeds or None, self.sites or None
             many = tsae.train_many(store, self.sae, sites=sites, seeds=seeds, to=self.to, training=training)
             saes |= {self.to / run_name(*key): sae for key, sae in many.items()}
@@ -244,8 +241,8 @@ class Crosscoder:
             else:
                 site = self.training.site or pair.sites[0]
                 found = read_published(self.published, site=site, compared=pair.compared)
-                if (self.to / "metrics.jsonl").is_file() or (self.to / "checkpoint").is_dir():
-                    raise TsaeError("holds a training", where=f"--to {self.to}", fix="Give another folder.")
+                training = (self.to / "metrics.jsonl").is_file() or (self.to / "checkpoint").is_dir()
+                refuse(f"--to {self.to}", (training, "holds a training", "Give another folder."))
                 found.save(self.to)
             if not first_process():
                 return
@@ -277,8 +274,7 @@ def _source(options: Train | Encode, command: str, site: str | None) -> tsae.Act
     if options.store is not None or live.series is None or live.rollouts is None:
         what = "activations come from a store, or from live models given by both --live.series and --live.rollouts"
         raise TsaeError(what, where=command, fix="Give --store alone, or both of these without --store.")
-    series = load_series(live.series)
-    series = series.select(live.checkpoints) if live.checkpoints else series.final()
+    series = chosen_readers(load_series(live.series), live.checkpoints)
     return tsae.LiveSource(series, tsae.Rollouts.read(live.rollouts), site, config=live.config)
 
 
@@ -287,10 +283,10 @@ def _training(options: Train, store: tsae.ActivationStore | tsae.LiveSource) -> 
     training = options.training
     if options.tokenizer is None and options.step_text is None:
         return training
-    if options.tokenizer is None or training.partner != "step" or training.step_ends:
-        what = "--tokenizer and --step-text name together what ends a step of --partner step without --step-ends"
-        fix = "Give --partner step with --tokenizer or with --step-ends, or none of these."
-        raise TsaeError(what, where="tsae train", fix=fix)
+    what = "--tokenizer and --step-text name together what ends a step of --partner step without --step-ends"
+    fix = "Give --partner step with --tokenizer or with --step-ends, or none of these."
+    refuse("tsae train", (training.partner != "step" or training.step_ends or options.tokenizer is None, what, fix))
+    assert options.tokenizer is not None
     from tsae.activations.reading_plan import check_tokenizer
 
     checkpoint = load_series(options.tokenizer).base

@@ -33,7 +33,7 @@ from tsae.base.artefact import MANIFEST, Kind, add_to_artefact, read_manifest, r
 from tsae.base.files import as_path, partial_name, read_object, reading, write_text, writing
 from tsae.base.output_lock import output_lock
 from tsae.diff.feature_diff import DIFF, FeatureDiff
-from tsae.errors import TsaeError, public, without_secrets
+from tsae.errors import TsaeError, public, refuse, without_secrets
 from tsae.features.feature_table import FEATURES, FeatureTable
 from tsae.report.hub.config import PushConfig
 from tsae.report.text import count, listed, markdown_cell, markdown_table, percent
@@ -86,34 +86,22 @@ def prepare(repo: str, source: str | Path, to: str | Path, config: PushConfig | 
             that was asked for is not there, or the folder holds something else.
     """
     config, source, to = config or PushConfig(), as_path(source), Path(os.path.abspath(as_path(to)))
-    if not to.name:
-        raise TsaeError("is not a folder that can be made", where=to, fix="Give another --to-folder.")
-    if _NAME.fullmatch(repo) is None:
-        raise TsaeError(f"{repo!r} is not a repository's name", where="push", fix="Give org/name.")
-    if not config.licence:
-        raise TsaeError(
-            "has no licence, without which nobody may use it",
-            where=source,
-            fix="Choose one by its name on the Hub (--licence apache-2.0); --licence unknown says that there is none.",
-        )
+    refuse(to, (not to.name, "is not a folder that can be made", "Give another --to-folder."))
+    refuse("push", (_NAME.fullmatch(repo) is None, f"{repo!r} is not a repository's name", "Give org/name."))
+    fix = "Choose one by its name on the Hub (--licence apache-2.0); --licence unknown says that there is none."
+    refuse(source, (not config.licence, "has no licence, without which nobody may use it", fix))
     for name, value, known in (("licence", config.licence, _LICENCE), ("base_model", config.base_model, _BASE)):
-        if value is not None and known.fullmatch(value) is None:
-            raise TsaeError(
-                f"{name}={value!r} is not a name that the Hub knows", where="push", fix="Give another name."
-            )
+        unknown = value is not None and known.fullmatch(value) is None
+        refuse("push", (unknown, f"{name}={value!r} is not a name that the Hub knows", "Give another name."))
     run = next((file for name in ("run.json", "demo.json") if _is_run(file := source / name)), None)
+    wanted = [write for asked, write in ((config.dataset, _dataset), (config.space, _space)) if asked]
+    refuse(source, (wanted and not run, "is not a run, which has features and a page", "Give a run's folder."))
     partial = partial_name(to)
     with output_lock(to), writing(to, "Make room, or give another --to-folder."):
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         try:
             found = [_model(repo, source if run is None else source / "sae", run, config, partial)]
-            for wanted, write in ((config.dataset, _dataset), (config.space, _space)):
-                if wanted and run is None:
-                    raise TsaeError(
-                        "is not a run, which has features and a page", where=source, fix="Give a run's folder."
-                    )
-                if wanted:
-                    found.append(write(repo, source, config, partial))
+            found += [write(repo, source, config, partial) for write in wanted]
             _into_place(partial, to)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -166,19 +154,17 @@ def _is_run(stamp: Path) -> bool:
 
 def _model(repo: str, source: Path, run: Path | None, config: PushConfig, to: Path) -> Repository:
     sae = TemporalSAE.load(source)
-    if isinstance(sae, ForeignSAE) or "sae_lens" in sae.training_info:
-        raise TsaeError("was not trained by tsae; its makers have published it", where=source, fix="Name that instead.")
+    foreign = isinstance(sae, ForeignSAE) or "sae_lens" in sae.training_info
+    refuse(source, (foreign, "was not trained by tsae; its makers have published it", "Name that instead."))
     evaluation = _evaluation(run, config)
-    if evaluation is not None and evaluation.sae not in (None, sae.fingerprint):
-        raise TsaeError(
-            f"the evaluation is that of the SAE {evaluation.sae}, not of {sae.fingerprint}", where=source, fix=_AGAIN
-        )
+    if evaluation is not None:
+        what = f"the evaluation is that of the SAE {evaluation.sae}, not of {sae.fingerprint}"
+        refuse(source, (evaluation.sae not in (None, sae.fingerprint), what, _AGAIN))
     sae.training_info = _told(sae, evaluation)
     stability = Stability.beside(source, sae.fingerprint)
     if stability is not None:
-        if stability.cosine.shape[1] != sae.config.d_sae:
-            what = f"the stability is of {stability.cosine.shape[1]} latents, and the SAE has {sae.config.d_sae}"
-            raise TsaeError(what, where=source, fix=_AGAIN)
+        n, d_sae = stability.cosine.shape[1], sae.config.d_sae
+        refuse(source, (n != d_sae, f"the stability is of {n} latents, and the SAE has {d_sae}", _AGAIN))
         stability = replace(stability, others=tuple(Path(other).name for other in stability.others))
     folder = to / "model"
     sae.save(folder)
@@ -224,9 +210,9 @@ def _dataset(repo: str, source: Path, config: PushConfig, to: Path) -> Repositor
     # Loaded, so that nothing damaged is pushed.
     features, sae = FeatureTable.load(source / "features"), TemporalSAE.load(source / "sae").fingerprint
     FeatureDiff.load(source / "diff", features=features)
-    if features.info["sae"].get("weights") != sae:
-        what = f"holds the codes of the SAE {features.info['sae'].get('weights')}, and {sae} is pushed"
-        raise TsaeError(what, where=source / "features", fix="Encode again.")
+    own = features.info["sae"].get("weights")
+    what = f"holds the codes of the SAE {own}, and {sae} is pushed"
+    refuse(source / "features", (own != sae, what, "Encode again."))
     for part, kind in (("features", FEATURES), ("diff", DIFF)):
         _copy_artefact(source / part, kind, folder / part)
     tables = sorted(file.stem for file in (folder / "diff").glob("*.parquet"))
@@ -246,15 +232,14 @@ def _copy_artefact(source: Path, kind: Kind, to: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    if file.is_symlink():
-        raise TsaeError("is a link, and what it leads to is not published", where=file, fix="Put the file itself here.")
+    what = "is a link, and what it leads to is not published"
+    refuse(file, (file.is_symlink(), what, "Put the file itself here."))
     shutil.copyfile(file, to)
 
 
 def _space(repo: str, source: Path, config: PushConfig, to: Path) -> Repository:
     folder, name, page = to / "space", f"{repo}-report", source / "report.html"
-    if not page.is_file():
-        raise TsaeError("is not there", where=page, fix="Write it with tsae report, or run the analysis again.")
+    refuse(page, (not page.is_file(), "is not there", "Write it with tsae report, or run the analysis again."))
     folder.mkdir(parents=True)
     _copy(page, folder / "index.html")
     front = {"title": name.rpartition("/")[2], "sdk": "static", "app_file": "index.html", "license": config.licence}
@@ -302,9 +287,8 @@ def _into_place(partial: Path, to: Path) -> None:
         if _same(partial, to):
             return
         raise TsaeError("is not empty, and holds something else", where=to, fix="Give another --to-folder.")
+    refuse(to, (to.is_file(), "is a file, and a folder is to be written", "Give another --to-folder."))
     if to.exists():
-        if not to.is_dir():
-            raise TsaeError("is a file, and a folder is to be written", where=to, fix="Give another --to-folder.")
         to.rmdir()
     partial.rename(to)
 
