@@ -93,15 +93,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         trained = {name: getattr(self, name) for name in ("d_sae", "k", "training_tokens") if self.sae is not None}
-        named = [f"{name}={value}" for name, value in trained.items() if value is not None]
+        named = ", ".join(f"{name}={value}" for name, value in trained.items() if value is not None)
+        fix = "Give sample (--sample)."
         refuse(
             "RunConfig",
-            (self.server.url and self.sample is None, "a server is given, and nothing to sample", "Give --sample."),
-            (
-                named,
-                f"{', '.join(named)} is for training an SAE, and sae={self.sae} is given",
-                "Leave one of them out.",
-            ),
+            (self.server.url and self.sample is None, "a server is given, and nothing to sample", fix),
+            (named, f"{named} is for training an SAE, and sae={self.sae} is given", "Leave one of them out."),
         )
         # What cannot be trained is refused now, not after the capture.
         if self.d_sae is not None:

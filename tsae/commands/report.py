@@ -297,7 +297,7 @@ def _written(options: Export, sae: tsae.TemporalSAE, features: tsae.FeatureTable
         hookpoint = site_names(sae.site).get("delphi")
         refuse(options.sae, (hookpoint is None, f"delphi has no hook point for {sae.site}", None))
         write_delphi(
-            features, folder, hookpoint=hookpoint, model_name=options.model, reader=options.reader,
+            features, folder, hookpoint=str(hookpoint), model_name=options.model, reader=options.reader,
             context=options.context,
         )  # fmt: skip
         return f"activations of {features.n_features:,} features at {hookpoint}"
@@ -326,10 +326,7 @@ def _typical(features: tsae.FeatureTable | None, feature: int) -> float:
 def _agreed(options: Push) -> bool:
     from huggingface_hub import constants
 
-    what, fix = (
-        "nobody is there to be asked, and nothing was pushed",
-        "Look at it with --to-folder, then push with --yes.",
-    )
-    refuse("tsae push", (not sys.stdin.isatty(), what, fix))
+    fix = "Look at it with --to-folder, then push with --yes."
+    refuse("tsae push", (not sys.stdin.isatty(), "nobody is there to be asked, and nothing was pushed", fix))
     seen = "for you and your organisation" if options.config.private else "for everybody to see"
     return input(f"Push this to {constants.ENDPOINT}, {seen}? [y/N] ").strip().lower() in ("y", "yes")

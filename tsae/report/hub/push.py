@@ -287,7 +287,9 @@ def _into_place(partial: Path, to: Path) -> None:
         if _same(partial, to):
             return
         raise TsaeError("is not empty, and holds something else", where=to, fix="Give another --to-folder.")
-    refuse(to, (to.is_file(), "is a file, and a folder is to be written", "Give another --to-folder."))
+    refuse(
+        to, (to.exists() and not to.is_dir(), "is a file, and a folder is to be written", "Give another --to-folder.")
+    )
     if to.exists():
         to.rmdir()
     partial.rename(to)
