@@ -23,7 +23,7 @@ from tsae.base.artefact import manifest_of
 from tsae.base.statistics import FEWEST
 from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.bands import band_problems, bands_info
 from tsae.rollouts.parquet import mapped, read_outline, read_pieces
@@ -65,9 +65,7 @@ def attribution_in(folder: Path) -> tuple[Attribution | None, str]:
 
 def inputs_of(diff: FeatureDiff) -> dict[str, str]:
     """Fingerprints of the inputs of a diff, by the names in `NAMES`; without those that it does not name."""
-    weights = (diff.info.get("sae") or {}).get("weights")
-    found = {"rollouts": diff.info.get("rollouts"), "labels": diff.info.get("labels"), "sae": weights}
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in diff.made_from.items() if value is not None}
 
 
 class Missing(Exception):
@@ -99,12 +97,9 @@ class Evidence:
     """Says which steps of a response are right."""
 
     def __post_init__(self) -> None:
-        if not any((self.folder / name).is_file() for name in _ROLLOUTS):
-            raise TsaeError(
-                "holds no rollouts of a run",
-                where=self.folder,
-                fix="Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote.",
-            )
+        nothing = not any((self.folder / name).is_file() for name in _ROLLOUTS)
+        fix = "Give the folder that `tsae run`, `tsae watch` or `tsae demo` wrote."
+        refuse(self.folder, (nothing, "holds no rollouts of a run", fix))
 
     @cached_property
     def diff(self) -> FeatureDiff:
@@ -119,12 +114,7 @@ class Evidence:
         """Codes of every token."""
         need(self._is_there("features/features.json"), "the codes of the features", _RESUME)
         features = FeatureTable.load(self.folder / "features")
-        of = {
-            "rollouts": features.rollouts.fingerprint,
-            "labels": features.rollouts.labels_fingerprint,
-            "sae": (features.info.get("sae") or {}).get("weights"),
-        }
-        self._need_own(self.folder / "features", of, {**inputs_of(self.diff), **self.of_answers})
+        self._need_own(self.folder / "features", features.made_from, {**inputs_of(self.diff), **self.of_answers})
         return features
 
     @cached_property
@@ -164,13 +154,10 @@ class Evidence:
 
     def _need_own(self, where: Path, found: Mapping[str, str | None], expected: Mapping[str, str | None]) -> None:
         """Raise a TsaeError for a piece of something else. What neither says is not compared."""
+        fix = "Put back what this run made, or run its command again in a new folder."
         for name, value in found.items():
-            if None not in (value, of := expected.get(name)) and value != of:
-                raise TsaeError(
-                    f"is of other {NAMES[name]} ({value}) than this run ({of})",
-                    where=where,
-                    fix="Put back what this run made, or run its command again in a new folder.",
-                )
+            other = None not in (value, of := expected.get(name)) and value != of
+            refuse(where, (other, f"is of other {NAMES[name]} ({value}) than this run ({of})", fix))
 
     @property
     def fresh(self) -> bool:
@@ -211,9 +198,9 @@ class Evidence:
             return drawn  # Measured on rollouts that do not lie in this folder, and of every problem.
         known = self.folder / _ROLLOUTS[0]
         found, _ = band_problems(outline.reset_index(drop=True), known, base=self.diff.base)
-        if found is None or found.info.get("refused"):
-            raise Missing("bands of the log's problems that are not training steps", _BANDS)
-        return drawn.combine_first(problem_bands(found.rows).dropna())
+        banded = found is not None and not found.info.get("refused")
+        need(banded, "bands of the log's problems that are not training steps", _BANDS)
+        return drawn if found is None else drawn.combine_first(problem_bands(found.rows).dropna())
 
     @cached_property
     def attribution(self) -> Attribution:

@@ -15,12 +15,12 @@ import pandas as pd
 
 from tsae.causal.intervention import Intervention
 from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
-from tsae.claims.judging import Judgement, Part, between, part, those_that_can, within
+from tsae.claims.judging import Judgement, Part, between, left_out, part, those_that_can, within
 from tsae.claims.literature import CLAIMS
 from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
 from tsae.diff.descriptions import NO_FAMILY, family_scores
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.behaviours import measures
 from tsae.rollouts.schema import BANDS, problem_bands
 
@@ -97,7 +97,7 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
         info = test.info
         if info["checkpoint"] != checkpoint or info["config"]["mode"] not in _ABLATIONS:
             continue
-        if (info.get("sae") or {}).get("weights") != (run.diff.info.get("sae") or {}).get("weights"):
+        if (info.get("sae") or {}).get("weights") != run.diff.made_from["sae"]:
             continue  # Its numbers are those of another SAE's features.
         if info.get("features_encoded_with") not in (None, run.of_answers["rollouts"]):
             continue  # Its features were chosen, and their random controls matched, in other rollouts.
@@ -199,7 +199,7 @@ def coherent_not_valid(run: Evidence) -> Judgement:
         ]  # fmt: skip
     if not parts:
         raise reasons[0]
-    left = "".join(f"Left out for lack of {reason.needs}. " for reason in reasons).strip()
+    left = left_out(reasons).strip()
     return Judgement(CLAIMS["p"], tuple(parts), caveat=left, whole=not left)
 
 
@@ -271,14 +271,12 @@ def _sparsity(run: Evidence) -> tuple[pd.Series, str]:
 
 def _steps(run: Evidence, policy: str) -> pd.DataFrame:
     """A policy's responses with steps: problem_id, steps (right or wrong each), right (their share) and valid."""
-    if run.check is None:
+    if (check := run.check) is None:
         raise Missing("to know which steps of a response are right", _CHECK)
     frame = run.answers.frame
     mine = frame[(frame.policy == policy) & (frame.outcome != "unknown")]
     need(len(mine) and mine.response.notna().all(), f"responses of {policy} with texts", _BOTH)
-    steps = [
-        _checked(run.check(prompt or "", response)) for prompt, response in zip(mine.prompt, mine.response, strict=True)
-    ]
+    steps = [_checked(check(prompt or "", text)) for prompt, text in zip(mine.prompt, mine.response, strict=True)]
     right = np.array([np.mean(some) if some else np.nan for some in steps], dtype=float)
     valid = (right == 1) & (mine.outcome == "success").to_numpy()
     return pd.DataFrame({"problem_id": mine.problem_id, "steps": steps, "right": right, "valid": valid.astype(float)})
@@ -287,12 +285,9 @@ def _steps(run: Evidence, policy: str) -> pd.DataFrame:
 def _checked(found: object) -> list[bool]:
     """What a check of steps returned."""
     steps = list(found) if isinstance(found, Iterable) else [found]
-    if not all(isinstance(one, int | np.bool_ | np.integer) and one in (0, 1) for one in steps):
-        raise TsaeError(
-            f"the check of steps returned {str(found)[:80]}, expected a list of true and false, one a step",
-            where="check",
-            fix="Let the function (prompt, response) say of each step whether it is right.",
-        )
+    odd = not all(isinstance(one, int | np.bool_ | np.integer) and one in (0, 1) for one in steps)
+    what = f"the check of steps returned {str(found)[:80]}, expected a list of true and false, one a step"
+    refuse("check", (odd, what, "Let the function (prompt, response) say of each step whether it is right."))
     return [bool(one) for one in steps]
 
 

@@ -26,7 +26,7 @@ import pandas as pd
 from tsae.base.statistics import FEWEST
 from tsae.claims.evidence import Missing, need
 from tsae.claims.literature import Claim
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "undecided", "cannot be tested"]
 
@@ -52,12 +52,9 @@ class Part:
     """The claim says that the effect is about 0."""
 
     def __post_init__(self) -> None:
-        if len(self.values) < (1 if self.unit == REPLAYED else 2) or not np.isfinite(self.values).all():
-            raise TsaeError(
-                f"{len(self.values)} values, {int(np.isfinite(self.values).sum())} of them finite: no interval",
-                where=self.statement,
-                fix="Give a finite effect for two units or more.",
-            )
+        n, n_finite = len(self.values), int(np.isfinite(self.values).sum())
+        few, what = n < (1 if self.unit == REPLAYED else 2), f"{n} values, {n_finite} of them finite: no interval"
+        refuse(self.statement, (few or n_finite < n, what, "Give a finite effect for two units or more."))
 
     @cached_property
     def interval(self) -> tuple[float, float, float]:
@@ -220,7 +217,12 @@ def those_that_can(makers: Sequence[Callable[[], Part]]) -> tuple[tuple[Part, ..
             left.append(reason)
     if not parts:
         raise left[0]
-    return tuple(parts), "".join(f"Left out for lack of {reason.needs}. " for reason in left)
+    return tuple(parts), left_out(left)
+
+
+def left_out(reasons: Sequence[Missing]) -> str:
+    """A sentence on every part that could not be made."""
+    return "".join(f"Left out for lack of {reason.needs}. " for reason in reasons)
 
 
 def _spread(constant: pd.Series, other: pd.Series) -> pd.Series:

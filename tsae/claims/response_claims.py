@@ -13,7 +13,7 @@ from scipy.stats import hypergeom
 
 from tsae.base.statistics import FEWEST, change_interval
 from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
-from tsae.claims.judging import CONFIDENCE, REPLAYED, Judgement, Part, between, part, those_that_can, within
+from tsae.claims.judging import CONFIDENCE, REPLAYED, Judgement, Part, between, left_out, part, those_that_can, within
 from tsae.claims.literature import CLAIMS
 from tsae.rollouts.behaviours import measures, with_behaviours
 from tsae.rollouts.config import BandCutoffs
@@ -51,24 +51,18 @@ def inverted_u(run: Evidence) -> Judgement:
         shares = run.training_bands
     except Missing:
         shares = None
-    if shares is not None and shares.min() < _SMALL:
+    if shares is not None:
         told = ", ".join(f"{band} {100 * share:.0f} %" for band, share in shares.items())
-        raise Missing(
-            f"a training on problems of all bands, or one on each (of this one's responses: {told})",
-            "a training on such a mixture, or one a band, all in one series.json (trained_on)",
-        )
+        mixture = f"a training on problems of all bands, or one on each (of this one's responses: {told})"
+        add = "a training on such a mixture, or one a band, all in one series.json (trained_on)"
+        need(shares.min() >= _SMALL, mixture, add)
     parts = []
     for c in run.diff.final_checkpoints:
         gains = {band: (run.success(c, band) - run.success(run.diff.base, band)).dropna() for band in BANDS}
-        for band in ("easy", "hard"):
-            parts.append(
-                between(f"{c} gained more on medium problems than on {band} ones.", gains["medium"], gains[band], _SAME)
-            )
-    caveat = (
-        "Gains on problems of a band stand in for gains by training on it: easy problems, which the base solves, "
-        "cannot gain much."
-    )
-    return Judgement(claim, tuple(parts), caveat=caveat)
+        told = f"{c} gained more on medium problems than on {{}} ones."
+        parts += [between(told.format(band), gains["medium"], gains[band], _SAME) for band in ("easy", "hard")]
+    caveat = "Gains on problems of a band stand in for gains by training on it: easy problems, which the base solves, "
+    return Judgement(claim, tuple(parts), caveat=f"{caveat}cannot gain much.")
 
 
 def hard_harms(run: Evidence) -> Judgement:
@@ -119,12 +113,8 @@ def base_overtakes(run: Evidence) -> Judgement:
         n = pd.concat([of_base.n, of_c.n], axis=1, join="inner").min(axis=1).sort_values(ascending=False)
         k = int(n.iloc[FEWEST - 1]) if len(n) >= FEWEST else 0
         if k < _LARGE_K:
-            reasons.append(
-                Missing(
-                    f"{_LARGE_K} responses or more of the base and of {c} to {FEWEST} problems or more (there are {k})",
-                    "`tsae run … --sample 64 --to OTHER`",
-                )
-            )
+            few = f"{_LARGE_K} responses or more of the base and of {c} to {FEWEST} problems or more (there are {k})"
+            reasons.append(Missing(few, "`tsae run … --sample 64 --to OTHER`"))
             continue
         if not within("ahead", _pass_at(of_c, 1), _pass_at(of_base, 1), _SAME).holds:
             behind.append(c)
@@ -137,7 +127,7 @@ def base_overtakes(run: Evidence) -> Judgement:
     need(parts, ahead, "a training that gains")
     told = f"Ahead at pass@1 is not {' nor '.join(behind)}: there is nothing to overtake. " if behind else ""
     small = f"k is {min(sizes)} here; the claim is on k in the hundreds." if min(sizes) < 100 else ""
-    left = "".join(f"Left out for lack of {reason.needs}. " for reason in reasons)
+    left = left_out(reasons)
     return Judgement(CLAIMS["n"], tuple(parts), caveat=(left + told + small).strip(), whole=not left)
 
 
@@ -254,8 +244,7 @@ def behaviour_first(run: Evidence) -> Judgement:
         found, caveats = list(parts), [left] if left else []
     if not found:
         raise reasons[0]
-    caveats += [f"Left out for lack of {reason.needs}. " for reason in reasons]
-    told = "".join(dict.fromkeys(caveats)).strip()
+    told = "".join(dict.fromkeys([*caveats, *(left_out([reason]) for reason in reasons)])).strip()
     return Judgement(CLAIMS["d"], tuple(found), caveat=told, whole=not told)
 
 
@@ -306,15 +295,14 @@ def _before_the_fall(path: Sequence[Place], fell: Callable[[Place, Place], bool]
     Raises:
         Missing: where accuracy does not fall, or there is no place between.
     """
-    for previous, place in pairwise(path):
-        if fell(path[0], place):
-            need(
-                previous is not path[0],
-                f"checkpoints before accuracy falls ({name}: it has fallen at the first one after the start)",
-                "more frequent checkpoints (save_steps), of which all are read (`--checkpoints`)",
-            )
-            return previous
-    raise Missing(f"a fall of accuracy ({name}: it does not clearly fall)", "a training in which it does")
+    fallen = next((previous for previous, place in pairwise(path) if fell(path[0], place)), None)
+    if fallen is None:
+        raise Missing(f"a fall of accuracy ({name}: it does not clearly fall)", "a training in which it does")
+    early = f"checkpoints before accuracy falls ({name}: it has fallen at the first one after the start)"
+    need(
+        fallen is not path[0], early, "more frequent checkpoints (save_steps), of which all are read (`--checkpoints`)"
+    )
+    return fallen
 
 
 def _fell(accuracy: Mapping[str, pd.Series], start: Place, then: Place) -> bool:

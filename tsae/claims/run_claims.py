@@ -25,7 +25,7 @@ from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of,
 from tsae.claims.judging import Judgement
 from tsae.claims.literature import CLAIMS
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 FILE = "claims.json"
 TESTS: dict[str, Callable[[Evidence], Judgement]] = {
@@ -79,12 +79,9 @@ class Claims(Tables):
 
     def __getitem__(self, key: str) -> dict[str, Any]:
         """The record of one claim, by its letter."""
-        found = next((record for record in self.records if record["claim"] == key), None)
-        if found is None:
-            raise TsaeError(
-                f"no claim {key!r}; there are {', '.join(r['claim'] for r in self.records)}", where="Claims"
-            )
-        return found
+        found = {record["claim"]: record for record in self.records}
+        refuse("Claims", (key not in found, f"no claim {key!r}; there are {', '.join(found)}", None))
+        return found[key]
 
     def with_steps_of(self, before: Claims | None) -> Claims:
         """The same, with the claims on steps of an earlier test of the same run if that one knew which are right."""
@@ -133,9 +130,8 @@ class Claims(Tables):
         info = {name: value for name, value in found.items() if name not in ("note", "kind", "command", "from")}
         if diff is not None:
             for name, value in inputs_of(diff).items():
-                if info.get(name, value) != value:
-                    what = f"is of other {NAMES[name]} ({info[name]}) than the diff beside it ({value})"
-                    raise TsaeError(what, where=file, fix=_AGAIN)
+                what = f"is of other {NAMES[name]} ({(own := info.get(name, value))}) than the diff beside it ({value})"
+                refuse(file, (own != value, what, _AGAIN))
         return cls(records, info)
 
 
@@ -150,10 +146,8 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
     Raises:
         TsaeError: where the folder is no run's or what is in it is damaged, and for an unknown letter.
     """
-    if unknown := [key for key in only if key not in CLAIMS]:
-        raise TsaeError(
-            f"no claim {unknown[0]!r}; there are {', '.join(CLAIMS)}", where="claims", fix="Give its letter."
-        )
+    for key in only:
+        refuse("claims", (key not in CLAIMS, f"no claim {key!r}; there are {', '.join(CLAIMS)}", "Give its letter."))
     evidence = Evidence(as_path(run), check)
     records = tuple(_judged(key, evidence).record() for key in CLAIMS if key in (only or CLAIMS))
     inputs = evidence.of_answers

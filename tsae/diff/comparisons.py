@@ -253,11 +253,9 @@ def contrast_bands(rollouts: Rollouts, config: DiffConfig, where: str | Path) ->
     wanted = list(config.bands) if config.bands is not None else [b for b in BANDS if b in band]
     for name in wanted:
         if name not in band:
-            raise TsaeError(
-                f"no problem is in the band {name!r}; the rollouts have {', '.join(sorted(band)) or 'no bands'}",
-                where=where,
-                fix="Measure bands first (`tsae rollouts bands`), or leave that band out.",
-            )
+            what = f"no problem is in the band {name!r}; the rollouts have {', '.join(sorted(band)) or 'no bands'}"
+            fix = "Measure bands first (`tsae rollouts bands`), or leave that band out."
+            raise TsaeError(what, where=where, fix=fix)
     return ["all", *wanted]
 
 

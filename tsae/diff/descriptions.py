@@ -141,11 +141,9 @@ def find_families(annotator: str | None) -> Families:
     module = (annotator or "").partition(":")[0]
     found = getattr(import_module(module), "FAMILIES", None) if module else None
     if not isinstance(found, Mapping):
-        raise TsaeError(
-            f"{annotator!r} names no annotator with FAMILIES, a dictionary of family to classes, beside it",
-            where="--families",
-            fix="Give --annotator, such as tsae.features.mathematics:math_classes.",
-        )
+        what = f"{annotator!r} names no annotator with FAMILIES, a dictionary of family to classes, beside it"
+        fix = "Give --annotator, such as tsae.features.mathematics:math_classes."
+        raise TsaeError(what, where="--families", fix=fix)
     return found
 
 
@@ -171,11 +169,8 @@ def assign_families(
     for number, members in enumerate(families.values()):
         label[[classes.names.index(name) for name in members if name in classes.names]] = number
     if not (label[classes.code] >= 0).any():
-        raise TsaeError(
-            f"no token has a class of a family; there are {', '.join(map(repr, classes.names))}",
-            where="families",
-            fix="Name classes that the annotator gives.",
-        )
+        what = f"no token has a class of a family; there are {', '.join(map(repr, classes.names))}"
+        raise TsaeError(what, where="families", fix="Name classes that the annotator gives.")
     rng = np.random.default_rng([config.seed, 7])
     token, row, label = _sample(features, label[classes.code], config, rng)
     codes = sp.csr_array(features.codes[token])

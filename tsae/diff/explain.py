@@ -83,11 +83,9 @@ def explain(
     """
     config = config or ExplainConfig()
     if diff.source is None:
-        raise TsaeError(
-            "contexts need the features that the diff was computed from",
-            where="explain",
-            fix="Give them: FeatureDiff.load(folder, features=FeatureTable.load(folder))",
-        )
+        what = "contexts need the features that the diff was computed from"
+        fix = "Give them: FeatureDiff.load(folder, features=FeatureTable.load(folder))"
+        raise TsaeError(what, where="explain", fix=fix)
     moved = _moved(diff, config)
     contexts = Contexts(diff.source, config, diff.info.get("token_strings", {}))
     cases = [contexts.case(feature, against) for feature, against in moved.items()]

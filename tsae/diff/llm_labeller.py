@@ -164,11 +164,9 @@ class Asked:
         expected = _size(body["messages"]) + body["max_tokens"]
         with self._lock:
             if self.spent + expected > self.config.budget:
-                raise TsaeError(
-                    f"the budget of {self.config.budget:,} tokens is used up ({self.spent:,} were asked for)",
-                    where="explain",
-                    fix="Raise budget and give the same command again; what was answered is kept.",
-                )
+                what = f"the budget of {self.config.budget:,} tokens is used up ({self.spent:,} were asked for)"
+                fix = "Raise budget and give the same command again; what was answered is kept."
+                raise TsaeError(what, where="explain", fix=fix)
             self.spent += expected
         status, answer = self.endpoint.chat(body)
         if status != 200:

@@ -178,11 +178,8 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
             tokens = [text_of(token_strings, i) for i in features.token_ids[start:stop]]
             classes = annotator(prompts[trajectory] or "", tokens)
             if len(classes) != len(tokens):
-                raise TsaeError(
-                    f"gave {len(classes)} classes for the {len(tokens)} response tokens of trajectory {trajectory}",
-                    where="annotator",
-                    fix="Give one class per response token.",
-                )
+                what = f"gave {len(classes)} classes for the {len(tokens)} response tokens of trajectory {trajectory}"
+                raise TsaeError(what, where="annotator", fix="Give one class per response token.")
             by_trajectory[trajectory] = np.array([names.setdefault(c, len(names)) for c in classes], dtype=np.int32)
         code[start:stop] = by_trajectory[trajectory]
     code[~features.span_mask("all")] = 1
@@ -300,11 +297,9 @@ def logit_effects(
     model = checkpoint.load_model(dtype="float32") if isinstance(checkpoint, Checkpoint) else checkpoint
     head = model.get_output_embeddings()
     if head is None or head.weight.shape[1] != sae.d_model:
-        raise TsaeError(
-            f"{type(model).__name__} has no unembedding that reads {sae.d_model} dimensions",
-            where=model.config._name_or_path,
-            fix="Give a checkpoint of the series that the SAE was trained on.",
-        )
+        what = f"{type(model).__name__} has no unembedding that reads {sae.d_model} dimensions"
+        fix = "Give a checkpoint of the series that the SAE was trained on."
+        raise TsaeError(what, where=model.config._name_or_path, fix=fix)
     unembedding = head.weight[: len(strings)].float()  # (vocabulary, d_model)
     unembedding = unembedding - reduce(unembedding, "token d_model -> d_model", "mean")
     unembedding = unembedding * final_norm_weight(model, sae.d_model)

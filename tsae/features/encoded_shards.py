@@ -142,9 +142,8 @@ class EncodedShards:
                 yield found
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
             removed(file)
-            raise TsaeError(
-                f"was damaged ({error})", where=file, fix="Encode again: its shard is read anew."
-            ) from error
+            what = f"was damaged ({error})"
+            raise TsaeError(what, where=file, fix="Encode again: its shard is read anew.") from error
 
 
 class Codes(NamedTuple):

@@ -41,7 +41,7 @@ import pandas as pd
 from safetensors.numpy import save_file
 
 from tsae.base.files import write_json
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.features.contexts import peaks_of
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE
@@ -73,18 +73,13 @@ def write_delphi(
     Raises:
         TsaeError: where that reader read less than one sequence.
     """
-    if context < 1:
-        raise TsaeError(f"context={context} is less than 1", where="delphi", fix="Give the tokens of a sequence.")
+    refuse("delphi", (context < 1, f"context={context} is less than 1", "Give the tokens of a sequence."))
     rows = features.rows(reader=reader or features.readers[0])
     read = [np.arange(*features.row_offsets[row : row + 2]) for row in rows]
     tokens = np.concatenate([np.zeros(0, dtype=np.int64), *read])
     n = len(tokens) // context
-    if not n:
-        raise TsaeError(
-            f"has {len(tokens)} tokens of that reader, fewer than one sequence of {context}",
-            where=features.origin,
-            fix="Give a smaller context.",
-        )
+    few = f"has {len(tokens)} tokens of that reader, fewer than one sequence of {context}"
+    refuse(features.origin, (not n, few, "Give a smaller context."))
     tokens = tokens[: n * context]
     place = np.full(len(features.token_ids), -1, dtype=np.int64)
     place[tokens] = np.arange(len(tokens))
@@ -102,11 +97,8 @@ def write_delphi(
         order = np.lexsort((feature, at))
         locations = np.stack([at[order] // context, at[order] % context, feature[order]], axis=1)
         small = locations.max(initial=0) < 2**16
-        arrays = {
-            "locations": locations.astype(np.uint16 if small else np.uint32),
-            "activations": values[order].astype(np.float32),
-            "tokens": ids,
-        }
+        locations = locations.astype(np.uint16 if small else np.uint32)
+        arrays = {"locations": locations, "activations": values[order].astype(np.float32), "tokens": ids}
         save_file(arrays, folder / f"{start}_{stop - 1}.safetensors")
     settings = {"dataset_repo": "", "dataset_split": "", "dataset_name": "", "dataset_column": "", "batch_size": 1}
     known = {"ctx_len": context, "cache_ctx_len": context, "n_tokens": n * context, "n_splits": len(bounds) - 1}
@@ -115,7 +107,11 @@ def write_delphi(
 
 
 BATCH = 1024
-_HAS_LOGITS = {"promotes", "promotes_by", "suppresses", "suppresses_by"}
+_LOGITS: dict[str, tuple[str, type]] = {
+    "promotes": ("pos_str", str), "promotes_by": ("pos_values", float),
+    "suppresses": ("neg_str", str), "suppresses_by": ("neg_values", float),
+}  # fmt: skip
+"""Columns of a diff's features: Neuronpedia's field, and the kind of its entries."""
 _BINS, _TOP, _PER_BIN, _BAR = 5, 10, 2, 30
 _BEFORE, _AFTER = 64, 32
 """Tokens of a context around its strongest one."""
@@ -142,13 +138,10 @@ class Neuronpedia:
     """Its id of the user who owns what is imported."""
 
     def __post_init__(self) -> None:
+        fix = "Use letters, digits, dots, hyphens and underscores."
         for name in (self.model, self.source):
-            if not re.fullmatch(r"\w[\w.-]*", name):
-                raise TsaeError(
-                    f"{name!r} is not an id: it names a folder",
-                    where="Neuronpedia",
-                    fix="Use letters, digits, dots, hyphens and underscores.",
-                )
+            odd = not re.fullmatch(r"\w[\w.-]*", name)
+            refuse("Neuronpedia", (odd, f"{name!r} is not an id: it names a folder", fix))
 
     @property
     def source_set(self) -> str:
@@ -212,17 +205,11 @@ def _neuron(
     tokens, values = features.column(feature)
     values = values[counted[tokens]]
     heights, edges = np.histogram(values, bins=_BAR) if len(values) else (np.zeros(0), np.zeros(1))
-    logits: dict[str, list[Any]] = {name: [] for name in ("pos_str", "pos_values", "neg_str", "neg_values")}
-    if described is not None and set(described) >= _HAS_LOGITS and feature in described.index:
-        row = described.loc[feature]
-        # A feature whose logits are not known has none of the four.
-        if all(isinstance(row[name], list | tuple | np.ndarray) for name in _HAS_LOGITS):
-            logits = {
-                "pos_str": [str(token) for token in row.promotes],
-                "pos_values": [float(value) for value in row.promotes_by],
-                "neg_str": [str(token) for token in row.suppresses],
-                "neg_values": [float(value) for value in row.suppresses_by],
-            }
+    known = described is not None and set(described) >= _LOGITS.keys() and feature in described.index
+    row: Any = described.loc[feature] if described is not None and known else dict.fromkeys(_LOGITS)
+    # A feature whose logits are not known has none of the four.
+    known = all(isinstance(row[name], list | tuple | np.ndarray) for name in _LOGITS)
+    logits = {name: [kind(one) for one in row[of]] if known else [] for of, (name, kind) in _LOGITS.items()}
     return {
         **_place(names, feature),
         "creatorId": names.creator,

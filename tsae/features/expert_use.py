@@ -25,7 +25,7 @@ from tsae.activations.reading_plan import open_base
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.routers import RouterReader
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
@@ -79,6 +79,7 @@ def expert_use(
             facts = {"n_tokens": sum(map(len, texts)), "fve": 1.0, "l0": each, "outlier_share": 0.0}
             records.append({**{name: info[name] for name in READER_INFO}, **facts})
     # As the fingerprint of an SAE: tables of other experts are not compared with this one.
+    known = {"d_high": 0, "site": "routers", "layers": list(first.routers), "n_experts": n_experts}
     text = json.dumps([base.readers[0]["weights"], list(first.routers), n_experts])
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
     if len({piece.shape[1] for piece in codes}) > 1:
@@ -90,18 +91,8 @@ def expert_use(
         reader=np.concatenate(reader),
         trajectory=np.concatenate(trajectory),
         rollouts=rollouts,
-        info={
-            "sae": {
-                "weights": fingerprint,
-                "d_high": 0,
-                "site": "routers",
-                "layers": list(first.routers),
-                "n_experts": n_experts,
-            },
-            "readers": records,
-            "special_ids": base.facts["special_ids"],
-        },
-    )  # fmt: skip
+        info={"sae": {"weights": fingerprint, **known}, "readers": records, "special_ids": base.facts["special_ids"]},
+    )
 
 
 def experts(info: dict[str, Any]) -> pd.DataFrame:
@@ -127,12 +118,11 @@ def _blocks(layers: Any) -> list[int]:
     Raises:
         TsaeError: where that is not a list of blocks.
     """
-    fix = "Give a list of blocks, such as layers=[1, 3], or leave it out for all."
     found = list(layers) if isinstance(layers, Sequence | np.ndarray | range) and not isinstance(layers, str) else []
     known = [isinstance(layer, int | np.integer) and not isinstance(layer, bool) for layer in found]
-    if not found or not all(known) or len(set(found)) < len(found):
-        what = f"layers={layers!r} is not a list of different whole numbers, or it is empty"
-        raise TsaeError(what, where="expert_use", fix=fix)
+    odd = not found or not all(known) or len(set(found)) < len(found)
+    what = f"layers={layers!r} is not a list of different whole numbers, or it is empty"
+    refuse("expert_use", (odd, what, "Give a list of blocks, such as layers=[1, 3], or leave it out for all."))
     return [int(layer) for layer in found]
 
 

@@ -222,11 +222,9 @@ class FeatureTable:
         """
         known = {reader["id"]: reader.get("weights") for reader in self.info["readers"]}.get(checkpoint.id)
         if known is not None and known != weights_fingerprint(checkpoint):
-            raise TsaeError(
-                f"its weights or its config are not those that reader {checkpoint.id} of the features had",
-                where=checkpoint.path,
-                fix="Give the series that was captured, or capture and encode again.",
-            )
+            what = f"its weights or its config are not those that reader {checkpoint.id} of the features had"
+            fix = "Give the series that was captured, or capture and encode again."
+            raise TsaeError(what, where=checkpoint.path, fix=fix)
 
     def column(self, feature: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, activations) where a feature is active, in the order of the tokens.
