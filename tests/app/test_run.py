@@ -96,7 +96,8 @@ def finished(tiny: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Finis
 
 def analysed(config: RunConfig, **changes: Any) -> tuple[list[str], Any]:
     """What an analysis printed, and its diff."""
-    lines, diff = analysed(config, **changes)
+    lines: list[str] = []
+    diff = analyze_run(replace(config, **changes), progress=False, say=lines.append)
     return lines, diff
 
 
