@@ -46,21 +46,29 @@ def backward(trained: TrainedWeights, held: BatchGradients, *, parts: int) -> No
             (log_probabilities(trained.model, ids, mask) * weight).sum().backward()
 
 
+def check_gradients(trained: TrainedWeights, dtype: torch.dtype, off: float) -> BatchGradients:
+    """Products and weighted sums, against gradients of single samples, up to a part of their size."""
+    single, by = sample_gradients(trained, *batch()), torch.tensor([0.0, 1.0, -2.0, 0.0, 0.5])
+    for n in (1, 2):  # One direction goes another way than several.
+        held = BatchGradients(trained, dtype=dtype, n_directions=n)
+        backward(trained, held, parts=n)
+        assert len(held) == 5
+        directions = torch.randn(n, len(trained), generator=torch.Generator().manual_seed(1))
+        found = held.products(directions) - single @ directions.T
+        assert (found.abs() < off * single.norm(dim=1)[:, None]).all()
+        found = trained.join(held.weighted_sum(by)) - by @ single
+        assert found.abs().max() < off * single.norm(dim=1).max()
+    return held
+
+
 def test_products_and_sums_are_those_of_single_gradients(any_model: Path) -> None:
-    """Of every architecture; its linear layers are small, so that gradients are kept, and wide ones with x and δ."""
+    """Of every architecture, whose layers are small, so that gradients are kept; and of the loop's own pass."""
     trained = TrainedWeights(Checkpoint(id="base", path=str(any_model)).load_model())
-    directions = torch.randn(2, len(trained), generator=torch.Generator().manual_seed(1))
-    ids, mask, weight = batch()
-    single = sample_gradients(trained, ids, mask, weight)
-    held = BatchGradients(trained)
-    backward(trained, held, parts=2)
-    assert len(held) == 5
-    torch.testing.assert_close(held.products(directions), single @ directions.T, rtol=1e-4, atol=1e-4)
-    by = torch.tensor([0.0, 1.0, -2.0, 0.0, 0.5])
-    torch.testing.assert_close(trained.join(held.weighted_sum(by)), by @ single, rtol=1e-4, atol=1e-4)
-    # What the loop's own backward pass has added up.
+    check_gradients(trained, torch.float32, 1e-4)
+    trained.model.zero_grad()
+    backward(trained, BatchGradients(trained), parts=2)
     own = trained.join({name: p.grad for name, p in trained.parameters.items() if p.grad is not None})
-    torch.testing.assert_close(own, single.sum(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own, sample_gradients(trained, *batch()).sum(0), rtol=1e-4, atol=1e-4)
 
 
 def wide_model() -> Any:
@@ -72,46 +80,10 @@ def wide_model() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")).eval()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
-def test_a_derivative_along_the_direction_says_the_same() -> None:
-    """The other way: forward differentiation of each sample's log-probability, which knows no gradients."""
-    trained = TrainedWeights(wide_model())
-    ids, mask, weight = batch()
-    held = BatchGradients(trained)
-    backward(trained, held, parts=1)
-    assert len(held._parts[0].factors) == 9  # Projections, the head and the embedding are kept as x and δ.
-    direction = torch.randn(len(trained), generator=torch.Generator().manual_seed(1)) * 0.1
-    tangents = {
-        name: part.view_as(p)
-        for (name, p), part in zip(trained.parameters.items(), direction.split(trained.sizes), strict=True)
-    }
-
-    def summed(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        call = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-        logits = torch.func.functional_call(trained.model, weights, (), call).logits
-        log = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
-        return (log * weight).sum(1)
-
-    weights = {name: p.detach() for name, p in trained.parameters.items()}
-    expected = torch.func.jvp(summed, (weights,), (tangents,))[1]
-    # One direction goes another way than several.
-    torch.testing.assert_close(held.products(direction[None])[:, 0], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(held.products(direction.repeat(2, 1))[:, 1], expected, rtol=1e-4, atol=1e-4)
-    single = sample_gradients(trained, ids, mask, weight)
-    by = torch.tensor([0.0, 1.0, -2.0, 0.0, 0.5])
-    torch.testing.assert_close(trained.join(held.weighted_sum(by)), by @ single, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("n_directions", [1, 2])
-def test_bfloat16_is_near(n_directions: int) -> None:
-    trained = TrainedWeights(wide_model())
-    ids, mask, weight = batch()
-    held = BatchGradients(trained, dtype=torch.bfloat16, n_directions=n_directions)
-    backward(trained, held, parts=2)
-    directions = torch.randn(n_directions, len(trained), generator=torch.Generator().manual_seed(1))
-    single = sample_gradients(trained, ids, mask, weight)
-    off = (held.products(directions) - single @ directions.T).abs()
-    assert (off < 5e-3 * single.norm(dim=1)[:, None]).all()
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
+def test_gradients_of_wide_layers_are_kept_as_x_and_delta(dtype: torch.dtype, off: float) -> None:
+    held = check_gradients(TrainedWeights(wide_model()), dtype, off)
+    assert len(held._parts[0].factors) == 9  # Projections, the head and the embedding.
 
 
 def test_activations_are_freed_after_the_backward_pass() -> None:

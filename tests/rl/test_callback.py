@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -14,9 +12,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from organism.pretraining import ModelConfig, llama_config
 
 import tsae
+from support.trl_runs import by_length, save_tiny, train
 from tsae.attribution.guard import Guard
 from tsae.attribution.readers.find import read_settings
 from tsae.attribution.targets import NextToken
@@ -44,26 +42,13 @@ LOGGED = {"log_completions": True, "num_completions_to_print": 0, "logging_steps
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def by_length(completions: list[Any], **_: Any) -> list[float]:
-    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-    return [float(len(text) % 3 == 0) for text in texts]
-
-
 def half(completions: list[Any], **_: Any) -> list[float]:
     return [0.5] * len(completions)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaForCausalLM
-
-    path = tmp_path_factory.mktemp("model") / "base"
-    torch.manual_seed(0)
-    LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64))).save_pretrained(path)
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+    return save_tiny(tmp_path_factory.mktemp("model") / "base", template=TEMPLATE)
 
 
 def make_trainer(base: Path, folder: Path, *, messages: bool = False, peft: Any = None, **options: Any) -> Any:
@@ -89,11 +74,6 @@ def make_trainer(base: Path, folder: Path, *, messages: bool = False, peft: Any 
         peft_config=peft,
         args=grpo_on_cpu(folder, prompts=PROMPTS, samples=GROUP, reward_weights=[2.0, 1.0], **options),
     )
-
-
-def train(trainer: Any, resume: str | None = None) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train(resume_from_checkpoint=resume)
 
 
 def spied(trainer: Any) -> list[dict[str, Any]]:

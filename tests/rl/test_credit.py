@@ -362,15 +362,8 @@ def test_advantages_add_up_to_nothing_within_a_step(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: CreditConfig(pass_rates=(0.9, 0.1)), "pass_rates=\\(0.9, 0.1\\) is not a range"),
-        (lambda: CreditConfig(estimator="nonsense"), "estimator='nonsense'"),  # type: ignore[arg-type]
-        (lambda: CreditConfig(ridge=0), "ridge=0"),
-        (lambda: ShapingConfig(bound=0.5), "bound=0.5"),
-        (lambda: ShapingConfig(tolerance=0), "tolerance=0"),
         (lambda: ShapingConfig(tolerance=1e-60), "tolerance=1e-60"),
-        *(
-            (lambda name=name: ShapingConfig(**{name: 1e39}), f"{name}=.*1000000")
-            for name in ("threshold", "strength", "bound", "dense")
-        ),
+        (lambda: ShapingConfig(strength=1e39), "strength=.*1000000"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: Any, message: str) -> None:

@@ -186,10 +186,6 @@ def test_rows_come_in_the_order_that_trl_needs() -> None:
         (lambda: Curriculum(["a", "a"], 4), "problem ids come twice"),
         (lambda: Curriculum(["a"], 4).update(["a"], [float("nan")]), "a reward is not finite"),
         (lambda: Curriculum(["a"], 4).update(["b"], [1.0]), "unknown problem 'b'"),
-        (lambda: CurriculumConfig(forgetting=0), "forgetting=0"),
-        (lambda: CurriculumConfig(explore=2), "explore=2"),
-        (lambda: CurriculumConfig(guess=-1), "guess=-1"),
-        (lambda: CurriculumConfig(level_responses=-1), "level_responses=-1"),
         (lambda: CurriculumConfig(level_responses=1e200), "level_responses="),
         (lambda: CurriculumConfig(prior=(1.0, 1e200)), "prior.1="),
         (lambda: Curriculum([1, 2], 4), "the problem id 1 is a int, expected a text"),  # type: ignore[list-item]

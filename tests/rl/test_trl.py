@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from organism.pretraining import ModelConfig, llama_config
 
 import tsae
+from support.trl_runs import MEDIUM, by_length, save_tiny, tiny_llama, train
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
@@ -35,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 GROUP, PROMPTS, WIDTH = 4, 4, 12
 SITE = "blocks.0.hook_resid_post"
+IDS = [problem.id for problem in MEDIUM]
 
 
 def make_trainer(
@@ -49,25 +48,18 @@ def make_trainer(
     micro: int = GROUP * PROMPTS,
     **options: Any,
 ) -> Any:
-    from transformers import LlamaForCausalLM
     from trl import GRPOTrainer
 
     from tsae.rl.trl import FeatureGRPOTrainer
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64)))
-    problems = tsae.testbed.generate_problems("medium", 12, 0, "train")
     kind: Any = GRPOTrainer if plain else FeatureGRPOTrainer
     extra: dict[str, Any] = {} if plain else {"credit": credit, "curriculum": curriculum}
 
-    def by_length(completions: list[str], **_: Any) -> list[float]:
-        return [float(len(text) % 3 == 0) for text in completions]
-
     return kind(
-        model=model,
+        model=tiny_llama(),
         processing_class=tokenizer or make_tokenizer(),
         reward_funcs=reward or by_length,
-        train_dataset=data_set(problems),
+        train_dataset=data_set(MEDIUM),
         args=grpo_on_cpu(
             folder,
             prompts=PROMPTS,
@@ -94,8 +86,7 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
         return step(*args, **kwargs)
 
     trainer.optimizer.step = keep
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train()
+    train(trainer)
     return found
 
 
@@ -220,13 +211,7 @@ def credit_rule(*args: Any, **options: Any) -> FeatureCredit:
 
 
 def make_reference(folder: Path) -> tsae.Checkpoint:
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(llama_config(ModelConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=64)))
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return tsae.Checkpoint("base", str(folder))
+    return tsae.Checkpoint("base", str(save_tiny(folder, seed=1)))
 
 
 def test_scores_are_read_from_the_reference_in_the_state_before_each_token(tmp_path: Path) -> None:
@@ -289,10 +274,9 @@ def test_what_tools_wrote_earns_no_credit() -> None:
 
 
 def test_a_curriculum_counts_the_reward_that_says_what_is_right(tmp_path: Path) -> None:
-    ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
 
     def successes(rewards: list[Any], **config: Any) -> set[int]:
-        curriculum = Curriculum(ids, GROUP, CurriculumConfig(**config))
+        curriculum = Curriculum(IDS, GROUP, CurriculumConfig(**config))
         gradients(make_trainer(tmp_path, reward=rewards, curriculum=curriculum))
         return set(curriculum.history().successes)
 
@@ -308,23 +292,21 @@ def test_a_response_of_which_nothing_says_whether_it_is_right_is_refused(tmp_pat
     def accuracy(completions: list[str], **_: Any) -> list[float | None]:
         return [None] * len(completions)
 
-    ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
-    trainer = make_trainer(tmp_path, reward=[accuracy, format_reward], curriculum=Curriculum(ids, GROUP))
+    trainer = make_trainer(tmp_path, reward=[accuracy, format_reward], curriculum=Curriculum(IDS, GROUP))
     with pytest.raises(TsaeError, match="accuracy gives a completion no finite reward"):
         trainer.train()
 
 
 def test_training_with_credit_and_curriculum_runs_and_is_logged(tmp_path: Path) -> None:
     reference, sae = make_reference(tmp_path / "base"), make_sae()
-    ids = [p.id for p in tsae.testbed.generate_problems("medium", 12, 0, "train")]
-    curriculum = Curriculum(ids, GROUP, CurriculumConfig(explore=0.5))
+    curriculum = Curriculum(IDS, GROUP, CurriculumConfig(explore=0.5))
     credit = credit_rule(reference, sae, make_credit(sae), ShapingConfig(plausibility=True, dense=0.1))
     gradients(make_trainer(tmp_path, credit=credit, curriculum=curriculum, steps=3))
     history = curriculum.history()
     assert len(history) == 3 * PROMPTS
     assert list(history.groupby("step").size()) == [PROMPTS] * 3
     assert (history.n == GROUP).all()
-    assert set(history.problem_id) <= set(ids)
+    assert set(history.problem_id) <= set(IDS)
 
 
 @pytest.fixture(scope="module")
