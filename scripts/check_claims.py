@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from organism.claims import JUDGES, Records, features_of_easy, features_of_hard, features_of_medium, judge
+from organism.claims import FAMILIES, Records, judge, judge_claim
 
 from tsae.base.files import write_text
 from tsae.claims.judging import Judgement, Part
@@ -128,8 +128,8 @@ def dictionary_table(records: Records) -> str:
     for name, cell in found.items():
         counts = ", ".join(str(n) for family, n in cell["features"].items() if family != "none")
         row = [name, counts]
-        for judge_one in (features_of_easy, features_of_hard, features_of_medium):
-            judgement = judge_one(records, name)
+        for key in FAMILIES:
+            judgement = judge_claim(key, records, name)
             parts = judgement.parts[: len(judgement.parts) - ("ablations" in cell)]
             without = Judgement(judgement.claim, parts)
             row.append(f"{'; '.join(shown(part) for part in parts)}: {without.verdict}")
@@ -159,5 +159,4 @@ def between(text: str, begins: str, ends: str, middle: str) -> str:
 
 
 if __name__ == "__main__":
-    assert set(JUDGES) <= set(CLAIMS)
     raise SystemExit(main())

@@ -6,7 +6,7 @@ from pathlib import Path
 import check_claims
 import numpy as np
 import pytest
-from organism.claims import JUDGES, Records, half_time, judge
+from organism.claims import Records, half_time, judge, judge_claim
 
 from tsae.claims.literature import STUDIED
 from tsae.errors import TsaeError
@@ -44,11 +44,11 @@ def planted(gains: dict[str, float]) -> Records:
 
 
 def test_planted_gains_are_judged() -> None:
-    assert JUDGES["a"](planted({"easy": 0.1, "medium": 0.3, "hard": -0.2})).verdict == "reproduced"
-    assert JUDGES["a"](planted({"easy": 0.1, "medium": 0.3, "hard": 0.4})).verdict == "partly"
-    assert JUDGES["a"](planted({"easy": 0.3, "medium": 0.1, "hard": 0.4})).verdict == "not reproduced"
-    assert JUDGES["b"](planted({"hard": -0.1})).verdict == "reproduced"
-    assert JUDGES["b"](planted({"hard": 0.0})).verdict == "not reproduced"
+    assert judge_claim("a", planted({"easy": 0.1, "medium": 0.3, "hard": -0.2})).verdict == "reproduced"
+    assert judge_claim("a", planted({"easy": 0.1, "medium": 0.3, "hard": 0.4})).verdict == "partly"
+    assert judge_claim("a", planted({"easy": 0.3, "medium": 0.1, "hard": 0.4})).verdict == "not reproduced"
+    assert judge_claim("b", planted({"hard": -0.1})).verdict == "reproduced"
+    assert judge_claim("b", planted({"hard": 0.0})).verdict == "not reproduced"
 
 
 def test_the_shipped_records_give_the_verdicts_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_every_dictionary_gives_the_verdict_of_the_t_sae(key: str) -> None:
     cells = {name: cell["shifts"] for name, cell in record["dictionaries"].items()}
     cells["shared codes"] = record["dictionaries"]["crosscoder"]["shared"]
     judged = {
-        name: JUDGES[key](Records.of([{**record, "dictionaries": {"T-SAE": {"shifts": shifts}}}])).verdict
+        name: judge_claim(key, Records.of([{**record, "dictionaries": {"T-SAE": {"shifts": shifts}}}])).verdict
         for name, shifts in cells.items()
     }
     assert len(judged) == 8
@@ -118,4 +118,4 @@ def test_the_page_shows_what_ablations_do(key: str) -> None:
     )
     for place, name in ((2, "T-SAE"), (3, "difference")):
         of = Records.of([{**record, "dictionaries": {"T-SAE": record["dictionaries"][name]}}])
-        assert row.split(" | ")[place - 1] == check_claims.shown(JUDGES[key](of).parts[-1])
+        assert row.split(" | ")[place - 1] == check_claims.shown(judge_claim(key, of).parts[-1])
