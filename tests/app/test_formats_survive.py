@@ -35,7 +35,7 @@ from tsae.rollouts.known_logs import KNOWN
 from tsae.rollouts.schema import BANDS, OUTCOMES
 from tsae.rollouts.table import Rollouts
 
-AMOUNTS = [pytest.param(5, id="few"), pytest.param(80, id="many", marks=pytest.mark.slow)]
+AMOUNTS = [pytest.param(3, id="few"), pytest.param(80, id="many", marks=pytest.mark.slow)]
 
 texts = st.text(max_size=12)
 ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)

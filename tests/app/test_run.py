@@ -253,16 +253,16 @@ def test_what_is_damaged_is_made_again(damage: str, finished: Finished, tiny: Ru
     assert contents(out) == contents(finished[0])
 
 
-def test_a_wrong_site_is_corrected(finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_wrong_site_is_corrected(there: bool, finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     """Whether nothing is there yet or all of it, the command that is right at last gives what it gives alone."""
-    site = "blocks.1.hook_resid_post"
-    for out, wrong in ((tmp_path / "new", tiny), (shutil.copytree(finished[0], tmp_path / "out"), tiny)):
-        with pytest.raises(TsaeError, match="9"):
-            analysed(wrong, to=out, site="blocks.9.hook_resid_post")
-        lines, _ = analysed(tiny, to=out, site=site)
-        assert any("(as asked)" in line for line in lines)
-        assert {**contents(out), "run.json": ""} == {**contents(finished[0]), "run.json": ""}  # it names the site
-        assert not (out / ".before").exists()
+    out = shutil.copytree(finished[0], tmp_path / "out") if there else tmp_path / "out"
+    with pytest.raises(TsaeError, match="9"):
+        analysed(tiny, to=out, site="blocks.9.hook_resid_post")
+    lines, _ = analysed(tiny, to=out, site="blocks.1.hook_resid_post")
+    assert any("(as asked)" in line for line in lines)
+    assert {**contents(out), "run.json": ""} == {**contents(finished[0]), "run.json": ""}  # it names the site
+    assert not (out / ".before").exists()
 
 
 CORRECTIONS: dict[str, tuple[dict[str, Any], str, list[str]]] = {

@@ -333,60 +333,48 @@ def test_a_log_must_hold_what_it_held(tmp_path: Path) -> None:
             check_grown(before, changed.write(tmp_path / "now.parquet"), tmp_path)
 
 
-def test_a_checkpoint_rewritten_after_a_kill_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was begun of the old weights cannot be completed, and does not stand in the way."""
-    training, really, calls = Training(tmp_path, 25), capturing.capture_shard, 0
+def test_a_checkpoint_that_is_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill, after its analysis, and while it is read."""
+    training, lines, really, done = Training(tmp_path, 25), list[str](), capturing.capture_shard, list[str]()
+    checkpoint = training.run / "checkpoint-25"
 
-    def killed(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
+    def captured(reader: Any, where: Any, rollouts: Any, piece: Any, *rest: Any) -> Any:
+        if done == ["base"]:
             raise KeyboardInterrupt
-        return really(*args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(capturing, "capture_shard", killed)
-        with pytest.raises(KeyboardInterrupt):
-            look_once(training.config)
-    assert (training.config.to / ".next" / "activations" / "manifest.json").is_file()
-    scale_weights(training.run / "checkpoint-25")
-    assert look_once(training.config) == 1
-    assert all(found.state == "intact" for found in verify([training.config.to]))
-
-
-def test_a_checkpoint_rewritten_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training, lines, really, done = Training(tmp_path, 25), list[str](), capturing.capture_shard, list[int]()
-
-    def rewriting(reader: Any, where: Any, rollouts: Any, piece: Any, *rest: Any) -> Any:
         found = really(reader, where, rollouts, piece, *rest)
-        if piece.reader != "base" and not done:
-            done.append(1)
-            scale_weights(training.run / "checkpoint-25")
+        if "written" in done and "rewritten" not in done and piece.reader != "base":
+            scale_weights(checkpoint)
+            done.append("rewritten")
+        done.append(piece.reader)
         return found
 
-    monkeypatch.setattr(capturing, "capture_shard", rewriting)
-    config = WatchConfig(once=False, quiet=0.0, every=0.0, until=25)
-    assert len(list(watch(training.config, config, say=lines.append))) == 1
-    assert lines[0].startswith("looking again: hard-00025 was removed or changed while it was read (")
+    monkeypatch.setattr(capturing, "capture_shard", captured)
+    with pytest.raises(KeyboardInterrupt):
+        look_once(training.config)
+    assert (training.config.to / ".next" / "activations" / "manifest.json").is_file()
+    done.append("killed")
+    scale_weights(checkpoint)  # what was begun of the old weights does not stand in the way
+    assert look_once(training.config, lines) == 1
     assert all(found.state == "intact" for found in verify([training.config.to]))
 
-
-def test_a_checkpoint_rewritten_after_its_analysis_is_read_again(tmp_path: Path) -> None:
-    training, lines = Training(tmp_path, 25), list[str]()
-    assert look_once(training.config, lines) == 1
-    before = contents(training.config.to)
-    weights = training.run / "checkpoint-25" / "model.safetensors"
+    before, weights = contents(training.config.to), checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes())
     assert look_once(training.config, lines) == 0  # the same weights
-    scale_weights(weights.parent)
+    done.append("written")
+    scale_weights(checkpoint)
     times = weights.stat()
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns - 10**15))
-    assert look_once(training.config, lines) == 1
+    until = WatchConfig(once=False, quiet=0.0, every=0.0, until=25)
+    assert len(list(watch(training.config, until, say=lines.append))) == 1
     assert "hard-00025: written anew since the last analysis, and read again" in lines
+    assert any(
+        line.startswith("looking again: hard-00025 was removed or changed while it was read (") for line in lines
+    )
     changed = {name for name, held in contents(training.config.to).items() if before.get(name) != held}
     assert {name for name in changed if "activations/base/" in name} == set()
     assert any("activations/hard-00025/" in name for name in changed)
     assert look_once(training.config, lines) == 0
+    assert all(found.state == "intact" for found in verify([training.config.to]))
 
 
 def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:
