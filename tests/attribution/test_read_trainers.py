@@ -10,19 +10,14 @@ import pytest
 import torch
 import yaml
 
-from tsae.attribution.readers import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, verl
 from tsae.attribution.readers.find import read_settings
+from tsae.attribution.readers.other_trainers import READERS
 from tsae.attribution.readers.words import trainer_of
 from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
 from tsae.attribution.training.order import plan_updates
 from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
-
-READERS: dict[str, Any] = {
-    "verl": verl, "nemo_rl": nemo_rl, "open_instruct": open_instruct, "prime_rl": prime_rl, "openrlhf": openrlhf,
-    "ms_swift": ms_swift,
-}  # fmt: skip
 
 
 def own(trainer: str) -> dict[str, Any]:
@@ -43,8 +38,7 @@ def read(trainer: str, steps: int | None = None, **changed: Any) -> RunSettings:
         if value is not ...:
             at[last] = value
     assert trainer_of(settings) == trainer
-    found: RunSettings = READERS[trainer].of(settings, file=Path("config.yaml"), steps=steps)
-    return found
+    return READERS[trainer](settings, Path("config.yaml"), steps)
 
 
 def actor(**changed: Any) -> dict[str, Any]:
@@ -171,7 +165,7 @@ def test_open_instruct() -> None:
     assert several["order"] == "unknown"
     assert "--num_mini_batches 1" in several["order_fix"]
     nested = {"args": own("open_instruct"), "streaming": {"mask_truncated_completions": True}}
-    assert open_instruct.of(nested, file=Path("config.yaml"), steps=None).loss.mask_truncated
+    assert READERS["open_instruct"](nested, Path("config.yaml"), None).loss.mask_truncated
 
 
 def test_prime_rl() -> None:
@@ -184,7 +178,7 @@ def test_prime_rl() -> None:
     )  # fmt: skip
     assert (found.loss.needs_ref, found.loss.needs_sampler, found.facts["num_generations"]) == (False, True, 8)
     of_wandb = {**own("prime_rl")["trainer"], "weight_broadcast": {"type": "nccl"}, "max_steps": 200}  # as W&B has it
-    assert prime_rl.of(of_wandb, file=Path("config.yaml"), steps=None).optimiser == found.optimiser
+    assert READERS["prime_rl"](of_wandb, Path("config.yaml"), None).optimiser == found.optimiser
     old = {"type": "default", "ipo_mask_low": 0.2, "ipo_mask_high": 0.2, "kl_tau": 0.0}
     assert read("prime_rl", trainer__loss=old).loss.surrogate == "ipo"
 
@@ -198,7 +192,7 @@ def test_openrlhf() -> None:
     assert found.reward_kl == RewardKL(0.001, "k1", clamp=10.0, to_go=True)
     dotted = {"actor.eps_clip": 0.2, "actor.adam.lr": 1e-6, "algo.kl.use_loss": True, "algo.kl.estimator": "k3"}
     dotted |= {"rollout.batch_size": 128, "train.batch_size": 32, "algo.advantage.estimator": "rloo"}
-    new = openrlhf.of(dotted, file=Path("args.json"), steps=100)
+    new = READERS["openrlhf"](dotted, Path("args.json"), 100)
     assert (new.loss.beta, new.batching.updates, new.facts["order"]) == (0.01, 4, "unknown")
 
 

@@ -1,1 +1,1 @@
-"""Readers of the settings that trainers leave, one module a trainer."""
+"""Readers of the settings that trainers leave: what words mean is data, one table a trainer."""

@@ -25,7 +25,8 @@ from typing import Any
 import yaml
 from safetensors import safe_open
 
-from tsae.attribution.readers import ms_swift, nemo_rl, open_instruct, openrlhf, prime_rl, trl, verl
+from tsae.attribution.readers import trl
+from tsae.attribution.readers.other_trainers import READERS
 from tsae.attribution.readers.words import trainer_of
 from tsae.attribution.training.settings import Optimiser, RunSettings
 from tsae.base.files import as_path, read_object, reading
@@ -35,11 +36,6 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.trainers.tsae_log import FORMAT as RUN_LOG
 
-_OTHERS: dict[str, Any] = {
-    "verl": verl, "nemo_rl": nemo_rl, "open_instruct": open_instruct, "prime_rl": prime_rl, "openrlhf": openrlhf,
-    "ms_swift": ms_swift,
-}  # fmt: skip
-"""Readers of other trainers than TRL."""
 _STATE = "trainer_state.json"
 _CORRECT = "Correct the file, or remove it."
 _WANDB = ("", "wandb/latest-run/", "wandb/run-*/", "wandb/offline-run-*/")
@@ -110,8 +106,8 @@ def _read(
     settings: Mapping[str, Any], file: Path, folders: list[Path], n_steps: int | None, version: str | None
 ) -> RunSettings:
     trainer = trainer_of(settings)
-    if reader := _OTHERS.get(trainer or ""):
-        found: RunSettings = reader.of(settings, file=file, steps=n_steps)
+    if reader := READERS.get(trainer or ""):
+        found = reader(settings, file, n_steps)
         return replace(found, version=version or found.version)
     if trainer is None and not file.name.startswith("training_args"):
         fix = "Give the file with all settings of the training."

@@ -130,8 +130,8 @@ class Words:
             what = f"{self._full(name)}={value}: {does}, which is not replayed"
             raise TsaeError(what, where=self.file, fix="Attribute a run without it.")
 
-    def refuse(self) -> None:
-        """Refuse words by the trainer's table, as the head of this module has it."""
+    def refuse(self) -> Words:
+        """Refuse words by the trainer's table, as the head of this module has it; else the same."""
         for section, known in self.table.get("known", {}).items():
             for name, value in self.values.items():
                 rest = name.removeprefix(self._full(section))
@@ -141,6 +141,7 @@ class Words:
                     raise TsaeError(what, where=self.file, fix=fix)
         for name, fine in self.table["refused"].items():
             self.need(name, *fine)
+        return self
 
     def updates(self, rows: float, mini: float) -> int:
         """Updates that a generation of so many rows gives."""
