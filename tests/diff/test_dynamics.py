@@ -18,7 +18,7 @@ from support.builders import EOS, feature_table
 from support.results import answer
 from tsae.cli import main
 from tsae.diff.config import DiffConfig
-from tsae.diff.dynamics import COLUMNS, align, dynamics, run_steps, simes
+from tsae.diff.dynamics import COLUMNS, align, dynamics, run_steps
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.table import Rollouts
 
@@ -119,11 +119,6 @@ def test_steps_are_shifts_of_the_diff(planted: FeatureTable) -> None:
     # q over the steps and features of the run.
     along = diff.dynamics[diff.dynamics.step > 0]
     np.testing.assert_allclose(along.q, false_discovery_control(along.p))
-
-
-def test_simes_is_the_least_benjamini_hochberg_q_of_the_steps() -> None:
-    p = np.random.default_rng(0).uniform(size=(4, 50)) ** 2
-    np.testing.assert_allclose(simes(p), false_discovery_control(p, axis=0).min(0))
 
 
 @pytest.mark.slow  # measures an error rate

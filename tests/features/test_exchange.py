@@ -77,14 +77,14 @@ def features(sae: TemporalSAE, tmp_path_factory: pytest.TempPathFactory) -> Feat
 
 def test_delphis_loader_finds_every_activation(features: FeatureTable, tmp_path: Path) -> None:
     """Read as `TensorBuffer.load` does: the name of the file gives the first feature."""
-    to = write_delphi(features, tmp_path, hookpoint="layers.1", model_name="m", reader="run", context=8, n_splits=3)
+    to = write_delphi(features, tmp_path, hookpoint="layers.1", model_name="m", reader="run", context=8)
     rows = features.rows(reader="run")
     tokens = np.concatenate([np.arange(*features.row_offsets[row : row + 2]) for row in rows])
     tokens = tokens[: len(tokens) // 8 * 8]
     dense = features.codes[tokens].toarray() * features.span_mask("all")[tokens][:, None]
     found = np.zeros((len(tokens) // 8, 8, N), dtype=np.float32)
     files = sorted((to / "layers.1").glob("*.safetensors"))
-    assert [file.stem for file in files] == ["0_1", "2_3", "4_6"]
+    assert [file.stem for file in files] == ["0_0", "1_1", "2_3", "4_4", "5_6"]
     for file in files:
         data = load_file(file)
         assert data["locations"].dtype == np.uint16
@@ -94,7 +94,7 @@ def test_delphis_loader_finds_every_activation(features: FeatureTable, tmp_path:
     np.testing.assert_array_equal(found.reshape(-1, N), dense)
     assert np.any(features.token_ids[tokens] == EOS)
     config = json.loads((to / "layers.1" / "config.json").read_text())
-    assert (config["model_name"], config["cache_ctx_len"], config["n_splits"]) == ("m", 8, 3)
+    assert (config["model_name"], config["cache_ctx_len"], config["n_splits"]) == ("m", 8, 5)
     with pytest.raises(TsaeError, match=r"fewer than one sequence of 9999.*smaller context"):
         write_delphi(features, tmp_path / "other", hookpoint="layers.1", model_name="m", context=9999)
 

@@ -138,9 +138,7 @@ class Judgement:
 UNIT = "problems"
 
 
-def within(
-    statement: str, after: pd.Series, before: pd.Series, add: str, *, margin: float = 0.0, equal: bool = False
-) -> Part:
+def within(statement: str, after: pd.Series, before: pd.Series, add: str, *, margin: float = 0.0) -> Part:
     """A part whose values are differences within the problems that both sides have.
 
     Args:
@@ -149,12 +147,11 @@ def within(
         before: the same.
         add: how to get more problems.
         margin: see `Part`.
-        equal: see `Part`.
 
     Raises:
         Missing: where there are too few problems, or all have the same difference.
     """
-    return part(statement, (after - before).dropna().to_numpy(dtype=float), add, margin=margin, equal=equal)
+    return part(statement, (after - before).dropna().to_numpy(dtype=float), add, margin=margin)
 
 
 def between(statement: str, first: pd.Series, second: pd.Series, add: str, *, margin: float = 0.0) -> Part:
@@ -181,9 +178,7 @@ def between(statement: str, first: pd.Series, second: pd.Series, add: str, *, ma
     return Part(statement, tuple(map(float, values)), UNIT, margin)
 
 
-def part(
-    statement: str, values: np.ndarray, add: str, *, margin: float = 0.0, equal: bool = False, same: float | None = None
-) -> Part:
+def part(statement: str, values: np.ndarray, add: str, *, margin: float = 0.0, same: float | None = None) -> Part:
     """A part with these values.
 
     Args:
@@ -191,7 +186,6 @@ def part(
         values: (n_problems,).
         add: how to get more problems.
         margin: see `Part`.
-        equal: see `Part`.
         same: a value that all problems may have.
 
     Raises:
@@ -200,7 +194,7 @@ def part(
     _enough(statement, len(values), add)
     differ = values[0] == same or not (values == values[0]).all()
     need(differ, f"problems that differ (“{statement}”: {_same(values)} in all {len(values)})", add)
-    return Part(statement, tuple(map(float, values)), UNIT, margin, equal)
+    return Part(statement, tuple(map(float, values)), UNIT, margin)
 
 
 def those_that_can(makers: Sequence[Callable[[], Part]]) -> tuple[tuple[Part, ...], str]:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
+from scipy.stats import false_discovery_control, rankdata
 
 from tsae.base import display
 from tsae.base.statistics import counts, percentile_interval
@@ -167,7 +167,9 @@ def _along(
     p = np.stack([inference.p for inference in inferences])  # (n_steps, n_tested)
     q = q_values(p.ravel(), config.fdr).reshape(p.shape)
     difference = np.stack([inference.difference for inference in inferences])
-    kind, goal = _kinds(start, difference, q, q_values(simes(p), config.fdr), config.q)
+    # Simes' p is the least Benjamini–Hochberg q-value of the steps.
+    q_run = q_values(false_discovery_control(p, axis=0).min(0), config.fdr)
+    kind, goal = _kinds(start, difference, q, q_run, config.q)
     onset = _onsets(shifts, steps, kind, goal, config)
     columns = ["difference", "low", "high", "delta", "p"]
     at_base = {"step": _step(features, base), "mean": start, **dict.fromkeys(columns, 0.0), "p": 1.0, "q": 1.0}
@@ -178,12 +180,6 @@ def _along(
     same = pd.DataFrame({"run": run, "feature": tested, "kind": kind, **onset, "part": part})
     table = pd.concat([pd.concat([part, same], axis=1) for part in tables], ignore_index=True)
     return table.rename(columns={"difference": "shift"})[list(COLUMNS)]
-
-
-def simes(p: np.ndarray) -> np.ndarray:
-    """(n_features,) p that no step moved a feature, from (n_steps, n_features): the smallest sorted p · n / rank."""
-    n = len(p)
-    return np.minimum((np.sort(p, axis=0) * n / np.arange(1, n + 1)[:, None]).min(0), 1.0)
 
 
 def _kinds(
@@ -248,7 +244,7 @@ def _step(features: FeatureTable, reader: str) -> int:
     return int(features.reader_info(reader)["step"])
 
 
-def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -> pd.DataFrame:
+def align(table: pd.DataFrame, behaviours: pd.DataFrame) -> pd.DataFrame:
     """Correlate features' means with behaviours over the steps of a run, base included (Spearman).
 
     This is a description, not a test. Steps are few and follow one another, so any two things that training moves
@@ -257,8 +253,7 @@ def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -
 
     Args:
         table: of `Dynamics`; flat features are left out.
-        behaviours: of `Dynamics`.
-        band: of the behaviours.
+        behaviours: of `Dynamics`; those over all bands count.
 
     Returns:
         run, feature, kind, behaviour, rho, n_points (steps with both), smallest_p (2 / n_points!). Pairs are left out
@@ -268,7 +263,7 @@ def align(table: pd.DataFrame, behaviours: pd.DataFrame, *, band: str = "all") -
     for run, moved in table[table.kind != FLAT].groupby("run", sort=False):
         means = moved.pivot(index="step", columns="feature", values="mean")
         kinds = moved.groupby("feature").kind.first()
-        chosen = behaviours[(behaviours.run == run) & (behaviours.band == band)]
+        chosen = behaviours[(behaviours.run == run) & (behaviours.band == "all")]
         for name, measured in chosen.groupby("behaviour", sort=False):
             steps = means.index.intersection(measured.step)
             n = len(steps)

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
+from scipy.stats import mannwhitneyu
 from tqdm.auto import tqdm
 
 from tsae.diff.comparisons import Comparison, Rows, difference_weights, side_means, some_columns, within_problem_auroc
@@ -102,7 +102,8 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
         auroc = within_problem_auroc(rows.columns, feature, of.a, of.b, rows.problem, of.problems)
     else:
         a, b = ((effect.a - effect.b)[:, feature] for effect in effects)
-        mean, reference, auroc = a.mean(0), b.mean(0), _auroc_between(a, b)
+        wins = mannwhitneyu(a, b, method="asymptotic").statistic  # of which the p-value is not taken
+        mean, reference, auroc = a.mean(0), b.mean(0), wins / (len(a) * len(b))
     detectable = detectable_delta(
         tuple(len(part.problems) for part in of.bands or (of,)),
         float(np.median(inference.error)),
@@ -146,12 +147,6 @@ def question(rows: Rows, of: Comparison, effects: list[Effects], feature: np.nda
     code = np.searchsorted(of.problems, rows.problem[picked])
     success = np.arange(len(picked)) < len(of.a)
     return outcomes(first, scale, PickedColumns(rows.columns, picked, feature), success, code, seed)
-
-
-def _auroc_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(n_features,) Mann–Whitney U of the problems of a against those of b / (n_a · n_b)."""
-    ranks = rankdata(np.concatenate([a, b]), axis=0)
-    return (ranks[: len(a)].sum(0) - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))
 
 
 def active_features(config: DiffConfig, *means: np.ndarray) -> np.ndarray:

@@ -129,11 +129,7 @@ class Asked:
         self._note(answers, read)
         return _joined(read, sizes, len(tasks))
 
-    def kept(self, prompt: list[dict[str, str]], max_tokens: int) -> str | None:
-        """The answer to a prompt that is kept; None where there is none."""
-        return self.known.get(self._key(_body(prompt, max_tokens)))
-
-    def _key(self, body: dict[str, Any]) -> str:
+    def key(self, body: dict[str, Any]) -> str:
         """The hash of a request to this server and model. A password in the address may change."""
         parts = urlsplit(self.endpoint.url)
         url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
@@ -146,7 +142,7 @@ class Asked:
 
     def _ask(self, prompts: Sequence[list[dict[str, str]]], max_tokens: int, what: str) -> list[str]:
         bodies = [_body(prompt, max_tokens) for prompt in prompts]
-        keys = [self._key(body) for body in bodies]
+        keys = [self.key(body) for body in bodies]
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self.known}
         with (
             ThreadPoolExecutor(self.endpoint.config.concurrency) as pool,
@@ -189,39 +185,36 @@ class Plan:
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self.name, self.config = asked, asked.name, asked.config
-        self.n_labels = self.n_tests = self.n_kept = self.into = 0
+        self.new = {"labels": 0, "tests": 0}
+        """Requests that are to be made."""
+        self.n_kept = self.into = 0
         self._judged = False
 
     def labels(self, cases: Sequence[Case]) -> list[str | None]:
         """The labels that are known, and others of the greatest length in place of those that are not."""
-        found: list[str | None] = []
-        for place, case in enumerate(cases):
-            prompt = _label_prompt(case)
-            answer = self.asked.kept(prompt, self.config.label_tokens)
-            self.n_labels += self._counts(prompt, answer)
-            found.append(f"{place:x>{LONGEST}}" if answer is None else read_label(answer))
-        return found
+        answers = self._kept([_label_prompt(case) for case in cases], self.config.label_tokens, "labels")
+        return [f"{i:x>{LONGEST}}" if answer is None else read_label(answer) for i, answer in enumerate(answers)]
 
     def judge(self, tasks: Sequence[Task]) -> list[list[bool | None]]:
         """See `Labeller`; None where no answer is kept."""
         # The second time it is asked by the labels of other features. Which these are is known once all were tested.
-        known = not (self._judged and (self.n_labels or self.n_tests))
+        known = not (self._judged and any(self.new.values()))
         self._judged = True
         prompts, sizes = _verdict_prompts(tasks, self.config)
-        read = []
-        for prompt, (_, n) in zip(prompts, sizes, strict=True):
-            answer = self.asked.kept(prompt, self.config.verdict_tokens)
-            self.n_tests += self._counts(prompt, answer if known else None)
-            read.append(None if answer is None else read_verdicts(answer, n))
+        answers = self._kept(prompts, self.config.verdict_tokens, "tests", known=known)
+        read = [None if one is None else read_verdicts(one, n) for one, (_, n) in zip(answers, sizes, strict=True)]
         return _joined(read, sizes, len(tasks))
 
-    def _counts(self, prompt: list[dict[str, str]], answer: str | None) -> int:
-        """Count a request; 1 where it is to be made."""
-        if answer is not None:
-            self.n_kept += 1
-            return 0
-        self.into += _size(prompt)
-        return 1
+    def _kept(
+        self, prompts: Sequence[list[dict[str, str]]], max_tokens: int, what: str, *, known: bool = True
+    ) -> list[str | None]:
+        """The answers that are kept. Counts them, and the requests that are to be made: all, where none is `known`."""
+        answers = [self.asked.known.get(self.asked.key(_body(prompt, max_tokens))) for prompt in prompts]
+        new = [prompt for prompt, answer in zip(prompts, answers, strict=True) if answer is None or not known]
+        self.new[what] += len(new)
+        self.n_kept += len(prompts) - len(new)
+        self.into += sum(map(_size, new))
+        return answers
 
     def told(self) -> str:
         """The cost, in a sentence.
@@ -229,14 +222,14 @@ class Plan:
         Raises:
             TsaeError: where it is beyond the budget.
         """
-        config = self.config
+        config, (n_labels, n_tests) = self.config, self.new.values()
         # A list of verdicts is a few tokens long; a model that thinks first takes all it may.
-        out = self.n_labels * min(config.label_tokens, 60) + self.n_tests * min(config.verdict_tokens, 30)
+        out = n_labels * min(config.label_tokens, 60) + n_tests * min(config.verdict_tokens, 30)
         cost = (self.into * config.prices[0] + out * config.prices[1]) / 1e6
         priced = f", {cost:.2f} at these prices" if cost else ""
         kept = f", beside {self.n_kept} answers that are kept" if self.n_kept else ""
         told = (
-            f"asks {self.name} for {self.n_labels} labels and tests them in {self.n_tests} requests{kept}: about "
+            f"asks {self.name} for {n_labels} labels and tests them in {n_tests} requests{kept}: about "
             f"{self.into:,} tokens in and {out:,} out{priced}; the budget is {config.budget:,} tokens"
         )
         if self.into + out > config.budget:

@@ -136,13 +136,11 @@ def reinforcement(
             each = (sums(samples.problem, weight) @ moved) * n_problems  # the mean over problems is the part's share
             asked = weighted(each, deviation, moved, weight, samples.group, config.seed)
             found = infer(asked, replace(config, minimum_effect=0.0))
-            keys = {"gradient": gradient, "by": by, "part": part}
+            keys: dict[str, Any] = {"gradient": gradient, "by": by, "part": part}
             n_moving = len(np.unique(samples.problem[weight != 0]))
-            part_table = pd.DataFrame({**keys, "n_problems": n_moving, "feature": tested})
-            part_table["reinforcement"] = found.difference
-            for name in ("low", "high", "delta", "delta_low", "delta_high"):
-                part_table[name] = getattr(found, name)
-            tables.append(part_table.assign(scale=scaled_by, p=found.p, q=found.q))
+            keys |= {"n_problems": n_moving, "feature": tested, "reinforcement": found.difference}
+            numbers = {name: getattr(found, name) for name in ("low", "high", "delta", "delta_low", "delta_high")}
+            tables.append(pd.DataFrame({**keys, **numbers, "scale": scaled_by, "p": found.p, "q": found.q}))
     return Reinforcement(
         table=pd.concat(tables, ignore_index=True),
         groups=groups,

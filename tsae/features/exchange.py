@@ -47,6 +47,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE
 
 _SMALLEST = 1e-5  # delphi leaves out what is not larger
+_SPLITS = 5  # files, at most
 
 
 def write_delphi(
@@ -57,7 +58,6 @@ def write_delphi(
     model_name: str,
     reader: str | None = None,
     context: int = 256,
-    n_splits: int = 5,
 ) -> Path:
     """Write a cache.
 
@@ -68,7 +68,6 @@ def write_delphi(
         model_name: from which delphi loads the tokenizer.
         reader: whose activations; by default the base's.
         context: tokens of a sequence.
-        n_splits: files.
 
     Raises:
         TsaeError: where that reader read less than one sequence.
@@ -87,7 +86,7 @@ def write_delphi(
     ids = features.token_ids[tokens].reshape(n, context).astype(np.uint32)
     folder = to / hookpoint
     folder.mkdir(parents=True)
-    bounds = np.linspace(0, features.n_features, min(n_splits, features.n_features) + 1).astype(int)
+    bounds = np.linspace(0, features.n_features, min(_SPLITS, features.n_features) + 1).astype(int)
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         block = features.columns[:, np.arange(start, stop)]
         feature = np.repeat(np.arange(stop - start), np.diff(block.indptr))
