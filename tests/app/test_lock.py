@@ -1,4 +1,4 @@
-"""The lock: every package that `make` installs is in it, at the version of constraints.txt and with its hashes."""
+"""The locks: every package that `make` installs is in one, at the version of constraints.txt and with its hashes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -19,33 +20,39 @@ def pinned(file: Path) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in found}
 
 
-LOCK, CONSTRAINTS = pinned(ROOT / "requirements.lock"), pinned(ROOT / "constraints.txt")
+LOCKS = {"requirements.lock": (), "requirements-dev.lock": ("dev", "rl")}
+"""With the extras that each is for."""
+CONSTRAINTS = pinned(ROOT / "constraints.txt")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_all_that_is_asked_for_is_locked() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups, extras = project["optional-dependencies"], ["dev", "rl"]
-    asked = [Requirement(text) for text in project["dependencies"]]
+@pytest.mark.parametrize("name", LOCKS)
+def test_all_that_is_asked_for_is_locked(name: str) -> None:
+    lock, extras = pinned(ROOT / name), list(LOCKS[name])
+    asked = [Requirement(text) for text in PROJECT["dependencies"]]
     for extra in extras:
-        for text in groups[extra]:
+        for text in PROJECT["optional-dependencies"][extra]:
             if (found := Requirement(text)).name == "tsae":
                 extras += sorted(found.extras)
             else:
                 asked.append(found)
-    missing = sorted({canonicalize_name(r.name) for r in asked} - LOCK.keys() - NOT_LOCKED)
+    missing = sorted({canonicalize_name(r.name) for r in asked} - lock.keys() - NOT_LOCKED)
     assert not missing, f"run `make lock`: {', '.join(missing)}"
-    wrong = [str(r) for r in asked if r.name not in NOT_LOCKED and LOCK[canonicalize_name(r.name)] not in r.specifier]
+    wrong = [str(r) for r in asked if r.name not in NOT_LOCKED and lock[canonicalize_name(r.name)] not in r.specifier]
     assert not wrong
 
 
-def test_versions_are_those_of_the_constraints() -> None:
-    both = LOCK.keys() & CONSTRAINTS.keys()
-    assert len(both) > 200
-    assert {name: LOCK[name] for name in both} == {name: CONSTRAINTS[name] for name in both}
+@pytest.mark.parametrize(("name", "least"), [("requirements.lock", 80), ("requirements-dev.lock", 200)])
+def test_versions_are_those_of_the_constraints(name: str, least: int) -> None:
+    lock = pinned(ROOT / name)
+    both = lock.keys() & CONSTRAINTS.keys()
+    assert len(both) > least
+    assert {name: lock[name] for name in both} == {name: CONSTRAINTS[name] for name in both}
 
 
-def test_every_entry_has_hashes_and_no_address() -> None:
-    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_entry_has_hashes_and_no_address(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
     entries = re.split(r"^(?=[\w])", text, flags=re.MULTILINE)[1:]
     assert len(entries) == len(re.findall("^[^ ]*==", text, re.MULTILINE))
     assert not [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry]
