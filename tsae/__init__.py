@@ -5,6 +5,7 @@ first used, so that `import tsae` imports neither torch nor transformers. Functi
 of torch and numpy are (`tsae.base.usual_state`).
 """
 
+from importlib.metadata import version
 from inspect import isroutine
 from typing import Any
 
@@ -16,6 +17,8 @@ _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("tsae")
     found = _load(name)
     globals()[name] = found = in_usual_state(name, found) if isroutine(found) else found
     return found

@@ -75,3 +75,5 @@ from .sae.training.train import train as train
 from .sae.training.train import train_many as train_many
 from .watching import Update as Update
 from .watching import watch as watch
+
+__version__: str

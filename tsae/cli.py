@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 from tyro.conf import Positional, subcommand
 
-from tsae.base.artefact import running_command
+from tsae.base.artefact import running_command, version_of
 from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
 from tsae.base.remote.mirror import in_words, is_url, local, published, url_of
@@ -174,6 +174,9 @@ def _status(words: Sequence[str]) -> Any:
     """Run a command; its exit status, or None. What a user can put right is printed in one paragraph."""
     try:
         with usual_state():
+            if list(words) == ["--version"]:
+                print(f"tsae {version_of('tsae')}")
+                return None
             _need_working_folder()
             options = parse(words)
             with safe_stdio():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +112,27 @@ def refuse(where: str | Path | None, *rules: tuple[object, str, str | None]) -> 
     for broken, what, fix in rules:
         if broken:
             raise TsaeError(what, where=where, fix=fix)
+
+
+@contextmanager
+def needing(package: str, what: str, where: str | Path | None = None) -> Iterator[None]:
+    """Import a package that not every user has.
+
+    Args:
+        package: as pip calls it.
+        what: needs it.
+        where: in which file, folder or option.
+
+    Raises:
+        TsaeError: where it cannot be imported; names the versions that the project's extras ask for.
+    """
+    try:
+        yield
+    except ImportError as error:
+        try:
+            known = [line.partition(";")[0].strip() for line in requires("tsae") or ()]
+        except PackageNotFoundError:
+            known = []
+        wanted = next((line for line in known if re.match(rf"{re.escape(package)}\b(?!-)", line)), package)
+        found = f"{what} needs {package}, which is not installed ({error})"
+        raise TsaeError(found, where=where, fix=f"pip install '{wanted}'") from error

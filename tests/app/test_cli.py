@@ -28,6 +28,7 @@ from support.cli import COMMANDS, SITE, run
 from support.damage import flip
 from tsae.cli import main, parse
 from tsae.commands.common import as_json
+from tsae.errors import needing
 from tsae.rollouts.problems import Problem, write_problems
 from tsae.sae.model import TemporalSAE
 
@@ -620,3 +621,17 @@ def test_bars_keep_logs_short(pipeline: Path, tmp_path: Path) -> None:
     trained = tsae_process("train", "--store", str(pipeline / "acts"), "--to", str(tmp_path / "sae"), *sizes.split())
     assert trained.returncode == 0, trained.stderr
     assert 1 <= trained.stderr.count("train:") <= 4
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"tsae {tsae.__version__}\n"
+
+
+def test_a_missing_package_is_named_with_the_versions_that_are_asked_for() -> None:
+    with pytest.raises(tsae.TsaeError, match=r"^there: reading needs peft, .*\(none\)\. pip install 'peft>=") as raised:
+        with needing("peft", "reading", "there"):
+            raise ImportError("none")
+    assert isinstance(raised.value.__cause__, ImportError)
+    with pytest.raises(tsae.TsaeError, match=r"pip install 'of-others'"), needing("of-others", "reading"):
+        raise ImportError("none")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from tsae.base.artefact import Kind, read_artefact
 from tsae.base.files import as_path, reading, replacing
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 
 
 def write_table(file: str | Path, table: pd.DataFrame, *, index: bool = False, compression: str = "snappy") -> Path:
@@ -91,12 +91,8 @@ class Tables:
             TsaeError: where polars is missing.
         """
         frame = self.to_pandas(table)
-        try:
+        with needing("polars", "a table for polars", "to_polars"):
             import polars
-        except ImportError as error:
-            raise TsaeError(
-                "tables for polars need polars", where="to_polars", fix="Install it with `pip install polars`."
-            ) from error
         return polars.from_arrow(pa.Table.from_pandas(frame, preserve_index=False))
 
     def _tables(self) -> dict[str, pd.DataFrame | pa.Table]:

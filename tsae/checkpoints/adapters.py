@@ -26,7 +26,7 @@ from tsae.checkpoints.weight_files import (
     is_hub_id,
     weight_files,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,10 +117,8 @@ def put_on(model: PreTrainedModel, checkpoint: CheckpointRecord, base: Checkpoin
     """
     import torch
 
-    try:
+    with needing("peft", "reading adapters", checkpoint.path):
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, PeftType
-    except ImportError as error:
-        raise TsaeError("reading adapters needs peft", where=checkpoint.path, fix="pip install 'tsae[rl]'") from error
     from safetensors import safe_open
 
     folder = folder_of(checkpoint)

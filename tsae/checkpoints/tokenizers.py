@@ -17,7 +17,7 @@ from tsae.base.files import as_tsae_error
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import folder_of, has_tokenizer, is_adapter, is_gguf
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -200,10 +200,8 @@ def source_of(folder: Path) -> dict[str, Any]:
     plain = {"local_files_only": True, "trust_remote_code": False}
     if not is_gguf(folder):
         return {"pretrained_model_name_or_path": str(folder), **plain}
-    try:
+    with needing("gguf", "reading GGUF", folder):
         import gguf  # noqa: F401
-    except ImportError as error:
-        raise TsaeError("reading GGUF needs gguf", where=folder, fix="pip install 'tsae[smollm]'") from error
     return {"pretrained_model_name_or_path": str(folder.parent), "gguf_file": folder.name, **plain}
 
 

@@ -29,7 +29,7 @@ from pydantic import Field
 
 from tsae.base.progress import progress_bar
 from tsae.base.validation import config
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 
 TIED = "TSAE_TIED"
 """Set for a part on this machine: it ends when its input does, because then the process that started it is gone."""
@@ -379,10 +379,9 @@ def _first_line(error: BaseException) -> str:
 def _connected() -> Any:
     """The module `ray`, connected to a cluster."""
     where = "--executor ray"
-    try:
+    with needing("ray", "spreading over Ray", where):
         import ray
-    except ImportError as error:
-        raise TsaeError("Ray is not installed", where=where, fix="pip install 'tsae[ray]'") from error
+
     # Ray reports its use to its makers by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS", "")

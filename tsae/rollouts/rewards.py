@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.base.plugins import find_function
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 from tsae.rollouts.schema import BANDS, problem_bands
 
 Verifier = Callable[[str, str], bool]
@@ -83,12 +83,8 @@ def _limit() -> int | None:
 
 
 def _math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
-    try:
+    with needing("math-verify", "the verifier math", "verifier"):
         from math_verify import parse, verify
-    except ImportError as error:
-        raise TsaeError(
-            "the verifier math needs math-verify", where="verifier", fix="pip install 'tsae[verify]'"
-        ) from error
     return parse, verify
 
 

@@ -26,7 +26,7 @@ from tsae.base.files import as_path, reading, replacing
 from tsae.base.filters import need_features
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.hooks import attach, check_sites, decoder_blocks, site_names
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 from tsae.sae.model import TemporalSAE
 
 
@@ -104,12 +104,8 @@ class SteeringVector:
             TsaeError: where gguf is not installed, or llama.cpp cannot steer this site: it adds after a block other
                 than the first.
         """
-        try:
+        with needing("gguf", "writing GGUF", str(file)):
             from gguf import GGUFWriter
-        except ImportError as error:
-            raise TsaeError(
-                "writing GGUF needs gguf", where=str(file), fix="Install it with `pip install gguf`."
-            ) from error
         name = site_names(self.site).get("llama.cpp")
         if name is None:
             what = f"llama.cpp cannot steer {self.site}: control vectors begin behind the second block"

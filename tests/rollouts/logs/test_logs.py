@@ -271,7 +271,7 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
     policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(TsaeError, match=r"needs math-verify.*pip install 'tsae\[verify\]'"):
+    with pytest.raises(TsaeError, match=r"needs math-verify.*pip install 'math-verify\[antlr4_13_2\]>=0.8'"):
         outcomes(tmp_path / "log.jsonl", policy, [BARE], verifier="math")
 
 

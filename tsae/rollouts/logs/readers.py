@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from tsae.base.disk.torch_file import cause, read_torch_file
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, needing
 from tsae.rollouts.parquet import rows_at_once
 
 LONGEST_LINE = 1 << 28
@@ -356,11 +356,8 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         TsaeError: if inspect_ai is not installed, or cannot read the file.
     """
-    try:
+    with needing("inspect_ai", "reading a log of Inspect", path):
         from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries
-    except ImportError as error:
-        what = "logs of Inspect are read by inspect_ai, which is not installed"
-        raise TsaeError(what, where=path, fix="pip install 'tsae[inspect]'.") from error
     try:
         check_zip(path, most=_LARGEST_SAMPLE)
         log = read_eval_log(str(path), header_only=True)

@@ -39,7 +39,7 @@ from tsae.activations.windows import kept_problems
 from tsae.base.distributed import Processes, join
 from tsae.base.files import as_path
 from tsae.base.output_lock import output_lock
-from tsae.errors import TsaeError, public
+from tsae.errors import TsaeError, needing, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.crosscoder import OF_PAIR, Crosscoder
 from tsae.sae.model import TemporalSAE
@@ -359,14 +359,8 @@ def open_log(target: str, config: Mapping[str, Any], name: str | None, id: str |
         TsaeError: where the package is missing.
     """
     tool, _, where = target.partition(":")
-    try:
+    with needing(tool, f"logging to {target}", "TrainingConfig.log_to"):
         module = import_module("torch.utils.tensorboard" if tool == "tensorboard" else tool)
-    except ImportError as error:
-        raise TsaeError(
-            f"logging to {target} needs the package {tool}",
-            where="TrainingConfig.log_to",
-            fix=f"Install it with `pip install {tool}`.",
-        ) from error
     if tool == "tensorboard":
         return _TensorBoard(module, Path(where) / (name or "sae"), config)
     settings: dict[str, Any] = {"project": where, "config": dict(config), "name": name}
