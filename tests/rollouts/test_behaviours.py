@@ -14,6 +14,7 @@ from statements.changes import WORLDS
 
 import tsae
 from support.builders import SHARED
+from support.logs import refused
 from tsae.base.statistics import FEWEST, change_interval, too_few
 from tsae.errors import TsaeError
 from tsae.report.terminal import behaviour_text
@@ -301,11 +302,9 @@ def test_behaviours_become_columns() -> None:
 )
 def test_behaviours_that_a_file_names_wrongly_are_refused(named: Any, mood: Any, what: str) -> None:
     rows = [{"response": "A: 26", "mood": mood, "looping": 0.0}]
-    with pytest.raises(TsaeError, match=what):
-        behaviour_table(rollouts_of(rows, behaviours=named))
+    refused(what, behaviour_table, rollouts_of(rows, behaviours=named))
     if mood != np.inf:
-        with pytest.raises(TsaeError, match=what):
-            with_behaviours(rollouts_of(rows, behaviours=named))
+        refused(what, with_behaviours, rollouts_of(rows, behaviours=named))
 
 
 @pytest.mark.parametrize("values", [[True, None], [1, None], [None, None], [0.5, np.nan]])
@@ -348,10 +347,8 @@ def test_length_is_relative_to_other_successes_of_the_problem() -> None:
 
 
 def test_texts_are_needed() -> None:
-    with pytest.raises(TsaeError, match="1 responses have no text"):
-        with_behaviours(rollouts_of([{"response": "x"}, {"response": None}]))
-    with pytest.raises(TsaeError, match="no policy 'run'; there are base"):
-        with_behaviours(rollouts_of([{"response": "x"}]), reference="run")
+    refused("1 responses have no text", with_behaviours, rollouts_of([{"response": "x"}, {"response": None}]))
+    refused("no policy 'run'; there are base", with_behaviours, rollouts_of([{"response": "x"}]), reference="run")
 
 
 # --- tables

@@ -14,6 +14,7 @@ import torch
 from scipy.stats import beta, binom
 
 import tsae
+from support.logs import refused
 from tsae.base.statistics import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.report.difficulty import migration_figure, pass_at_k_figure
@@ -109,10 +110,8 @@ def test_bands_by_shares_of_the_problems() -> None:
     with pytest.raises(TsaeError, match="90% of the problems have the pass rate 0, which would be easy and hard"):
         BandQuantiles().cutoffs(np.array([0.0] * 9 + [1.0]))
     for shares in ((0.5, 0.5), (0.0, 0.3), (0.3, -0.1)):
-        with pytest.raises(TsaeError, match="leave nothing"):
-            BandQuantiles(*shares)
-    with pytest.raises(TsaeError, match="easy=nan is not finite"):
-        BandQuantiles(float("nan"), 0.2)
+        refused("leave nothing", BandQuantiles, *shares)
+    refused("easy=nan is not finite", BandQuantiles, float("nan"), 0.2)
 
 
 def test_shares_of_many_distinct_rates_are_kept() -> None:
@@ -228,8 +227,7 @@ def test_paths_follow_the_series() -> None:
     assert found.info["reference"] == "base"
     assert set(found.migration.run) == {"r", "s"}
     other = CheckpointSeries((Checkpoint("zero", "x"), Checkpoint("one", "x", run="r", step=1)))
-    with pytest.raises(TsaeError, match="no run of the series sampled these rollouts"):
-        difficulty(rollouts, series=other)
+    refused("no run of the series sampled these rollouts", difficulty, rollouts, series=other)
 
 
 def test_bands_of_every_policy_use_the_references_cutoffs() -> None:
@@ -465,8 +463,7 @@ def test_the_page_opens_without_a_network(measured: Any, tmp_path: Path) -> None
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", markup)
     assert "default-src 'none'" in markup
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "out" / "rates.parquet"), measured.rates)
-    with pytest.raises(TsaeError, match="is a folder"):
-        measured.to_html(tmp_path)
+    refused("is a folder", measured.to_html, tmp_path)
 
 
 def test_the_terminal_says_the_same(measured: Any) -> None:
@@ -510,8 +507,7 @@ def test_separate_rollouts_are_matched_by_their_prompts(tmp_path: Path) -> None:
         "policy": ["base"] * 4,
         "outcome": ["success", "failure"] * 2,
     }
-    with pytest.raises(TsaeError, match="holds nothing that start sampled; policies are run-1, base"):
-        separate_rollouts(here, log, "start")
+    refused("holds nothing that start sampled; policies are run-1, base", separate_rollouts, here, log, "start")
     with pytest.raises(TsaeError, match=r"asks none of the problems of log\.parquet"):
         separate_rollouts(asking("other.parquet", {"x": [1]}, "base"), log, "base")
 
@@ -568,8 +564,7 @@ def test_steps_with_problems_of_their_own_have_no_moves(tmp_path: Path) -> None:
 
 def test_configs_are_checked() -> None:
     for bad in ({"confidence": 1.0}, {"n_draws": 5}, {"k": (0,)}):
-        with pytest.raises(TsaeError, match=next(iter(bad))):
-            DifficultyConfig(**bad)
+        refused(next(iter(bad)), DifficultyConfig, **bad)
     with pytest.raises(TsaeError, match="no trajectory of known outcome was sampled by other"):
         difficulty(graded({"base": {"a": (1, 1)}}), reference="other")
 

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from support.builders import BOS
+from support.logs import refused
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.fresh_rollouts import (
     answered_anew,
@@ -80,8 +81,8 @@ def test_bands_of_the_log_stay(series: Any, tmp_path: Path) -> None:
     assert anew.info["stages"]["bands"].startswith(
         "those of the log; of the problems that are answered: easy 1, medium"
     )
-    refused = Rollouts(log.table, {**log.info, "bands": {**info, "refused": "They are steps."}}, log.origin)
-    anew = answered_anew([series["base"]], refused, CONFIG, pieces=tmp_path / "p", progress=False)
+    of_steps = Rollouts(log.table, {**log.info, "bands": {**info, "refused": "They are steps."}}, log.origin)
+    anew = answered_anew([series["base"]], of_steps, CONFIG, pieces=tmp_path / "p", progress=False)
     assert not anew.info["stages"]["bands"].startswith("those of the log")
 
 
@@ -139,7 +140,5 @@ def test_ids_of_problems_are_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"minutes": 0.0}, {"sample": 0}])
 def test_settings_that_mean_nothing(options: dict[str, Any]) -> None:
     from tsae.config import RunConfig
-    from tsae.errors import TsaeError
 
-    with pytest.raises(TsaeError, match=r"minutes=0\.0|sample=0"):
-        RunConfig(Path("run"), **options)
+    refused(r"minutes=0\.0|sample=0", RunConfig, Path("run"), **options)

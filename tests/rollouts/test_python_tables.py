@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from support.builders import BOS, EOS, make_rollouts
+from support.logs import refused
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
@@ -114,8 +115,7 @@ def test_errors_name_rows_and_columns_of_the_table_given(policy: Checkpoint) -> 
         read_frame(wrong, policy)
     assert caught.value.__cause__ is None
     mixed = frame.assign(answer=[3 if i == 4 else "a" for i in range(N)])
-    with pytest.raises(TsaeError, match=r"^the table: row 4 \(index .*\): column 'answer' cannot be read"):
-        read_frame(mixed, policy)
+    refused(r"^the table: row 4 \(index .*\): column 'answer' cannot be read", read_frame, mixed, policy)
     other = plain().set_index("problem_id", drop=False)
     other["problem_id"] = other.problem_id.to_numpy()[::-1]
     two = {"a": pa.table({"prompt": ["1"]}), "b": pa.table({"prompt": ["1"]})}
@@ -134,8 +134,7 @@ def test_errors_name_rows_and_columns_of_the_table_given(policy: Checkpoint) -> 
         (plain()[:0], "holds no trajectories"),
         (pd.concat([plain(), plain()[["reward"]]], axis=1), "has several columns 'reward'"),
     ):
-        with pytest.raises(TsaeError, match=f"^the table: {message}"):
-            read_frame(given, policy)
+        refused(f"^the table: {message}", read_frame, given, policy)
 
 
 def test_a_series_is_aligned_by_its_index() -> None:
@@ -157,12 +156,10 @@ def test_ids_that_are_other_problems_elsewhere_are_refused() -> None:
         lambda: Rollouts.concat([rollouts, foreign]),
         lambda: rollouts.with_bands(None, measured_on=foreign.select(range(len(foreign) - 1))),
     ):
-        with pytest.raises(TsaeError, match=r"problem id '.*' has the prompt"):
-            use()
+        refused(r"problem id '.*' has the prompt", use)
 
 
 def test_a_table_of_mask_values_is_refused() -> None:
     rollouts = make_rollouts()
     ids = rollouts.table["response_ids"].to_pylist()
-    with pytest.raises(TsaeError, match="response_ids holds mask values below 0"):
-        rollouts.with_column("response_ids", [[*ids[0], -100], *ids[1:]])
+    refused("response_ids holds mask values below 0", rollouts.with_column, "response_ids", [[*ids[0], -100], *ids[1:]])

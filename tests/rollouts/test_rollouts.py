@@ -21,7 +21,7 @@ from scipy.stats import binomtest
 
 from support.builders import BOS, EOS, make_rollouts
 from support.checkpoints import rewrite
-from support.logs import holds
+from support.logs import holds, refused
 from tsae.base.statistics import wilson_interval
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
@@ -145,8 +145,7 @@ def test_columns_that_others_wrote_are_read_piece_by_piece(tmp_path: Path) -> No
     holds(found, run=["a", "b", "a", "c", "c", "a"], problem_id=["p", "q", "q", "r", "p", "s"])
     assert found.tokens(3)[1].tolist() == found.tokens(0)[1].tolist()
     pq.write_table(one.slice(0, 0), tmp_path / "none.parquet")
-    with pytest.raises(TsaeError, match="holds no trajectories"):
-        Rollouts.read(tmp_path / "none.parquet")
+    refused("holds no trajectories", Rollouts.read, tmp_path / "none.parquet")
 
 
 def in_a_process(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -219,30 +218,24 @@ def test_missing_columns_are_named(tmp_path: Path, column: str) -> None:
     ],
 )
 def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TsaeError, match=message):
-        Rollouts(table_of(**changes))
+    refused(message, Rollouts, table_of(**changes))
 
 
 @pytest.mark.parametrize("column", ["outcome", "step"])
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, column: str) -> None:
     table = table_of().append_column("step", [[1, 2, 3]])
     pq.write_table(table.append_column(column, table[column]), tmp_path / "twice.parquet")
-    with pytest.raises(TsaeError, match=rf"twice\.parquet: has several columns '{column}'"):
-        Rollouts.read(tmp_path / "twice.parquet")
+    refused(rf"twice\.parquet: has several columns '{column}'", Rollouts.read, tmp_path / "twice.parquet")
 
 
 def test_files_that_are_no_rollouts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="no such rollouts file"):
-        Rollouts.read(tmp_path / "none.parquet")
+    refused("no such rollouts file", Rollouts.read, tmp_path / "none.parquet")
     (tmp_path / "text.parquet").write_text("problem_id,policy\n")
-    with pytest.raises(TsaeError, match="not a Parquet file"):
-        Rollouts.read(tmp_path / "text.parquet")
+    refused("not a Parquet file", Rollouts.read, tmp_path / "text.parquet")
     content = make_rollouts().write(tmp_path / "good.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(content[:-20])
-    with pytest.raises(TsaeError, match="not a Parquet file"):
-        Rollouts.read(tmp_path / "cut.parquet")
-    with pytest.raises(TsaeError, match="holds no trajectories"):
-        Rollouts(table_of().slice(0, 0))
+    refused("not a Parquet file", Rollouts.read, tmp_path / "cut.parquet")
+    refused("holds no trajectories", Rollouts, table_of().slice(0, 0))
 
 
 def test_wider_integer_lists_are_taken(tmp_path: Path) -> None:
@@ -264,12 +257,9 @@ def test_rows_are_selected_and_put_together() -> None:
     assert whole.where(policy=["easy", "base"], problem_id="p001").frame.problem_id.tolist() == ["p001"] * 4
     assert whole.select([5, 0]).frame.problem_id.tolist() == ["p002", "p000"]
     assert whole.select(np.arange(12) == 7).fingerprint == whole.select([7]).fingerprint
-    with pytest.raises(TsaeError, match="holds no trajectories"):
-        whole.select([])
-    with pytest.raises(TsaeError, match="different tokenizers"):
-        Rollouts.concat([make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
-    with pytest.raises(TsaeError, match="gets no rollouts"):
-        Rollouts.concat([])
+    refused("holds no trajectories", whole.select, [])
+    refused("different tokenizers", Rollouts.concat, [make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
+    refused("gets no rollouts", Rollouts.concat, [])
     n = len(whole)
     with pytest.raises(TsaeError, match="extra/m has incompatible types"):
         Rollouts.concat([whole.with_column("extra/m", [1] * n), whole.with_column("extra/m", ["1"] * n)])
@@ -318,10 +308,13 @@ def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
     assert base.pass_rate.to_dict() == {"a": 0.75, "b": 0.0}
     assert pass_rates(both.frame, both.origin).pass_rate.to_dict() == {"a": 3 / 8, "b": 0.0}
     assert base.low["a"] == pytest.approx(binomtest(3, 4).proportion_ci(method="wilson").low)
-    with pytest.raises(
-        TsaeError, match="no trajectory of known outcome was sampled by hard; there are the policies base"
-    ):
-        pass_rates(both.frame, both.origin, "hard")
+    refused(
+        "no trajectory of known outcome was sampled by hard; there are the policies base",
+        pass_rates,
+        both.frame,
+        both.origin,
+        "hard",
+    )
 
 
 def test_bands_follow_the_cutoffs() -> None:
@@ -358,18 +351,17 @@ def test_bands_measured_on_other_rollouts() -> None:
 
 
 def test_an_empty_band_is_refused() -> None:
-    with pytest.raises(
-        TsaeError, match=r"no problem falls into the band medium: pass rates of base run from 0\.00 to 1\.00"
-    ):
-        graded({"a": (4, 0), "c": (0, 4)}).with_bands("base")
-    with pytest.raises(TsaeError, match="band easy or hard"):
-        graded({"a": (2, 2)}).with_bands("base")
+    refused(
+        r"no problem falls into the band medium: pass rates of base run from 0\.00 to 1\.00",
+        graded({"a": (4, 0), "c": (0, 4)}).with_bands,
+        "base",
+    )
+    refused("band easy or hard", graded({"a": (2, 2)}).with_bands, "base")
 
 
 @pytest.mark.parametrize(("easy", "hard"), [(0.2, 0.8), (0.5, 0.5), (1.1, 0.2), (0.5, -0.1)])
 def test_cutoffs_out_of_order_are_refused(easy: float, hard: float) -> None:
-    with pytest.raises(TsaeError, match="not in order"):
-        BandCutoffs(easy=easy, hard=hard)
+    refused("not in order", BandCutoffs, easy=easy, hard=hard)
 
 
 # --- advantages
@@ -403,8 +395,7 @@ def test_groups_are_of_one_policy_and_problem() -> None:
     frame = whole.frame
     expected = frame.reward - frame.groupby(["policy", "problem_id"]).reward.transform("mean")
     assert frame.advantage.tolist() == pytest.approx(expected.tolist())
-    with pytest.raises(TsaeError, match="3 trajectories have no reward"):
-        Rollouts(table_of()).with_advantages()
+    refused("3 trajectories have no reward", Rollouts(table_of()).with_advantages)
 
 
 def test_behaviours_are_means_over_problems() -> None:
@@ -438,8 +429,7 @@ def test_verifiers() -> None:
     assert find_verifier("exact") is exact
     assert find_verifier("tsae.rollouts.rewards:last_number") is last_number
     for name in ("nope", "tsae.rollouts.rewards:nope", "no_such_module:f"):
-        with pytest.raises(TsaeError, match="verifier"):
-            find_verifier(name)
+        refused("verifier", find_verifier, name)
 
 
 def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
@@ -521,8 +511,7 @@ def test_a_checkpoint_rewritten_while_it_samples_is_refused(
         patch.setattr(Generator, "generate", rewritten_before_the_second)
         with pytest.raises(TsaeError, match="model: its weights or its config changed while they were in use"):
             sample(checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
-    with pytest.raises(TsaeError, match="weights"):
-        sample(checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
+    refused("weights", sample, checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
     shutil.copytree(llama, folder, dirs_exist_ok=True)
     found = sample(checkpoint, PROBLEMS, config, pieces=pieces, progress=False)
     assert found.table.equals(sample(policy, PROBLEMS, config, progress=False).table)
@@ -594,16 +583,14 @@ def test_responses_end_with_their_end_token_and_are_checked(policy: Checkpoint) 
 
 
 def test_sampling_refuses_what_cannot_work(policy: Checkpoint) -> None:
-    with pytest.raises(TsaeError, match="no problems given"):
-        sample(policy, [], progress=False)
+    refused("no problems given", sample, policy, [], progress=False)
     with pytest.raises(TsaeError, match="problem b has 11 prompt tokens, which with max_new_tokens=120 exceeds"):
         sample(policy, PROBLEMS, SamplingConfig(max_new_tokens=120), progress=False)
     with pytest.raises(TsaeError, match=r"problem x.*cannot be tokenised"):
         sample(policy, [Problem("x", "What is 1+1?", "2")], SamplingConfig(max_new_tokens=4), progress=False)
     bad = {"n_samples": (0, 10**12), "max_new_tokens": (0, 10**12), "batch_size": (0,), "temperature": (0.0, math.nan)}
     for name, value in ((name, value) for name, values in bad.items() for value in values):
-        with pytest.raises(TsaeError, match=name):
-            SamplingConfig(**{name: value})
+        refused(name, SamplingConfig, **{name: value})
 
 
 def test_a_policy_with_nan_weights_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -627,13 +614,11 @@ def test_chat_templates_are_applied_on_request(policy: Checkpoint) -> None:
     tokenizer = policy.load_tokenizer()
     plain = encode_prompt(tokenizer, "1+1?")
     assert plain == [BOS, 1, 10, 1, 13]
-    with pytest.raises(TsaeError, match="no chat template"):
-        encode_prompt(tokenizer, "1+1?", "chat")
+    refused("no chat template", encode_prompt, tokenizer, "1+1?", "chat")
     tokenizer.chat_template = TEMPLATE
     for broken in ("{% broken", "{{ messages[7].content }}", "{{ 1 // 0 }}"):
         tokenizer.chat_template = broken
-        with pytest.raises(TsaeError, match="chat template cannot be applied"):
-            encode_prompt(tokenizer, "1+1?")
+        refused("chat template cannot be applied", encode_prompt, tokenizer, "1+1?")
     tokenizer.chat_template = TEMPLATE
     assert encode_prompt(tokenizer, "1+1?") == [16, 1, 10, 1, 13, 14, 15]  # no second <bos>
     assert encode_prompt(tokenizer, "1+1?", "chat") == [16, 1, 10, 1, 13, 14, 15]

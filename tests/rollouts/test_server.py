@@ -28,6 +28,7 @@ import torch
 
 from support.builders import BOS, EOS, save_perturbed
 from support.children import free_port
+from support.logs import refused
 from tsae import testbed
 from tsae.base.part import Part
 from tsae.checkpoints.loading import Checkpoint
@@ -205,11 +206,11 @@ def test_batches_of_other_prompts_are_not_taken(policy: Checkpoint, tmp_path: Pa
     """The vocabulary is the same: only the template differs."""
     copy = replace(policy, path=str(shutil.copytree(policy.path, tmp_path / "model")))
     tokenizer, config = copy.load_tokenizer(), replace(CONFIG, prompt_format="chat")
-    for template, refused in (("{{ messages[0]['content'] }}", False), ("{{ messages[0]['content'] }}=", True)):
+    for template, other in (("{{ messages[0]['content'] }}", False), ("{{ messages[0]['content'] }}=", True)):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(copy.path)
         again: Any = {"part": Part(0, 3), "pieces": tmp_path / "pieces", "progress": False}
-        with pytest.raises(TsaeError, match="another sampling: prompts differ") if refused else nullcontext():
+        with pytest.raises(TsaeError, match="another sampling: prompts differ") if other else nullcontext():
             sample_part(copy, PROBLEMS, config, **again)
 
 
@@ -222,8 +223,7 @@ def test_batches_that_end_elsewhere_are_not_taken(policy: Checkpoint, tmp_path: 
     file = Path(copy.path) / "generation_config.json"
     told = json.loads(file.read_text()) if file.is_file() else {}
     file.write_text(json.dumps({**told, "eos_token_id": [1, 2]}))
-    with pytest.raises(TsaeError, match="another sampling: ends differ"):
-        sample_part(copy, PROBLEMS, CONFIG, **again)
+    refused("another sampling: ends differ", sample_part, copy, PROBLEMS, CONFIG, **again)
 
 
 @pytest.mark.slow
@@ -316,8 +316,7 @@ def altered(name: str, value: Any) -> Any:
 )
 def test_answers_of_something_else_are_refused(change: Any, what: str, policy: Checkpoint, served: Served) -> None:
     served.change = change
-    with pytest.raises(TsaeError, match=what):
-        sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
+    refused(what, sample, policy, PROBLEMS, CONFIG, server=served.config, progress=False)
 
 
 def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> None:
@@ -417,14 +416,12 @@ def test_an_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.05)
 
     began = time.monotonic()
-    with pytest.raises(TsaeError, match=r"asked 2 times \(ReadTimeout\)"):
-        asked(trickle, timeout=0.3)
+    refused(r"asked 2 times \(ReadTimeout\)", asked, trickle, timeout=0.3)
     assert time.monotonic() - began < 15
     monkeypatch.setattr(endpoint, "_MOST", 1 << 20)
     bomb = gzip.compress(b" " * (20 << 20))
     tracemalloc.start()
-    with pytest.raises(TsaeError, match=r"an answer of more than 1,048,576 bytes"):
-        asked(lambda odd: odd.send(200, bomb, Content_Encoding="gzip"))
+    refused(r"an answer of more than 1,048,576 bytes", asked, lambda odd: odd.send(200, bomb, Content_Encoding="gzip"))
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
 
@@ -445,8 +442,7 @@ def test_what_is_no_address_is_not_asked_again(url: str) -> None:
 
 @pytest.mark.parametrize("timeout", [math.inf, math.nan, 1e10, 0.0])
 def test_a_timeout_is_a_day_at_most(timeout: float) -> None:
-    with pytest.raises(TsaeError, match="timeout"):
-        EndpointConfig(timeout=timeout)
+    refused("timeout", EndpointConfig, timeout=timeout)
 
 
 @pytest.mark.parametrize("key", ["schlüssel-…-abcdef", "k\udc80abcdefgh", "abcd\nefgh"])
@@ -590,6 +586,5 @@ def test_a_verifier_with_other_arguments_is_refused_before_the_work(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("one", "length"):
-        with pytest.raises(TsaeError, match=rf"'my_checks:{name}' cannot be called with 2 arguments"):
-            find_verifier(f"my_checks:{name}")
+        refused(rf"'my_checks:{name}' cannot be called with 2 arguments", find_verifier, f"my_checks:{name}")
     assert find_verifier("my_checks:two")("4", "4")

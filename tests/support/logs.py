@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.table import Rollouts
 
@@ -48,3 +52,9 @@ def broken(response: str, answer: str) -> bool:
 
 def short(response: str, answer: str) -> bool:
     return len(response) < 3
+
+
+def refused(message: str, call: Callable[..., object], /, *given: Any, **options: Any) -> None:
+    """Assert that a call ends in a `TsaeError` that has this in it."""
+    with pytest.raises(TsaeError, match=message):
+        call(*given, **options)

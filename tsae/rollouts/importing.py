@@ -43,7 +43,7 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs.adapters import Format
 from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks, refuse_disagreement
-from tsae.rollouts.logs.entry import Entry, Findings, Unusable, hash64
+from tsae.rollouts.logs.entry import Entry, Findings, Unusable, hash64, some_of
 from tsae.rollouts.logs.import_parts import (
     Part,
     PartFiles,
@@ -76,8 +76,16 @@ _ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "respons
 _PADDED = "padded"
 _RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
 _CHECKED = ("same_text", "retokenised", "group", "asked", "gold", "batch", "trained_on", "compared")
-_CELLS = (14, 10, 9, 8, 13, 13, 20)
-_SHOWN_STEPS = 3
+_CELLS = {
+    "trajectories": ("trajectories", 14),
+    "problems": ("problems", 10),
+    "success_rate": ("success", 9),
+    "groups": ("groups", 8),
+    "no_variance": ("no variance", 13),
+    "retokenised": ("retokenised", 13),
+    "not_round_tripping": ("not round-tripping", 20),
+}
+"""By column of `Summary.table`, its head in print and its width, in the order in which they are printed."""
 _GROWN = ("problem_id", "prompt_ids", "response_ids", "reward", "step")
 
 
@@ -448,8 +456,7 @@ class LogImporter:
     def _assumed(self, n: int, index: pd.DataFrame) -> Iterator[str]:
         counts = self.counts
         if names := list(counts["empty files"].elements()):
-            shown = ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3)
-            yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {shown}"
+            yield f"{len(names):,} file{'s hold' if len(names) > 1 else ' holds'} no trajectories: {some_of(names, 3)}"
         yield from self.policies.assumed()
         yield from self._steps_between(index)
         yield from self.groups.notes(odd=False)
@@ -508,7 +515,7 @@ class LogImporter:
         n, m = strip(entry, self.tokens)
         self.counts[_PADDED].update({"prompts": n > 0, "responses": m > 0, "ids": n + m})
         prompt, response = self.tokens.prompt(entry), self.tokens.response(entry)
-        self.tokens.check_length(prompt, response, entry.where)
+        self.tokens.check_length(entry, prompt, response)
         right = self.rules.right(entry, response.text)
         found = self.tokens.spans.of(prompt.ids, response.ids, entry.sampled)
         reward = self.rules.reward(entry)
@@ -516,7 +523,7 @@ class LogImporter:
             reward = float(right)
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
             what = f"its rewards add up to {reward:g}, expected {LARGEST_REWARD:g} at most"
-            raise TsaeError(what, where=entry.where, fix="Correct or drop that row, or scale rewards down.")
+            entry.refuse(what, "Correct or drop that row, or scale rewards down.")
         asked = prompt.ids.tobytes() if entry.prompt is None else json.dumps(entry.prompt, sort_keys=True, default=str)
         by_prompt = self.config.columns.by_prompt
         # Such an id is a hash of question and answer, so that two logs give the same problem the same id.
@@ -587,18 +594,14 @@ class LogImporter:
 
 def _check_steps(entry: Entry, file: LogFile) -> None:
     """Take the step from the file's name if the row has none, and refuse what does not fit."""
-    where = entry.where
-    what = ""
-    if file.step is not None and entry.step is not None and entry.step != file.step:
-        what = f"is of step {entry.step} in a file of step {file.step}"
+    if file.step is not None and entry.step not in (None, file.step):
+        entry.refuse(f"is of step {entry.step} in a file of step {file.step}")
     entry.step = file.step if entry.step is None else entry.step
     for name, counted in (("step", entry.step), ("the number of the policy's updates", entry.updates)):
-        if counted is not None and not 0 <= counted < 1 << 63 and not what:
-            what = f"{name} is {str(counted)[:24]}, expected 0 to 2⁶³ − 1"
-    if what:
-        raise TsaeError(what, where=where, fix="Correct or drop that row.")
+        if counted is not None and not 0 <= counted < 1 << 63:
+            entry.refuse(f"{name} is {str(counted)[:24]}, expected 0 to 2⁶³ − 1")
     if entry.unscored:
-        raise Unusable("unscored", "has no reward", where=where)
+        entry.leave_out("unscored", "has no reward")
 
 
 def _told(entry: Entry) -> dict[str, bool]:
@@ -637,8 +640,7 @@ def _by_source(
             "not_round_tripping": counted.not_round_tripping,
         }
     ).reset_index(drop=True)
-    names = ["trajectories", "problems", "groups", "no_variance", "success_rate", "retokenised", "not_round_tripping"]
-    total = {name: table[name].sum().item() for name in names} | {"problems": int(index.problem.nunique())}
+    total = {name: table[name].sum().item() for name in _CELLS} | {"problems": int(index.problem.nunique())}
     total["success_rate"] = counted.success.sum() / counted.known.sum() if counted.known.any() else float("nan")
     return table, total
 
@@ -679,9 +681,7 @@ class Summary:
         span = f", {steps.nunique()} steps from {steps.min()} to {steps.max()}" if steps.nunique() > 1 else ""
         lines = [f"{self.format}: {self.n_files} file{'s' * (self.n_files != 1)}{span}"]
         width = max(8, *(len(policy) for policy in self.table.policy))
-        names = ("trajectories", "problems", "success", "groups", "no variance", "retokenised", "not round-tripping")
-        head = "".join(f"{name:>{cell}}" for name, cell in zip(names, _CELLS, strict=True))
-        lines.append(f"  {'policy':<{width}}{'step':>8}{head}")
+        lines.append(f"  {'policy':<{width}}{'step':>8}" + "".join(f"{head:>{cell}}" for head, cell in _CELLS.values()))
         # Names come from the log, and must not control the terminal.
         rows = [
             (_printable(row.policy), "–" if pd.isna(row.step) else str(row.step), row._asdict())
@@ -702,13 +702,11 @@ def _printable(name: str) -> str:
 
 
 def _cells(counts: dict[str, float]) -> str:
-    if not counts:
-        return ""
-    rate = "–" if np.isnan(counts["success_rate"]) else f"{counts['success_rate']:.3f}"
-    names = ("trajectories", "problems", "groups", "no_variance", "retokenised", "not_round_tripping")
-    shown = [f"{counts[name]:,}" for name in names]
-    cells = (*shown[:2], rate, *shown[2:])
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _CELLS, strict=True))
+    shown = {name: f"{counts[name]:,}" for name in _CELLS.keys() & counts.keys()}
+    if shown:
+        rate = counts["success_rate"]
+        shown["success_rate"] = "–" if np.isnan(rate) else f"{rate:.3f}"
+    return "".join(f"{shown[name]:>{width}}" for name, (_, width) in _CELLS.items() if shown)
 
 
 def check_grown(before: Path, now: Path, log: Path) -> None:
@@ -732,16 +730,10 @@ def check_grown(before: Path, now: Path, log: Path) -> None:
     if missing.empty:
         return
     which = sorted(held[held.index.isin(missing.index)].dropna().astype(int).unique())
-    shown = ", ".join(map(str, which[:_SHOWN_STEPS])) + (
-        f" and {len(which) - _SHOWN_STEPS} more" if len(which) > _SHOWN_STEPS else ""
-    )
-    raise TsaeError(
-        f"no longer holds {int(missing.sum()):,} of the {len(held):,} trajectories that were read before"
-        + (f" (of step {shown})" if which else "")
-        + ": it has not only grown",
-        where=log,
-        fix="If the training began again, or resumed from an earlier checkpoint, analyse it in another folder (--to).",
-    )
+    what = f"no longer holds {int(missing.sum()):,} of the {len(held):,} trajectories that were read before"
+    what += f" (of step {some_of(map(str, which), 3)})" * bool(which) + ": it has not only grown"
+    fix = "If the training began again, or resumed from an earlier checkpoint, analyse it in another folder (--to)."
+    raise TsaeError(what, where=log, fix=fix)
 
 
 def _steps_by_hash(file: Path) -> pd.Series:

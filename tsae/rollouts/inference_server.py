@@ -103,9 +103,8 @@ class Server:
                 for number, requests in batches:
                     running.append((number, [pool.submit(one, request) for request in requests]))
                     if len(running) > 1:
-                        yield self._collected(*running.pop(0))
-                while running:
-                    yield self._collected(*running.pop(0))
+                        yield _collected(*running.pop(0))
+                yield from (_collected(*each) for each in running)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -194,19 +193,18 @@ class Server:
     ) -> NoReturn:
         raise TsaeError(what, where=self.url, fix=fix) from cause
 
-    def _collected(self, number: int, futures: list[Future[Response]]) -> tuple[int, list[Response]]:
-        return number, [future.result() for future in futures]
-
     def _seed(self, name: str, number: int) -> int:
         digest = hashlib.sha256(f"{self.config.seed}/{name}/{number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
 
 
+def _collected(number: int, futures: list[Future[Response]]) -> tuple[int, list[Response]]:
+    return number, [future.result() for future in futures]
+
+
 def _same_text(theirs: str, ours: str) -> bool:
     """Whether two texts are equal, up to white space at the ends and bytes that are not text."""
-    if "\ufffd" in theirs + ours:
-        return True
-    return theirs.strip() == ours.strip()
+    return "\ufffd" in theirs + ours or theirs.strip() == ours.strip()
 
 
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
@@ -313,13 +311,10 @@ class Endpoint:
         import requests
 
         end = time.monotonic() + self.config.timeout
-        asked: dict[str, Any] = {
-            "json": content,
-            "timeout": self.config.timeout,
-            "allow_redirects": False,
-            "stream": True,
-        }
-        with self._session.request(method, f"{self.url}/{path}", **asked) as answer:
+        url, timeout = f"{self.url}/{path}", self.config.timeout
+        with self._session.request(
+            method, url, json=content, timeout=timeout, allow_redirects=False, stream=True
+        ) as answer:
             read = bytearray()
             while piece := answer.raw.read1(_PIECE, decode_content=True):
                 read += piece

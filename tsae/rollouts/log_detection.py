@@ -19,7 +19,7 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.known_logs import KNOWN
 from tsae.rollouts.logs.adapters import TABLES, Format
-from tsae.rollouts.logs.entry import Entry, Row, writable
+from tsae.rollouts.logs.entry import Entry, Row, some_of, writable
 from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
@@ -99,7 +99,7 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     ((name, matching),) = named.items()
     chosen = _BY_NAME[name]
     if others and not tables:
-        shown = ", ".join(file.name for file in others[:3]) + f" and {len(others) - 3:,} more" * (len(others) > 3)
+        shown = some_of((file.name for file in others), 3)
         notes += [f"{len(others):,} files have other columns than a {chosen.title}, and are left out: {shown}"]
     elif others:  # The files were recognised by their columns, and some have other columns.
         raise TsaeError(
@@ -153,12 +153,10 @@ def _unknown_columns(path: Path, file: Path, row: Row, config: ImportConfig) -> 
         row: its first row.
         config: of the import.
     """
-    names = list(row)
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     options, tried = suggest(LogFile(file, ""), config)
     example = "for example" + f" (tried on {tried:,} of its rows)" * bool(tried)
     return TsaeError(
-        f"no known log has the columns {shown}; known are {', '.join(_BY_NAME)}",
+        f"no known log has the columns {some_of(row, _SHOWN)}; known are {', '.join(_BY_NAME)}",
         where=file,
         fix=f"Name the columns, {example}: tsae rollouts import {quote(str(path))} {' '.join(options)}. "
         "In Python, tsae.rollouts.table.read_frame takes any DataFrame.",

@@ -201,8 +201,6 @@ def group_table(frame: pd.DataFrame, kind: Literal["grpo", "dr_grpo", "rloo"] = 
     _, first, group = np.unique(group_names(frame), return_index=True, return_inverse=True)
     n, successes = np.bincount(group), np.bincount(group, weights=right).astype(int)
     advantages = group_advantages(rewards, group, kind)
-    top = np.full(len(n), -np.inf)
-    np.maximum.at(top, group, advantages)
     table = frame[["policy", "problem_id"]].iloc[first].reset_index(drop=True)
     table["band"] = table.problem_id.map(bands)
     table["n"], table["successes"] = n, successes
@@ -212,7 +210,7 @@ def group_table(frame: pd.DataFrame, kind: Literal["grpo", "dr_grpo", "rloo"] = 
         "mixed",
     )
     table["no_variance"] = _constant(rewards, group)
-    table["top_advantage"] = top
+    table["top_advantage"] = pd.Series(advantages).groupby(group).max()
     table["positive"] = np.bincount(group, weights=np.maximum(advantages, 0))
     return table
 
@@ -248,7 +246,5 @@ def group_names(frame: pd.DataFrame) -> np.ndarray:
 
 def _constant(rewards: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(n_groups,) whether all rewards of a group are equal."""
-    low, high = np.full(group.max() + 1, np.inf), np.full(group.max() + 1, -np.inf)
-    np.minimum.at(low, group, rewards)
-    np.maximum.at(high, group, rewards)
-    return low == high
+    by_group = pd.Series(rewards).groupby(group)
+    return (by_group.min() == by_group.max()).to_numpy()

@@ -82,8 +82,8 @@ def sample(
             samples from something else, pieces of another sampling, or a checkpoint that is rewritten while it fills
             pieces.
     """
-    sampling = _Sampling(checkpoint, problems, config or SamplingConfig(), server, pieces)
-    sampling.run(Part(), loader=loader, model=model, around=around, progress=progress)
+    sampling = _Sampling(checkpoint, problems, config, server, pieces, loader)
+    sampling.run(Part(), progress, model, around)
     return sampling.rollouts(verify)
 
 
@@ -110,9 +110,13 @@ def sample_part(
     Raises:
         TsaeError: as `sample`.
     """
-    sampling = _Sampling(checkpoint, problems, config or SamplingConfig(), server, pieces)
-    sampling.run(part, loader=loader, model=None, around=None, progress=progress)
+    sampling = _Sampling(checkpoint, problems, config, server, pieces, loader)
+    sampling.run(part, progress)
     return len(list(sampling.done.missing(len(sampling.batches))))
+
+
+_Batch = tuple[int, Sequence[Request]]
+"""A batch's number and its requests."""
 
 
 class _Sampling:
@@ -122,13 +126,15 @@ class _Sampling:
         self,
         checkpoint: Checkpoint,
         problems: Sequence[Problem],
-        config: SamplingConfig,
+        config: SamplingConfig | None,
         server: ServerConfig | None,
         pieces: str | Path | None,
+        loader: ModelLoader | None,
     ) -> None:
         if not problems:
             raise TsaeError("no problems given", where="sample", fix="Give at least one problem.")
-        self.checkpoint, self.problems, self.config, self.server = checkpoint, problems, config, server
+        self.config = config = config or SamplingConfig()
+        self.checkpoint, self.problems, self.server, self.loader = checkpoint, problems, server, loader
         self.tokenizer = checkpoint.load_tokenizer()
         self.prompts = [
             encode_prompt(self.tokenizer, p.prompt, config.prompt_format, f"problem {p.id}")
@@ -143,38 +149,25 @@ class _Sampling:
         self.done = Batches(folder, checkpoint.id, identity)
 
     def run(
-        self,
-        part: Part,
-        *,
-        loader: ModelLoader | None,
-        model: PreTrainedModel | None,
-        around: Around | None,
-        progress: bool,
+        self, part: Part, progress: bool, model: PreTrainedModel | None = None, around: Around | None = None
     ) -> None:
         """Generate the batches of a part that are not there yet."""
-        mine = range(part.index, len(self.batches), part.n)
-        with progress_bar(
-            f"sampling {self.checkpoint.id}", "response", sum(len(self.batches[n]) for n in mine), shown=progress
-        ) as bar:
-            bar.update(sum(len(self.batches[n]) for n in mine if n in self.done))
-            wanted = [(n, self.batches[n]) for n in mine if n not in self.done]
+        mine = {n: self.batches[n] for n in range(part.index, len(self.batches), part.n)}
+        wanted = [(n, batch) for n, batch in mine.items() if n not in self.done]
+        n_responses, left = sum(map(len, mine.values())), sum(len(batch) for _, batch in wanted)
+        with progress_bar(f"sampling {self.checkpoint.id}", "response", n_responses, shown=progress) as bar:
+            bar.update(n_responses - left)
             if not wanted:
                 return
-            if self.server is not None:
-                generated = self._served(wanted, loader)
-            else:
-                generated = self._generated(wanted, loader, model, around)
-            for number, responses in generated:
+            served = None if self.server is None else self._served(self.server, wanted)
+            for number, responses in served or self._generated(wanted, model, around):
                 self.done.add(number, responses)
                 bar.update(len(responses))
 
     def _generated(
-        self,
-        wanted: Sequence[tuple[int, Sequence[Request]]],
-        loader: ModelLoader | None,
-        model: PreTrainedModel | None,
-        around: Around | None,
+        self, wanted: Sequence[_Batch], model: PreTrainedModel | None, around: Around | None
     ) -> Iterator[tuple[int, list[Response]]]:
+        loader = self.loader
         generator = Generator(self.checkpoint, self.tokenizer, self.config, loader=loader, model=model, around=around)
         context = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
         check_lengths(context, self.prompts, self.problems, self.config.max_new_tokens)
@@ -185,22 +178,19 @@ class _Sampling:
                 need_unchanged(self.checkpoint, self.weights, loaded=True)  # before they are kept as of these weights
             yield number, responses
 
-    def _served(
-        self, wanted: Sequence[tuple[int, Sequence[Request]]], loader: ModelLoader | None
-    ) -> Iterator[tuple[int, list[Response]]]:
-        assert self.server is not None
+    def _served(self, config: ServerConfig, wanted: Sequence[_Batch]) -> Iterator[tuple[int, list[Response]]]:
         context, ends = text_limits(self.checkpoint)
         if self.tokenizer.eos_token_id is not None:
             ends |= {int(self.tokenizer.eos_token_id)}
         check_lengths(context, self.prompts, self.problems, self.config.max_new_tokens)
-        server = Server(self.server, self.config, self.tokenizer, sorted(ends))
-        unchecked = self.server.check
+        server = Server(config, self.config, self.tokenizer, sorted(ends))
+        unchecked = config.check
         for number, responses in server.generate(self.prompts, wanted, [problem.id for problem in self.problems]):
             # Those whose tokens are known; without any, the server's own settings cannot be seen.
             some = [(r, response) for r, response in zip(self.batches[number], responses, strict=True) if response.fits]
             if unchecked and some:
                 some, unchecked = some[:: max(1, len(some) // unchecked)][:unchecked], 0
-                policy = (loader or ModelLoader(device=self.config.device)).load(self.checkpoint)
+                policy = (self.loader or ModelLoader(device=self.config.device)).load(self.checkpoint)
                 asked = [self.prompts[request.problem] for request, _ in some]
                 found = agreement(policy, asked, [response for _, response in some], self.config.temperature)
                 del policy

@@ -10,9 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from support.logs import read
+from support.logs import read, refused
 from tsae.checkpoints.loading import Checkpoint
-from tsae.errors import TsaeError
 from tsae.rollouts.logs import import_parts as parts
 from tsae.rollouts.logs import log_files, readers
 from tsae.rollouts.table import Rollouts
@@ -82,19 +81,16 @@ def test_a_compressed_file_that_is_cut_off_is_refused(
     path = written(tmp_path / f"log.jsonl{suffix}", LINES)
     path.write_bytes(path.read_bytes()[:-lost])
     for skip in ((), ("cut",)):
-        with pytest.raises(TsaeError, match=rf"log\.jsonl{suffix}: cannot be read beyond line \d.*[Tt]runcated"):
-            read(path, policy, skip=skip)
+        refused(rf"log\.jsonl{suffix}: cannot be read beyond line \d.*[Tt]runcated", read, path, policy, skip=skip)
 
 
 @pytest.mark.parametrize("suffix", PACKED)
 def test_what_is_no_compressed_file_is_refused(policy: Checkpoint, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"log.jsonl{suffix}"
     path.write_bytes(LINES)
-    with pytest.raises(TsaeError, match=r"cannot be read beyond line 0"):
-        read(path, policy)
+    refused(r"cannot be read beyond line 0", read, path, policy)
     path = written(tmp_path / f"log.parquet{suffix}", b"x")
-    with pytest.raises(TsaeError, match=r"a compressed \.parquet file; .* Unpack it"):
-        read(path, policy)
+    refused(r"a compressed \.parquet file; .* Unpack it", read, path, policy)
 
 
 @pytest.mark.parametrize("suffix", PACKED)
@@ -105,8 +101,7 @@ def test_what_unpacks_without_end_is_not_read_into_memory(
     monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     path = written(tmp_path / f"{name}{suffix}", b'{"prompt": "' + b"0" * (1 << 24))
     assert path.stat().st_size < 1 << 15
-    with pytest.raises(TsaeError, match="more than 1 MiB"):
-        read(path, policy)
+    refused("more than 1 MiB", read, path, policy)
 
 
 # --- the ends of files
@@ -115,26 +110,22 @@ def test_what_unpacks_without_end_is_not_read_into_memory(
 def test_half_a_line_at_the_end_can_be_left_out(policy: Checkpoint, tmp_path: Path) -> None:
     for number in (1, 2):
         written(tmp_path / "log" / f"{number}.jsonl", b"\n" * number + LINES[:-20])
-    with pytest.raises(TsaeError, match=r"1\.jsonl:6: .*the line has no end.*leave such rows out with --skip cut"):
-        read(tmp_path / "log", policy)
+    refused(r"1\.jsonl:6: .*the line has no end.*leave such rows out with --skip cut", read, tmp_path / "log", policy)
     found = read(tmp_path / "log", policy, skip=("cut",))
     assert responses(found) == ["#1", "#2", "#3", "#4"] * 2
     assert found.info["log"]["skipped"] == {"cut": 2}
     # A bad line that has an end is no half line, nor is a last line that lacks its line break alone.
     for data, message in ((LINES[:-20] + b"\n", "5: not a line of JSON"), (b"{\n" + LINES, "1: not a line of JSON")):
-        with pytest.raises(TsaeError, match=message):
-            read(written(tmp_path / "bad.jsonl", data), policy, skip=("cut",))
+        refused(message, read, written(tmp_path / "bad.jsonl", data), policy, skip=("cut",))
     assert len(read(written(tmp_path / "whole.jsonl", LINES[:-1]), policy)) == 5
-    with pytest.raises(TsaeError, match="holds no trajectories"):
-        read(written(tmp_path / "half.jsonl", LINES[:20]), policy)
+    refused("holds no trajectories", read, written(tmp_path / "half.jsonl", LINES[:20]), policy)
 
 
 def test_half_a_line_of_columns_can_be_left_out(policy: Checkpoint, tmp_path: Path) -> None:
     line = {"step": ["1", "1"], "prompt": ["1", "2"], "completion": ["#1", "#2"], "digits": [1.0, 0.0]}
     data = json.dumps(line).encode() + b"\n" + json.dumps(line).encode()[:50]
     path = written(tmp_path / "run" / "completions.jsonl", data)
-    with pytest.raises(TsaeError, match="the line has no end"):
-        read(path, policy)
+    refused("the line has no end", read, path, policy)
     found = read(path, policy, skip=("cut",))
     assert (responses(found), found.info["log"]["skipped"]) == (["#1", "#2"], {"cut": 1})
 
@@ -196,5 +187,4 @@ def test_bytes_that_are_no_text_are_named_by_their_line(
     two = b"".join(LINES.splitlines(keepends=True)[:2])
     for name in ("log.jsonl", "log.jsonl.gz"):
         path = written(tmp_path / name, two + line)
-        with pytest.raises(TsaeError, match=rf"{name}:{number}: not a line of JSON in UTF-8"):
-            read(path, policy)
+        refused(rf"{name}:{number}: not a line of JSON in UTF-8", read, path, policy)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.checkpoints import make_tokenizer
-from support.logs import holds, write
+from support.logs import holds, refused, write
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -93,8 +93,7 @@ def test_a_thinking_switch_that_the_log_does_not_show_is_asked_for(tokenizers: A
     assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
     assert not any("enable_thinking" in note for note in summary.notes)
     for wrong in ("enable_thinking", "[1]", "[" * 100_000):
-        with pytest.raises(TsaeError, match="is no JSON object"):
-            ImportConfig(template_arguments=wrong)
+        refused("is no JSON object", ImportConfig, template_arguments=wrong)
 
 
 def test_texts_that_are_no_conversation_stay_as_they_are(tokenizers: Any, tmp_path: Path) -> None:
@@ -271,8 +270,7 @@ def test_a_validation_is_sampled_after_the_update(
 def test_nan_in_what_nobody_reads_is_no_fault(tokenizers: Any, tmp_path: Path) -> None:
     rows = [{"perplexity": float("nan")}, {"perplexity": 2.0}, {"score": float("nan")}, {"score": None}]
     log = verl(tmp_path / "1.jsonl", *rows)
-    with pytest.raises(TsaeError, match=r"1\.jsonl:3: has no reward.*--skip unscored"):
-        imported(log, tokenizers("chatml"), tmp_path / "to")
+    refused(r"1\.jsonl:3: has no reward.*--skip unscored", imported, log, tokenizers("chatml"), tmp_path / "to")
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("unscored",))
     assert found.table["reward/perplexity"].to_pylist() == [None, 2.0]
     assert summary.skipped == {"unscored": 2}
@@ -290,8 +288,7 @@ def test_nan_in_what_nobody_reads_is_no_fault(tokenizers: Any, tmp_path: Path) -
 )
 def test_a_tools_turn_is_not_the_policys(tokenizers: Any, tmp_path: Path, row: dict[str, Any]) -> None:
     log = verl(tmp_path / "1.jsonl", row, {"num_turns": 2})
-    with pytest.raises(TsaeError, match=r"1\.jsonl:1: .*--skip multi-turn"):
-        imported(log, tokenizers("chatml"), tmp_path / "to")
+    refused(r"1\.jsonl:1: .*--skip multi-turn", imported, log, tokenizers("chatml"), tmp_path / "to")
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("multi-turn",))
     assert found.table["response"].to_pylist() == ["1"]
     assert summary.skipped == {"multi-turn": 1}
@@ -363,8 +360,7 @@ def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path
     assert prompts_of(found, "chatml") == [rendered("chatml", USER)]
     assert note(summary, "a tokenizer alone")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TsaeError, match=r"no series\.json and no checkpoint-N folders"):
-        imported(log, tmp_path / "empty", tmp_path / "to")
+    refused(r"no series\.json and no checkpoint-N folders", imported, log, tmp_path / "empty", tmp_path / "to")
 
 
 @pytest.mark.parametrize("place", [b"MARKED", b"answer"])

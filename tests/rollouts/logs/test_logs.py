@@ -18,7 +18,7 @@ import pytest
 
 import tsae
 from support.builders import BOS, EOS, SHARED, make_rollouts, save_model
-from support.logs import column, holds, read, write
+from support.logs import column, holds, read, refused, write
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -149,8 +149,7 @@ def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
     assert read(begun, chat).tokens(0)[0].tolist() == [16, 1, 13, 14, 16, 2]
     with pytest.raises(TsaeError, match=r"turns\.jsonl:1: the prompt is a conversation.*checkpoint has none"):
         read(several, Checkpoint("base", str(save_model(tmp_path / "plain"))))
-    with pytest.raises(TsaeError, match="no --prompt-format plain"):
-        read(several, chat, prompt_format="plain")
+    refused("no --prompt-format plain", read, several, chat, prompt_format="plain")
 
 
 def test_responses_that_do_not_decode_to_the_logs_text_are_marked(tmp_path: Path) -> None:
@@ -203,10 +202,8 @@ def test_what_is_right_is_read_from_the_first_source_there_is(policy: Checkpoint
         1.0,
     ]
     assert found(several, rewards=("format",)) == ["success", "failure"]
-    with pytest.raises(TsaeError, match=r"log\.jsonl:1: correct is 'perhaps'"):
-        found([{**BARE, "correct": "perhaps"}])
-    with pytest.raises(TsaeError, match=r"log\.jsonl:1: reward is 'high'"):
-        found([{**BARE, "reward": "high"}])
+    refused(r"log\.jsonl:1: correct is 'perhaps'", found, [{**BARE, "correct": "perhaps"}])
+    refused(r"log\.jsonl:1: reward is 'high'", found, [{**BARE, "reward": "high"}])
 
 
 def test_a_verifier_needs_answers_unless_it_is_the_users_own(policy: Checkpoint, tmp_path: Path) -> None:
@@ -244,10 +241,14 @@ def test_names_in_a_log_do_not_reach_the_terminals_controls(policy: Checkpoint, 
 
 
 def test_a_verifier_that_fails_names_the_row(policy: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(
-        TsaeError, match=r"log\.jsonl:2: the verifier support.logs:broken fails on it \(ZeroDivisionError"
-    ):
-        outcomes(tmp_path / "log.jsonl", policy, [BARE, {**BARE, "answer": "0"}], verifier="support.logs:broken")
+    refused(
+        r"log\.jsonl:2: the verifier support.logs:broken fails on it \(ZeroDivisionError",
+        outcomes,
+        tmp_path / "log.jsonl",
+        policy,
+        [BARE, {**BARE, "answer": "0"}],
+        verifier="support.logs:broken",
+    )
 
 
 def test_answers_are_compared_as_expressions() -> None:
@@ -263,8 +264,7 @@ def test_answers_are_compared_as_expressions() -> None:
         assert same(response, answer)
     for response, answer in (("1/3", "0.5"), ("no answer", "0.5"), ("", "2"), (r"$\{1,2\}$", "2")):
         assert not same(response, answer)
-    with pytest.raises(TsaeError, match="the reference answer '' is no mathematical expression"):
-        same("1", "")
+    refused("the reference answer '' is no mathematical expression", same, "1", "")
 
 
 def test_without_its_package_the_math_verifier_says_what_to_install(
@@ -326,8 +326,7 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(policy: Checkpoi
     names = ["prompt", "response", "reward", "reward"]
     table = pa.table([pa.array([value]) for value in ("1+1?", "#2", 1.0, 0.0)], names=names)
     pq.write_table(table, tmp_path / "log.parquet")
-    with pytest.raises(TsaeError, match=r"log\.parquet: has several columns 'reward'"):
-        read(tmp_path / "log.parquet", policy)
+    refused(r"log\.parquet: has several columns 'reward'", read, tmp_path / "log.parquet", policy)
 
 
 def test_texts_may_be_missing_where_the_ids_are_there(policy: Checkpoint, tmp_path: Path) -> None:
@@ -364,8 +363,7 @@ def test_lone_surrogates_become_their_code_points_wherever_they_are(policy: Chec
 def test_a_line_that_was_cut_off_is_told_from_a_wrong_one(policy: Checkpoint, tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", ROW, ROW)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(TsaeError, match=r"log\.jsonl:2: .*the line has no end: was the run killed while it wrote"):
-        read(path, policy)
+    refused(r"log\.jsonl:2: .*the line has no end: was the run killed while it wrote", read, path, policy)
 
 
 def test_a_line_without_end_is_not_read_into_memory(
@@ -373,8 +371,7 @@ def test_a_line_without_end_is_not_read_into_memory(
 ) -> None:
     monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 20)
     path = write(tmp_path / "log.jsonl", ROW, {**ROW, "x": "y" * (1 << 20)})
-    with pytest.raises(TsaeError, match=r"log\.jsonl:2: a line of more than 1 MiB"):
-        read(path, policy)
+    refused(r"log\.jsonl:2: a line of more than 1 MiB", read, path, policy)
 
 
 def test_what_may_be_left_out_is_counted(policy: Checkpoint, tmp_path: Path) -> None:
@@ -389,38 +386,27 @@ def test_different_rewards_of_equal_responses_are_refused_unless_noisy(policy: C
     path = write(tmp_path / "log.jsonl", *rows)
     assert column(read(path, policy), "reward") == [1.0, 1.0, 0.0, 0.0]  # the reward may change from step to step
     write(path, *rows, {**BARE, "step": 1, "reward": 0.5})
-    with pytest.raises(TsaeError, match=r"log\.jsonl:5: reward 0\.5 for the trajectory that has 1 at .*:2"):
-        read(path, policy)
+    refused(r"log\.jsonl:5: reward 0\.5 for the trajectory that has 1 at .*:2", read, path, policy)
     assert column(read(path, policy, noisy_rewards=True), "reward")[4] == 0.5
 
 
 def test_logs_that_are_none_are_refused(policy: Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="no such log"):
-        read(tmp_path / "none.jsonl", policy)
+    refused("no such log", read, tmp_path / "none.jsonl", policy)
     for name in ("empty.jsonl", "empty/1.jsonl"):
-        with pytest.raises(TsaeError, match="holds no trajectories"):
-            read(write(tmp_path / name), policy)
-    with pytest.raises(TsaeError, match="holds no trajectories"):
-        read(tmp_path / "empty", policy)
+        refused("holds no trajectories", read, write(tmp_path / name), policy)
+    refused("holds no trajectories", read, tmp_path / "empty", policy)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(TsaeError, match=r"holds no \.jsonl or \.parquet file, nor"):
-        read(tmp_path / "nothing", policy)
+    refused(r"holds no \.jsonl or \.parquet file, nor", read, tmp_path / "nothing", policy)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
-    with pytest.raises(TsaeError, match=r"latin\.jsonl:1: not a line of JSON in UTF-8"):
-        read(tmp_path / "latin.jsonl", policy)
+    refused(r"latin\.jsonl:1: not a line of JSON in UTF-8", read, tmp_path / "latin.jsonl", policy)
     (tmp_path / "bad.parquet").write_text("x")
-    with pytest.raises(TsaeError, match="not a Parquet file"):
-        read(tmp_path / "bad.parquet", policy)
+    refused("not a Parquet file", read, tmp_path / "bad.parquet", policy)
     make_rollouts().write(tmp_path / "cut.parquet")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "cut.parquet").read_bytes()[:-30])
-    with pytest.raises(TsaeError, match="not a Parquet file"):
-        read(tmp_path / "cut.parquet", policy)
-    with pytest.raises(TsaeError, match="verifier"):
-        read(write(tmp_path / "log.jsonl", ROW), policy, verifier="nope")
-    with pytest.raises(TsaeError, match="max_response_tokens=0"):
-        ImportConfig(max_response_tokens=0)
-    with pytest.raises(TsaeError, match="success_above=nan"):
-        ImportConfig(success_above=math.nan)
+    refused("not a Parquet file", read, tmp_path / "cut.parquet", policy)
+    refused("verifier", read, write(tmp_path / "log.jsonl", ROW), policy, verifier="nope")
+    refused("max_response_tokens=0", ImportConfig, max_response_tokens=0)
+    refused("success_above=nan", ImportConfig, success_above=math.nan)
 
 
 def test_nothing_is_left_of_an_import_that_failed(policy: Checkpoint, tmp_path: Path) -> None:
@@ -436,12 +422,10 @@ def test_links_do_not_lead_out_of_the_folder(policy: Checkpoint, tmp_path: Path)
     (folder / "again.jsonl").symlink_to(folder / "1.jsonl")
     assert len(read(folder, policy)) == 1  # a link inside is not read a second time
     (folder / "out.jsonl").symlink_to("../outside/secret.jsonl")
-    with pytest.raises(TsaeError, match=r"out\.jsonl: this link leaves the folder"):
-        read(folder, policy)
+    refused(r"out\.jsonl: this link leaves the folder", read, folder, policy)
     (folder / "out.jsonl").unlink()
     (folder / "below").symlink_to(outside.parent)
-    with pytest.raises(TsaeError, match="below: this link leaves the folder"):
-        read(folder, policy)
+    refused("below: this link leaves the folder", read, folder, policy)
     (folder / "below").unlink()
     (tmp_path / "mine.jsonl").symlink_to(outside)
     assert len(read(tmp_path / "mine.jsonl", policy)) == 1  # what the user names is the user's choice
@@ -490,12 +474,10 @@ def test_rollouts_are_told_from_logs(policy: Checkpoint, tmp_path: Path) -> None
     (tmp_path / "folder").mkdir()
     ours.write(tmp_path / "folder" / "r.parquet")
     for path in (tmp_path / "folder", tmp_path / "folder" / "r.parquet"):
-        with pytest.raises(TsaeError, match="is a table of rollouts already"):
-            read(path, policy)
+        refused("is a table of rollouts already", read, path, policy)
     found = Rollouts.read(write(tmp_path / "log.jsonl", ROW), policy)
     assert found.origin == str(tmp_path / "log.jsonl")
-    with pytest.raises(TsaeError, match=r"no checkpoint lies beside the log.*--checkpoint"):
-        Rollouts.read(tmp_path / "log.jsonl")
+    refused(r"no checkpoint lies beside the log.*--checkpoint", Rollouts.read, tmp_path / "log.jsonl")
 
 
 def test_labels_have_a_fingerprint_of_their_own() -> None:

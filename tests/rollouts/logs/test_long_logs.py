@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.children import killed_until_done, past, start
-from support.logs import LOGS, write
+from support.logs import LOGS, refused, write
 from tsae.base.output_lock import output_lock
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
@@ -124,8 +124,7 @@ def test_a_bad_line_is_named_in_whatever_part_it_is(
 ) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 500)
     path = write(tmp_path / "log.jsonl", *rows(40), "{", *rows(40, 1), "[")
-    with pytest.raises(TsaeError, match=r"log\.jsonl:41: not a line of JSON"):
-        imported(path, policy, tmp_path / "r.parquet")
+    refused(r"log\.jsonl:41: not a line of JSON", imported, path, policy, tmp_path / "r.parquet")
 
 
 def test_rewards_that_change_their_meaning_from_part_to_part_are_refused(
@@ -160,8 +159,7 @@ def test_repeats_and_counts_are_those_of_a_loop() -> None:
     kept = drop_repeats(index, [], skipping, str, copies=False)
     last = {key: i for i, key in enumerate(index["key"])}
     assert kept.tolist() == [key == 0 or last[key] == i for i, key in enumerate(index["key"])]
-    with pytest.raises(TsaeError, match="comes here again"):
-        drop_repeats(index, [], ImportConfig(), str, copies=False)
+    refused("comes here again", drop_repeats, index, [], ImportConfig(), str, copies=False)
     table, total = importing._by_source(index[kept], Groups(index[kept], skipping), {"a": "named"})
     frame = frame[kept]
     groups = frame.groupby(["policy", "problem"]).reward.agg(["size", "count", "nunique"])
@@ -321,8 +319,7 @@ def test_what_is_left_out_can_be_decided_later(
     lines[20]["response"] = lines[50]["response"] = ""
     path = write(tmp_path / "log.jsonl", *lines)
     read = stopping(monkeypatch, -1)
-    with pytest.raises(TsaeError, match=r"log\.jsonl:21: the response is empty"):
-        imported(path, policy, tmp_path / "r.parquet")
+    refused(r"log\.jsonl:21: the response is empty", imported, path, policy, tmp_path / "r.parquet")
     before = len(read)
     with monkeypatch.context() as patch:
         patch.setattr(importing, "write_table", _stop)
@@ -331,8 +328,7 @@ def test_what_is_left_out_can_be_decided_later(
     assert 0 < before < len(read)
     whole = len(read)
     # A part without what now is an error is no part of this import.
-    with pytest.raises(TsaeError, match=r"log\.jsonl:21: the response is empty"):
-        imported(path, policy, tmp_path / "r.parquet")
+    refused(r"log\.jsonl:21: the response is empty", imported, path, policy, tmp_path / "r.parquet")
     assert len(read) == whole
     _, said = imported(path, policy, tmp_path / "r.parquet", skip=("empty", "too-long"))
     assert len(read) == whole
@@ -350,8 +346,7 @@ def test_a_users_verifier_judges_anew(policy: Checkpoint, tmp_path: Path, monkey
     path = write(tmp_path / "log.jsonl", *rows(40), "{")
     read = stopping(monkeypatch, -1)
     for _ in range(2):
-        with pytest.raises(TsaeError, match="not a line of JSON"):
-            imported(path, policy, tmp_path / "r.parquet", verifier="my_verifier:right")
+        refused("not a line of JSON", imported, path, policy, tmp_path / "r.parquet", verifier="my_verifier:right")
     assert len(read) > 2
     assert len(read) % 2 == 0
 

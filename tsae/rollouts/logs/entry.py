@@ -12,7 +12,7 @@ import re
 import warnings
 from ast import literal_eval
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -26,8 +26,36 @@ from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.rollouts.logs.log_files import LogFile
 
 
+class Unusable(TsaeError):
+    """A trajectory that cannot be imported; `ImportConfig.skip` leaves out those of its kind."""
+
+    def __init__(self, kind: Unfit, what: str, *, where: str, fix: str | None = None) -> None:
+        self.kind = kind
+        skip = f"leave such rows out with --skip {kind}"
+        super().__init__(what, where=where, fix=f"{fix}, or {skip}" if fix else skip.capitalize())
+
+
+class _Placed:
+    """A row of a log or a trajectory in it, which knows its file and line."""
+
+    __slots__ = ()
+    where: str
+
+    def refuse(self, what: str, fix: str = "Correct or drop that row.", cause: Exception | None = None) -> NoReturn:
+        """Raise a `TsaeError` at this place."""
+        raise TsaeError(what, where=self.where, fix=fix) from cause
+
+    def unusable(self, kind: Unfit, what: str, fix: str | None = None) -> Unusable:
+        """What is here, as a trajectory that cannot be imported."""
+        return Unusable(kind, what, where=self.where, fix=fix)
+
+    def leave_out(self, kind: Unfit, what: str, fix: str | None = None) -> NoReturn:
+        """Raise what is here, as a trajectory that cannot be imported."""
+        raise self.unusable(kind, what, fix)
+
+
 @dataclass(slots=True)
-class Entry:
+class Entry(_Placed):
     """One trajectory as its log has it; None where the log does not say."""
 
     where: str
@@ -106,15 +134,6 @@ class Entry:
             self.unscored = bool(self.rewards) and self.reward is None
 
 
-class Unusable(TsaeError):
-    """A trajectory that cannot be imported; `ImportConfig.skip` leaves out those of its kind."""
-
-    def __init__(self, kind: Unfit, what: str, *, where: str, fix: str | None = None) -> None:
-        self.kind = kind
-        skip = f"leave such rows out with --skip {kind}"
-        super().__init__(what, where=where, fix=f"{fix}, or {skip}" if fix else skip.capitalize())
-
-
 Parser = Callable[[LogFile, ImportConfig], Iterator[Entry | Unusable]]
 """(file, config) -> its trajectories, in order."""
 
@@ -142,7 +161,7 @@ _SCORE = re.compile(r"reward|score|accura|correct|(?<![a-z])acc(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class Fields(_Placed):
     """The columns of a row, or of an object in it.
 
     Every method that takes a column's name raises `TsaeError` for a value of another kind. All but `need` and `text`
@@ -167,18 +186,6 @@ class Fields:
     def inside(self, row: Row) -> Fields:
         """An object inside this row."""
         return replace(self, row=row, source=self.row if self.source is None else self.source)
-
-    def refuse(self, what: str, fix: str = "Correct or drop that row.") -> NoReturn:
-        """Raise a `TsaeError` at this row."""
-        raise TsaeError(what, where=self.where, fix=fix)
-
-    def unusable(self, kind: Unfit, what: str, fix: str | None = None) -> Unusable:
-        """This row's trajectory, as one that cannot be imported."""
-        return Unusable(kind, what, where=self.where, fix=fix)
-
-    def leave_out(self, kind: Unfit, what: str, fix: str | None = None) -> NoReturn:
-        """Raise this row's trajectory, as one that cannot be imported."""
-        raise self.unusable(kind, what, fix)
 
     def kept(self) -> dict[str, Any]:
         """The columns of `ImportConfig.keep_columns` that have a value; NaN is how pandas leaves one empty."""
@@ -309,6 +316,12 @@ class Fields:
         """A finish reason, if it is one of ours."""
         value = self.row.get(name)
         return "stop" if value == "stop" else "length" if value == "length" else None
+
+
+def some_of(names: Iterable[str], most: int) -> str:
+    """The first names, and how many more there are, for a sentence."""
+    names = list(names)
+    return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
 def writable(value: Any) -> Any:

@@ -25,12 +25,8 @@ class OutcomeRules:
     """
 
     def __init__(self, config: ImportConfig, findings: Findings, *, a_file_a_step: bool) -> None:
-        self.config, self.counts, self.first, self.a_file_a_step = (
-            config,
-            findings.counts,
-            findings.first,
-            a_file_a_step,
-        )
+        self.config, self.a_file_a_step = config, a_file_a_step
+        self.counts, self.first = findings.counts, findings.first
         self.verify: Verifier | None = find_verifier(config.verifier) if config.verifier else None
 
     @property
@@ -54,15 +50,14 @@ class OutcomeRules:
             return self._logged(entry)
         if self.config.verifier in BY_NAME and not entry.answer:
             what = f"has no reference answer to check with {self.config.verifier}"
-            raise TsaeError(what, where=entry.where, fix="Name the column of the answer (--column answer=NAME).")
+            entry.refuse(what, "Name the column of the answer (--column answer=NAME).")
         try:
             right = bool(self.verify(response, entry.answer))
         except TsaeError as error:
             raise TsaeError(error.what, where=entry.where, fix=error.fix) from error
         except Exception as error:  # of the user's own function
             what = f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})"
-            fix = "Correct the function: it gets (response, answer) as texts."
-            raise TsaeError(what, where=entry.where, fix=fix) from error
+            entry.refuse(what, "Correct the function: it gets (response, answer) as texts.", error)
         logged = self.logged(entry)
         self.counts[_CHECKED].update({"compared": logged is not None, "agreed": logged is right})
         return right
@@ -104,7 +99,7 @@ class OutcomeRules:
         missing = [name for name in self.config.rewards if name not in entry.rewards]
         if missing:
             what = f"has no reward {missing[0]!r}; it has {', '.join(entry.rewards) or 'none'}"
-            raise TsaeError(what, where=entry.where, fix="Name rewards that are there (--rewards).")
+            entry.refuse(what, "Name rewards that are there (--rewards).")
         return total({name: entry.rewards[name] for name in self.config.rewards})
 
     def _same(self, kind: str, name: str, where: str) -> None:

@@ -65,7 +65,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.arguments = tokenizer, dict(arguments or {})
         self._special = special_tokens(tokenizer)
-        self._rendered: dict[str, list[str]] = {}
+        self._rendered: dict[str, list[str] | None] = {}
 
     def render(self, messages: Sequence[Message], *, goes_on: bool = False, **arguments: Any) -> str:
         """The text that the model reads; `goes_on` if the last message is the beginning of the response."""
@@ -99,12 +99,8 @@ class ChatTemplate:
     @cached_property
     def own_system(self) -> bool:
         """Whether it writes a system message of its own if there is none."""
-        try:
-            again = self._skeleton(("user", "assistant", "user"), {})[2]
-            first = self._skeleton(("user",), {})[0]
-        except Exception:  # templates raise what they like
-            return False
-        return bool(re.search(r"\w", first.removesuffix(again.lstrip())))
+        first, turns = self._skeleton(("user",)), self._skeleton(("user", "assistant", "user"))
+        return bool(first and turns and re.search(r"\w", first[0].removesuffix(turns[2].lstrip())))
 
     def keeps_special(self, text: str) -> bool:
         """Whether a text contains special tokens."""
@@ -130,40 +126,34 @@ class ChatTemplate:
 
     def _end(self, arguments: Mapping[str, Any]) -> str:
         """What a prompt ends in, without special tokens: "assistant" and a line break in most templates."""
-        try:
-            return self._skeleton(("user",), arguments)[-1]
-        except Exception:  # templates raise what they like
-            return ""
+        return (self._skeleton(("user",), arguments) or [""])[-1]
 
     @cached_property
     def _opening(self) -> str:
         """What a conversation begins with if its first turn is the user's, and the template's own system message is
         left out."""
-        system = self._parts(("system",), {"add_generation_prompt": False})
-        opening = self._parts(("system", "user"), {})[1].removeprefix(system[-1])
+        system, both = self._parts(("system",), {"add_generation_prompt": False}), self._parts(("system", "user"))
+        if not (system and both):
+            raise ValueError("the template knows no system message")
+        opening = both[1].removeprefix(system[-1])
         turn = next((token for token in self._special if opening.startswith(token)), opening)
         return system[0].partition(turn)[0] * (turn in system[0]) + opening
 
     @cached_property
     def _hides_turns(self) -> bool:
         """Whether only special tokens separate some messages."""
-        for roles in (("system", "user"), ("user", "assistant", "user")):
-            try:
-                seams = self._parts(roles, {})[1:-1]
-            except Exception:  # a template may know no system message
-                continue
-            if any(self.keeps_special(seam) and not re.search(r"\w", self._stripped(seam)) for seam in seams):
-                return True
-        return False
+        known = (self._parts(roles) or [] for roles in (("system", "user"), ("user", "assistant", "user")))
+        seams = [seam for parts in known for seam in parts[1:-1]]
+        return any(self.keeps_special(seam) and not re.search(r"\w", self._stripped(seam)) for seam in seams)
 
     def asks(self, rendered: str) -> bool:
         """Whether a prompt with its special tokens ends by asking for the answer, and not with the user's turn."""
-        try:
-            end = self._parts(("user",), {"add_generation_prompt": False})[-1]
-            asking = self._parts(("user",), {})[-1].removeprefix(end).strip()
-            return asking in (rendered.rpartition(end.strip())[2] if end.strip() else rendered)
-        except Exception:  # templates raise what they like
+        plain, asked = self._parts(("user",), {"add_generation_prompt": False}), self._parts(("user",))
+        if not (plain and asked):
             return True
+        end = plain[-1]
+        asking = asked[-1].removeprefix(end).strip()
+        return asking in (rendered.rpartition(end.strip())[2] if end.strip() else rendered)
 
     def begins_or_ends(self, stripped: str, edge: str = r"\w") -> bool:
         """Whether a text begins or ends as the template's conversations do without special tokens.
@@ -172,13 +162,9 @@ class ChatTemplate:
             stripped: the text.
             edge: a pattern of the beginnings and ends that count.
         """
-        edges = []
-        for roles in (("user",), ("system", "user")):
-            try:
-                first, *_, last = self._skeleton(roles, {})
-            except Exception:  # a template may know no system message
-                continue
-            edges += [(first, stripped.startswith), (_header(last), stripped.endswith)]
+        known = [parts for roles in (("user",), ("system", "user")) if (parts := self._skeleton(roles))]
+        edges = [(parts[0], stripped.startswith) for parts in known]
+        edges += [(_header(parts[-1]), stripped.endswith) for parts in known]
         return any(re.search(edge, part) and there(part) for part, there in edges)
 
     def another_wrote(self, response: str) -> bool:
@@ -191,10 +177,7 @@ class ChatTemplate:
         """The end of another's turn, and a pattern of the whole turn, for every role."""
         patterns = {}
         for role in ("user", "tool", "ipython"):
-            try:
-                *_, opening, closing = self._parts(("user", "assistant", role), {})
-            except Exception:  # a template may know no tools
-                continue
+            *_, opening, closing = self._parts(("user", "assistant", role)) or ("", "")
             # A model may write headers of plain text itself; after special tokens it would have ended.
             if not all(self.keeps_special(part) for part in (opening, closing)):
                 continue
@@ -221,18 +204,14 @@ class ChatTemplate:
 
     def _fits(self, stripped: str, arguments: dict[str, Any], begun: str, *, bare: bool) -> Iterator[tuple[int, ...]]:
         """Token ids of the conversations that give the text, the most turns first, each with `begun` behind it."""
-        turns = 1
-        try:
-            answer = _header(self._skeleton(("user", "assistant", "user"), arguments)[1])
-            if re.search(r"\w", answer):
-                turns = min(_MOST_TURNS, 1 + stripped.count(answer))
-        except Exception:  # templates raise what they like
-            pass
+        _, answer, *_ = self._skeleton(("user", "assistant", "user"), arguments) or ("", "")
+        answer = _header(answer)
+        turns = min(_MOST_TURNS, 1 + stripped.count(answer)) if re.search(r"\w", answer) else 1
         for n in range(turns, 0, -1):
             asked = ("user", *("assistant", "user") * (n - 1))
             for roles in (asked,) if bare else (asked, ("system", *asked)):
                 try:
-                    parts = self._parts(roles, arguments)
+                    parts = self._parts(roles, arguments) or []
                     parts = [self._opening, *parts[1:]] if bare else parts
                     for contents in islice(_between([self._stripped(part) for part in parts], stripped), _MOST_SPLITS):
                         messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
@@ -246,27 +225,26 @@ class ChatTemplate:
                 except Exception:  # a template may know no system message
                     continue
 
-    def _skeleton(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
-        """What the template writes before, between and after the messages, without special tokens."""
-        return [self._stripped(part) for part in self._parts(roles, arguments)]
+    def _skeleton(self, roles: Sequence[str], arguments: Mapping[str, Any] | None = None) -> list[str] | None:
+        """`_parts` without special tokens."""
+        parts = self._parts(roles, arguments)
+        return None if parts is None else [self._stripped(part) for part in parts]
 
-    def _parts(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
-        """What the template writes before, between and after the messages."""
-        key = json.dumps([roles, arguments])
+    def _parts(self, roles: Sequence[str], arguments: Mapping[str, Any] | None = None) -> list[str] | None:
+        """What the template writes before, between and after the messages; None where it renders no such messages."""
+        key = json.dumps([roles, arguments or {}])
         if key not in self._rendered:
-            self._rendered[key] = self._render_parts(roles, arguments)
+            marks = [_SENTINEL.format(i) for i in range(len(roles))]
+            messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+            try:
+                *parts, rest = [self.render(messages, **(arguments or {}))]
+                for mark in marks:
+                    before, rest = rest.split(mark, 1)  # a ValueError where it is not rendered
+                    parts.append(before)
+                self._rendered[key] = [*parts, rest]
+            except Exception:  # templates raise what they like: one may know no system message, and no tools
+                self._rendered[key] = None
         return self._rendered[key]
-
-    def _render_parts(self, roles: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
-        marks = [_SENTINEL.format(i) for i in range(len(roles))]
-        rest = self.render([{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)], **arguments)
-        parts = []
-        for mark in marks:
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise ValueError(f"{mark} is not rendered")
-            parts.append(before)
-        return [*parts, rest]
 
     def _stripped(self, text: str) -> str:
         return without(text, self._special)

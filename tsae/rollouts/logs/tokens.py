@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tsae.checkpoints.tokenizers import text_limits
 from tsae.checkpoints.weight_files import has_tokenizer
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.logs.entry import Entry, Unusable
+from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.problems import encode_prompt, templated, tokenize
 from tsae.rollouts.token_parts import Spans
@@ -107,7 +107,7 @@ class Tokens:
             TsaeError: if the template does not reproduce the logged text, or ids are not the tokenizer's.
         """
         if entry.prompt_ids is not None:
-            ids = self._checked(entry.prompt_ids, "prompt", entry.where)
+            ids = self._checked(entry, entry.prompt_ids, "prompt")
             shown = _shown(entry.prompt) if entry.prompt is not None else self._decode(ids)
             return Prompt(ids, shown)
         assert entry.prompt is not None
@@ -127,9 +127,9 @@ class Tokens:
             TsaeError: if ids are not the tokenizer's.
         """
         if entry.response_ids is not None:
-            ids = self._checked(entry.response_ids, "response", entry.where)
+            ids = self._checked(entry, entry.response_ids, "response")
             if not len(ids):
-                raise Unusable("empty", "the response is empty", where=entry.where)
+                entry.leave_out("empty", "the response is empty")
             text, ended = self._decode(ids), int(ids[-1]) in self.ends
             otherwise: Any = entry.finish_reason or ("length" if entry.cut_without_end else "unknown")
             same = None if entry.response is None else entry.response in self._as_logged(ids, text)
@@ -138,12 +138,11 @@ class Tokens:
             return Response(ids, text, "stop" if ended else otherwise, same, logged=True)
         assert entry.response is not None
         if self.template is not None and self.template.another_wrote(entry.response):
-            raise Unusable(
+            entry.leave_out(
                 "multi-turn",
                 "the response's text holds the turn of another (a tool's, a user's), and nothing says which tokens the "
                 "policy sampled",
-                where=entry.where,
-                fix="Give a log with token ids and masks, if the trainer writes one (tsae rollouts formats)",
+                "Give a log with token ids and masks, if the trainer writes one (tsae rollouts formats)",
             )
         tokens = self.encode(entry.response, entry.where)
         same = self.tokenizer.decode(np.asarray(tokens, dtype=np.int32)) == entry.response
@@ -158,21 +157,16 @@ class Tokens:
         elif reason == "stop" and self.end is not None and not entry.response_rendered:
             tokens.append(self.end)
         if not tokens:
-            raise Unusable("empty", "the response is empty", where=entry.where)
+            entry.leave_out("empty", "the response is empty")
         text = self._decode(np.asarray(tokens)) if entry.response_rendered else entry.response
         return Response(np.asarray(tokens, dtype=np.int32), text, reason or "unknown", same, logged=False)
 
-    def check_length(self, prompt: Prompt, response: Response, where: str) -> None:
+    def check_length(self, entry: Entry, prompt: Prompt, response: Response) -> None:
         """Refuse a trajectory that is longer than the model's context, as `Unusable`."""
-        total = len(prompt.ids) + len(response.ids)
-        if self.context is not None and total > self.context:
-            raise Unusable(
-                "too-long",
-                f"{len(prompt.ids)} prompt and {len(response.ids)} response tokens exceed the model's context of "
-                f"{self.context}",
-                where=where,
-                fix="Give the checkpoint that was trained",
-            )
+        n, m = len(prompt.ids), len(response.ids)
+        if self.context is not None and n + m > self.context:
+            what = f"{n} prompt and {m} response tokens exceed the model's context of {self.context}"
+            entry.leave_out("too-long", what, "Give the checkpoint that was trained")
 
     def encodes(self, entry: Entry, ids: np.ndarray) -> tuple[bool | None, str]:
         """Whether the logged prompt, encoded again, gives the logged token ids.
@@ -226,7 +220,7 @@ class Tokens:
         """(token ids, assumption, …)."""
         prompt, style = entry.prompt, self.config.prompt_format
         if isinstance(prompt, list):
-            return self._encode_conversation(prompt, entry.where)
+            return self._encode_conversation(prompt, entry)
         assert prompt is not None
         encoded = partial(tokenize, self.tokenizer, prompt, where=entry.where)
         special = self.template is not None and self.template.keeps_special(prompt)
@@ -239,7 +233,7 @@ class Tokens:
             # Reports what is wrong if a template was asked for.
             return (encode_prompt(self.tokenizer, prompt, style, entry.where),)
         if style == "chat":
-            return self._encode_question(prompt, entry.where)
+            return self._encode_question(prompt, entry)
         if entry.prompt_is == "verbatim" or (special and entry.prompt_is == "perhaps stripped"):
             return (encoded(),)
         if special and (rendered := templated(self.tokenizer, prompt)) is not None:
@@ -258,13 +252,12 @@ class Tokens:
         # A question may begin with the word "user", but hardly with a line of that word alone.
         if question and found is None and not self.template.begins_or_ends(prompt, r"\w\W+$"):
             if other := _OTHER_TEMPLATE.match(prompt):
-                raise TsaeError(
+                entry.refuse(
                     f"the prompt begins with {other[0].strip()}, as with another chat template than the checkpoint's",
-                    where=entry.where,
-                    fix="Give the checkpoint that was trained. Or say how to read prompts: as they stand "
+                    "Give the checkpoint that was trained. Or say how to read prompts: as they stand "
                     "(--prompt-format plain), or as questions for the template (--prompt-format chat).",
                 )
-            return self._encode_question(prompt, entry.where)
+            return self._encode_question(prompt, entry)
         if found is not None:
             or_plain = entry.prompt_is.startswith("perhaps")
             assumed = [
@@ -284,16 +277,15 @@ class Tokens:
             return (found.ids, *assumed)
         if entry.prompt_is.startswith("perhaps") and not self.template.begins_or_ends(prompt):
             return encoded(), "prompts are not a text that the chat template gives: they were taken as they stand"
-        raise TsaeError(
+        return entry.refuse(
             "the prompt was logged without special tokens, and the checkpoint's chat template around a question "
             "(and a system message) does not give it again",
-            where=entry.where,
-            fix="Give the checkpoint that was trained, or what its template was given (--template-arguments), or "
+            "Give the checkpoint that was trained, or what its template was given (--template-arguments), or "
             "tokenise prompts as they stand with --prompt-format plain: what the model read then lacks its special "
             "tokens." + " If they are questions, say --prompt-format chat." * (entry.prompt_is == "question"),
         )
 
-    def _encode_question(self, question: str, where: str) -> tuple[Any, ...]:
+    def _encode_question(self, question: str, entry: Entry) -> tuple[Any, ...]:
         """(token ids, assumption, …) of a question: the log does not say what else was in the conversation."""
         assert self.template is not None
         messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
@@ -305,28 +297,25 @@ class Tokens:
             assumed += ", with the template's own system message (--system-prompt, if the run had another)"
         else:
             assumed += ", without a system message (--system-prompt, if the run had one)"
-        tokens, *others = self._encode_conversation(messages, where)
+        tokens, *others = self._encode_conversation(messages, entry)
         return (tokens, assumed, *others)
 
-    def _encode_conversation(self, messages: list[dict[str, Any]], where: str) -> tuple[Any, ...]:
+    def _encode_conversation(self, messages: list[dict[str, Any]], entry: Entry) -> tuple[Any, ...]:
         if self.config.prompt_format == "plain" or self.template is None:
-            raise TsaeError(
-                "the prompt is a conversation, which only a chat template turns into text"
-                + ("" if self.config.prompt_format == "plain" else ", and the checkpoint has none"),
-                where=where,
-                fix="Give the checkpoint that was trained, and no --prompt-format plain.",
-            )
+            what = "the prompt is a conversation, which only a chat template turns into text"
+            what += ", and the checkpoint has none" * (self.config.prompt_format != "plain")
+            entry.refuse(what, "Give the checkpoint that was trained, and no --prompt-format plain.")
         plain = [{name: part for name, part in message.items() if part is not None} for message in messages]
         for message in plain:
-            _check_content(message, where)
+            _check_content(message, entry)
         try:
             text = self.template.render(plain, goes_on=plain[-1]["role"] == "assistant")
         except Exception as error:  # templates raise what they like
             what = f"the chat template refuses the prompt ({error})"
-            raise TsaeError(what, where=where, fix="Give the checkpoint's own messages.") from error
+            entry.refuse(what, "Give the checkpoint's own messages.", error)
         names = ", ".join(self.template.open_arguments)
         return (
-            tokenize(self.tokenizer, text, add_special_tokens=False, where=where),
+            tokenize(self.tokenizer, text, add_special_tokens=False, where=entry.where),
             *[f"prompts were rendered without {names}, which the chat template reads and the log does not say "
               "(--template-arguments)"] * bool(names),
         )  # fmt: skip
@@ -359,24 +348,17 @@ class Tokens:
         body = ids[:-1] if int(ids[-1]) in self.ends else ids
         return (text, *(str(self.tokenizer.decode(part)) for part in (ids, body)))
 
-    def _checked(self, ids: np.ndarray, what: str, where: str) -> np.ndarray:
-        for found, fix in self._faults(ids, what):
-            raise TsaeError(f"the {what} has {found}", where=where, fix=fix)
-        return ids.astype(np.int32)
-
-    def _faults(self, ids: np.ndarray, what: str) -> Iterator[tuple[str, str]]:
-        """(what is wrong with the ids of a prompt or response, what to do)."""
-        if not len(ids):
-            if what == "prompt":
-                yield "no tokens", "Correct or drop that row."
-            return
-        if (least := int(ids.min())) < 0:
+    def _checked(self, entry: Entry, ids: np.ndarray, what: str) -> np.ndarray:
+        """(n,) int32 token ids of a prompt or response."""
+        if not len(ids) and what == "prompt":
+            entry.refuse("the prompt has no tokens")
+        if (least := int(ids.min(initial=0))) < 0:
             fix = "Give all token ids, and a column that marks the sampled ones (--column response_mask=NAME)."
-            yield f"{least} between its tokens, which is a mask value and not a token id", fix
-        if int(ids.max()) >= self.vocabulary:
-            bad = int(ids[ids >= self.vocabulary][0])
+            entry.refuse(f"the {what} has {least} between its tokens, which is a mask value and not a token id", fix)
+        if len(unknown := ids[ids >= self.vocabulary]):
             known = f"the tokenizer of {self.path} has 0 to {self.vocabulary - 1}"
-            yield f"the token id {bad}; {known}", "Give the checkpoint that was trained."
+            entry.refuse(f"the {what} has the token id {unknown[0]}; {known}", "Give the checkpoint that was trained.")
+        return ids.astype(np.int32)
 
 
 def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
@@ -389,7 +371,7 @@ def tokenizer_alone(folder: Path) -> CheckpointSeries | None:
     return CheckpointSeries((checkpoint,), name=folder.resolve().name, notes=(note,))
 
 
-def _check_content(message: dict[str, Any], where: str) -> None:
+def _check_content(message: dict[str, Any], entry: Entry) -> None:
     """Refuse a message with anything but text that the template would read.
 
     Raises:
@@ -402,8 +384,7 @@ def _check_content(message: dict[str, Any], where: str) -> None:
             found = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
             found = type(content).__name__ if found == "text" else f"a part of type {found}"
             what = f"a message of the prompt from {message['role']!r} holds {found}, where only text is read"
-            fix = "Give a log of text alone: what a model made of images or sound is not read."
-            raise TsaeError(what, where=where, fix=fix)
+            entry.refuse(what, "Give a log of text alone: what a model made of images or sound is not read.")
 
 
 def _shown(prompt: str | list[dict[str, Any]]) -> str:
