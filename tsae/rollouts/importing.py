@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,10 @@ from tsae.rollouts.logs.import_parts import (
 )
 from tsae.rollouts.logs.log_files import LogFile, run_folder
 from tsae.rollouts.logs.outcome_rules import OutcomeRules
-from tsae.rollouts.logs.padding import find_pads, strip
 from tsae.rollouts.logs.policies import Policies
 from tsae.rollouts.logs.repeats import COLUMNS, Groups, drop_repeats
 from tsae.rollouts.logs.templates import find_settings
-from tsae.rollouts.logs.tokens import Tokens, tokenizer_alone
+from tsae.rollouts.logs.tokens import Tokens, find_pads, strip, tokenizer_alone
 from tsae.rollouts.parquet import read_pieces, write_table
 from tsae.rollouts.rewards import BY_NAME
 from tsae.rollouts.schema import LARGEST_REWARD, outcome_name
@@ -204,12 +203,14 @@ def _read_all(
     with progress_bar("import", "B", total, shown=progress) as bar, ExitStack() as stack:
         if done:
             bar.write(f"{len(done):,} of {len(parts):,} parts had been read before", file=sys.stderr)
-        share = None if n == 1 or len(todo) < 2 else stack.enter_context(_Workers(todo, min(n, len(todo)), log, series))
+        wait_for = None
+        if n > 1 and len(todo) > 1:
+            wait_for = stack.enter_context(_workers(todo, min(n, len(todo)), log, series))
         for part, path in parts:
             if path not in done:
-                if share is not None:
-                    share.wait_for(path)
-                if share is None or not path.is_file():
+                if wait_for is not None:
+                    wait_for(path)
+                if wait_for is None or not path.is_file():
 
                     def say(here: int, before: int = n_rows) -> None:
                         bar.set_postfix_str(f"{before + here:,} trajectories")
@@ -254,22 +255,37 @@ def read_part(
     write_part(path, log.records(part, say), log.findings)
 
 
-class _Workers:
-    """Processes that read parts, each every n-th one. They load tsae, and nothing else of the program."""
+@contextmanager
+def _workers(
+    todo: Sequence[tuple[Part, Path]], n: int, log: LogImporter, series: CheckpointSeries
+) -> Iterator[Callable[[Path], None]]:
+    """Processes that read parts, each every n-th one. They load tsae, and nothing else of the program.
 
-    def __init__(self, todo: Sequence[tuple[Part, Path]], n: int, log: LogImporter, series: CheckpointSeries) -> None:
-        self._of = {path: number % n for number, (_, path) in enumerate(todo)}
-        left_out = ("noise", "base")  # of the weights, which are not read
-        setup = {
-            "form": log.form.name,
-            "config": asdict(log.config),
-            "checkpoints": [{k: v for k, v in asdict(c).items() if k not in left_out} for c in series],
-            "pads": log.tokens.pads,
-        }
-        # A worker finds modules as this process does: a verifier may lie anywhere.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        self._processes = []
-        for i in range(n):
+    Yields:
+        a function that waits until a part is read, or its worker has stopped at an error: the part is then read here,
+        and raises it. It raises a `TsaeError` where the worker was ended from outside.
+    """
+    left_out = ("noise", "base")  # of the weights, which are not read
+    setup = {
+        "form": log.form.name,
+        "config": asdict(log.config),
+        "checkpoints": [{k: v for k, v in asdict(c).items() if k not in left_out} for c in series],
+        "pads": log.tokens.pads,
+    }
+    # A worker finds modules as this process does: a verifier may lie anywhere.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+    processes, of = list[subprocess.Popen[str]](), dict[Path, subprocess.Popen[str]]()
+
+    def wait_for(path: Path) -> None:
+        while not path.is_file() and of[path].poll() is None:
+            time.sleep(0.02)
+        if not path.is_file() and of[path].returncode:
+            what = f"a process that read the log was ended from outside (exit status {of[path].returncode})"
+            fix = "If memory ran out, say --workers 1; finished parts are not read again."
+            raise TsaeError(what, where="--workers", fix=fix)
+
+    try:
+        for mine in (todo[i::n] for i in range(n)):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _WORKER],
                 stdin=subprocess.PIPE,
@@ -278,37 +294,20 @@ class _Workers:
                 env=environment,
                 start_new_session=True,  # Ctrl-C goes to this process, which ends its workers.
             )
-            assert process.stdin is not None
-            for _, path in todo[i::n]:
+            processes.append(process)
+            for _, path in mine:
                 path.unlink(missing_ok=True)  # damaged, or of a part that is an error now
-            mine = [(part.as_dict(), str(path)) for part, path in todo[i::n]]
-            process.stdin.write(json.dumps({**setup, "parts": mine}) + "\n")
+                of[path] = process
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({**setup, "parts": [(p.as_dict(), str(path)) for p, path in mine]}) + "\n")
             process.stdin.flush()
-            self._processes.append(process)
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        yield wait_for
+    finally:
+        for process in processes:
             process.kill()
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
-
-    def wait_for(self, path: Path) -> None:
-        """Wait until a part is read, or its worker has stopped at an error: the part is then read here, and raises it.
-
-        Raises:
-            TsaeError: where the worker was ended from outside.
-        """
-        process = self._processes[self._of[path]]
-        while not path.is_file() and process.poll() is None:
-            time.sleep(0.02)
-        if not path.is_file() and process.returncode:
-            what = f"a process that read the log was ended from outside (exit status {process.returncode})"
-            fix = "If memory ran out, say --workers 1; finished parts are not read again."
-            raise TsaeError(what, where="--workers", fix=fix)
 
 
 def read_share() -> None:

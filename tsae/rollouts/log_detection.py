@@ -23,7 +23,7 @@ from tsae.rollouts.logs.entry import Entry, Row, some_of, writable
 from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
-from tsae.rollouts.trainers import plain, tsae_log
+from tsae.rollouts.trainers import plain, token_logs
 
 
 def _format(module: str, name: str) -> Format:
@@ -79,7 +79,7 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
             unknown = unknown or next(iter(others), None)
         if named:
             break
-    if len(named) > 1 and (own := named.get(tsae_log.FORMAT.name)):
+    if len(named) > 1 and (own := named.get(token_logs.TSAE.name)):
         # The trainer's own log of the same run holds less of it.
         runs = {_resolved(file.parent).parents[1] for file in own}
         beside = [f for files in named.values() for f in files if f not in own and _resolved(f.parent).parent in runs]

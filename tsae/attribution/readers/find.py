@@ -34,7 +34,7 @@ from tsae.base.inert_pickle import read_dataclass
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
-from tsae.rollouts.trainers.tsae_log import FORMAT as RUN_LOG
+from tsae.rollouts.trainers.token_logs import TSAE as RUN_LOG
 
 _STATE = "trainer_state.json"
 _CORRECT = "Correct the file, or remove it."

@@ -41,7 +41,9 @@ class _Placed:
     __slots__ = ()
     where: str
 
-    def refuse(self, what: str, fix: str = "Correct or drop that row.", cause: Exception | None = None) -> NoReturn:
+    def refuse(
+        self, what: str, fix: str | None = "Correct or drop that row.", cause: Exception | None = None
+    ) -> NoReturn:
         """Raise a `TsaeError` at this place."""
         raise TsaeError(what, where=self.where, fix=fix) from cause
 

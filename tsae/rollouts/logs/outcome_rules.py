@@ -54,7 +54,7 @@ class OutcomeRules:
         try:
             right = bool(self.verify(response, entry.answer))
         except TsaeError as error:
-            raise TsaeError(error.what, where=entry.where, fix=error.fix) from error
+            entry.refuse(error.what, error.fix, error)
         except Exception as error:  # of the user's own function
             what = f"the verifier {self.config.verifier} fails on it ({type(error).__name__}: {error})"
             entry.refuse(what, "Correct the function: it gets (response, answer) as texts.", error)

@@ -140,12 +140,15 @@ def _read_lines(path: Path, start: int, stop: int | None, before: int) -> Iterat
                 yield number, row
 
 
+def _need_short(size: int, what: str, where: str | Path, fix: str = "Give JSON lines, one trajectory a line.") -> None:
+    """Refuse what has more bytes than any trajectory: a line, a row or a file."""
+    if size > LONGEST_LINE:
+        raise TsaeError(f"{what} more than {LONGEST_LINE >> 20} MiB", where=where, fix=fix)
+
+
 def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
     """The row of a line; None for an empty line."""
-    if len(line) > LONGEST_LINE:
-        raise TsaeError(
-            f"a line of more than {LONGEST_LINE >> 20} MiB", where=where, fix="Give JSON lines, one trajectory a line."
-        )
+    _need_short(len(line), "a line of", where)
     if number == 1:
         line = line.removeprefix(_MARK)
     if not line.strip():
@@ -153,11 +156,10 @@ def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
     try:
         row = parse_json(line.decode("utf-8"), names_once=True)
     except (ValueError, RecursionError) as error:
-        kind, cut = TsaeError, ""
-        if not line.endswith(b"\n"):
-            kind, cut = HalfLine, "; the line has no end: was the run killed while it wrote?"
-        what = f"not a line of JSON in UTF-8 ({error}){cut}"
-        raise kind(what, where=where, fix="Correct or delete that line.") from error
+        whole = line.endswith(b"\n")
+        what = f"not a line of JSON in UTF-8 ({error})"
+        what += "; the line has no end: was the run killed while it wrote?" * (not whole)
+        raise (TsaeError if whole else HalfLine)(what, where=where, fix="Correct or delete that line.") from error
     if not isinstance(row, dict):
         raise TsaeError(f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line.")
     return row
@@ -198,9 +200,8 @@ def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
 def _rows_of(batch: pa.RecordBatch, first: int, path: Path) -> list[dict[str, Any]]:
     """The rows of a batch, none of which is too long."""
     sizes = [batch.slice(row, 1).nbytes for row in range(len(batch))] if batch.nbytes > LONGEST_LINE else [0]
-    if max(sizes) > LONGEST_LINE:
-        what = f"row {first + sizes.index(max(sizes))} has more than {LONGEST_LINE >> 20} MiB"
-        raise TsaeError(what, where=path, fix="Leave it out: no trajectory is as long.")
+    row = first + sizes.index(max(sizes))
+    _need_short(max(sizes), f"row {row} has", path, "Leave it out: no trajectory is as long.")
     return list(batch.to_pylist())
 
 
@@ -252,10 +253,7 @@ def read_json(path: Path) -> Iterator[dict[str, Any]]:
     with _reading(path, lambda: "not a file of JSON in UTF-8", "Correct or delete that file."):
         with unpacked(path) as file:
             whole = file.read(LONGEST_LINE + 1)
-        if len(whole) > LONGEST_LINE:
-            raise TsaeError(
-                f"has more than {LONGEST_LINE >> 20} MiB", where=path, fix="Give JSON lines, one trajectory a line."
-            )
+        _need_short(len(whole), "has", path)
         parts = [whole]
         if re.match(rb"(\xef\xbb\xbf)?{.*}\r?\n{", whole):  # JSON lines, as `datasets` writes them
             parts = [line for line in whole.split(b"\n") if line.strip()]

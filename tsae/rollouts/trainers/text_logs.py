@@ -1,4 +1,4 @@
-"""Trainers that log texts, and no token ids: verl, AReaL, ROLL, rLLM.
+"""Trainers that log texts, and no token ids: verl, AReaL, ROLL, rLLM, ms-swift.
 
 verl: the files in ``trainer.rollout_data_dir`` (or ``validation_data_dir``), one JSONL file a step.
 
@@ -24,13 +24,21 @@ After the source of rllm-org/rllm (``utils/episode_logger.py``, main, 2026). A f
 epoch, episode_id, task, task_hash, is_correct, termination_reason, metrics and trajectories, each with name, uid,
 reward and steps; a step has chat_completions, which are the messages of its model call and the answer, and
 model_response.
+
+ms-swift: what its GRPO appends to ``completions.jsonl`` with ``--log_completions``, one line a logged step.
+
+After the source of ms-swift 4.6 (``rlhf_trainers/grpo_trainer.py``, ``megatron/trainers``,
+``ray/megatron/base_trainer.py``). A line is an object of columns: step (as text), prompt, completion, one column a
+reward function, advantages, and then what else was gathered (solution, num_turns, entropy). With Megatron it has a
+gen_step instead of the step; with Ray lines are single trajectories with gen_step and a reward.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +49,15 @@ from tsae.rollouts.logs.adapters import (
     asked,
     by_row,
     each_of_a_batch,
+    each_row,
     has,
     is_conversation,
     messages_of,
     only_answer,
 )
-from tsae.rollouts.logs.entry import Entry, Fields, Row, is_finite, is_score, read_number
+from tsae.rollouts.logs.check_advantages import check_sum
+from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, is_finite, is_score, read_number, total
+from tsae.rollouts.logs.log_files import LogFile
 
 _OWN_VERL = {"input", "output", "gts", "step", "uid", "request_id", "num_turns"}
 
@@ -140,14 +151,14 @@ VERL = Format(
 def _areal_entry(row: Fields) -> Entry:
     tail = row.whole("tail_version", needed=True)
     head = row.whole("head_version") if "head_version" in row else tail
-    total, asked = row.whole("seqlen"), row.whole("prompt_len")
+    seqlen, prompt_len = row.whole("seqlen"), row.whole("prompt_len")
     return Entry(
         row.where,
         prompt=row.text("prompt"),
         prompt_is="rendered",
         response=row.text("completion"),
         response_rendered=True,
-        response_length=None if total is None or asked is None else total - asked,
+        response_length=None if seqlen is None or prompt_len is None else seqlen - prompt_len,
         rewards={"reward": row.score("reward")},
         step=tail,
         updates=tail,
@@ -260,4 +271,118 @@ RLLM = Format(
     has("training_step", "episode_id", "trajectories"),
     re.compile(r"(^|/)((?P<run>[^/]+)/)?episodes/train_step_(?P<step>\d+)_epoch_\d+/episode_hash[^/]*\.json$"),
     suffixes=(".json",),
+)
+
+
+_PLACEHOLDER_SWIFT = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
+
+
+def _swift_fits(row: Row, config: ImportConfig) -> bool:
+    if {"gen_step", "prompt", "completion"} <= row.keys():
+        return True
+    asked_for = row.keys() & {"prompt", "messages"}
+    return bool(asked_for) and {"step", "completion"} <= row.keys() and isinstance(row["step"], list)
+
+
+def _swift_parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
+    before: tuple[object, Sequence[tuple[Any, Any]]] = (None, ())
+
+    def split(line: Fields) -> Sequence[Fields | Unusable]:
+        nonlocal before
+        rows = each_of_a_batch(line)
+        if not rows:
+            return rows
+        if "gen_step" not in rows[0]:
+            step, batch = _swift_step(rows[0]), [(_swift_prompt(row), row.get("completion")) for row in rows]
+            again = ""
+            if batch == before[1]:
+                again = "has what the line before has: several steps trained on one generation batch, or an evaluation"
+            elif step == before[0] and _swift_asked_for(batch) != _swift_asked_for(before[1]):
+                # With the same prompts it is a second attempt at the step, of which the ledger keeps the last.
+                again = f"is a second line of step {step}, with other prompts, as an evaluation logs it"
+            before = (step, batch)
+            if again:
+                return [row.unusable("repeated", again, "Keep the first of them with --skip repeated") for row in rows]
+        if not config.rewards and len(names := _swift_reward_columns(rows[0].row)) > 1:
+            check_sum(_swift_groups(rows, names), names, line.where)
+        return rows
+
+    return each_row(file, config, _swift_entry, split)
+
+
+def _swift_entry(row: Fields) -> Entry:
+    prompt, rewards = _swift_prompt(row), row.config.rewards
+    names = rewards or _swift_reward_columns(row.row)
+    if is_conversation(prompt):
+        prompt = asked(prompt, row)
+    elif image := _PLACEHOLDER_SWIFT.search(row.inside({"prompt": prompt}).text("prompt")):
+        row.refuse(
+            f"its prompt has an image in it ({image[0]}), which the log does not hold", "Give a log of text alone."
+        )
+    if not names:
+        row.refuse(
+            f"no column lies between completion and advantages, where the rewards are; there are {', '.join(row.row)}",
+            "Give the log as its trainer wrote it, or name the rewards (--rewards).",
+        )
+    scores = {name: row.score(name) for name in names}
+    step = _swift_step(row)
+    return Entry(
+        row.where,
+        prompt=prompt,
+        prompt_is="rendered",
+        response=only_answer(row.need("completion"), row),
+        rewards=scores,
+        reward=total(scores),
+        answer=row.answer("solution", row.config.columns.answer),
+        step=step,
+        updates=step if "gen_step" in row or "messages" in row else step - 1,
+        advantage=row.number("advantages"),
+        summed=not rewards,
+        # Ray writes a line a trajectory, so that a place in the batch is not known.
+        key=None if "reward" in row and "gen_step" in row else f"{step}/{row.index}",
+        assumed="have the sum of their rewards, with weight 1 each: the log has no advantages to tell by"
+        if len(names) > 1 and "advantages" not in row and not rewards
+        else None,
+    )
+
+
+def _swift_asked_for(batch: Sequence[tuple[Any, Any]]) -> list[str]:
+    """The prompts of a batch, sorted."""
+    return sorted(str(prompt) for prompt, _ in batch)
+
+
+def _swift_prompt(row: Fields) -> Any:
+    return row.row.get("prompt", row.row.get("messages"))
+
+
+def _swift_step(row: Fields) -> int:
+    value = row.need("gen_step" if "gen_step" in row else "step")
+    return row.inside({"step": value}).whole("step", needed=True) or 0
+
+
+def _swift_reward_columns(row: Row) -> tuple[str, ...]:
+    """Names of the columns between completion and advantages."""
+    names = list(row)
+    end = names.index("advantages") if "advantages" in names else len(names)
+    return tuple(names[names.index("completion") + 1 : end])
+
+
+def _swift_groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, list[tuple[float | None, ...]]]:
+    """(advantage, sum of the rewards, reward, …) of the trajectories, by prompt."""
+    groups: dict[str, list[tuple[float | None, ...]]] = defaultdict(list)
+    for row in rows:
+        scores, advantage = {name: row.score(name) for name in names}, row.number("advantages")
+        if (reward := total(scores)) is not None and advantage is not None:
+            groups[str(_swift_prompt(row))].append((advantage, reward, *scores.values()))
+    return groups
+
+
+SWIFT = Format(
+    "ms-swift",
+    "ms-swift completions",
+    _swift_parse,
+    _swift_fits,
+    re.compile(r"(^|/)completions\.jsonl$"),
+    suffixes=(".jsonl",),
+    cut=False,
 )
