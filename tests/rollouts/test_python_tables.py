@@ -19,7 +19,7 @@ from support.logs import refused
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
-from tsae.rollouts.table import Rollouts, read_frame
+from tsae.rollouts.table import Rollouts
 
 N = 12
 
@@ -98,13 +98,13 @@ TABLES: dict[str, Callable[[pd.DataFrame], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:1 prompts have several problem ids")
 def test_any_table_gives_what_a_plain_frame_gives(policy: Checkpoint) -> None:
-    expected = read_frame(plain(), policy).table
+    expected = Rollouts.read(plain(), policy).table
     assert expected["problem_id"].unique().to_pylist() == ["p0", "p1", "p2", "p3"]
     assert expected["step"].to_pylist() == [7] * N
     for name, make in TABLES.items():
-        assert read_frame(make(plain()), policy).table.equals(expected), name
+        assert Rollouts.read(make(plain()), policy).table.equals(expected), name
     ids = plain().assign(problem_id=[uuid.UUID(int=i // 3) for i in range(N)])
-    assert read_frame(ids, policy).n_problems == 4
+    assert Rollouts.read(ids, policy).n_problems == 4
     assert Rollouts.read(plain(), policy, ImportConfig(run="mine")).policies == ["mine-00007"]
 
 
@@ -112,10 +112,10 @@ def test_errors_name_rows_and_columns_of_the_table_given(policy: Checkpoint) -> 
     frame = plain().assign(answer="1").set_index(["problem_id", "step"])
     wrong = frame.assign(reward=[float("inf") if i == 5 else 1.0 for i in range(N)])
     with pytest.raises(TsaeError, match=r"^the table: row 5 \(index \('p1', .*7.*\)\): reward is inf") as caught:
-        read_frame(wrong, policy)
+        Rollouts.read(wrong, policy)
     assert caught.value.__cause__ is None
     mixed = frame.assign(answer=[3 if i == 4 else "a" for i in range(N)])
-    refused(r"^the table: row 4 \(index .*\): column 'answer' cannot be read", read_frame, mixed, policy)
+    refused(r"^the table: row 4 \(index .*\): column 'answer' cannot be read", Rollouts.read, mixed, policy)
     other = plain().set_index("problem_id", drop=False)
     other["problem_id"] = other.problem_id.to_numpy()[::-1]
     two = {"a": pa.table({"prompt": ["1"]}), "b": pa.table({"prompt": ["1"]})}
@@ -134,7 +134,7 @@ def test_errors_name_rows_and_columns_of_the_table_given(policy: Checkpoint) -> 
         (plain()[:0], "holds no trajectories"),
         (pd.concat([plain(), plain()[["reward"]]], axis=1), "has several columns 'reward'"),
     ):
-        refused(f"^the table: {message}", read_frame, given, policy)
+        refused(f"^the table: {message}", Rollouts.read, given, policy)
 
 
 def test_a_series_is_aligned_by_its_index() -> None:

@@ -315,7 +315,8 @@ def confounding(frame: pd.DataFrame, seed: int = 0) -> Confounding:
     )
     table.columns = pd.Index(labels, name="step" if known else "policy, in order of appearance")
     share, p = _explained(rates.to_numpy(dtype=float), group, seed)
-    return Confounding(table, len(rates), int(step.nunique()), share, p, _late(steps, band))
+    late = ", ".join(f"{name} {steps[band == name].median():g}" for name in BANDS if (band == name).any())
+    return Confounding(table, len(rates), int(step.nunique()), share, p, f"median step of the problems: {late}")
 
 
 def _step_groups(step: np.ndarray) -> tuple[np.ndarray, list[str]]:
@@ -350,12 +351,6 @@ def _explained(rate: np.ndarray, group: np.ndarray, seed: int) -> tuple[float, f
     drawn = np.array([((rng.permutation(centred) @ one_hot) ** 2).sum() for _ in range(_DRAWS)])
     p = (1 + int((drawn >= explained * (1 - 1e-12)).sum())) / (1 + _DRAWS)
     return 1 - (1 - explained / total) * (n - 1) / (n - k), p
-
-
-def _late(step: pd.Series, band: pd.Series) -> str:
-    """The median step of each band's problems."""
-    parts = [f"{name} {step[band == name].median():g}" for name in BANDS if (band == name).any()]
-    return f"median step of the problems: {', '.join(parts)}"
 
 
 FEWEST = 8

@@ -25,16 +25,11 @@ from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
 from tsae.rollouts.trainers import plain, token_logs
 
-
-def _format(module: str, name: str) -> Format:
-    """The format of this name in an adapter's module."""
-    found = vars(import_module(f"tsae.rollouts.trainers.{module}")).values()
-    return next(value for value in found if isinstance(value, Format) and value.name == name)
-
-
-FORMATS = tuple(_format(known.module, name) for known in KNOWN for name in known.formats)
+_MODULES = {known.module: import_module(f"tsae.rollouts.trainers.{known.module}") for known in KNOWN}
+_FOUND = {form.name: form for module in _MODULES.values() for form in vars(module).values() if isinstance(form, Format)}
+_BY_NAME = {name: _FOUND[name] for known in KNOWN for name in known.formats}
+FORMATS = tuple(_BY_NAME.values())
 """In the order in which they are tried."""
-_BY_NAME = {form.name: form for form in FORMATS}
 
 _SHOWN = 40
 
@@ -159,7 +154,7 @@ def _unknown_columns(path: Path, file: Path, row: Row, config: ImportConfig) -> 
         f"no known log has the columns {some_of(row, _SHOWN)}; known are {', '.join(_BY_NAME)}",
         where=file,
         fix=f"Name the columns, {example}: tsae rollouts import {quote(str(path))} {' '.join(options)}. "
-        "In Python, tsae.rollouts.table.read_frame takes any DataFrame.",
+        "In Python, tsae.Rollouts.read takes any DataFrame.",
     )
 
 

@@ -88,7 +88,13 @@ class Rollouts(TokenParts, Tables):
 
         Args:
             path: the file; or a log, which is a folder or a file (``tsae rollouts formats`` lists what is read); or
-                a table of Python, which is read as a plain log (`tsae.rollouts.table.read_frame`).
+                a table of Python, which is read as a plain log: a DataFrame of pandas or polars, a pyarrow.Table, a
+                datasets.Dataset, a dict of columns, or dicts of rows (a list, a generator), with columns prompt and
+                response (texts, or messages as the prompt), or prompt_ids and response_ids (lists or tensors of token
+                ids; with a response_mask for several turns), and if known reward, correct, step, policy, problem_id,
+                answer, advantage, finish_reason and level; `ImportConfig.columns` gives them other names. Named levels
+                of an index are columns too. Padding is left out where attention_mask, prompt_mask or completion_mask
+                have 0, or else as in any log. Errors name the row, counted from 0, and its index label.
             checkpoint: for logs; see `tsae.rollouts.importing.import_log`.
             config: how a log is read; with it, a Parquet file is a log. ``info["log"]`` then says what was assumed and
                 left out.
@@ -531,30 +537,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (UUID, Decimal)):
         return str(value) if isinstance(value, UUID) else float(value)
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, np.generic) else value
-
-
-def read_frame(
-    frame: Any,
-    checkpoint: Checkpoint | CheckpointSeries | str | Path,
-    config: ImportConfig | None = None,
-) -> Rollouts:
-    """The rollouts of a table with a trajectory a row.
-
-    Args:
-        frame: a DataFrame of pandas or polars, a pyarrow.Table, a datasets.Dataset, a dict of columns, or dicts of rows
-            (a list, a generator), with columns prompt and response (texts, or messages as the prompt), or prompt_ids
-            and response_ids (lists or tensors of token ids; with a response_mask for several turns), and if known
-            reward, correct, step, policy, problem_id, answer, advantage, finish_reason and level;
-            `ImportConfig.columns` gives them other names. Named levels of an index are columns too. Padding is left out
-            where attention_mask, prompt_mask or completion_mask have 0, or else as in any log.
-        checkpoint: whose tokenizer and chat template count, or a series of them, whose ids policies get.
-        config: of the import; its format is not used.
-
-    Returns:
-        what `tsae.rollouts.importing.import_log` makes of the same rows in a file; ``info["log"]`` says what was
-        assumed.
-
-    Raises:
-        TsaeError: naming the row, counted from 0, and its index label, for rows that cannot be read.
-    """
-    return Rollouts.read(frame, checkpoint, config or ImportConfig())

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +19,7 @@ import pytest
 
 import tsae
 from support.builders import BOS, EOS, SHARED, make_rollouts, save_model
+from support.checkpoints import TEMPLATES, make_tokenizer
 from support.logs import column, holds, read, refused, write
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
@@ -26,7 +28,9 @@ from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs import readers
-from tsae.rollouts.rewards import find_verifier
+from tsae.rollouts.logs.tokens import Encoder
+from tsae.rollouts.problems import tokenize
+from tsae.rollouts.rewards import find_verifier, outcome_reward
 from tsae.rollouts.table import Rollouts
 
 TEMPLATE = "{% for m in messages %}#{{ m['content'] }}={% endfor %}{% if add_generation_prompt %};{% endif %}"
@@ -537,3 +541,90 @@ def test_a_finished_store_keeps_a_record_of_new_labels(series: Any, rollouts: Ro
     changing = {"inputs": None, "gives": None, "checksum": None}
     assert {**after, **changing} == {**before, **changing}
     shutil.rmtree(to)
+
+
+# --- which reward means success
+
+BASE = tsae.testbed.series_path() / "base"
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "Correctness", "answer_correct", "acc", "math/acc"])
+def test_the_reward_that_is_named_for_it(name: str) -> None:
+    assert outcome_reward(("format_reward", name, "length")) == name
+
+
+def test_what_was_asked_for_goes_first_and_one_reward_needs_no_name() -> None:
+    assert outcome_reward(("accuracy", "format"), "format") == "format"
+    assert outcome_reward(("quality",)) == "quality"
+
+
+@pytest.mark.parametrize(
+    "names", [("quality", "format"), ("accuracy", "correct"), ("incorrect_penalty", "format"), ("account", "format")]
+)
+def test_several_rewards_are_never_added_up(names: tuple[str, ...]) -> None:
+    with pytest.raises(TsaeError, match=rf"log: has the rewards {', '.join(names)}, and does not say.*--outcome"):
+        outcome_reward(names, where="log")
+
+
+def test_a_reward_that_is_not_there() -> None:
+    refused("has no reward 'accuracy'; there are format, length", outcome_reward, ("format", "length"), "accuracy")
+    refused("has no reward", outcome_reward, ())
+
+
+def test_an_import_goes_by_the_same_rule(tmp_path: Path) -> None:
+    source = pq.read_table(tsae.testbed.series_path() / "logs/hard/completions/completions_00025.parquet")
+    place = source.column_names.index("correct")
+    named = source.rename_columns(["accuracy_reward" if n == "correct" else n for n in source.column_names])
+    pq.write_table(
+        named.add_column(place + 1, "format_reward", pa.array(np.ones(len(named)))),
+        tmp_path / "completions_00025.parquet",
+    )
+    found = tsae.Rollouts.read(tmp_path / "completions_00025.parquet", BASE, ImportConfig(format="trl"))
+    np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
+    (told,) = [note for note in found.info["log"]["notes"] if note.startswith("success: ")]
+    assert told.startswith("success: accuracy_reward, of accuracy_reward, format_reward the one named for it, is above")
+
+
+# --- encoding texts in less time gives the ids that the tokenizer gives
+
+TEXTS = [
+    "",
+    " ",
+    "What is 3 + 4?\n\nIt is 7.",
+    "<|im_start|>user\nHi<|im_end|>",
+    "a" * 3000,
+    "<s> </s> <think>x</think>",
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_are_those_of_the_tokenizer(name: str) -> None:
+    tokenizer = make_tokenizer(name)
+    encode = Encoder(tokenizer)
+    for text in TEXTS:
+        assert encode(text, "here") == tokenize(tokenizer, text, add_special_tokens=False)
+
+
+def test_a_length_limit_of_the_tokenizer_cuts_nothing() -> None:
+    tokenizer = make_tokenizer("chatml")
+    encode = Encoder(tokenizer)
+    tokenizer("3 + 4", truncation=True, max_length=2)
+    assert len(encode("What is 3 + 4?", "here")) > 2
+
+
+def test_a_tokenizer_that_does_more_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer("chatml")
+    plain = type(tokenizer).__call__
+
+    def upper(self: object, text: str, **options: object) -> object:
+        return plain(tokenizer, text.upper(), **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", upper)
+    assert Encoder(tokenizer)("a 1", "here") == tokenize(tokenizer, "a 1", add_special_tokens=False)
+
+
+def test_a_text_that_is_refused_says_where() -> None:
+    from tsae.testbed import make_tokenizer as testbed
+
+    with pytest.raises(TsaeError, match=r"log:3: .*cannot be tokenised"):
+        Encoder(testbed())("汉字", "log:3")

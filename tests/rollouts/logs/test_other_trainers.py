@@ -28,7 +28,6 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.table import read_frame
 
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
 RENDERED = "<bos>#1+1?<eos><bos>;"
@@ -608,18 +607,20 @@ def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
         {"q": [USER, "1+1?"], "text": ["#2", "1+1=3;#3"], "score": [1.0, 0.0], "step": [3, 4], "other": [None, 1]},
     )
     names = ColumnNames(prompt="q", response="text", reward="score")
-    refused(r"^the table: row 1: column 'q' cannot be read", read_frame, frame, chat, ImportConfig(columns=names))
+    refused(r"^the table: row 1: column 'q' cannot be read", Rollouts.read, frame, chat, ImportConfig(columns=names))
     frame["q"] = [USER, USER]
     twice = pd.concat([frame[["q"]], frame[["q"]]], axis=1)
     for bad in (twice, pd.DataFrame({"prompt": ["\ud800"]}, dtype=object), pd.DataFrame({"prompt": [2**70]})):
-        refused(r"^the table: (has several columns 'q'|row 0: column 'prompt' cannot be read)", read_frame, bad, chat)
+        refused(
+            r"^the table: (has several columns 'q'|row 0: column 'prompt' cannot be read)", Rollouts.read, bad, chat
+        )
     # A name is no path.
-    assert read_frame(frame, chat, ImportConfig(columns=names, run="../a/b")).policies[0] == ("../a/b-00003")
-    found = read_frame(frame, chat, ImportConfig(columns=names, run="mine"))
+    assert Rollouts.read(frame, chat, ImportConfig(columns=names, run="../a/b")).policies[0] == ("../a/b-00003")
+    found = Rollouts.read(frame, chat, ImportConfig(columns=names, run="mine"))
     reads_as(found, [RIGHT, WRONG])
     holds(found, policy=["mine-00003", "mine-00004"], outcome=["success", "failure"])
     ids = pd.DataFrame({"prompt_ids": [ASKED], "response_ids": [[16, 99]]})
-    refused(r"^the table: row 0: the response has the token id 99", read_frame, ids, chat)
+    refused(r"^the table: row 0: the response has the token id 99", Rollouts.read, ids, chat)
 
 
 # --- logs that the trainers' own functions wrote

@@ -171,12 +171,6 @@ def messages_of(value: Any) -> list[dict[str, Any]] | None:
     return found if is_conversation(found) else None
 
 
-def asked_or_text(fields: Fields, name: str) -> str | list[dict[str, Any]]:
-    """The prompt in a column: messages or a text."""
-    value = fields.need(name)
-    return asked(value, fields) if is_conversation(value) else fields.text(name)
-
-
 def only_answer(messages: Any, fields: Fields) -> str:
     """The text of an answer that is one message of the assistant.
 

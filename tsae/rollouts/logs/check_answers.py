@@ -32,6 +32,7 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from tsae.base.statistics import wilson_interval
 from tsae.base.untrusted import parse_json
@@ -190,20 +191,12 @@ def several_answers(asked: np.ndarray, answers: np.ndarray, steps: np.ndarray) -
         answers: (n,) labels of reference answers; 0 if there is none.
         steps: (n,) labels of steps.
     """
-    rows = np.flatnonzero(answers != 0)
-    if not len(rows):
-        return 0, 0, None
-    _, prompt = np.unique(asked[rows], return_inverse=True)
-    _, first, step = np.unique(steps[rows], return_index=True, return_inverse=True)
-    pairs = np.unique(np.stack([prompt, np.unique(answers[rows], return_inverse=True)[1]]), axis=1)
-    n_answers, n_rows = np.bincount(pairs[0]), np.bincount(prompt)
-    step_of = np.zeros(len(n_rows), dtype=int)
-    step_of[prompt] = step
-    several_prompts = np.bincount(step_of, minlength=len(first))[step_of] > 1
-    told = (n_rows > 1) & several_prompts
-    wrong = told & (n_answers > 1)
-    where = np.flatnonzero(wrong[prompt])
-    return int(told.sum()), int(wrong.sum()), int(rows[where[0]]) if len(where) else None
+    rows = pd.DataFrame({"asked": asked, "answer": answers, "step": steps})[answers != 0]
+    rows["prompts"] = rows.groupby("step").asked.transform("nunique")
+    told = rows[rows.prompts > 1].groupby("asked").answer.agg(["size", "nunique"]).query("size > 1")
+    wrong = told.index[told["nunique"] > 1]
+    where = rows.index[rows.asked.isin(wrong)]
+    return len(told), len(wrong), int(where[0]) if len(where) else None
 
 
 def too_many(told: int, several: int) -> bool:

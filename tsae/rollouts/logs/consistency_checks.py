@@ -427,7 +427,8 @@ def _unreadable(checkpoint: Checkpoint) -> str | None:
         TsaeError: if its files are not there.
     """
     size = 0
-    for part in (checkpoint, *([base_of(checkpoint)] if _adapts(checkpoint) else [])):
+    adapts = not is_hub_id(checkpoint.path) and not is_gguf(checkpoint.path) and is_adapter(folder_of(checkpoint))
+    for part in (checkpoint, *([base_of(checkpoint)] if adapts else [])):
         if is_hub_id(part.path):
             return f"{part.path} is not on this disk as a folder"
         folder = folder_of(part)
@@ -436,10 +437,6 @@ def _unreadable(checkpoint: Checkpoint) -> str | None:
     if size <= _MOST_BYTES:
         return None
     return f"{checkpoint.id} has {size / 2**30:.1f} GiB of weights, too many to load here"
-
-
-def _adapts(checkpoint: Checkpoint) -> bool:
-    return not is_hub_id(checkpoint.path) and not is_gguf(checkpoint.path) and is_adapter(folder_of(checkpoint))
 
 
 def _differences(checkpoint: Checkpoint, kept: Sequence[Told]) -> list[tuple[str, np.ndarray]]:

@@ -42,7 +42,7 @@ from tsae.rollouts.logs.adapters import (
     messages_of,
     only_answer,
 )
-from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, read_number, total
+from tsae.rollouts.logs.entry import Entry, Fields, Unusable, read_number, total
 from tsae.rollouts.logs.log_files import LogFile
 
 _GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
@@ -178,10 +178,6 @@ SKYRL = Format(
 )
 
 
-def _fits(row: Row, config: ImportConfig) -> bool:
-    return {"input", "output"} <= row.keys() <= {"input", "output", "reward"}
-
-
 def _openrlhf_entry(row: Fields) -> Entry:
     return Entry(
         row.where,
@@ -192,4 +188,9 @@ def _openrlhf_entry(row: Fields) -> Entry:
     )
 
 
-OPENRLHF = Format("openrlhf", "OpenRLHF batch inference", by_row(_openrlhf_entry), _fits)
+OPENRLHF = Format(
+    "openrlhf",
+    "OpenRLHF batch inference",
+    by_row(_openrlhf_entry),
+    lambda row, config: {"input", "output"} <= row.keys() <= {"input", "output", "reward"},
+)

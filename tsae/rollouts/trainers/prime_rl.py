@@ -30,11 +30,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
     Format,
-    asked_or_text,
+    asked,
     by_row,
+    is_conversation,
     logprobs_of,
     masked_entry,
     mean_advantage,
@@ -50,16 +50,6 @@ _TOKENS = re.compile(r"(^|/)(step_(?P<step>\d+)/)?rank_\d+\.jsonl$")
 _CUT_OFF = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 _EPISODE = "tsae:episode"
 """Where `_split` puts the episode of a trace."""
-
-
-def _fits_traces(row: Row, config: ImportConfig) -> bool:
-    return "task" in row and ("traces" in row or "nodes" in row)
-
-
-def _fits_tokens(row: Row, config: ImportConfig) -> bool:
-    return {"schema_version", "export_sequence_idx"} <= row.keys() and (
-        {"token_ids", "loss_mask"} <= row.keys() or "tokens" in row
-    )
 
 
 def _work(episode: Fields) -> Fields:
@@ -103,10 +93,12 @@ def _trace_entry(trace: Fields) -> Entry | None:
         )
     sampled = np.concatenate(mask) if mask else np.zeros(0, dtype=bool)
     prompt, response, inside = split_by_mask(np.concatenate(ids), sampled, trace)
-    asked = takewhile(lambda node: not any(node.get("mask") or []), nodes)
-    advantage, varies = _advantage(trace, nodes)
+    before = takewhile(lambda node: not any(node.get("mask") or []), nodes)
+    per_token = [a for node in nodes for a in node.get("advantages") or [] if a is not None]
+    advantage, varies = mean_advantage(per_token, trace) if per_token else (trace.number("advantage"), False)
     rewards = _rewards(trace.object("rewards"))
     info = trace.object("info")
+    groups = (row.get("group_id") for row in (trace, episode, info))
     versions = (work.object("policy").get("start"), episode.get("policy_version"), info.get("policy_version"))
     version = next((found for found in versions if found is not None), None)
     task = (trace if "task" in trace else episode).object("task")
@@ -114,7 +106,7 @@ def _trace_entry(trace: Fields) -> Entry | None:
     columns = trace.config.columns
     return Entry(
         trace.where,
-        prompt=[node.row["message"] for node in asked if isinstance(node.get("message"), dict)],
+        prompt=[node.row["message"] for node in before if isinstance(node.get("message"), dict)],
         prompt_ids=prompt,
         response_ids=response,
         sampled=inside,
@@ -129,7 +121,7 @@ def _trace_entry(trace: Fields) -> Entry | None:
         updates=trace.inside({"policy_version": version}).whole("policy_version"),
         advantage=advantage,
         advantage_varies=varies,
-        group=_group(trace, episode),
+        group=next((str(group) for group in groups if isinstance(group, (str, int))), None),
         logprobs=logprobs_of([value for node in nodes for value in node.get("logprobs") or []], response),
         template={"tools": tools} if (tools := trace.get("tools")) else {},
         finish_reason=_finish(trace, nodes),
@@ -172,17 +164,6 @@ def _problem(task: Fields, episode: Fields) -> str:
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _group(trace: Fields, episode: Fields) -> str | None:
-    told = (row.get("group_id") for row in (trace, episode, trace.object("info")))
-    return next((str(group) for group in told if isinstance(group, (str, int))), None)
-
-
-def _advantage(trace: Fields, nodes: list[Fields]) -> tuple[float | None, bool]:
-    """The trajectory's advantage, and whether its tokens have several."""
-    per_token = [a for node in nodes for a in node.get("advantages") or [] if a is not None]
-    return mean_advantage(per_token, trace) if per_token else (trace.number("advantage"), False)
-
-
 def _finish(trace: Fields, nodes: list[Fields]) -> Literal["stop", "length"] | None:
     calls = [call for call in trace.get("calls") or [] if isinstance(call, dict) and call.get("error") is None]
     reasons: list[Any] = [call.get("finish_reason") for call in calls] or [node.get("finish_reason") for node in nodes]
@@ -217,9 +198,24 @@ def _tokens_entry(row: Fields) -> Entry:
     )
 
 
-TRACES = Format("prime-rl", "prime-rl traces", by_row(_trace_entry, _split), _fits_traces, _TRACES, synchronous=False)
+TRACES = Format(
+    "prime-rl",
+    "prime-rl traces",
+    by_row(_trace_entry, _split),
+    lambda row, config: "task" in row and not row.keys().isdisjoint(("traces", "nodes")),
+    _TRACES,
+    synchronous=False,
+)
 TOKENS = Format(
-    "prime-rl-tokens", "prime-rl token exports", by_row(_tokens_entry), _fits_tokens, _TOKENS, synchronous=False
+    "prime-rl-tokens",
+    "prime-rl token exports",
+    by_row(_tokens_entry),
+    lambda row, config: (
+        {"schema_version", "export_sequence_idx"} <= row.keys()
+        and ("tokens" in row or {"token_ids", "loss_mask"} <= row.keys())
+    ),
+    _TOKENS,
+    synchronous=False,
 )
 
 
@@ -227,11 +223,6 @@ _NO_METRICS = {
     *("id", "example_id", "reward", "advantage", "policy_version", "off_policy_steps"),
     *("generation_ms", "scoring_ms", "total_ms"),
 }
-
-
-def _fits_verifiers(row: Row, config: ImportConfig) -> bool:
-    # Since 0.2 there is no task.
-    return {"prompt", "completion", "reward"} <= row.keys() and ("example_id" in row or {"task", "id"} <= row.keys())
 
 
 def _rollout(row: Fields) -> Entry | None:
@@ -250,7 +241,7 @@ def _rollout(row: Fields) -> Entry | None:
     cut = row.truth("is_truncated")
     return Entry(
         row.where,
-        prompt=asked_or_text(row, "prompt"),
+        prompt=asked(prompt, row) if is_conversation(prompt := row.need("prompt")) else row.text("prompt"),
         prompt_is="verbatim",
         response=only_answer(row.get("completion"), row),
         rewards=rewards | row.inside(metrics).scores(),
@@ -285,7 +276,10 @@ VERIFIERS = Format(
     "verifiers",
     "verifiers rollouts",
     by_row(_rollout),
-    _fits_verifiers,
+    # Since 0.2 there is no task.
+    lambda row, config: (
+        {"prompt", "completion", "reward"} <= row.keys() and ("example_id" in row or {"task", "id"} <= row.keys())
+    ),
     re.compile(r"(^|/)(step_(?P<step>\d+)/(train_)?rollouts|results)\.jsonl$"),
     synchronous=False,
 )

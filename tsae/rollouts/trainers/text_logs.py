@@ -178,10 +178,6 @@ AREAL = Format(
 )
 
 
-def _roll_fits(row: Row, config: ImportConfig) -> bool:
-    return {"global_step", "responses", "scores"} <= row.keys() and isinstance(row["responses"], list)
-
-
 def _roll_entry(row: Fields) -> Entry:
     step = row.whole("global_step", needed=True)
     level, problem = row.row.get("difficulty", row.get(row.config.columns.level)), row.label("id")
@@ -204,7 +200,7 @@ ROLL = Format(
     "roll",
     "ROLL rollout dump",
     by_row(_roll_entry, each_of_a_batch),
-    _roll_fits,
+    lambda row, config: {"global_step", "scores"} <= row.keys() and isinstance(row.get("responses"), list),
     re.compile(r"(^|/)rollout_dump_data\.step_(?P<step>\d+)\.jsonl$"),
     a_file_a_step=True,
 )
