@@ -53,31 +53,6 @@ def swift(step: int | str, responses: tuple[str, ...] = ("#2", "1+1=3;#3"), **co
     } | columns
 
 
-def test_ms_swift_logs_a_batch_a_line(chat: Checkpoint, tmp_path: Path) -> None:
-    file = write(tmp_path / "v0-run" / "completions.jsonl", swift(1), swift(2, ("#3", "#2"), solution=["2", "2"]))
-    found = read(file.parent, chat)
-    assert found.info["log"]["format"] == "ms-swift completions"
-    reads_as(found, [RIGHT, WRONG, [16, 3], RIGHT])
-    holds(found, step=[1, 1, 2, 2], policy=["v0-run-00000"] * 2 + ["v0-run-00001"] * 2)
-    holds(found, outcome=["success", "failure"] * 2, advantage=[0.7, -0.7] * 2, answer=["", "", "2", "2"])
-    holds(found, finish_reason=["unknown"] * 4, **{"reward/Accuracy": [1.0, 0.0] * 2})
-    kept = read(file, chat, keep_columns=("solution",))
-    assert column(kept, "extra/solution") == [None, None, "2", "2"]
-
-
-def test_ms_swift_with_megatron_and_with_ray(chat: Checkpoint, tmp_path: Path) -> None:
-    megatron = swift(0) | {"gen_step": [0, 0]}
-    del megatron["step"]
-    found = read(write(tmp_path / "m" / "completions.jsonl", megatron), chat, run="m")
-    assert column(found, "policy") == ["m-00000"] * 2
-    ray = [
-        {"gen_step": 3, "prompt": RENDERED, "completion": text, "reward": r} for text, r in (("#2", 1.0), ("#3", 0.0))
-    ]
-    found = read(write(tmp_path / "r" / "completions.jsonl", *ray), chat, run="r")
-    reads_as(found, [RIGHT, [16, 3]])
-    holds(found, policy=["r-00003"] * 2, outcome=["success", "failure"])
-
-
 def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
     old = {"step": ["0"] * 2, "messages": [USER] * 2, "completion": ["#2", "#3"], "reward": [1.0, 0.0]}
     found = read(write(tmp_path / "a" / "completions.jsonl", old), chat, run="a")
@@ -261,58 +236,19 @@ def trajectory(completion: str, index: int = 0, **fields: Any) -> dict[str, Any]
     } | fields  # fmt: skip
 
 
-def test_areal(chat: Checkpoint, tmp_path: Path) -> None:
-    logs = tmp_path / "trial" / "rollout"
-    # An odd tokenisation has another number of tokens; without an end token a response was cut off.
-    rows = [
-        trajectory("#2<eos>"),
-        trajectory("1+1=3;#3", 1, seqlen=17, reward=0.0),
-        trajectory("#2<eos>", 2, seqlen=13),
-    ]
-    write(logs / "0" / "10.jsonl", *rows, *rows)
-    write(logs / "0" / "2.jsonl", trajectory("#4<eos>", 0, reward=0.0))
-    later = trajectory("#2<eos>", head_version=1, tail_version=2)
-    write(logs / "2" / "21.jsonl", later)
-    write(tmp_path / "trial" / "eval-rollout" / "0" / "0.jsonl", trajectory("#9<eos>"))
-    found = read(tmp_path / "trial", chat)
-    # Files come in the order of their numbers, and lines that stand there twice count once.
-    reads_as(found, [[16, 4, EOS], [*RIGHT, EOS], WRONG, [*RIGHT, EOS], [*RIGHT, EOS]])
-    assert found.info["log"]["skipped"] == {"repeated": 3}
-    assert column(found, "response") == ["#4", "#2", "1+1=3;#3", "#2", "#2"]
-    assert column(found, "round_trip")[3] is False
-    holds(found, finish_reason=["stop", "stop", "length", "stop", "stop"], step=[0, 0, 0, 0, 2])
-    holds(found, policy=["trial-00000"] * 4 + ["trial-00002"])
-    unknown = write(logs / "0" / "3.jsonl", trajectory("#4", tail_version=None))
-    refused(r"3\.jsonl:1.*tail_version", read, unknown, chat, format="areal")
-    assert "1 responses were sampled while weights were updated" in notes(found)
+def test_areal_needs_the_version_that_sampled(chat: Checkpoint, tmp_path: Path) -> None:
+    log = write(tmp_path / "rollout" / "0" / "3.jsonl", trajectory("#4", tail_version=None))
+    refused(r"3\.jsonl:1.*tail_version", read, log, chat, format="areal")
 
 
 # --- ROLL
 
 
-def test_roll(chat: Checkpoint, tmp_path: Path) -> None:
-    def batch(step: int, responses: list[str]) -> dict[str, Any]:
-        n = len(responses)
-        return {
-            "id": ["7"] * n, "prompt": ["1+1?"] * n, "messages": [json.dumps(USER)] * n, "ground_truth": ["2"] * n,
-            "domain": ["math_rule"] * n, "tag": ["x"] * n, "difficulty": [3] * n, "responses": responses,
-            "scores": [float(text == "#2") for text in responses], "sampling_params": ["{}"] * n,
-            "global_step": [step] * n,
-        }  # fmt: skip
-
-    name = "rollout_dump_data.step_{}.jsonl"
-    write(tmp_path / "run" / name.format(0), batch(0, ["#2", ""]))
-    write(tmp_path / "run" / name.format(10), batch(10, ["#2"]))
-    write(tmp_path / "run" / name.format(2), batch(2, ["1+1=3;#3"]))
-    refused(r"step_0\.jsonl:1, trajectory 2: the response is empty", read, tmp_path / "run", chat)
-    found = read(tmp_path / "run", chat, skip=("empty",))
-    reads_as(found, [RIGHT, WRONG, RIGHT])
-    holds(found, policy=["run-00000", "run-00002", "run-00010"], problem_id=["math_rule/x/7"] * 3)
-    holds(found, outcome=["success", "failure", "success"], level=["3"] * 3)
-    plain = batch(0, ["#2"])
-    del plain["messages"]
-    plain["prompt"] = ["1+1?"]
-    assert column(read(write(tmp_path / "p" / name.format(0), plain), chat), "prompt_ids") == [[BOS, 1, 10, 1, 13]]
+def test_roll_without_messages(chat: Checkpoint, tmp_path: Path) -> None:
+    refused(r"step_0\.jsonl:1, trajectory 2: the response is empty", read, LOGS / "roll", chat)
+    row = {"prompt": ["1+1?"], "responses": ["#2"], "scores": [1.0], "global_step": [0]}
+    log = write(tmp_path / "rollout_dump_data.step_0.jsonl", row)
+    assert column(read(log, chat), "prompt_ids") == [[BOS, 1, 10, 1, 13]]
 
 
 # --- verifiers, and prime-rl before 0.7
@@ -327,19 +263,8 @@ def rollout(answer: str, **fields: Any) -> dict[str, Any]:
     } | fields  # fmt: skip
 
 
-def test_prime_rl_before_its_traces(chat: Checkpoint, tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "rollouts"
-    cut = rollout("1+1=3;#3", reward=0.0, is_truncated=True)
-    write(folder / "step_1" / "train_rollouts.jsonl", rollout("#2"), cut, rollout("#4", is_filtered=True))
-    write(folder / "step_2" / "train_rollouts.jsonl", rollout("#2", policy_version=1, off_policy_steps=1))
-    found = read(tmp_path / "run", chat)
-    reads_as(found, [[*RIGHT, EOS], WRONG, [*RIGHT, EOS]])
-    holds(found, step=[1, 1, 2], policy=["run-00000", "run-00000", "run-00001"])
-    holds(found, finish_reason=["stop", "length", "stop"], problem_id=["sums/3"] * 3, advantage=[0.5] * 3)
-    assert "1 responses were sampled while weights were updated" in notes(found)
-    assert len(read(tmp_path / "run", chat, subset="train/all")) == 4
-    # Without metrics the reward has no name, and takes the one that is asked for.
-    assert column(read(tmp_path / "run", chat, outcome="correct"), "reward/correct") == [1.0, 0.0, 1.0]
+def test_without_metrics_the_reward_takes_the_name_that_is_asked_for(chat: Checkpoint) -> None:
+    assert column(read(LOGS / "prime-rl-0.6", chat, outcome="correct"), "reward/correct") == [1.0, 0.0, 1.0]
 
 
 def test_verifiers_results(chat: Checkpoint, tmp_path: Path) -> None:
@@ -387,62 +312,29 @@ def solved(*answers: str, reward: float = 1.0) -> dict[str, Any]:
     return {"name": "solver", "uid": "u", "reward": reward, "num_steps": len(steps), "steps": steps}
 
 
-def test_rllm(chat: Checkpoint, tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "episodes"
-
-    def put(mode: str, row: dict[str, Any]) -> None:
-        path = folder / f"{mode}_step_{row['training_step']}_epoch_0" / f"episode_hashab_id{row['episode_id']}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(row, indent=2))
-
-    put("train", episode(1, "a_0", solved("#2")))
-    put("train", episode(1, "a_1", solved("1+1=3;#3", reward=0.0), is_correct=False))
-    put("train", episode(2, "b_0", solved("#2"), termination_reason="max_response_length_exceeded"))
-    put("val", episode(1, "c_0", solved("#9")))
-    (folder / "train_step_1_epoch_0" / "batch_summary.json").write_text("{}")
-    found = read(tmp_path / "run", chat)
-    reads_as(found, [RIGHT, WRONG, RIGHT])
-    holds(found, step=[1, 1, 2], policy=["run-00000", "run-00000", "run-00001"])
-    holds(found, outcome=["success", "failure", "success"], reward=[1.0, 0.0, 1.0])
-    holds(found, finish_reason=["unknown", "unknown", "length"], answer=["2"] * 3)
-    put("train", episode(3, "d_0", solved("#2", "#3"), solved("#4", reward=0.0)))
+def test_rllms_episodes_that_are_left_out(chat: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(LOGS / "rllm", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "run" / "episodes" / "train_step_3_epoch_0" / "episode_hashab_idd_0.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(episode(3, "d_0", solved("#2", "#3"), solved("#4", reward=0.0))))
     refused(r"episode_hashab_idd_0\.json: row 0: a trajectory of 2 steps", read, tmp_path / "run", chat)
     # Of several trajectories the episode's word is nobody's.
     assert column(read(tmp_path / "run", chat, skip=("multi-turn",)), "outcome")[3:] == ["failure"]
-    put("train", episode(3, "d_0", solved("#2"), termination_reason="error"))
+    path.write_text(json.dumps(episode(3, "d_0", solved("#2"), termination_reason="error")))
     refused("the episode ended with error", read, tmp_path / "run", chat)
 
 
 # --- SkyRL, OpenRLHF
 
 
-def test_skyrl_evaluations(chat: Checkpoint, tmp_path: Path) -> None:
-    def evaluated(answer: str, score: Any, reason: str | None = "stop") -> dict[str, Any]:
-        extras = {"reward_spec": {"method": "rule", "ground_truth": "2"}, "extra_info": {"index": 4}}
-        return {
-            "input_prompt": RENDERED, "output_response": answer, "score": score, "stop_reason": reason,
-            "env_class": "sums", "env_extras": extras, "data_source": "gsm8k",
-        }  # fmt: skip
-
-    evals = tmp_path / "run" / "dumped_evals"
-    write(evals / "global_step_0_evals" / "gsm8k.jsonl", evaluated("#2<eos>", [0.0, 0.0, 1.0]))
-    write(evals / "global_step_5_evals" / "gsm8k.jsonl", evaluated("1+1=3;#3", 0.0, "length"), evaluated("#2", 1.0))
-    write(evals / "global_step_5_evals" / "aggregated_results.jsonl", {"eval/all/avg_score": 0.5})
-    found = read(tmp_path / "run", chat)
-    # An end token that stands not in the text was not sampled.
-    reads_as(found, [[*RIGHT, EOS], WRONG, RIGHT])
-    holds(found, policy=["run-00000", "run-00005", "run-00005"], finish_reason=["stop", "length", "stop"])
-    holds(found, reward=[1.0, 0.0, 1.0], problem_id=["gsm8k/4"] * 3, answer=["2"] * 3)
-    # Scores of which none is known are none, and not 0.
-    write(evals / "global_step_5_evals" / "gsm8k.jsonl", evaluated("#2", [float("nan"), None]), evaluated("#2", 1.0))
-    refused(r"gsm8k\.jsonl:1: has no reward", read, tmp_path / "run", chat)
+def test_skyrls_scores_of_which_none_is_known_are_none_and_not_0(chat: Checkpoint, tmp_path: Path) -> None:
+    log = LOGS / "skyrl" / "run" / "dumped_evals" / "global_step_5_evals" / "gsm8k.jsonl"
+    first, second = (json.loads(line) for line in log.read_text().splitlines())
+    wrong = write(tmp_path / "gsm8k.jsonl", {**first, "score": [float("nan"), None]}, second)
+    refused(r"gsm8k\.jsonl:1: has no reward", read, wrong, chat)
 
 
-def test_openrlhf_batch_inference(chat: Checkpoint, tmp_path: Path) -> None:
-    rows = [{"input": "1+1?", "output": "#2<eos>", "reward": 1.0}, {"input": "1+1?", "output": "#3", "reward": 0.0}]
-    found = read(write(tmp_path / "out.jsonl", *rows), chat, run="m")
-    holds(found, prompt_ids=[[BOS, 1, 10, 1, 13]] * 2, response_ids=[[*RIGHT, EOS], [16, 3]])
-    holds(found, finish_reason=["stop", "unknown"], policy=["m", "m"])
+def test_openrlhf_without_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     bare = read(write(tmp_path / "out.jsonl", {"input": "1+1?", "output": "#2"}), chat)
     assert column(bare, "outcome") == ["unknown"]
 

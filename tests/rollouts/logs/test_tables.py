@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.builders import BOS, EOS
-from support.logs import column, holds, notes, read, refused
+from support.logs import LOGS, column, holds, notes, read, refused
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
@@ -368,14 +368,7 @@ def test_samples_of_lm_eval(policy: Checkpoint, tmp_path: Path) -> None:
         read(save(several, line("none", 1.0, [[-1.5, False]])), policy)
 
 
-def test_groups_of_atropos(policy: Checkpoint, tmp_path: Path) -> None:
-    group = {
-        "tokens": [[BOS, 1, 2, EOS], [BOS, 1, 3, 4, 5]], "masks": [[-100, -100, 2, EOS], [-100, -100, 3, -100, 5]],
-        "scores": [1.0, -1.0], "advantages": None, "ref_logprobs": None, "messages": None, "overrides": None,
-        "inference_logprobs": [[1.0, 1.0, -0.5, -0.1], [1.0, 1.0, -0.5, 1.0, -0.1]],
-    }  # fmt: skip
-    found = read(save(tmp_path / "groups.jsonl", group), policy)
-    holds(found, prompt_ids=[[BOS, 1]] * 2, response_ids=[[2, EOS], [3, 4, 5]], reward=[1.0, -1.0])
-    assert len(set(column(found, "problem_id"))) == 1
-    with pytest.raises(TsaeError, match="2 values in tokens but 1 in scores"):
-        read(save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]}), policy)
+def test_a_group_of_atropos_has_a_score_for_each_sequence(policy: Checkpoint, tmp_path: Path) -> None:
+    group = json.loads((LOGS / "atropos" / "groups.jsonl").read_text())
+    log = save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]})
+    refused("2 values in tokens but 1 in scores", read, log, policy)
