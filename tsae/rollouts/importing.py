@@ -41,20 +41,11 @@ from tsae.checkpoints.tokenizers import tokenizer_fingerprint, vocabulary_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import FORMATS, find_log
+from tsae.rollouts.logs import import_parts
 from tsae.rollouts.logs.adapters import Format
 from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks, refuse_disagreement
 from tsae.rollouts.logs.entry import Entry, Findings, Unusable, hash64, some_of
-from tsae.rollouts.logs.import_parts import (
-    Part,
-    PartFiles,
-    found_part,
-    parts_of,
-    read_index,
-    reward_parts,
-    table_rows,
-    table_schema,
-    write_part,
-)
+from tsae.rollouts.logs.import_parts import Part
 from tsae.rollouts.logs.log_files import LogFile, run_folder
 from tsae.rollouts.logs.outcome_rules import OutcomeRules
 from tsae.rollouts.logs.policies import Policies
@@ -142,17 +133,17 @@ def import_log(
     tokens.pads = find_pads(form, files, config, tokens)
     log = LogImporter(form, files, series, tokens, config, notes)
     keeping = None if kept is None else as_path(kept)
-    with output_lock(to), PartFiles(to, _settings(log, series), keeping) as folder:
-        parts = [(part, folder.of(part)) for part in parts_of(log.policies.files, cut=form.cut)]
+    with output_lock(to), import_parts.PartFiles(to, _settings(log, series), keeping) as folder:
+        parts = [(part, folder.of(part)) for part in import_parts.parts_of(log.policies.files, cut=form.cut)]
         found = _read_all(parts, log, series, workers, progress=progress)
         paths = [path for _, path in parts]
         summary = log.summary(path, paths, found)
         if config.strict:
             refuse_disagreement(summary.second_look, path)
-        schema = table_schema(log.findings)
+        schema = import_parts.table_schema(log.findings)
         rewards = [name.removeprefix("reward/") for name in log.findings.counts["reward columns"]]
         info = {**vocabulary_facts(tokens.tokenizer), "log": {**summary.as_dict(), "rewards": rewards}}
-        write_table(to, schema, (log.renamed(*rows) for rows in table_rows(paths, schema, log.kept)), info)
+        write_table(to, schema, (log.renamed(*rows) for rows in import_parts.table_rows(paths, schema, log.kept)), info)
     return summary
 
 
@@ -194,7 +185,7 @@ def _read_all(
             and set(log.config.skip) >= found.counts["skipped"].keys()  # now an error
         )
 
-    done = {path: found for _, path in parts if usable(found := found_part(path))}
+    done = {path: found for _, path in parts if usable(found := import_parts.found_part(path))}
     todo = [(part, path) for part, path in parts if path not in done]
     total = sum(part.bytes for part, _ in parts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -216,7 +207,7 @@ def _read_all(
                         bar.set_postfix_str(f"{before + here:,} trajectories")
 
                     read_part(part, path, log.form, series, log.tokens, log.config, say)
-            found = done.get(path) or found_part(path)
+            found = done.get(path) or import_parts.found_part(path)
             if found is None:
                 raise TsaeError("is not there any more", where=path, fix="Import again.")
             log.findings.add(found.as_dict())
@@ -252,7 +243,7 @@ def read_part(
         TsaeError: naming file and line, for rows with wrong values.
     """
     log = LogImporter(form, (), series, tokens, config)
-    write_part(path, log.records(part, say), log.findings)
+    import_parts.write_part(path, log.records(part, say), log.findings)
 
 
 @contextmanager
@@ -400,7 +391,7 @@ class LogImporter:
         n = sum(counts["outcome"].values())
         for what, fix in self._faults(n):
             raise TsaeError(what, where=path, fix=fix)
-        index = read_index(paths, [*COLUMNS, "policy", "step", "outcome", "same_text", "retokenised"])
+        index = import_parts.read_index(paths, [*COLUMNS, "policy", "step", "outcome", "same_text", "retokenised"])
         index.insert(0, "source", index.groupby(["policy", "step"], sort=False, observed=True, dropna=False).ngroup())
 
         def place(row: int) -> str:
@@ -415,8 +406,8 @@ class LogImporter:
         odd = [*self._padded(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
         notes = [*self.notes, *self.policies.notes, *odd, *self._assumed(n, index)]
         table, total = _by_source(index[self.kept], self.groups, self.policies.renamed)
-        compared = read_index(paths, _CHECKED)
-        checks = self.checks.checks(compared, reward_parts(paths, found), self.kept, place)
+        compared = import_parts.read_index(paths, _CHECKED)
+        checks = self.checks.checks(compared, import_parts.reward_parts(paths, found), self.kept, place)
         return Summary(
             self.form.title, len(files), table, total, dict(counts["skipped"]), tuple(notes), tuple(odd), checks
         )

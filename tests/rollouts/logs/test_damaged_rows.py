@@ -148,37 +148,11 @@ def test_token_ids_are_never_bent_into_others(name: str, chat: Checkpoint, tmp_p
         file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("damage", ["half a line", "bad UTF-8"])
-def test_a_damaged_file_is_refused(name: str, damage: str, chat: Checkpoint, tmp_path: Path) -> None:
-    log = tmp_path / "run"
-    shutil.copytree(LOGS / name, log)
-    file = max(path for path in log.rglob("*") if path.suffix in (".jsonl", ".parquet"))
-    whole = file.read_bytes()
-    if damage == "half a line":
-        file.write_bytes(whole[: -len(whole.splitlines()[-1]) // 2])
-    else:
-        middle = whole.index(b'":', len(whole) // 2) if file.suffix == ".jsonl" else len(whole) // 2
-        file.write_bytes(whole[:middle] + b"\xff\xfe" + whole[middle:])
-    with pytest.raises(TsaeError):
-        read(log, chat, tmp_path / "found.parquet", **OPTIONS[name])
-    assert not (tmp_path / "found.parquet").exists()
-
-
 @pytest.mark.parametrize("name", ["trl", "verl"])  # Token ids alone could be any tokenizer's of that size.
 def test_a_tokenizer_that_is_not_the_logs_is_refused(name: str, tmp_path: Path) -> None:
     make_tokenizer("chatml").save_pretrained(tmp_path / "other")
     with pytest.raises(TsaeError, match="the checkpoint that was trained"):
         import_log(LOGS / name, tmp_path / "to", tmp_path / "other", ImportConfig(**OPTIONS[name]), progress=False)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_lines_may_end_as_on_windows(name: str, chat: Checkpoint, tmp_path: Path) -> None:
-    shutil.copytree(LOGS / name, tmp_path / "run")
-    whole, _ = read(tmp_path / "run", chat, tmp_path / "whole.parquet", **OPTIONS[name])
-    for file in (tmp_path / "run").rglob("*.jsonl"):
-        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
-    assert read(tmp_path / "run", chat, tmp_path / "found.parquet", **OPTIONS[name])[0] == whole
 
 
 @pytest.mark.parametrize("name", ["open-r1", "open-instruct", "prime-rl-tokens"])

@@ -166,8 +166,8 @@ _SCORE = re.compile(r"reward|score|accura|correct|(?<![a-z])acc(?![a-z])")
 class Fields(_Placed):
     """The columns of a row, or of an object in it.
 
-    Every method that takes a column's name raises `TsaeError` for a value of another kind. All but `need` and `text`
-    return None (or the empty value of their kind) for a column that is missing or null.
+    Every method that takes a column's name raises `TsaeError` for a value of another kind. All but `need`, `text`
+    and `count` return None (or the empty value of their kind) for a column that is missing or null.
     """
 
     row: Row
@@ -237,13 +237,15 @@ class Fields(_Placed):
         """All columns as rewards."""
         return {name: self.score(name) for name in self.row}
 
-    def whole(self, name: str, *, needed: bool = False) -> int | None:
-        """A whole number; of a step also its name, such as global_step_10."""
-        logged = self.need(name) if needed else self.row.get(name)
+    def whole(self, name: str) -> int | None:
+        """A whole number; see `count`."""
+        return None if read_number(self.row.get(name)) is None else self.count(name)
+
+    def count(self, name: str) -> int:
+        """A whole number that must be there; of a step also its name, such as global_step_10."""
+        logged = self.need(name)
         named = _STEP.fullmatch(logged.strip()) if isinstance(logged, str) else None
         value = read_number(logged if named is None else named[1])
-        if value is None and not needed:
-            return None
         if not is_finite(value) or int(value) != value or not is_finite(int(value)):
             self._wrong(name, logged, "a whole number of at most 63 bits")
         return int(value)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NoReturn, cast
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -65,8 +65,7 @@ def read_rows(
     if not path.stat().st_size:  # The file of a step may still be empty.
         return
     if is_packed(path) and kind not in (".jsonl", ".json", ".csv", ".tsv"):
-        what = f"a compressed {kind} file; of compressed files only text is read"
-        raise TsaeError(what, where=path, fix="Unpack it.")
+        _refuse(path, f"a compressed {kind} file; of compressed files only text is read", "Unpack it.")
     if kind == ".jsonl":
         yield from _read_lines(path, start, stop, before)
     else:
@@ -113,14 +112,23 @@ _FAILS = (
 )
 
 
+_LEAVE = "Copy the file again, or leave it out."
+_AS_LINES = "Give JSON lines, one trajectory a line."
+
+
+def _refuse(path: str | Path, what: str, fix: str, cause: Exception | None = None) -> NoReturn:
+    """Raise a `TsaeError` at a file, or a line of it."""
+    raise TsaeError(what, where=path, fix=fix) from cause
+
+
 @contextmanager
-def _reading(path: Path, what: Callable[[], str], fix: str = "Copy the file again, or leave it out.") -> Iterator[None]:
+def _reading(path: Path, what: Callable[[], str], fix: str = _LEAVE) -> Iterator[None]:
     """Report what a library says about a damaged file: `what` it was, in front of that, and how to correct it."""
     try:
         yield
     except _FAILS as error:
         shown = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TsaeError(f"{what()} ({shown})", where=path, fix=fix) from error
+        _refuse(path, f"{what()} ({shown})", fix, error)
 
 
 def _read_lines(path: Path, start: int, stop: int | None, before: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -140,10 +148,10 @@ def _read_lines(path: Path, start: int, stop: int | None, before: int) -> Iterat
                 yield number, row
 
 
-def _need_short(size: int, what: str, where: str | Path, fix: str = "Give JSON lines, one trajectory a line.") -> None:
+def _need_short(size: int, what: str, where: str | Path, fix: str = _AS_LINES) -> None:
     """Refuse what has more bytes than any trajectory: a line, a row or a file."""
     if size > LONGEST_LINE:
-        raise TsaeError(f"{what} more than {LONGEST_LINE >> 20} MiB", where=where, fix=fix)
+        _refuse(where, f"{what} more than {LONGEST_LINE >> 20} MiB", fix)
 
 
 def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
@@ -161,7 +169,7 @@ def _row_of(line: bytes, number: int, where: str) -> dict[str, Any] | None:
         what += "; the line has no end: was the run killed while it wrote?" * (not whole)
         raise (TsaeError if whole else HalfLine)(what, where=where, fix="Correct or delete that line.") from error
     if not isinstance(row, dict):
-        raise TsaeError(f"a JSON {type(row).__name__}, expected an object", where=where, fix="Correct that line.")
+        _refuse(where, f"a JSON {type(row).__name__}, expected an object", "Correct that line.")
     return row
 
 
@@ -213,21 +221,17 @@ def read_torch(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         TsaeError: if it holds more than tensors and plain containers, or no samples.
     """
-    found = read_torch_file(
-        path,
-        refused="Save its samples again without other objects: images and arrays as tensors, lists or nothing.",
-        damaged="Copy the file again, or leave it out.",
-    )
+    refused = "Save its samples again without other objects: images and arrays as tensors, lists or nothing."
+    found = read_torch_file(path, refused=refused, damaged=_LEAVE)
     # Every reference to a list takes at least one byte in the file.
     if not weighs_within(found, max(_LEAST, path.stat().st_size)):
         what = "stands for more values than it has bytes: its lists hold each other"
-        raise TsaeError(what, where=path, fix="Leave it out, and ask where it is from.")
+        _refuse(path, what, "Leave it out, and ask where it is from.")
     samples = found.get("samples") if isinstance(found, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         columns = f"; its keys are {', '.join(map(str, found))}" if isinstance(found, dict) else ""
-        what = f"has no list of samples{columns}"
         fix = "Give what slime saves with --save-debug-rollout-data or --dump-details (rollout_data/)."
-        raise TsaeError(what, where=path, fix=fix)
+        _refuse(path, f"has no list of samples{columns}", fix)
     for sample in samples:
         # A sample's own rollout_id numbers rollouts, not steps, and is None by default.
         yield {**sample, "rollout_id": found.get("rollout_id")}
@@ -273,7 +277,7 @@ def read_json(path: Path) -> Iterator[dict[str, Any]]:
         else:
             expected = "an object" if names is None else f"{len(names)} values, one for each of its columns"
             what = f"row {number} is a JSON {type(row).__name__}, expected {expected}"
-            raise TsaeError(what, where=path, fix="Write it as JSON lines (.jsonl), a trajectory a line.")
+            _refuse(path, what, "Write it as JSON lines (.jsonl), a trajectory a line.")
 
 
 def read_csv(path: Path) -> Iterator[dict[str, Any]]:
@@ -345,7 +349,7 @@ def refuse_twice(names: Sequence[Any], path: Path) -> None:
     twice = [name for name, n in Counter(map(str, names)).items() if n > 1]
     if twice:
         what = f"has several columns {twice[0]!r}, and nothing says which of them counts"
-        raise TsaeError(what, where=path, fix="Rename or drop all but one of them.")
+        _refuse(path, what, "Rename or drop all but one of them.")
 
 
 def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
@@ -367,19 +371,14 @@ def read_inspect(path: Path) -> Iterator[dict[str, Any]]:
                 mode="json", include={"id", "epoch", "input", "target", "messages", "output", "scores", "error"}
             )
     except (OSError, RuntimeError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
-        raise TsaeError(
-            f"inspect_ai does not read it ({cause(error)})", where=path, fix="Copy the file again, or leave it out."
-        ) from error
+        _refuse(path, f"inspect_ai does not read it ({cause(error)})", _LEAVE, error)
 
 
 def refuse_pickle(path: Path) -> Iterator[dict[str, Any]]:
     """Refuse a pickle."""
-    raise TsaeError(
-        "is a pickle, which can run code where it is opened, and is never read",
-        where=path,
-        fix="Load it where you trust it and write JSON lines or Parquet, with token ids where it has them "
-        "(prompt_ids, response_ids).",
-    )
+    fix = "Load it where you trust it and write JSON lines or Parquet, with token ids where it has them "
+    fix += "(prompt_ids, response_ids)."
+    _refuse(path, "is a pickle, which can run code where it is opened, and is never read", fix)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {

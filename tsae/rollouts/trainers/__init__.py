@@ -2,8 +2,13 @@
 
 A new trainer takes two files. First a module here, with a function that makes an `Entry` of a row, and a `Format`::
 
+    import re
+
+    from tsae.rollouts.logs.adapters import Format, by_row, has
+    from tsae.rollouts.logs.entry import Entry, Fields
+
     def _entry(row: Fields) -> Entry:
-        step = row.whole("iteration", needed=True)
+        step = row.count("iteration")
         return Entry(
             row.where,
             prompt=row.text("question"),                 # or prompt_ids=row.ids("prompt_tokens")
@@ -27,5 +32,6 @@ adapters share: rows with several responses, conversations, masks of sampled tok
 reported with ``row.leave_out(kind, why)``.
 
 Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md repeats it. A file that is
-neither JSON lines nor a table also needs a reader in `logs.readers`.
+neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder of tests/logs,
+and what that is read as in tests/logs/expected.json.
 """

@@ -187,7 +187,7 @@ def _tokens_entry(row: Fields) -> Entry:
     reward = row.inside({"rewards": next(iter(values), None)}).score("rewards")
     number = row.need("export_sequence_idx")
     # A run's own step is export_step if several runs share a trainer.
-    step = row.whole("step" if row.get("export_step") is None else "export_step", needed=True)
+    step = row.count("step" if row.get("export_step") is None else "export_step")
     return masked_entry(
         row,
         mask,

@@ -149,7 +149,7 @@ VERL = Format(
 
 
 def _areal_entry(row: Fields) -> Entry:
-    tail = row.whole("tail_version", needed=True)
+    tail = row.count("tail_version")
     head = row.whole("head_version") if "head_version" in row else tail
     seqlen, prompt_len = row.whole("seqlen"), row.whole("prompt_len")
     return Entry(
@@ -179,7 +179,7 @@ AREAL = Format(
 
 
 def _roll_entry(row: Fields) -> Entry:
-    step = row.whole("global_step", needed=True)
+    step = row.count("global_step")
     level, problem = row.row.get("difficulty", row.get(row.config.columns.level)), row.label("id")
     return Entry(
         row.where,
@@ -231,7 +231,7 @@ def _rllm_entry(row: Fields) -> Entry:
     messages = steps[0].get("chat_completions")
     if not is_conversation(messages) or len(messages) < 2:
         row.leave_out("empty", "its step has no chat_completions: no prompt and no answer")
-    step = row.whole("training_step", needed=True)
+    step = row.count("training_step")
     reward = trajectory.score("reward")
     task, task_id = row.get("task"), row.label("task_hash")
     return Entry(
@@ -244,7 +244,7 @@ def _rllm_entry(row: Fields) -> Entry:
         answer=row.inside(task).answer(row.config.columns.answer, "ground_truth") if isinstance(task, dict) else "",
         problem_id=f"{task_id}/{trajectory.row.get('name', '')}" if task_id else None,
         step=step,
-        updates=None if step is None else step - 1,
+        updates=step - 1,
         finish_reason="length" if row.get("termination_reason") == _CUT_OFF_RLLM else None,
         key=json.dumps([step, row.get("epoch"), row.get("episode_id"), row.index]),
     )
@@ -353,7 +353,7 @@ def _swift_prompt(row: Fields) -> Any:
 
 def _swift_step(row: Fields) -> int:
     value = row.need("gen_step" if "gen_step" in row else "step")
-    return row.inside({"step": value}).whole("step", needed=True) or 0
+    return row.inside({"step": value}).count("step")
 
 
 def _swift_reward_columns(row: Row) -> tuple[str, ...]:

@@ -60,14 +60,14 @@ _LOGPROBS_TSAE = tuple(field.name for field in TRAINING if field.name.endswith("
 
 
 def _tsae_entry(row: Fields) -> Entry:
-    names, step = row.config.columns, row.whole("step", needed=True)
+    names, step = row.config.columns, row.count("step")
     data = row.inside({name.removeprefix("data/"): v for name, v in row.row.items() if name.startswith("data/")})
     response, mask = row.ids("response_ids"), None
     if row.get("response_mask") is not None:
         mask = _tsae_one_a_token(row, "response_mask", response) > 0
     messages, truncated = messages_of(row.get("messages")), row.truth("truncated")
-    training = {"generation": row.whole("generation", needed=True), "micro_batch": row.ids("micro_batch")}
-    key = f"{training['generation']}/{row.whole('rank', needed=True)}/{row.line}"
+    training = {"generation": row.count("generation"), "micro_batch": row.ids("micro_batch")}
+    key = f"{training['generation']}/{row.count('rank')}/{row.line}"
     return Entry(
         row.where,
         prompt=row.text("prompt") if row.get("prompt") is not None else messages,
@@ -81,7 +81,7 @@ def _tsae_entry(row: Fields) -> Entry:
         level=data.label(names.level),
         problem_id=None if names.by_prompt else data.label(names.problem_id),
         step=step,
-        updates=None if step is None else step - 1,
+        updates=step - 1,
         advantage=row.number("advantage"),
         advantage_varies=row.get("token_advantages") is not None,
         logprobs=logprobs_of(row.get("sampler_logprobs"), response),
@@ -111,7 +111,7 @@ TSAE = Format(
 
 
 def _open_instruct_entry(row: Fields) -> Entry:
-    step = row.whole("step", needed=True)
+    step = row.count("step")
     request = row.get("request_info")
     if isinstance(request, dict) and request.get("tool_calleds"):
         row.leave_out("multi-turn", "the response holds a tool's output, and no mask says where")
@@ -256,7 +256,7 @@ def _slime_as_json(value: Any) -> Any:
 
 
 def _slime_tokens(row: Fields) -> Split:
-    ids, length = row.ids("tokens"), row.whole("response_length", needed=True) or 0
+    ids, length = row.ids("tokens"), row.count("response_length")
     if not 0 <= length < max(len(ids), 1):
         row.refuse(f"{length} response tokens of {len(ids)} in all", "Correct or drop that sample.")
     if not length:

@@ -89,7 +89,7 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
 
 def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entry:
     names, prompt = row.config.columns, row.need("prompt")
-    step, ids = row.whole("step", needed=True), row.optional_ids(names.response_ids)
+    step, ids = row.count("step"), row.optional_ids(names.response_ids)
     reward = total(scores)
     return Entry(
         row.where,
@@ -106,7 +106,7 @@ def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entr
         problem_id=None if names.by_prompt else row.label(names.problem_id),
         step=step,
         # It is logged after the optimiser step that it was generated for.
-        updates=None if step is None else step - (not early),
+        updates=step - (not early),
         advantage=row.number("advantage"),
         cut_without_end=True,
         summed=not row.config.rewards,
