@@ -5,7 +5,6 @@ from __future__ import annotations
 import decimal
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,6 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.table import Rollouts
 
 N = 12
-
-
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
 
 
 def plain() -> pd.DataFrame:

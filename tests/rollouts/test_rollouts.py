@@ -455,11 +455,6 @@ def test_bad_problem_lines_are_named(tmp_path: Path, line: str, message: str) ->
 PROBLEMS = [Problem("a", "1+1?", "2"), Problem("b", "3*4+5-6*7?", "9"), Problem("c", "8?", "8")]
 
 
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint(id="base", path=str(llama))
-
-
 def test_sampling_is_seeded(policy: Checkpoint) -> None:
     config = SamplingConfig(n_samples=4, max_new_tokens=10, batch_size=5, seed=1)
     state = torch.get_rng_state()

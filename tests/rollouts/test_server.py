@@ -115,11 +115,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
 
-@pytest.fixture(scope="module")
-def policy(llama: Path) -> Checkpoint:
-    return Checkpoint("base", str(llama))
-
-
 @pytest.fixture
 def served(llama: Path) -> Iterator[Served]:
     with Served(llama) as server:

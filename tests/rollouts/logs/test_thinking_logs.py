@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from support.checkpoints import make_tokenizer
-from support.logs import read, write
-from tsae import Rollouts
+from support.logs import notes, read, write
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames
@@ -37,10 +36,6 @@ def asked(name: str, **arguments: Any) -> str:
     return str(
         make_tokenizer(name).apply_chat_template([message], tokenize=False, add_generation_prompt=True, **arguments)
     )
-
-
-def notes(found: Rollouts) -> list[str]:
-    return list(found.info["log"]["notes"])
 
 
 def test_a_log_of_text(tokenizers: Any, tmp_path: Path) -> None:
@@ -184,7 +179,7 @@ def test_template_arguments_of_the_trainers_own_config(tokenizers: Any, tmp_path
 
     def prompt(**config: Any) -> str:
         found = read(log, tokenizers("qwen3"), **config)
-        told.append(" ".join(notes(found)))
+        told.append(notes(found))
         return str(make_tokenizer("qwen3").decode(found.table["prompt_ids"][0].as_py()))
 
     told: list[str] = []

@@ -1,4 +1,4 @@
-"""Checkpoints whose tokenizers read the logs of these tests."""
+"""Checkpoints whose tokenizers read the logs of these tests, and which sample."""
 
 from __future__ import annotations
 
