@@ -35,12 +35,12 @@ def test_a_changed_copy_of_the_rollouts_is_refused(tmp_path: Path) -> None:
 
 def test_a_changed_batch_of_a_sampling_is_refused(tmp_path: Path) -> None:
     batches = Batches(tmp_path, "base", {"seed": 0})
-    batches.add(0, [Response((1, 2), "stop", (-0.5, -0.25))])
-    assert batches.read(0) == [Response((1, 2), "stop", (-0.5, -0.25))]
+    batches[0] = [Response((1, 2), "stop", (-0.5, -0.25))]
+    assert batches[0] == [Response((1, 2), "stop", (-0.5, -0.25))]
     file = tmp_path / "base" / "000000.json"
     file.write_text(file.read_text().replace("-0.25", "-0.75"))
     with pytest.raises(TsaeError, match=r"000000\.json: is damaged"):
-        batches.read(0)
+        batches[0]
 
 
 def test_a_changed_record_of_a_run_is_refused(tmp_path: Path) -> None:

@@ -112,7 +112,9 @@ def sample_part(
     """
     sampling = _Sampling(checkpoint, problems, config, server, pieces, loader)
     sampling.run(part, progress)
-    return len(list(sampling.done.missing(len(sampling.batches))))
+    assert isinstance(sampling.done, Batches)
+    sampling.done.refresh()
+    return sum(number not in sampling.done for number in range(len(sampling.batches)))
 
 
 _Batch = tuple[int, Sequence[Request]]
@@ -143,10 +145,11 @@ class _Sampling:
             for p in problems
         ]
         self.batches = cut_batches([len(prompt) for prompt in self.prompts], config.n_samples, config.batch_size)
-        folder = None if pieces is None else local(pieces)
-        identity = {} if folder is None else self._identity()
-        self.weights: str | None = identity.get("weights")
-        self.done = Batches(folder, checkpoint.id, identity)
+        self.done: Batches | dict[int, list[Response]] = {}
+        self.weights: str | None = None
+        if pieces is not None:
+            folder, identity = local(pieces), self._identity()
+            self.done, self.weights = Batches(folder, checkpoint.id, identity), identity["weights"]
 
     def run(
         self, part: Part, progress: bool, model: PreTrainedModel | None = None, around: Around | None = None
@@ -161,7 +164,7 @@ class _Sampling:
                 return
             served = None if self.server is None else self._served(self.server, wanted)
             for number, responses in served or self._generated(wanted, model, around):
-                self.done.add(number, responses)
+                self.done[number] = responses
                 bar.update(len(responses))
 
     def _generated(
@@ -201,7 +204,7 @@ class _Sampling:
         """All responses, which are there."""
         responses: dict[Request, Response] = {}
         for number, batch in enumerate(self.batches):
-            responses |= zip(batch, self.done.read(number), strict=True)
+            responses |= zip(batch, self.done[number], strict=True)
         spans, records = Spans(self.tokenizer), []
         for i, problem in enumerate(self.problems):
             for s in range(self.config.n_samples):
@@ -277,7 +280,7 @@ class Batches:
     """The finished batches of one policy.
 
     Args:
-        folder: of all batches of a sampling, or the copy of one at a URL; None keeps them in memory.
+        folder: of all batches of a sampling, or the copy of one at a URL.
         policy: whose responses these are.
         identity: what the responses depend on.
 
@@ -285,39 +288,23 @@ class Batches:
         TsaeError: where the folder holds batches of another sampling.
     """
 
-    def __init__(self, folder: Path | None, policy: str, identity: dict[str, Any]) -> None:
-        self._held: dict[int, list[Response]] = {}
-        self._of = digest_of(identity)
-        self._path = None if folder is None else folder / policy
-        if self._path is not None:
-            check_same_work(self._path / _OF, identity, "responses of another sampling")
-            published(self._path / _OF)
+    def __init__(self, folder: Path, policy: str, identity: dict[str, Any]) -> None:
+        self._of, self._path = digest_of(identity), folder / policy
+        check_same_work(self._path / _OF, identity, "responses of another sampling")
+        published(self._path / _OF)
 
     def __contains__(self, number: int) -> bool:
-        return number in self._held if self._path is None else self._file(number).is_file()
+        return self._file(number).is_file()
 
-    def add(self, number: int, responses: Sequence[Response]) -> None:
-        """Keep a batch.
-
-        Raises:
-            TsaeError: where it cannot be written.
-        """
-        if self._path is None:
-            self._held[number] = list(responses)
-            return
+    def __setitem__(self, number: int, responses: Sequence[Response]) -> None:
+        """Keep a batch; a TsaeError where it cannot be written."""
         with writing(self._path, "Make room, and give the same command again: finished batches are kept."):
             content = {"of": self._of, "responses": [asdict(response) for response in responses]}
             write_record(self._file(number), content)
         published(self._file(number))
 
-    def read(self, number: int) -> list[Response]:
-        """The responses of a batch.
-
-        Raises:
-            TsaeError: where its file is missing, damaged, or of another sampling.
-        """
-        if self._path is None:
-            return self._held[number]
+    def __getitem__(self, number: int) -> list[Response]:
+        """The responses of a batch; a TsaeError where its file is missing, damaged, or of another sampling."""
         file, fix = self._file(number), "Remove it, and sample again: only this batch is generated anew."
         with reading(file, fix):
             content = read_record(file, fix)
@@ -330,12 +317,9 @@ class Batches:
             for record in content["responses"]
         ]
 
-    def missing(self, n: int) -> Iterator[int]:
-        """Those of the first n batches that no process has added."""
-        if self._path is not None:
-            refreshed(self._path)
-        return (number for number in range(n) if number not in self)
+    def refresh(self) -> None:
+        """See what other processes have added at a URL."""
+        refreshed(self._path)
 
     def _file(self, number: int) -> Path:
-        assert self._path is not None
         return self._path / f"{number:06d}.json"
