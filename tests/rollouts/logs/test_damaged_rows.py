@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.checkpoints import make_tokenizer
-from support.logs import LOGS, refused
+from support.logs import LOGS
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
@@ -227,17 +227,6 @@ def test_a_sum_of_rewards_needs_all_of_them(change: str, chat: Checkpoint, tmp_p
         read(tmp_path / "run", chat, tmp_path / "found.parquet", **OPTIONS["trl"])
     config = OPTIONS["trl"] | {"rewards": ("digits",)}
     assert read(tmp_path / "run", chat, tmp_path / "found.parquet", **config)[1].total["trajectories"] > 8
-
-
-@pytest.mark.parametrize("score", [float("inf"), float("-inf"), float("nan")])
-def test_scores_that_are_no_numbers(score: float, chat: Checkpoint, tmp_path: Path) -> None:
-    shutil.copytree(LOGS / "verl", tmp_path / "run")
-    file, lines = last_line(tmp_path / "run")
-    rows = [json.loads(line) for line in lines]
-    rows[-1] |= {"score": score, "acc": None, "reward": None}
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    message = "score is -?inf, expected a finite number" if score == score else "has no reward.*--skip unscored"
-    refused(message, read, tmp_path / "run", chat, tmp_path / "found.parquet")
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "trl"])

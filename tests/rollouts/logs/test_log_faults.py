@@ -125,19 +125,6 @@ def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_p
     assert summary.total["not_round_tripping"] == 0
 
 
-def test_a_reward_that_one_file_lacks_does_not_change_what_is_right(tokenizers: Any, tmp_path: Path) -> None:
-    both, one = {"accuracy_reward": [1.0, 0.0], "format_reward": [1.0, 1.0]}, {"format_reward": [1.0, 1.0]}
-    for step, columns in ((1, both), (2, one)):
-        path = tmp_path / "c" / f"completions_{step:05d}.parquet"
-        log = completions(path, [[USER]] * 2, completion=[f"{step}", "9"], **columns)
-        table = pd.read_parquet(log).assign(step=step)
-        (table if step == 1 else table.drop(columns="accuracy_reward")).to_parquet(log)
-    with pytest.raises(TsaeError, match=r"00002.*format_reward; those of the rows before are accuracy_reward, format"):
-        imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to")
-    with pytest.raises(TsaeError, match="has no reward column accuracy_reward"):
-        imported(tmp_path / "c", tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward",))
-
-
 def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
     row = {"step": 1, "prompt": [USER], "completion": "7"}
     with pytest.raises(TsaeError, match="no known log has the columns step, prompt, completion; known are"):

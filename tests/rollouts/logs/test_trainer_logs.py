@@ -285,12 +285,6 @@ def test_verl_before_it_logged_ground_truth(chat: Checkpoint, tmp_path: Path) ->
     assert found.table["outcome"].to_pylist() == ["success", "failure"]
 
 
-def test_verls_numpy_flags_are_text(chat: Checkpoint, tmp_path: Path) -> None:
-    rows = [{**row, "acc": str(row["acc"])} for row in rows_of(LOGS / "verl" / "1.jsonl")]
-    found = read(write(tmp_path / "1.jsonl", *rows), chat)
-    assert found.table["outcome"].to_pylist() == ["success", "failure", "success", "failure"]
-
-
 @pytest.mark.parametrize("roles", [("user",), ("system", "user")])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_template_that_lost_its_special_tokens_is_put_back(chat: Checkpoint, roles: Any, seed: int) -> None:
