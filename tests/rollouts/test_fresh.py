@@ -12,13 +12,7 @@ import pytest
 from support.builders import BOS
 from support.logs import refused
 from tsae.rollouts.config import SamplingConfig
-from tsae.rollouts.fresh_rollouts import (
-    answered_anew,
-    choose_verifier,
-    drawn_problems,
-    fresh_rollouts,
-    with_answers,
-)
+from tsae.rollouts.fresh_rollouts import answered_anew, choose_verifier, drawn_problems, fresh_rollouts, with_answers
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.table import Rollouts
 

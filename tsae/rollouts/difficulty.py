@@ -291,12 +291,7 @@ def estimate(n: np.ndarray, successes: np.ndarray, k: int) -> np.ndarray:
 
 
 def pass_at_k(
-    rates: pd.DataFrame,
-    banded: pd.DataFrame,
-    *,
-    reference: str,
-    k: Sequence[int] = (),
-    confidence: float = 0.95,
+    rates: pd.DataFrame, banded: pd.DataFrame, *, reference: str, k: Sequence[int] = (), confidence: float = 0.95
 ) -> pd.DataFrame:
     """pass@k by policy and band, with intervals over problems (`tsae.base.statistics`).
 

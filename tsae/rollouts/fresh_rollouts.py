@@ -23,13 +23,7 @@ from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.tokenizers import text_limits
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import (
-    FEWEST,
-    Bands,
-    band_counts,
-    band_problems,
-    bands_info,
-)
+from tsae.rollouts.bands import FEWEST, Bands, band_counts, band_problems, bands_info
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.logs.entry import hash64

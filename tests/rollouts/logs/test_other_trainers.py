@@ -496,7 +496,7 @@ def test_columns_are_named_one_by_one() -> None:
 
 def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
     frame = pd.DataFrame(
-        {"q": [USER, "1+1?"], "text": ["#2", "1+1=3;#3"], "score": [1.0, 0.0], "step": [3, 4], "other": [None, 1]},
+        {"q": [USER, "1+1?"], "text": ["#2", "1+1=3;#3"], "score": [1.0, 0.0], "step": [3, 4], "other": [None, 1]}
     )
     names = ColumnNames(prompt="q", response="text", reward="score")
     refused(r"^the table: row 1: column 'q' cannot be read", Rollouts.read, frame, chat, ImportConfig(columns=names))

@@ -512,10 +512,7 @@ def test_the_temperature_of_the_sampling_is_found(series: CheckpointSeries, tmp_
 
 
 def test_other_weights_and_other_rows_are_found_out(series: CheckpointSeries, tmp_path: Path) -> None:
-    for rows in (
-        [{**row, "step": 0} for row in logged_by(series, "log-00002")],
-        logged_by(series, "base", wrong=True),
-    ):
+    for rows in ([{**row, "step": 0} for row in logged_by(series, "log-00002")], logged_by(series, "base", wrong=True)):
         found = look(log_of(tmp_path, rows), series)["log-probabilities"]
         assert found.disagrees
         assert found.differ >= 3
