@@ -12,6 +12,7 @@ import torch
 import tsae
 from support.builders import make_rollouts, save_model
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
+from tsae.attribution.sample_kinds import other_problems
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
@@ -200,3 +201,17 @@ def test_logits_of_the_last_tokens_alone(trained: TrainedWeights) -> None:
     finally:
         handle.remove()
     assert seen == [4]
+
+
+def test_problems_of_the_log_are_left_out(tmp_path: Path) -> None:
+    every = make_rollouts(n_problems=6)
+    every.write(tmp_path / "all.parquet")
+    log = every.select((every.frame.problem_id.isin(every.frame.problem_id.unique()[:2])).to_numpy().nonzero()[0])
+    base = every.policies[0]
+    found = other_problems(tmp_path / "all.parquet", log, base)
+    prompts = {log.tokens(row)[0].tobytes() for row in range(len(log))}
+    kept = [row for row in range(len(every)) if every.tokens(row)[0].tobytes() not in prompts]
+    assert len(found) == sum(every.frame.policy[row] == base for row in kept) > 0
+    assert set(found.frame.policy) == {base}
+    with pytest.raises(TsaeError, match="asks no other problems"):
+        other_problems(tmp_path / "all.parquet", every, base)

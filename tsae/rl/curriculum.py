@@ -73,13 +73,10 @@ class Curriculum:
         self.ids = list(problem_ids)
         self.index = {problem: number for number, problem in enumerate(self.ids)}
         odd = next((problem for problem in self.ids if not isinstance(problem, str)), "")
+        what = f"the problem id {odd!r} is a {type(odd).__name__}, expected a text"
         refuse(
             "Curriculum",
-            (
-                not isinstance(odd, str),
-                f"the problem id {odd!r} is a {type(odd).__name__}, expected a text",
-                "Give the ids of read_problems.",
-            ),
+            (not isinstance(odd, str), what, "Give the ids of read_problems."),
             (not self.ids, "no problems", "Give at least one."),
             (len(self.index) < len(self.ids), "problem ids come twice", "Make ids unique."),
         )

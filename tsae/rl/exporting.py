@@ -78,11 +78,7 @@ def write_credit(
     refuse(
         features.origin,
         (ours != theirs, foreign, "Encode with the SAE that credit was learned with."),
-        (
-            n_without,
-            f"{n_without} trajectories have no advantage",
-            "Set them (`Rollouts.with_advantages`) before encoding.",
-        ),
+        (n_without, f"{n_without} trajectories have no advantage", "Encode `Rollouts.with_advantages`."),
     )
     logprob = _need_logprob(logprob, features, rows)
     # A group stays in one table: its advantages must add up to 0.

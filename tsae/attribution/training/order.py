@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -234,28 +234,26 @@ def _ordered(
     batching, facts = settings.batching, settings.facts
     sizes = sorted({len(generation.rows) for generation in generations})
     if len(sizes) > 1 or sizes[0] % (batching.parts * _processes(settings)):
-        raise _unknown(f"and some rows are not in the log: its generations have {sizes[0]} to {sizes[-1]}", settings)
+        _need_order(settings, f"and some rows are not in the log: its generations have {sizes[0]} to {sizes[-1]}")
     if settings.trainer != "trl":
-        if facts.get("order") == "log":
-            return generations, []
-        raise _unknown("and the log does not say which samples each was made of", settings)
+        if facts.get("order") != "log":
+            _need_order(settings, "and the log does not say which samples each was made of")
+        return generations, []
     a_part = counted(settings, "per_device_train_batch_size")
     processes = batching.processes or (sizes[0] // (a_part * batching.parts) if a_part else 1)
     if processes > 1 or any((folder / _RNG_OF_MANY).is_file() for folder in checkpoints.values()):
-        raise _unknown("and each of several processes shuffled its own", settings)
+        _need_order(settings, "and each of several processes shuffled its own")
     return _shuffled(generations, wanted, _Draws(rollouts, generations, settings, checkpoints, vocabulary))
 
 
-def _unknown(why: str, settings: RunSettings) -> TsaeError:
+def _need_order(settings: RunSettings, why: str) -> NoReturn:
+    """Refuse a log whose order matters and is not known."""
     n = settings.batching.updates
     what = f"{n:g} steps use each generation" if n > 1 else "the loss depends on which samples a micro-batch has"
-    return TsaeError(
-        f"say that {what}, {why}",
-        where=settings.source,
-        fix=settings.facts.get("order_fix")
-        or "Log the order: tsae.rl.TsaeCallback(trainer), one line. On one process, checkpoints with rng_state.pth "
-        f"(save_only_model=False) at multiples of {n:g} steps do as well.",
-    )
+    usual = "Log the order: tsae.rl.TsaeCallback(trainer), one line. On one process, checkpoints with rng_state.pth "
+    usual += f"(save_only_model=False) at multiples of {n:g} steps do as well."
+    fix = settings.facts.get("order_fix") or usual
+    raise TsaeError(f"say that {what}, {why}", where=settings.source, fix=fix)
 
 
 class _Draws:
@@ -328,9 +326,9 @@ def _shuffled(
         states.setdefault(0, torch.Generator().manual_seed(settings.seed).get_state().numpy())
     start = max((number for number in states if number <= begin), default=None)
     if settings.facts.get("use_vllm") and not draws.states:
-        raise _unknown(f"and vLLM, which may seed the generator anew, leaves no {_RNG}", settings)
+        _need_order(settings, f"and vLLM, which may seed the generator anew, leaves no {_RNG}")
     if start is None or not {*range(start, end)} <= draws.tokens.keys():
-        raise _unknown(f"and no seed and no state of the generator is known before step {wanted[0]}", settings)
+        _need_order(settings, f"and no seed and no state of the generator is known before step {wanted[0]}")
     permutations: dict[int, np.ndarray] = {}
     confirmed, samplers = 0, draws.samplers
     for low, high in pairwise(sorted({start, end, *(number for number in states if start < number < end)})):
@@ -339,7 +337,7 @@ def _shuffled(
             if high not in states or np.array_equal(state, states[high]):
                 break
         else:
-            raise _unknown(f"and the {_RNG} of step {high * each} does not follow from what was drawn before", settings)
+            _need_order(settings, f"and the {_RNG} of step {high * each} does not follow from what was drawn before")
         permutations |= found
         if high in states:
             confirmed, samplers = high * each, [words]
