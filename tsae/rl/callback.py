@@ -209,7 +209,8 @@ class TsaeCallback(TrainerCallback):
         rewards = rewards[own]
         total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
         totals = total.masked_fill(rewards.isnan().all(dim=1), torch.nan).tolist()
-        ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+        tokenizer = trainer._tokenizer  # releases before 1.15 know one end token alone
+        ends = {*getattr(trainer, "eos_token_ids", [tokenizer.eos_token_id]), tokenizer.pad_token_id}
         names = _reward_names(trainer)
         mask = batch["tool_mask"] * batch["completion_mask"] if "tool_mask" in batch else batch["completion_mask"]
         advantages, tokens = batch["advantages"], None
