@@ -84,6 +84,7 @@ def damages(file: Path) -> dict[str, Callable[[], Any]]:
 
 DAMAGES = ("empty", "cut", "zeros", "no text", "a list", "other object", "a folder", "gone")
 CASES = [(*file, damage) for file in FILES for damage in DAMAGES]
+CASES += [(kind, MANIFEST, "gone") for kind in LOADERS]
 
 
 @pytest.mark.parametrize(("kind", "name", "damage"), CASES)
@@ -95,14 +96,6 @@ def test_what_is_damaged_is_refused(kind: str, name: str, damage: str, results: 
         LOADERS[kind](folder)
     assert name in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("kind", list(LOADERS))
-def test_a_manifest_that_is_lost_is_missed(kind: str, results: Path, tmp_path: Path) -> None:
-    shutil.copytree(results / kind, folder := tmp_path / kind)
-    (folder / MANIFEST).unlink()
-    with pytest.raises(TsaeError, match=r"manifest\.json is missing"):
-        LOADERS[kind](folder)
 
 
 def test_a_table_that_came_later_is_no_part_of_a_diff(results: Path, tmp_path: Path) -> None:

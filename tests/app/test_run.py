@@ -152,6 +152,9 @@ def test_everything_from_the_folder_alone(finished: Finished) -> None:
     assert "What training changed: hard" in page
     assert f"compared with base on {rollouts.n_problems} problems" in page
     assert "answered no problem that base answered" in page
+    half = "the half that is missing here: with `tsae run … --sample 4 --to OTHER` both answer"
+    assert half in html.unescape(page)
+    assert "again with <code>--causal</code>" in page
 
     # Every response is one of the log, under its own problem and with its own reward.
     logged = pd.concat(pd.read_parquet(f) for f in sorted((SHIPPED / "logs/hard/completions").glob("*.parquet")))
@@ -543,12 +546,6 @@ def test_tests_are_planned_for_what_a_run_moved(finished: Finished) -> None:
         ("base", "hard-00150")
     }
     assert planned_tests(replace(diff, shifts=diff.shifts.assign(q=1.0)), 2) == []
-
-
-def test_a_page_says_which_half_is_missing(finished: Finished) -> None:
-    page = html.unescape((finished[0] / "report.html").read_text())
-    assert "the half that is missing here: with `tsae run … --sample 4 --to OTHER` both answer" in page
-    assert "again with <code>--causal</code>" in page
 
 
 @pytest.mark.slow
