@@ -729,7 +729,7 @@ def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, 
     lines, diff = analysed(config)
     assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
     local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
-    same = analysed(local)
+    _, same = analysed(local)
     pd.testing.assert_frame_equal(diff.shifts, same.shifts)
     series, origin = find_series(replace(config, base=hub_base))
     assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
@@ -1036,7 +1036,7 @@ def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").is_file()
 
     with_base = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "with-base")
-    diff = analysed(with_base)
+    _, diff = analysed(with_base)
     rollouts = tsae.Rollouts.read(tmp_path / "with-base" / "rollouts" / "rollouts.parquet")
     assert rollouts.policies == ["base", "grpo-00001"]
     assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16

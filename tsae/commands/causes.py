@@ -14,7 +14,7 @@ from tsae.base.validation import Count, config
 from tsae.causal.config import InterventionConfig
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
 from tsae.diff.config import InfluenceConfig
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 
 @config
@@ -209,9 +209,8 @@ class Influence:
 
 def _token_id(base: tsae.Checkpoint, text: str) -> int:
     ids: list[int] = base.load_tokenizer().encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        fix = "Give the text of a single token of this tokenizer."
-        raise TsaeError(f"{text!r} is {len(ids)} tokens, expected one", where="--first-token", fix=fix)
+    fix = "Give the text of a single token of this tokenizer."
+    refuse("--first-token", (len(ids) != 1, f"{text!r} is {len(ids)} tokens, expected one", fix))
     return ids[0]
 
 
@@ -228,7 +227,6 @@ def opposed_features(options: Causal) -> list[int]:
         raise TsaeError("no features chosen", where="tsae causal", fix=fix)
     diff = tsae.FeatureDiff.load(options.diff, features=tsae.FeatureTable.load(options.features))
     found = diff.opposed(options.raised, options.lowered)
-    if found.empty:
-        message = f"no feature was raised by {options.raised} and lowered by {options.lowered}"
-        raise TsaeError(message, where=options.diff)
+    message = f"no feature was raised by {options.raised} and lowered by {options.lowered}"
+    refuse(options.diff, (found.empty, message, None))
     return [int(feature) for feature in found.index]

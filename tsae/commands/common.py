@@ -14,7 +14,7 @@ import tsae
 from tsae.base.artefact import version_of
 from tsae.base.files import write_json
 from tsae.base.remote.mirror import shown
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.config import EndpointConfig
 
 Server = TypeVar("Server", bound=EndpointConfig)
@@ -40,12 +40,9 @@ def own_rollouts(path: Path, policy: str) -> tsae.Rollouts:
         TsaeError: where there are none.
     """
     rollouts = tsae.Rollouts.read(path)
-    if policy not in rollouts.policies:
-        raise TsaeError(
-            f"holds nothing that {policy} sampled; policies are {', '.join(rollouts.policies)}",
-            where=path,
-            fix="Give rollouts of that checkpoint, or another --checkpoint.",
-        )
+    what = f"holds nothing that {policy} sampled; policies are {', '.join(rollouts.policies)}"
+    fix = "Give rollouts of that checkpoint, or another --checkpoint."
+    refuse(path, (policy not in rollouts.policies, what, fix))
     return rollouts.where(policy=policy)
 
 

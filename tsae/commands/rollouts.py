@@ -16,7 +16,7 @@ from tsae.base.remote.mirror import local, published, refreshed, removed, url_of
 from tsae.base.validation import config
 from tsae.commands.common import as_json, load_series, print_part, say_wrote, with_address
 from tsae.commands.spreading import Spread
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig, ServerConfig
 
 
@@ -70,10 +70,9 @@ class Sample:
         chosen = [series[id] for id in self.checkpoints] if self.checkpoints else list(series.final())
         problems, verify = read_problems(self.problems), find_verifier(self.verifier)
         server = with_address(self.server)
-        if server is not None and len(chosen) > 1:
-            what = f"a server samples from one checkpoint, and here are {', '.join(c.id for c in chosen)}"
-            fix = "Name one with --checkpoints, and put the files together with `Rollouts.concat`."
-            raise TsaeError(what, where="--server.url", fix=fix)
+        what = f"a server samples from one checkpoint, and here are {', '.join(c.id for c in chosen)}"
+        fix = "Name one with --checkpoints, and put the files together with `Rollouts.concat`."
+        refuse("--server.url", (server is not None and len(chosen) > 1, what, fix))
         loader = ModelLoader(device=self.sampling.device)
         pieces = f"{url_of(self.to)}.pieces"
         if self.part is not None:

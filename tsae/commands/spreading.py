@@ -29,7 +29,7 @@ from pydantic import Field
 
 from tsae.base.progress import progress_bar
 from tsae.base.validation import config
-from tsae.errors import TsaeError, needing
+from tsae.errors import TsaeError, needing, refuse
 
 TIED = "TSAE_TIED"
 """Set for a part on this machine: it ends when its input does, because then the process that started it is gone."""
@@ -83,9 +83,8 @@ def run_parts(words: Sequence[str], spread: Spread, to: Path, device: str) -> bo
         TsaeError: where a part fails more often than `spread.retries`, SLURM takes no job, Ray cannot be used, or the
             words name one part.
     """
-    if any(word.partition("=")[0] == "--part" for word in words):
-        fix = "Give --part, or --parts and its options."
-        raise TsaeError("is one part, and all are to be run", where="--part", fix=fix)
+    one = any(word.partition("=")[0] == "--part" for word in words)
+    refuse("--part", (one, "is one part, and all are to be run", "Give --part, or --parts and its options."))
     words = without_spread(words)
     command = [*TSAE, *words]
     if spread.print_slurm:
@@ -157,13 +156,12 @@ def slurm_script(command: Sequence[str], spread: Spread, to: Path) -> str:
         TsaeError: where a word would not stay in its line of the script.
     """
     for word in (*command, *spread.slurm, str(to)):
-        if any(category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in word):
-            what = f"{word!r} holds a line break or another control character, expected one line of text"
-            raise TsaeError(what, where="--executor slurm", fix="Use names without such characters.")
+        odd = any(category(sign) in ("Cc", "Cs", "Zl", "Zp") for sign in word)
+        what = f"{word!r} holds a line break or another control character, expected one line of text"
+        refuse("--executor slurm", (odd, what, "Use names without such characters."))
     log = str(logs(to))
-    if {'"', "\\"} & set(log):
-        what = f'{log} holds " or \\, which SLURM cannot be given in the name of a log'
-        raise TsaeError(what, where="--to", fix="Use a folder without them.")
+    what = f'{log} holds " or \\, which SLURM cannot be given in the name of a log'
+    refuse("--to", ({'"', "\\"} & set(log), what, "Use a folder without them."))
     # SLURM reads % as the start of a number of the job.
     output = f"{log.replace('%', '%%')}/%a-of-{spread.parts}.log"
     lines = [
@@ -195,9 +193,8 @@ def _submit(script: str) -> str:
     except FileNotFoundError as error:
         fix = "Use --print-slurm, and submit the script there."
         raise TsaeError("there is no sbatch here", where=where, fix=fix) from error
-    if done.returncode:
-        what = f"sbatch takes no job ({done.stderr.strip() or done.returncode})"
-        raise TsaeError(what, where=where, fix="Give what your cluster needs, such as --slurm partition=gpu.")
+    what = f"sbatch takes no job ({done.stderr.strip() or done.returncode})"
+    refuse(where, (done.returncode, what, "Give what your cluster needs, such as --slurm partition=gpu."))
     return done.stdout.strip()
 
 
@@ -335,9 +332,8 @@ def resources(given: Sequence[str], device: str) -> dict[str, Any]:
             number = float(value)
         except ValueError:
             number = -1.0
-        if not (name and 0 <= number < float("inf")):
-            fix = "Give NAME=NUMBER, such as num_gpus=1."
-            raise TsaeError(f"{word!r} is not an amount of a resource", where="--ray", fix=fix)
+        amount, fix = name and 0 <= number < float("inf"), "Give NAME=NUMBER, such as num_gpus=1."
+        refuse("--ray", (not amount, f"{word!r} is not an amount of a resource", fix))
         (found if name in _KNOWN else own)[name] = number
     return found | ({"resources": own} if own else {})
 
@@ -408,6 +404,5 @@ def _check_fits(ray: Any, needs: Mapping[str, Any]) -> None:
     asked = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items() if amount)
     there = ", ".join(f"{name} {max((node.get(name, 0) for node in nodes), default=0):g}" for name in wanted)
     what = f"no node has what a part needs ({asked}); the most that a node has is {there}"
-    raise TsaeError(
-        what, where="--executor ray", fix="Ask for less with --ray, such as --ray num_gpus=0, or add a node."
-    )
+    fix = "Ask for less with --ray, such as --ray num_gpus=0, or add a node."
+    raise TsaeError(what, where="--executor ray", fix=fix)
