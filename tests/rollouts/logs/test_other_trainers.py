@@ -383,7 +383,7 @@ def test_inspect(chat: Checkpoint, monkeypatch: pytest.MonkeyPatch, real: bool) 
 
 def test_without_inspect_the_error_says_what_to_install(chat: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "inspect_ai.log", None)
-    refused(r"sums\.eval: .*not installed\. pip install 'tsae\[inspect\]'", read, LOGS / "inspect" / "sums.eval", chat)
+    refused(r"sums\.eval: .*not installed.* pip install 'inspect_ai", read, LOGS / "inspect" / "sums.eval", chat)
 
 
 # --- telling them apart, and logs that nobody is known to write
