@@ -71,19 +71,19 @@ def proportions(q: np.ndarray, planted: np.ndarray) -> tuple[float, float]:
     return float((found & ~planted).sum() / max(found.sum(), 1)), float(found[planted].sum() / max(planted.sum(), 1))
 
 
-def check(rates: dict[str, dict[str, float]]) -> None:
+@pytest.mark.parametrize(
+    ("repeats", "n_problems"), [(20, 60), *(pytest.param(200, n, marks=pytest.mark.slow) for n in (24, 60, 180))]
+)
+def test_planted_effects_are_found_and_little_else(repeats: int, n_problems: int) -> None:
+    rates = measure(repeats, n_problems, tokens=True)
     for name, rate in rates.items():
         assert rate["false"] <= 0.05 + 2.5 * rate["error"], (name, rate)
         assert rate["moved_false"] <= 0.05 + 2.5 * rate["moved_error"], (name, rate)
         assert 0.93 <= rate["covered"] <= 0.97, (name, rate)
-
-
-def test_planted_effects_are_found_and_little_else() -> None:
-    rates = measure(20, 60, tokens=True)
-    check(rates)
-    assert rates["shift"]["found"] > 0.8
-    assert rates["outcome"]["found"] > 0.2
-    assert rates["shift"]["moved_found"] > 0.5
+    if n_problems >= 60:
+        assert rates["shift"]["found"] > 0.8
+        assert rates["outcome"]["found"] > 0.2
+        assert rates["shift"]["moved_found"] > 0.5
     # The same check, which a test over tokens fails.
     for name in ("shift", "outcome"):
         assert rates[name]["token_level_false"] > 0.15, rates[name]
@@ -95,16 +95,6 @@ def test_nothing_is_found_where_there_is_nothing(repeats: int, n_problems: int) 
     limit = 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / repeats)
     for name, rate in measure(repeats, n_problems, effect=0.0).items():
         assert max(rate["false"], rate["moved_false"]) <= limit, (name, rate)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_problems", [24, 60, 180])
-def test_planted_truth_over_many_worlds(n_problems: int) -> None:
-    rates = measure(200, n_problems, tokens=True)
-    print(n_problems, rates)
-    check(rates)
-    for name in ("shift", "outcome"):
-        assert rates[name]["token_level_false"] > 0.15, rates[name]
 
 
 # --- the parts
