@@ -96,11 +96,9 @@ def insertion(
     records = []
     for feature in tqdm(chosen, desc=f"inserting, {checkpoint.id}", unit="feature", disable=not progress):
         tokens = _top_tokens(features, split.learnt, feature, config)
-        empty = {"reader": checkpoint.id, "feature": feature, **tokens.columns()}
-        if tokens.note:
-            records.append({**empty, "verdict": tokens.note})
-            continue
-        records.append({**empty, **_measure(features, reading, sae, split, feature, tokens, config)})
+        known = {"reader": checkpoint.id, "feature": feature, **tokens.columns()}
+        refused = {"verdict": tokens.note} if tokens.note else {}
+        records.append(known | (refused or _measure(features, reading, sae, split, feature, tokens, config)))
     return pd.DataFrame(records).reindex(columns=list(COLUMNS))
 
 
@@ -185,21 +183,17 @@ def _top_tokens(features: FeatureTable, learnt: np.ndarray, feature: int, config
     rate = fired / count
     order = np.argsort(-total, kind="stable")[: config.n_tokens]
     top = order[total[order] > 0]
-    nothing = np.empty(0, dtype=int)
-    if not len(top):
-        return _Tokens(nothing, np.empty(0), nothing, 0.0, np.empty(0), "never active")
-    controls = []
+    controls: list[int] = []
     for token in top:
         # A token that the feature answers to would be no control, nor one of the tokens that are inserted.
         allowed = np.flatnonzero((rate <= _HARDLY * rate[token]) & ~np.isin(np.arange(len(ids)), top))
         if not len(allowed):
             break
-        controls.append(allowed[np.abs(np.log(count[allowed] / count[token])).argmin()])
+        controls.append(int(allowed[np.abs(np.log(count[allowed] / count[token])).argmin()]))
     share, typical = total[top] / total[top].sum(), total[top] / fired[top]
-    natural = float(fired[top].sum() / count[top].sum())
-    if len(controls) < len(top):
-        return _Tokens(ids[top], share, nothing, natural, typical, "fires on every token")
-    return _Tokens(ids[top], share, ids[np.array(controls)], natural, typical)
+    natural = float(fired[top].sum() / max(int(count[top].sum()), 1))
+    note = "never active" if not len(top) else "fires on every token" if len(controls) < len(top) else ""
+    return _Tokens(ids[top], share, ids[np.array([] if note else controls, dtype=int)], natural, typical, note)
 
 
 def _measure(
@@ -228,19 +222,15 @@ def _measure(
     ]
     found = last_activations(reading, sae, texts, feature, config.batch_tokens)
     inserted, control = found[: len(places)], found[len(places) :]
-    typical = tokens.typical[which]
+    typical = tokens.typical[which].mean()
     # One number a problem: its places averaged.
     size = np.bincount(problems)
-    by_problem = np.stack(
-        [np.bincount(problems, weights=x) / size for x in (inserted - control, inserted / typical.mean())], 1
-    )
+    measures = inserted - control, inserted / typical
+    by_problem = np.stack([np.bincount(problems, weights=x) / size for x in measures], 1)
     low, high = bootstrap_interval(by_problem, config.n_bootstrap, config.confidence, config.seed)
     difference, kept = reduce(by_problem, "problem measure -> measure", "mean")
-    verdict = UNDECIDED
-    if high[1] < _KEPT:
-        verdict = CONTEXT_DEPENDENT
-    elif low[0] > 0 and kept >= _KEPT:
-        verdict = TOKEN_DRIVEN
+    driven = TOKEN_DRIVEN if low[0] > 0 and kept >= _KEPT else UNDECIDED
+    verdict = CONTEXT_DEPENDENT if high[1] < _KEPT else driven
     return {
         **counts,
         "inserted": float(inserted.mean()),
