@@ -29,6 +29,7 @@ from support.builders import (
     save_series,
 )
 from support.checkpoints import reweigh
+from support.refusals import refuses
 from support.stores import edit
 from tsae.activations import capture as recording
 from tsae.activations.batches import TokenBatch, Windows
@@ -234,8 +235,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(
         with pytest.raises(Interrupted):
             capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
     assert len(list((tmp_path / "acts").rglob("*.h5"))) == after
-    with pytest.raises(TsaeError, match="its capture did not finish"):
-        ActivationStore(tmp_path / "acts")
+    refuses("its capture did not finish", ActivationStore, tmp_path / "acts")
     done = {p: p.stat().st_mtime_ns for p in (tmp_path / "acts").rglob("*.h5")}
     capture(series, rollouts, store.sites, to=tmp_path / "acts", config=SMALL, progress=False)
     assert contents(tmp_path / "acts") == contents(store.path)
@@ -284,8 +284,7 @@ def test_another_capture_is_not_mixed_in(
         "readers differ": lambda: again(series=series.select([])),
         "holds another capture: readers differ": lambda: again(series=other),
     }.items():
-        with pytest.raises(TsaeError, match=message):
-            change()
+        refuses(message, change)
     assert contents(tmp_path / "acts") == before
 
 
@@ -400,10 +399,8 @@ def test_readers_of_a_smaller_vocabulary_or_context_are_refused(
     records = [{"id": "base", "path": "base"}, {"id": "odd", "path": "odd", "run": "r", "step": 1}]
     series = CheckpointSeries.load(save_series(tmp_path / "s", records))
     config = replace(SMALL, plan="all")
-    with pytest.raises(TsaeError, match=message):
-        capture(series, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
-    with pytest.raises(TsaeError, match=message):
-        LiveSource(series, rollouts, SITE, config=LiveConfig(plan="all"))
+    refuses(message, capture, series, rollouts, [SITE], to=tmp_path / "acts", config=config, progress=False)
+    refuses(message, lambda: LiveSource(series, rollouts, SITE, config=LiveConfig(plan="all")))
     assert not (tmp_path / "acts").exists()
 
 
@@ -438,8 +435,7 @@ def test_unknown_sites_and_precisions_leave_nothing_behind(
         with pytest.raises(TsaeError):
             capture(series, rollouts, sites, to=tmp_path / "acts", progress=False)
     for name in ("batch_tokens", "shard_tokens"):
-        with pytest.raises(TsaeError, match=f"{name}=0 must be at least 1"):
-            CaptureConfig(**{name: 0})
+        refuses(f"{name}=0 must be at least 1", CaptureConfig, **{name: 0})
     assert not (tmp_path / "acts").exists()
 
 
@@ -456,8 +452,7 @@ def damaged(store: ActivationStore, tmp_path: Path) -> Path:
 def test_shard_paths_that_leave_the_store_are_refused(damaged: Path, file: str) -> None:
     shutil.copy(damaged / "base" / "00000.h5", damaged.parent / "outside.h5")
     edit(damaged, lambda m: m["readers"][0]["shards"][0].update(file=file))
-    with pytest.raises(TsaeError, match="leaves the store"):
-        list(ActivationStore(damaged).shards())
+    refuses("leaves the store", lambda: list(ActivationStore(damaged).shards()))
 
 
 FAULTS: dict[str, tuple[str, Callable[[np.ndarray], Any]]] = {
@@ -518,8 +513,7 @@ def test_manifests_of_nonsense_are_refused(what: str, damaged: Path) -> None:
 def test_links_out_of_the_store_are_refused(damaged: Path) -> None:
     shutil.move(damaged / "base" / "00000.h5", damaged.parent / "outside.h5")
     (damaged / "base" / "00000.h5").symlink_to(damaged.parent / "outside.h5")
-    with pytest.raises(TsaeError, match="leaves the store"):
-        list(ActivationStore(damaged).shards())
+    refuses("leaves the store", lambda: list(ActivationStore(damaged).shards()))
 
 
 @pytest.mark.parametrize("keep", [0, 100, 3000, -1, -400])
@@ -534,24 +528,19 @@ def test_truncated_shards_are_refused(damaged: Path, keep: int) -> None:
 def test_missing_and_foreign_shards_are_refused(damaged: Path) -> None:
     second = damaged / "base" / "00001.h5"
     shutil.copy(damaged / "base" / "00000.h5", second)
-    with pytest.raises(TsaeError, match=r"not those of the manifest.*tsae capture"):
-        list(ActivationStore(damaged).shards())
+    refuses(r"not those of the manifest.*tsae capture", lambda: list(ActivationStore(damaged).shards()))
     second.unlink()
-    with pytest.raises(TsaeError, match="a shard of the manifest is missing"):
-        list(ActivationStore(damaged).shards())
+    refuses("a shard of the manifest is missing", lambda: list(ActivationStore(damaged).shards()))
 
 
 def test_bad_manifests_are_refused(damaged: Path) -> None:
     edit(damaged, lambda m: m.update(version=1))
-    with pytest.raises(TsaeError, match="is a store of version 1, expected a store of version 4"):
-        ActivationStore(damaged)
+    refuses("is a store of version 1, expected a store of version 4", ActivationStore, damaged)
     for content in ("{", "[]", "{}"):
         (damaged / "manifest.json").write_text(content)
-        with pytest.raises(TsaeError, match=r"cannot be read|has no checksum"):
-            ActivationStore(damaged)
+        refuses(r"cannot be read|has no checksum", ActivationStore, damaged)
     (damaged / "manifest.json").unlink()
-    with pytest.raises(TsaeError, match="no activation store"):
-        ActivationStore(damaged)
+    refuses("no activation store", ActivationStore, damaged)
 
 
 def test_a_copy_of_other_rollouts_is_refused(damaged: Path) -> None:
@@ -561,10 +550,8 @@ def test_a_copy_of_other_rollouts_is_refused(damaged: Path) -> None:
 
 
 def test_unknown_readers_and_sites_are_named(store: ActivationStore) -> None:
-    with pytest.raises(TsaeError, match="no reader 'hard'; there are base, easy-10"):
-        store.reader_info("hard")
-    with pytest.raises(TsaeError, match="no site 'x'"):
-        store.d_model("x")
+    refuses("no reader 'hard'; there are base, easy-10", store.reader_info, "hard")
+    refuses("no site 'x'", store.d_model, "x")
     assert store.d_model(SITE) == D_MODEL
 
 
@@ -713,11 +700,8 @@ def test_outliers_are_left_out_and_pairs_do_not_bridge_them(store: ActivationSto
 
 
 def test_windows_refuse_what_has_no_pairs(store: ActivationStore, series: CheckpointSeries, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="window=1"):
-        Windows(store, SITE, window=1)
+    refuses("window=1", Windows, store, SITE, window=1)
     record = {"problem_id": "a", "policy": "base", "prompt_ids": [BOS], "response_ids": [1, EOS], "outcome": "unknown"}
     lone = capture(series.select([]), Rollouts.from_records([record]), [SITE], to=tmp_path / "lone", progress=False)
-    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens that count"):
-        Windows(lone, SITE)
-    with pytest.raises(TsaeError, match="no tokens are left"):
-        Windows(lone, SITE, span="prompt")
+    refuses("no trajectory has two adjacent tokens that count", Windows, lone, SITE)
+    refuses("no tokens are left", Windows, lone, SITE, span="prompt")

@@ -21,6 +21,7 @@ import torch
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, rewrite
 from support.children import free_port, killed_until_done, run_tsae, start
+from support.refusals import refuses
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import edit
 from tsae.activations import capture as recording
@@ -131,8 +132,7 @@ def test_a_capture_is_not_resumed_with_weights_that_changed_in_the_middle(again:
     folder = again(tmp_path / "acts", series=series, sites=SITES[:1]).path
     edit(folder, lambda m: m.update(complete=False))
     flip_middle(model / "model.safetensors")
-    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
-        again(folder, series=series, sites=SITES[:1])
+    refuses("holds another capture: readers differ", lambda: again(folder, series=series, sites=SITES[:1]))
 
 
 @pytest.mark.parametrize("at", [0, -2], ids=["before it is loaded", "while it reads"])
@@ -152,8 +152,7 @@ def test_a_checkpoint_rewritten_during_a_capture_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(recording, "capture_shard", then_rewritten)
         what = r"series/easy-10: its weights or its config changed while they were in use \(hash \S+, before \S+\)"
-        with pytest.raises(TsaeError, match=what):
-            capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+        refuses(what, capture, series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
     kept = [shard["file"] for shard in records(folder)]
     assert kept == [name for name in sorted(shards_of(whole)) if name < moment or name.startswith("base")]
     for name in kept:
@@ -177,8 +176,7 @@ def test_a_base_rewritten_before_it_is_fingerprinted_is_refused(
         return model
 
     monkeypatch.setattr(opening, "_load", then_rewritten)
-    with pytest.raises(TsaeError, match="series/base: its weights or its config changed"):
-        again(tmp_path / "acts", series=series)
+    refuses("series/base: its weights or its config changed", again, tmp_path / "acts", series=series)
     assert not (tmp_path / "acts").exists()
 
 
@@ -203,8 +201,7 @@ def test_a_capture_does_not_write_through_a_link(again: Again, whole: Path, tmp_
     edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
     shutil.rmtree(folder / "easy-10")
     (folder / "easy-10").symlink_to(outside)
-    with pytest.raises(TsaeError, match="leaves the store"):
-        again(folder)
+    refuses("leaves the store", again, folder)
     assert not list(outside.iterdir())
 
 
@@ -255,8 +252,7 @@ def test_a_trajectory_that_does_not_fit_alone_is_named(
     longest = int(lengths.max())
     with monkeypatch.context() as patch:
         short_of_memory(patch, longest - 1, ERRORS[0])
-        with pytest.raises(TsaeError, match=rf"trajectory \d+ of {longest} tokens does not fit into memory by itself"):
-            again(tmp_path / "acts")
+        refuses(rf"trajectory \d+ of {longest} tokens does not fit into memory by itself", again, tmp_path / "acts")
     # What fitted is kept, and memory may be enough the next time.
     again = again(tmp_path / "acts")
     assert min(record["batch_tokens"] for record in records(again.path)) < 64
@@ -350,8 +346,7 @@ def test_parts_in_any_order_make_the_store_of_one(again: Again, whole: Path, tmp
             {record["file"] for record in records(whole)} - set(missing)
         )
         if missing:
-            with pytest.raises(TsaeError, match="its capture did not finish"):
-                ActivationStore(folder)
+            refuses("its capture did not finish", ActivationStore, folder)
             assert check_store(folder) == []
     assert contents(folder) == contents(whole)
 
@@ -372,12 +367,10 @@ def test_a_part_of_another_capture_is_refused(again: Again, whole: Path, tmp_pat
     again(folder, part=Part(0, 2))
     before = contents(folder)
     other = replace(CONFIG, shard_tokens=120)
-    with pytest.raises(TsaeError, match="holds another capture: config differ"):
-        again(folder, part=Part(1, 2), config=other)
+    refuses("holds another capture: config differ", lambda: again(folder, part=Part(1, 2), config=other))
     assert contents(folder) == before
     shutil.copy(folder / "base" / "00000.json", folder / "base" / "00001.json")
-    with pytest.raises(TsaeError, match=r"the record 00001\.json of base is that of base/00000\.h5"):
-        again(folder, part=Part(1, 2))
+    refuses(r"the record 00001\.json of base is that of base/00000\.h5", lambda: again(folder, part=Part(1, 2)))
 
 
 def test_a_shard_of_another_capture_is_refused(again: Again, whole: Path, tmp_path: Path) -> None:
@@ -392,8 +385,7 @@ def test_a_shard_of_another_capture_is_refused(again: Again, whole: Path, tmp_pa
     with pytest.raises(TsaeError, match=what) as refused:
         again(here)
     assert "\n" not in str(refused.value)
-    with pytest.raises(TsaeError, match="of another capture"):
-        ActivationStore(here)
+    refuses("of another capture", ActivationStore, here)
     for file in (there / "base").iterdir():
         (here / "base" / file.name).unlink()
     again(here)
@@ -414,8 +406,7 @@ def test_a_completed_manifest_whose_records_were_not_removed(
     again(folder)
     assert contents(folder) == contents(whole)
     (folder / "manifest.json").write_text('{"format": "tsae-activ')
-    with pytest.raises(TsaeError, match=r"manifest\.json: cannot be read"):
-        ActivationStore(folder)
+    refuses(r"manifest\.json: cannot be read", ActivationStore, folder)
 
 
 def test_what_parts_left_that_were_killed_before_the_manifest_is_removed(
@@ -571,8 +562,7 @@ def test_a_model_spread_over_devices_is_not_for_several_processes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(TsaeError, match='device="auto" spreads one model over all GPUs'):
         again(tmp_path / "acts", config=replace(CONFIG, device="auto"))
-    with pytest.raises(TsaeError, match='device="auto" needs backend="huggingface"'):
-        replace(CONFIG, device="auto", backend="transformer_lens")
+    refuses('device="auto" needs backend="huggingface"', replace, CONFIG, device="auto", backend="transformer_lens")
 
 
 def test_a_model_spread_over_devices_is_read_the_same(again: Again, whole: Path, tmp_path: Path) -> None:
@@ -682,8 +672,7 @@ def test_other_weights_do_not_take_the_place_of_damaged_shards(
     shutil.rmtree(tmp_path / "series" / "base")
     save_perturbed(llama, tmp_path / "series" / "base", seed=3)
     before, other = contents(damaged), CheckpointSeries.load(tmp_path / "series")
-    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
-        again(damaged, series=other)
+    refuses("holds another capture: readers differ", again, damaged, series=other)
     assert contents(damaged) == before
 
 
@@ -700,8 +689,7 @@ def test_a_checkpoint_rewritten_while_shards_are_captured_again_is_refused(
 
     manifest = (damaged / "manifest.json").read_bytes()
     monkeypatch.setattr(recording, "capture_shard", then_rewritten)
-    with pytest.raises(TsaeError, match="series/base: its weights or its config changed while they were in use"):
-        again(damaged, series=series)
+    refuses("series/base: its weights or its config changed while they were in use", again, damaged, series=series)
     assert (damaged / "manifest.json").read_bytes() == manifest
 
 
@@ -737,23 +725,20 @@ def test_a_damaged_copy_of_the_rollouts_is_put_right_by_the_same_capture(
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     make_rollouts(seed=5).write(folder / "rollouts.parquet")
-    with pytest.raises(TsaeError, match=r"not the rollouts that were captured.*Run the same `tsae capture` again"):
-        check_store(folder)
+    refuses(r"not the rollouts that were captured.*Run the same `tsae capture` again", check_store, folder)
     again(folder)
     assert check_store(folder) == []
 
 
 def test_shards_of_another_model_do_not_pass_for_ones_own(damaged: Path) -> None:
     edit(damaged, lambda m: m["readers"][0].update(shards=m["readers"][0]["shards"][5:]))
-    with pytest.raises(TsaeError, match=r"base/00005\.h5: is the shard of other weights"):
-        list(ActivationStore(damaged).shards("base"))
+    refuses(r"base/00005\.h5: is the shard of other weights", lambda: list(ActivationStore(damaged).shards("base")))
 
 
 def test_a_store_of_another_tokenizer_is_not_gone_on_with(again: Again, whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     edit(folder, lambda m: m.update(tokenizer="0123456789abcdef"))
-    with pytest.raises(TsaeError, match="holds another capture: tokenizer differ"):
-        again(folder)
+    refuses("holds another capture: tokenizer differ", again, folder)
 
 
 @pytest.mark.parametrize(
@@ -772,5 +757,4 @@ def test_manifests_of_another_make_are_refused(whole: Path, tmp_path: Path, chan
     (tmp_path / "acts").mkdir()
     shutil.copy(whole / "manifest.json", tmp_path / "acts" / "manifest.json")
     edit(tmp_path / "acts", change)
-    with pytest.raises(TsaeError, match="is not a manifest"):
-        ActivationStore(tmp_path / "acts")
+    refuses("is not a manifest", ActivationStore, tmp_path / "acts")

@@ -19,6 +19,7 @@ import tsae
 from support.builders import make_rollouts
 from support.checkpoints import rewrite
 from support.children import run_tsae, start
+from support.refusals import refuses
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import checkpoint, interrupted, same_files
 from tsae.activations.live import ActivationCache, LiveSource, LiveWindows, equal_blocks
@@ -324,8 +325,7 @@ def test_a_checkpoint_rewritten_while_it_is_read_is_refused(
     batches = LiveWindows(source, SITE).epoch(0, 64)
     next(batches)
     rewrite(tmp_path / "series" / "easy-10")
-    with pytest.raises(TsaeError, match="series/easy-10: its weights or its config changed while they were in use"):
-        list(batches)
+    refuses("series/easy-10: its weights or its config changed while they were in use", list, batches)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -375,8 +375,7 @@ def test_another_buffer_is_another_training(source: LiveSource, series: Any, rol
         ({"batch_tokens": 64}, r"inputs\.capture\.batch_tokens was 128, is 64"),
     ]:
         other = LiveSource(series, rollouts, SITE, config=replace(CONFIG, **change))
-        with pytest.raises(TsaeError, match=message):
-            tsae.train(other, SAE, to=tmp_path / "sae", training=training, progress=False)
+        refuses(message, tsae.train, other, SAE, to=tmp_path / "sae", training=training, progress=False)
     same = LiveSource(series, rollouts, SITE, config=replace(CONFIG, models=1))
     tsae.train(same, SAE, to=tmp_path / "sae", training=training, progress=False)
 
@@ -387,18 +386,15 @@ def test_what_does_not_fit_is_refused(source: LiveSource, series: Any, rollouts:
         tsae.train(small, SAE, training=replace(TRAINING, batch_tokens=20), progress=False)
     with pytest.raises(TsaeError, match=r"buffer_tokens=400 must hold at least two batches of batch_tokens=300"):
         tsae.train(source, SAE, training=replace(TRAINING, batch_tokens=300), progress=False)
-    with pytest.raises(TsaeError, match=r"LiveConfig: buffer_tokens=0 must be at least 1"):
-        tsae.LiveConfig(buffer_tokens=0)
+    refuses(r"LiveConfig: buffer_tokens=0 must be at least 1", tsae.LiveConfig, buffer_tokens=0)
     sae = tsae.TemporalSAE(16, SAE, site=SITE)
-    with pytest.raises(TsaeError, match=r"LiveSource: keeps no activations, but a store is needed here"):
-        tsae.evaluate(sae, source)
+    refuses(r"LiveSource: keeps no activations, but a store is needed here", tsae.evaluate, sae, source)
     with pytest.raises(TsaeError, match=r"no site 'blocks\.2\.hook_resid_post'; there are blocks\.1"):
         tsae.train(source, SAE, training=replace(TRAINING, site="blocks.2.hook_resid_post"), progress=False)
     with pytest.raises(TsaeError, match=r"blocks\.7\.hook_resid_post does not exist"):
         LiveSource(series, rollouts, "blocks.7.hook_resid_post", config=CONFIG)
     foreign = make_rollouts(("base",), n_problems=2, tokenizer="another")
-    with pytest.raises(TsaeError, match="the trajectories were tokenised with"):
-        LiveSource(series, foreign, SITE, config=CONFIG)
+    refuses("the trajectories were tokenised with", LiveSource, series, foreign, SITE, config=CONFIG)
 
 
 # --- memory, and several processes

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import tsae
+from support.refusals import refuses
 from support.stores import SITE, Text, Token, numbered_store, numbers
 from tsae.activations.config import Subset
 from tsae.activations.store import ActivationStore
 from tsae.cli import main
-from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 
@@ -98,12 +98,9 @@ def test_what_does_not_occur_is_refused(numbered: tuple[ActivationStore, list[To
         ({"outcomes": "correct"}, r"no outcome 'correct'; there are success"),
         ({"readers": "a-1", "runs": "b"}, r"nothing is of readers a-1, runs b"),
     ]:
-        with pytest.raises(TsaeError, match=message):
-            store.subset(**case)
-    with pytest.raises(TsaeError, match="no reader 'base'; there are a-1"):
-        store.subset(readers="a-1").reader_info("base")
-    with pytest.raises(TsaeError, match="nothing is of bands hard"):
-        store.subset(bands="easy").subset(bands="hard")
+        refuses(message, store.subset, **case)
+    refuses("no reader 'base'; there are a-1", lambda: store.subset(readers="a-1").reader_info("base"))
+    refuses("nothing is of bands hard", lambda: store.subset(bands="easy").subset(bands="hard"))
 
 
 def test_a_training_goes_on_only_with_the_same_subset(
@@ -124,15 +121,13 @@ def test_a_training_goes_on_only_with_the_same_subset(
         (store.subset(runs="a", bands="easy"), r"inputs\.subset\.bands was"),
         (store.subset(readers=["a-1", "a-2"], bands=["easy", "hard"]), r"inputs\.subset\.runs was .* is absent"),
     ]:
-        with pytest.raises(TsaeError, match=message):
-            tsae.train(other, SMALL, to=folder, training=TRAINING, progress=False)
+        refuses(message, tsae.train, other, SMALL, to=folder, training=TRAINING, progress=False)
     # The bands that it was made by are measured anew: another subset, although its name is the same.
     table = store.rollouts
     bands = ["hard" if band == "medium" else band for band in table.table["band"].to_pylist()]
     relabelled = store.subset(bands=["hard", "easy"], runs="a")
     relabelled.__dict__["rollouts"] = table.with_column("band", bands)
-    with pytest.raises(TsaeError, match=r"inputs\.band was"):
-        tsae.train(relabelled, SMALL, to=folder, training=TRAINING, progress=False)
+    refuses(r"inputs\.band was", tsae.train, relabelled, SMALL, to=folder, training=TRAINING, progress=False)
 
 
 # --- encode and evaluate

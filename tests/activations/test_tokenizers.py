@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import IDS, edit, save_resized
+from support.refusals import refuses
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.checkpoints.drift import update_of, weight_drift
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
@@ -92,8 +93,7 @@ def test_a_token_that_means_something_else_is_named(llama: Path, tmp_path: Path)
             r"trajectory 4 holds token id 20: '<\|PAD_TOKEN\|>' to .*, no token to that of base",
         ),
     ):
-        with pytest.raises(TsaeError, match=said):
-            captured(tmp_path / "acts", whose, llama, run)
+        refuses(said, captured, tmp_path / "acts", whose, llama, run)
     # Who does not read that trajectory can read the others.
     policies = ["run" if row == 4 else "base" for row in range(len(used))]
     own = rollouts_of(run, more=N).with_column("policy", policies)
@@ -108,8 +108,7 @@ def test_a_token_that_means_something_else_is_named(llama: Path, tmp_path: Path)
         captured(tmp_path / "acts", rollouts_of(llama), llama, renamed)
     with pytest.raises(TsaeError, match="is not the one that the trajectories were tokenised with"):
         check_tokenizer(Checkpoint("renamed", str(renamed)), rollouts_of(llama))  # nobody has the other one
-    with pytest.raises(TsaeError, match="tokenised with different tokenizers"):
-        Rollouts.concat([rollouts_of(llama), rollouts_of(renamed)])
+    refuses("tokenised with different tokenizers", lambda: Rollouts.concat([rollouts_of(llama), rollouts_of(renamed)]))
 
 
 def test_added_tokens_in_another_order(llama: Path, tmp_path: Path) -> None:
@@ -118,8 +117,7 @@ def test_added_tokens_in_another_order(llama: Path, tmp_path: Path) -> None:
     captured(tmp_path / "acts", rollouts_of(first), first, second)
     with pytest.raises(TsaeError, match=r"trajectory 4 holds token id 21: '<b>' to .*, '<a>' to that of second"):
         captured(tmp_path / "used", rollouts_of(first, more=N + 1), first, second)
-    with pytest.raises(TsaeError, match="tokenised with different tokenizers"):
-        Rollouts.concat([rollouts_of(first), rollouts_of(second)])
+    refuses("tokenised with different tokenizers", lambda: Rollouts.concat([rollouts_of(first), rollouts_of(second)]))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import scipy.stats
 import torch
 
 from support.builders import BOS, EOS, overwrite, synthetic_store
+from support.refusals import refuses
 from support.stores import NEWLINE, SEMICOLON, SITE, SPECIAL, D, Text, Token, numbered_store, numbers
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.store import ActivationStore
@@ -180,20 +181,16 @@ def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
 
 def test_steps_that_divide_nothing_are_refused(steps: tuple[ActivationStore, list[Token]], tmp_path: Path) -> None:
     store, _ = steps
-    with pytest.raises(TsaeError, match=r"steps need step_ends.*tokens_with"):
-        Windows(store, SITE, partner="step")
-    with pytest.raises(TsaeError, match=r"step_ends=\(12,\) divide no trajectory into steps"):
-        Windows(store, SITE, partner="step", step_ends=(12,))
+    refuses(r"steps need step_ends.*tokens_with", Windows, store, SITE, partner="step")
+    refuses(r"step_ends=\(12,\) divide no trajectory into steps", Windows, store, SITE, partner="step", step_ends=(12,))
     # A semicolon ends prompts, but divides none.
     with pytest.raises(TsaeError, match="divide no trajectory into steps"):
         Windows(store, SITE, partner="step", step_ends=(SEMICOLON,), span="prompt")
     lone = numbered_store(tmp_path / "lone", [Text([BOS], [1, SEMICOLON, 2, SEMICOLON, EOS])])[0]
     assert Windows(lone, SITE, partner="step", step_ends=(SEMICOLON,)).n_tokens == 4
-    with pytest.raises(TsaeError, match="no step has two tokens that count"):
-        Windows(lone, SITE, partner="step", step_ends=(1, 2, SEMICOLON))
+    refuses("no step has two tokens that count", Windows, lone, SITE, partner="step", step_ends=(1, 2, SEMICOLON))
     single = numbered_store(tmp_path / "single", [Text([BOS], [i % 9, EOS]) for i in range(40)])[0]
-    with pytest.raises(TsaeError, match=r"no trajectory has two tokens that count.*temporal-weight 0"):
-        Windows(single, SITE, partner="earlier")
+    refuses(r"no trajectory has two tokens that count.*temporal-weight 0", Windows, single, SITE, partner="earlier")
     with pytest.raises(TsaeError, match='step_ends are given, but partner="earlier" knows no steps'):
         TrainingConfig(partner="earlier", step_ends=(1,))
 
@@ -345,8 +342,7 @@ def test_what_cannot_be_balanced_is_refused(unequal: tuple[ActivationStore, list
     message = (
         r"rollouts\.parquet: the band of 4 trajectories is unknown \(first: row 0\).*`tsae rollouts bands`.*--balance"
     )
-    with pytest.raises(TsaeError, match=message):
-        Windows(store, SITE, balance=("reader", "band"))
+    refuses(message, Windows, store, SITE, balance=("reader", "band"))
     # Only what is read matters: every tenth problem is held out, and nobody has read row 9's.
     assert [cell.as_dict() for cell in Windows(store, SITE, balance=("outcome",)).mixture.cells] == [
         {"outcome": "success", "tokens": 120, "weight": 1.0}
@@ -358,8 +354,7 @@ def test_what_cannot_be_balanced_is_refused(unequal: tuple[ActivationStore, list
     bands = Windows(unequal[0], SITE, balance=("band",)).mixture.cells
     assert [cell.labels["band"] for cell in bands] == ["easy", "hard"]
     for wrong in (("readers",), ("reader", "reader")):
-        with pytest.raises(TsaeError, match="balance"):
-            TrainingConfig(balance=wrong)  # type: ignore[arg-type]
+        refuses("balance", TrainingConfig, balance=wrong)
 
 
 # --- trainings with these options

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.damage import flip
+from support.refusals import refuses
 from tsae.base import artefact
 from tsae.base.artefact import (
     MANIFEST,
@@ -123,8 +124,7 @@ def test_json_of_any_depth_is_read_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "deep.json"
     for depth in range(1000):
         file.write_text(f'{{"a": {"[" * depth + "]" * depth or 0}, "checksum": "0"}}')
-        with pytest.raises(TsaeError, match=r"is damaged|nested too deeply"):
-            read_record(file, "")
+        refuses(r"is damaged|nested too deeply", read_record, file, "")
 
 
 def test_a_file_is_hashed_once_as_long_as_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,7 @@ def test_a_folder_is_rather_incomplete_than_of_two_artefacts(
             names = [name for name in ("a.txt", "b.txt") if name in read_record(folder / MANIFEST, "")["files"]]
             assert {(folder / name).read_text() for name in names} == {of}
         else:
-            with pytest.raises(TsaeError, match=r"manifest\.json is missing"):
-                read_artefact(folder, KIND)
+            refuses(r"manifest\.json is missing", read_artefact, folder, KIND)
         save(folder, "second", optional=False)
         assert read_artefact(folder, KIND) == {"of": "second"}
 
@@ -196,8 +195,7 @@ def test_a_file_can_be_added_to_what_is_whole(tmp_path: Path) -> None:
         add_to_artefact(tmp_path, "more.txt", text(content))
         read_artefact(tmp_path, KIND, ["more.txt"])
     flip(tmp_path / "a.txt", 1)
-    with pytest.raises(TsaeError, match=r"a\.txt is damaged"):
-        add_to_artefact(tmp_path, "more.txt", text("three"))
+    refuses(r"a\.txt is damaged", lambda: add_to_artefact(tmp_path, "more.txt", text("three")))
     assert (tmp_path / "more.txt").read_text() == "two"
 
 

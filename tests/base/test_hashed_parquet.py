@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.builders import make_rollouts
+from support.refusals import refuses
 from tsae.base.hashed_parquet import add_hash, check_parquet
-from tsae.errors import TsaeError
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.table import Rollouts
 
@@ -32,10 +32,8 @@ def test_every_bit_that_flips_is_found_or_says_that_nothing_can_be_read(rollouts
         changed[place] ^= 1 << int(rng.integers(8))
         # Another name each time: a file that is written again within a tick of the clock looks unchanged.
         (other := tmp_path / f"{place}.parquet").write_bytes(changed)
-        with pytest.raises(TsaeError, match=rf"{place}\.parquet"):
-            Rollouts.read(other)
-        with pytest.raises(TsaeError, match=rf"{place}\.parquet"):
-            read_outline(other)
+        refuses(rf"{place}\.parquet", Rollouts.read, other)
+        refuses(rf"{place}\.parquet", read_outline, other)
     assert Rollouts.read(rollouts).table.equals(whole.table)
 
 
@@ -44,8 +42,7 @@ def test_a_zeroed_page_is_found(rollouts: Path, tmp_path: Path) -> None:
     for start in range(0, len(content), 256):
         other = tmp_path / f"{start}.parquet"
         other.write_bytes(content[:start] + bytes(len(content[start : start + 256])) + content[start + 256 :])
-        with pytest.raises(TsaeError, match=rf"{start}\.parquet"):
-            Rollouts.read(other)
+        refuses(rf"{start}\.parquet", Rollouts.read, other)
 
 
 def test_other_readers_read_it_and_what_they_write_is_read(rollouts: Path, tmp_path: Path) -> None:
@@ -68,7 +65,6 @@ def test_files_without_rows_or_dictionaries_carry_one_too(tmp_path: Path) -> Non
         assert pq.read_table(file).equals(table)
         changed = tmp_path / f"changed-{number}.parquet"
         changed.write_bytes(file.read_bytes().replace(b"tsae:xxh3", b"tsae:xxh4"))
-        with pytest.raises(TsaeError, match="bytes have changed"):
-            check_parquet(changed, "")
+        refuses("bytes have changed", check_parquet, changed, "")
         (again := tmp_path / f"again-{number}.parquet").write_bytes(plain)
         assert not check_parquet(again, "")

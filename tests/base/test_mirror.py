@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.refusals import refuses
 from tsae.base.artefact import MANIFEST, Kind, write_artefact
 from tsae.base.remote import mirror
 from tsae.base.remote.mirror import (
@@ -26,7 +27,6 @@ from tsae.base.remote.mirror import (
     there,
     url_of,
 )
-from tsae.errors import TsaeError
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,7 @@ def test_names_do_not_lead_out(remote: Any, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TsaeError, match=r"nosuch://a/b: cannot be reached \(Protocol not known: nosuch"):
-        local("nosuch://a/b")
+    refuses(r"nosuch://a/b: cannot be reached \(Protocol not known: nosuch", local, "nosuch://a/b")
     remote.pipe("/a/x.json", b"1")
 
     def fails(error: Exception) -> Any:
@@ -145,18 +144,15 @@ def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyP
         return get_file
 
     monkeypatch.setattr(type(remote), "get_file", fails(PermissionError("The provided token has expired.")))
-    with pytest.raises(TsaeError, match=r"memory://a: cannot be read \(The provided token has expired\.\)"):
-        local("memory://a")
+    refuses(r"memory://a: cannot be read \(The provided token has expired\.\)", local, "memory://a")
     monkeypatch.setattr(type(remote), "get_file", fails(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(TsaeError, match=r"is full \(No space left on device\)\. Make room, or set TSAE_CACHE"):
-        local("memory://a")
+    refuses(r"is full \(No space left on device\)\. Make room, or set TSAE_CACHE", local, "memory://a")
     folder = local("memory://b")
     folder.mkdir(parents=True)
     (folder / "x.json").write_bytes(b"1234")
     real = type(remote).put_file
     monkeypatch.setattr(type(remote), "put_file", lambda self, here, path: self.pipe(path, b"12"))
-    with pytest.raises(TsaeError, match=r"memory://b: cannot be written to \(2 bytes of 4 have arrived\)"):
-        published(folder)
+    refuses(r"memory://b: cannot be written to \(2 bytes of 4 have arrived\)", published, folder)
     monkeypatch.setattr(type(remote), "put_file", real)
     published(folder)
     assert remote.cat("/b/x.json") == b"1234"
@@ -235,8 +231,7 @@ def test_copies_are_named_without_passwords_and_inside_the_cache(url: str, name:
 @pytest.mark.parametrize("text", ["abc", "nan", "-5"])
 def test_a_limit_that_is_none_is_refused(text: str, remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSAE_CACHE_GB", text)
-    with pytest.raises(TsaeError, match=rf"\$TSAE_CACHE_GB: is '{text}', expected gigabytes, 0 or more\. Set it to"):
-        local("memory://a")
+    refuses(rf"\$TSAE_CACHE_GB: is '{text}', expected gigabytes, 0 or more\. Set it to", local, "memory://a")
 
 
 def test_an_empty_limit_is_the_usual_one(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +264,7 @@ def test_a_result_stays_whole_here_where_the_url_refuses(remote: Any, monkeypatc
         raise PermissionError("The provided token has expired.")
 
     monkeypatch.setattr(type(remote), "rm_file", fails)
-    with pytest.raises(TsaeError, match=r"memory://out/diff: cannot be written to \(The provided token"):
-        write_artefact(folder, DIFF, {"n": 2})
+    refuses(r"memory://out/diff: cannot be written to \(The provided token", write_artefact, folder, DIFF, {"n": 2})
     assert sorted(path.name for path in folder.iterdir()) == ["diff.json", MANIFEST]
 
 
@@ -331,8 +325,7 @@ def test_notes_that_cannot_be_written_are_refused(remote: Any) -> None:
     folder.mkdir(parents=True)
     (folder / "x.json").write_bytes(b"1")
     folder.with_name("a.remote").write_bytes(b"no folder")
-    with pytest.raises(TsaeError, match=r"cannot be written to .*set TSAE_CACHE to another folder"):
-        published(folder)
+    refuses(r"cannot be written to .*set TSAE_CACHE to another folder", published, folder)
 
 
 def test_shards_that_are_gone_there_go_here_too(remote: Any) -> None:

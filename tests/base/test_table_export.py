@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from support.builders import make_rollouts
+from support.refusals import refuses
 from support.results import make, make_attribution
 from tsae.base.files import append_line
 from tsae.diff.influence import Influence
-from tsae.errors import TsaeError
 
 
 def test_every_table_goes_to_pandas_and_parquet(tmp_path: Path) -> None:
@@ -29,8 +29,7 @@ def test_every_table_goes_to_pandas_and_parquet(tmp_path: Path) -> None:
             pd.testing.assert_frame_equal(read, result.to_pandas(table), check_dtype=False)
     assert rollouts.to_pandas().policy.tolist() == rollouts.table["policy"].to_pylist()
     assert len(pd.read_parquet(rollouts.to_parquet(tmp_path / "r.parquet"))) == len(rollouts)
-    with pytest.raises(TsaeError, match=r"FeatureDiff has no table 'dynamics'; there are shifts, contrasts, features"):
-        diff.to_pandas("dynamics")
+    refuses(r"FeatureDiff has no table 'dynamics'; there are shifts, contrasts, features", diff.to_pandas, "dynamics")
 
 
 def test_a_table_takes_a_links_place_and_does_not_follow_it(tmp_path: Path) -> None:
@@ -56,16 +55,13 @@ def test_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
     append_line(file, "c", "Make room.")
     assert file.read_text() == 'a\nb\n{"torn\nc\n'
     (tmp_path / "link").symlink_to(file)
-    with pytest.raises(TsaeError, match="link: is a link, expected a file"):
-        append_line(tmp_path / "link", "d", "Make room.")
-    with pytest.raises(TsaeError, match=r"cannot be written to .*Make room"):
-        append_line(tmp_path, "d", "Make room.")
+    refuses("link: is a link, expected a file", append_line, tmp_path / "link", "d", "Make room.")
+    refuses(r"cannot be written to .*Make room", append_line, tmp_path, "d", "Make room.")
 
 
 def test_polars_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(TsaeError, match=r"tables for polars need polars.*pip install polars"):
-        make().to_polars()
+    refuses(r"tables for polars need polars.*pip install polars", lambda: make().to_polars())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")

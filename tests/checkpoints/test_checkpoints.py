@@ -23,6 +23,7 @@ from support.builders import (
     save_series,
 )
 from support.checkpoints import edit
+from support.refusals import refuses
 from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
@@ -218,8 +219,7 @@ def test_a_model_is_spread_over_the_devices_there_are(llama: Path, monkeypatch: 
     spread(model)
     assert model.hf_device_map
     monkeypatch.setattr(accelerate.utils, "get_balanced_memory", lambda *_, **__: {"cpu": 1000})
-    with pytest.raises(TsaeError, match="does not fit into the memory of all devices together"):
-        spread(load_model(checkpoint(llama)))
+    refuses("does not fit into the memory of all devices together", lambda: spread(load_model(checkpoint(llama))))
 
 
 def test_layers_above_the_last_site_are_skipped(llama: Path) -> None:
@@ -241,16 +241,14 @@ def test_layers_above_the_last_site_are_skipped(llama: Path) -> None:
     "name", ["blocks.1.hook_mlp_out", "blocks.-1.hook_resid_post", "hook_embed", "blocks.1.hook_resid_post "]
 )
 def test_other_site_names_are_refused(name: str) -> None:
-    with pytest.raises(TsaeError, match="unknown site"):
-        Site.parse(name)
+    refuses("unknown site", Site.parse, name)
 
 
 def test_sites_beyond_the_model_are_refused(llama: Path) -> None:
     model = load_model(checkpoint(llama))
     with pytest.raises(TsaeError, match=r"blocks\.3\.hook_resid_post does not exist: the model has blocks 0 to 2"):
         HuggingFaceReader(model, ["blocks.3.hook_resid_post"])
-    with pytest.raises(TsaeError, match="no sites given"):
-        HuggingFaceReader(model, [])
+    refuses("no sites given", HuggingFaceReader, model, [])
     assert Site.parse("blocks.12.hook_resid_pre").name == "blocks.12.hook_resid_pre"
 
 
@@ -277,8 +275,7 @@ def test_a_directory_without_a_usable_tokenizer_is_refused(llama: Path, tmp_path
     file = path / "tokenizer.json"
     whole = file.read_text()
     file.unlink()
-    with pytest.raises(TsaeError, match=rf"{path}.* holds no tokenizer.*Copy the tokenizer files"):
-        load_tokenizer(checkpoint(path))
+    refuses(rf"{path}.* holds no tokenizer.*Copy the tokenizer files", lambda: load_tokenizer(checkpoint(path)))
     for found, content in (
         ("encodes text to nothing", re.sub('"behavior": *"[A-Za-z]+"', '"behavior": "Removed"', whole)),
         ("cannot load its tokenizer", "{"),
@@ -324,8 +321,7 @@ def test_weights_that_lack_tensors_or_do_not_fit_are_refused(llama: Path, tmp_pa
     weights = load_file(path / "model.safetensors")
     lost = "model.layers.1.mlp.up_proj.weight"
     save_file({k: v for k, v in weights.items() if k != lost}, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TsaeError, match=rf"1 weights are missing \(first: {lost}\)"):
-        load_model(checkpoint(path))
+    refuses(rf"1 weights are missing \(first: {lost}\)", lambda: load_model(checkpoint(path)))
     # None of these is stretched, turned or cut to fit.
     for shape in ((32, 15), (16, 32), (1, 16), (32,)):
         odd = {**weights, lost: torch.ones(shape)}
@@ -336,14 +332,10 @@ def test_weights_that_lack_tensors_or_do_not_fit_are_refused(llama: Path, tmp_pa
 
 
 def test_other_loading_errors(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="no such checkpoint"):
-        load_model(checkpoint(tmp_path / "missing"))
-    with pytest.raises(TsaeError, match=r"holds no config\.json"):
-        load_model(checkpoint(tmp_path))
-    with pytest.raises(TsaeError, match="no such checkpoint"):
-        load_model(checkpoint(tmp_path / "model.gguf"))
-    with pytest.raises(TsaeError, match="dtype 'float8' is none of"):
-        load_model(checkpoint(llama), dtype="float8")
+    refuses("no such checkpoint", lambda: load_model(checkpoint(tmp_path / "missing")))
+    refuses(r"holds no config\.json", lambda: load_model(checkpoint(tmp_path)))
+    refuses("no such checkpoint", lambda: load_model(checkpoint(tmp_path / "model.gguf")))
+    refuses("dtype 'float8' is none of", lambda: load_model(checkpoint(llama), dtype="float8"))
 
 
 def test_fingerprints_tell_weights_and_tokenizers_apart(llama: Path, tmp_path: Path) -> None:
@@ -376,8 +368,7 @@ def test_what_the_weights_compute_counts_in_their_fingerprint(tmp_path: Path) ->
     file.write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert weights_fingerprint(model) != before
     file.write_text("{")
-    with pytest.raises(TsaeError, match=r"config\.json"):
-        weights_fingerprint(model)
+    refuses(r"config\.json", weights_fingerprint, model)
 
 
 BASE = {"id": "base", "path": "base", "run": None}
@@ -439,16 +430,14 @@ def test_a_series_is_written_and_read_back(tmp_path: Path) -> None:
 )
 def test_bad_series_files_are_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
     (tmp_path / "series.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(TsaeError, match=message):
-        CheckpointSeries.load(tmp_path)
+    refuses(message, CheckpointSeries.load, tmp_path)
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "outside").mkdir()
     (tmp_path / "inside" / "base").symlink_to(tmp_path / "outside")
-    with pytest.raises(TsaeError, match="leaves the folder"):
-        CheckpointSeries.load(save_series(tmp_path / "inside", [BASE]))
+    refuses("leaves the folder", lambda: CheckpointSeries.load(save_series(tmp_path / "inside", [BASE])))
 
 
 def test_trainer_folders_are_understood(tmp_path: Path) -> None:
@@ -476,20 +465,15 @@ def test_folders_of_several_runs_are_understood(tmp_path: Path) -> None:
     assert found.base.step == 0
     assert found.runs[-1] == "hard"
     assert found.last("hard").step == 10
-    with pytest.raises(TsaeError, match="no run 'medium'"):
-        found.last("medium")
+    refuses("no run 'medium'", found.last, "medium")
 
 
 def test_a_single_checkpoint_is_a_series(llama: Path, tmp_path: Path) -> None:
     assert [c.id for c in CheckpointSeries.load(llama)] == ["base"]
-    with pytest.raises(TsaeError, match=r"no series\.json and no checkpoint-N folders"):
-        CheckpointSeries.load(tmp_path)
-    with pytest.raises(TsaeError, match="no such folder"):
-        CheckpointSeries.load(tmp_path / "missing")
-    with pytest.raises(TsaeError, match="no such folder"):
-        CheckpointSeries.load("~nobody-of-this-name/x")
-    with pytest.raises(TsaeError, match="cannot be read"):
-        CheckpointSeries.load("a" * 5000)
+    refuses(r"no series\.json and no checkpoint-N folders", CheckpointSeries.load, tmp_path)
+    refuses("no such folder", CheckpointSeries.load, tmp_path / "missing")
+    refuses("no such folder", CheckpointSeries.load, "~nobody-of-this-name/x")
+    refuses("cannot be read", CheckpointSeries.load, "a" * 5000)
     shutil.copytree(llama, tmp_path / "runs" / "checkpoint-5")
     with pytest.raises(TsaeError, match="no checkpoint is complete"):
         CheckpointSeries.load(tmp_path / "runs", without={(tmp_path / "runs" / "checkpoint-5").resolve()})
@@ -501,5 +485,4 @@ def test_tokens_are_found_by_their_text(llama: Path, tmp_path: Path) -> None:
     assert found.tokens_with(";") == (tokenizer.convert_tokens_to_ids(";"),)
     # Special tokens aside: <bos> contains an s, no other token does.
     for text in ("s", "\n", ""):
-        with pytest.raises(TsaeError, match="has no token whose text contains"):
-            found.tokens_with(text)
+        refuses("has no token whose text contains", found.tokens_with, text)

@@ -19,6 +19,7 @@ import torch
 import tsae
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
 from support.checkpoints import IDS, cached, edit, save_adapter
+from support.refusals import refuses
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import load_tokenizer
@@ -88,8 +89,7 @@ def test_adapters_are_read_by_both_backends(architecture: str, tmp_path: Path) -
     whole = HuggingFaceReader(Checkpoint("b", str(base)).load_model(), [site]).read(IDS, mask)[site]
     assert (found - whole).abs().max() > 0.01
     if architecture == "gpt2":  # The bridge reads the weights of its attention past the adapter.
-        with pytest.raises(TsaeError, match="computes other logits through TransformerLens"):
-            TransformerLensReader(checkpoint, [site])
+        refuses("computes other logits through TransformerLens", TransformerLensReader, checkpoint, [site])
         return
     reader = TransformerLensReader(checkpoint, [site])
     torch.testing.assert_close(reader.read(IDS, mask)[site], found, atol=1e-5, rtol=0)
@@ -106,8 +106,7 @@ def test_an_adapter_of_another_base_names_both(adapters: Path, tmp_path: Path) -
         assert str(adapters / "base") in str(error.value)
         assert str(wrong) in str(error.value)
     records = [{"id": "base", "path": str(other)}, {"id": "a", "path": str(adapters / "out/checkpoint-5"), "run": "a"}]
-    with pytest.raises(TsaeError, match="is an adapter of"):
-        CheckpointSeries.load(save_series(tmp_path, records))
+    refuses("is an adapter of", lambda: CheckpointSeries.load(save_series(tmp_path, records)))
     copied = Path(shutil.copytree(adapters / "base", tmp_path / "copy" / "moved"))
     assert len(CheckpointSeries.load(copied, adapters / "out")) == 3  # The same weights under another name.
 
@@ -127,8 +126,7 @@ def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> No
         *((odd, "is not the name of a model") for odd in ("a\0b", "a" * 5000, 7)),
     ):
         edit(adapter / "adapter_config.json", base_model_name_or_path=named)
-        with pytest.raises(TsaeError, match=message):
-            CheckpointSeries.load(adapter)
+        refuses(message, CheckpointSeries.load, adapter)
 
 
 def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapters: Path, tmp_path: Path) -> None:
@@ -140,16 +138,14 @@ def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapters: Path, tmp_
         if fits:
             assert len(CheckpointSeries.load(tmp_path / "llm" / "model.Q4.gguf", adapter)) == 2
         else:
-            with pytest.raises(TsaeError, match="but the base of the series is"):
-                CheckpointSeries.load(tmp_path / "llm" / "model.Q4.gguf", adapter)
+            refuses("but the base of the series is", CheckpointSeries.load, tmp_path / "llm" / "model.Q4.gguf", adapter)
 
 
 def test_an_adapter_with_damaged_weights(adapters: Path, tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
     content = (adapter / "adapter_model.safetensors").read_bytes()
     (adapter / "adapter_model.safetensors").write_bytes(content[:-8])
-    with pytest.raises(TsaeError, match="cannot be put on"):
-        Checkpoint("a", str(adapter)).load_model()
+    refuses("cannot be put on", lambda: Checkpoint("a", str(adapter)).load_model())
     (adapter / "adapter_model.safetensors").unlink()
     (adapter / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     with pytest.raises(TsaeError, match=r"only pickled weights \(adapter_model\.bin\), which are never loaded"):
@@ -169,15 +165,13 @@ def test_adapters_that_cannot_be_put_on_a_base(
 ) -> None:
     adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
     edit(adapter / "adapter_config.json", **changes)
-    with pytest.raises(TsaeError, match=message):
-        CheckpointSeries.load(adapter)
+    refuses(message, CheckpointSeries.load, adapter)
 
 
 def test_a_folder_with_an_adapter_and_a_model_is_refused(adapters: Path, tmp_path: Path) -> None:
     both = Path(shutil.copytree(adapters / "base", tmp_path / "both"))
     shutil.copy(adapters / "out" / "checkpoint-5" / "adapter_config.json", both)
-    with pytest.raises(TsaeError, match="holds both an adapter"):
-        CheckpointSeries.load(both)
+    refuses("holds both an adapter", CheckpointSeries.load, both)
 
 
 def test_an_adapter_has_its_own_tokenizer_or_its_bases(adapters: Path, tmp_path: Path) -> None:
@@ -216,13 +210,10 @@ def test_paths_one_by_one(llama: Path, tmp_path: Path) -> None:
     assert [
         c.id for c in CheckpointSeries.load(tmp_path / "b/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
     ] == ["base", "run-00100"]
-    with pytest.raises(TsaeError, match="come twice"):
-        CheckpointSeries.load(tmp_path / "base", tmp_path / "final", tmp_path / "final")
-    with pytest.raises(TsaeError, match="no checkpoints given"):
-        CheckpointSeries.load()
+    refuses("come twice", CheckpointSeries.load, tmp_path / "base", tmp_path / "final", tmp_path / "final")
+    refuses("no checkpoints given", CheckpointSeries.load)
     save_series(tmp_path, [{"id": "base", "path": "base"}])
-    with pytest.raises(TsaeError, match=r"holds a series\.json"):
-        CheckpointSeries.load(tmp_path, tmp_path / "final")
+    refuses(r"holds a series\.json", CheckpointSeries.load, tmp_path, tmp_path / "final")
 
 
 def test_a_series_of_adapters_is_written_and_read_back(adapters: Path, tmp_path: Path) -> None:
@@ -282,10 +273,8 @@ def test_a_mistyped_path_is_no_repository(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     for source in ("runs/grpo", "runs/grpo/checkpoint-10", "./grpo/out", "/no/where", "grpo", "a@b"):
-        with pytest.raises(TsaeError, match="no such folder"):
-            CheckpointSeries.load(source)
-    with pytest.raises(TsaeError, match="no such checkpoint"):
-        Checkpoint("a", "runs/grpo").load_model()
+        refuses("no such folder", CheckpointSeries.load, source)
+    refuses("no such checkpoint", lambda: Checkpoint("a", "runs/grpo").load_model())
 
 
 # --- no network, no pickles, no way out of a folder

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import tsae
 from support.builders import save_model, save_perturbed
 from support.checkpoints import edit, reweigh, save_adapter
+from support.refusals import refuses
 from tsae.checkpoints import drift as module
 from tsae.checkpoints.drift import drift_by, place, update_of, weight_drift
 from tsae.checkpoints.lora import LoraUpdate, _alpha
@@ -227,11 +228,9 @@ def test_what_has_no_drift_is_refused(llama: Path, moved: Path, tmp_path: Path) 
             measure(llama, changed(name, content))
     cut = changed("cut", weights) / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-8])
-    with pytest.raises(TsaeError, match="cannot be read"):
-        measure(llama, cut.parent)
+    refuses("cannot be read", measure, llama, cut.parent)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(TsaeError, match="quantised"):
-        measure(llama, tmp_path / "model.gguf")
+    refuses("quantised", measure, llama, tmp_path / "model.gguf")
 
 
 def test_an_adapter_with_other_weights_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -248,16 +247,13 @@ def test_an_adapter_with_other_weights_is_refused(llama: Path, tmp_path: Path) -
     ]  # fmt: skip
     for content, message in cases:
         save_file(content, file)
-        with pytest.raises(TsaeError, match=message):
-            measure(llama, adapter)
+        refuses(message, measure, llama, adapter)
     save_file(weights, file)
     for alpha in ("x", None, {}):
         edit(adapter / "adapter_config.json", lora_alpha=alpha)
-        with pytest.raises(TsaeError, match="usable lora_alpha"):
-            measure(llama, adapter)
+        refuses("usable lora_alpha", measure, llama, adapter)
     edit(adapter / "adapter_config.json", lora_alpha=1, alpha_pattern={"(": 2})
-    with pytest.raises(TsaeError, match="usable lora_alpha"):
-        measure(llama, adapter)
+    refuses("usable lora_alpha", measure, llama, adapter)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +266,7 @@ def test_an_adapter_with_other_weights_is_refused(llama: Path, tmp_path: Path) -
 def test_an_update_that_is_not_computed_is_not_laid_to_the_base(
     options: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(TsaeError, match=message):
-        measure(llama, save_adapter(llama, tmp_path / "adapter", **options))
+    refuses(message, lambda: measure(llama, save_adapter(llama, tmp_path / "adapter", **options)))
 
 
 def test_the_shipped_runs_drift_further_with_every_step() -> None:
@@ -332,5 +327,4 @@ def test_an_alpha_is_a_number_and_its_pattern_ends() -> None:
         {"lora_alpha": 8, "alpha_pattern": {"([a-z_.0-9]+)+!": 4}},
         {"lora_alpha": 8, "alpha_pattern": {"(a*b*)*!": 4}},
     ):
-        with pytest.raises(TsaeError, match="alpha"):
-            _alpha(config, "model.layers.0.self_attn.q_proj" * 3)
+        refuses("alpha", _alpha, config, "model.layers.0.self_attn.q_proj" * 3)

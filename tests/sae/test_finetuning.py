@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support.builders import synthetic_store
+from support.refusals import refuses
 from support.stores import (
     CONFIG,
     SHORT,
@@ -239,10 +240,8 @@ def test_what_does_not_fit_is_refused_by_name(
         config=SAEConfig(d_sae=128, k=3, groups=(0.5, 0.5)),
     )
     narrow = TemporalSAE(WIDTH // 2, SAEConfig(d_sae=8, k=1), site=SITE)
-    with pytest.raises(TsaeError, match=r"x\.site has d_model 16, the SAE expects 8"):
-        train(first, start=narrow, training=SHORT, progress=False)
-    with pytest.raises(TsaeError, match="holds no complete SAE"):
-        train(first, start=tmp_path / "none", training=SHORT, progress=False)
+    refuses(r"x\.site has d_model 16, the SAE expects 8", train, first, start=narrow, training=SHORT, progress=False)
+    refuses("holds no complete SAE", train, first, start=tmp_path / "none", training=SHORT, progress=False)
 
 
 def test_a_config_may_ask_for_another_training_of_the_same_latents(first: ActivationStore, base: Path) -> None:

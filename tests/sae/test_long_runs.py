@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from support.builders import synthetic_store
 from support.children import killed_until_done, past, run_tsae, start
+from support.refusals import refuses
 from support.stores import (
     CONFIG,
     SHORT,
@@ -222,8 +223,7 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
         (changed("reader", lambda m: m["readers"][0].update(id="sft")), r"inputs\.readers\.sft was absent"),
         (changed("config", lambda m: m.update(config={"plan": "all"})), r"inputs\.capture\.plan was absent"),
     ):
-        with pytest.raises(TsaeError, match=message):
-            train(other, CONFIG, to=folder, training=SHORT, progress=False)
+        refuses(message, train, other, CONFIG, to=folder, training=SHORT, progress=False)
     # The same activations in another place are the same data.
     moved = ActivationStore(shutil.copytree(store.path, tmp_path / "moved"))
     train(moved, CONFIG, to=folder, training=SHORT, progress=False)
@@ -242,8 +242,7 @@ def test_what_no_training_here_wrote_stays(what: str, store: ActivationStore, wh
     if what == "another SAE":
         (folder / "metrics.jsonl").write_text('{"reward": 1}\n')
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(TsaeError, match="which no training here wrote"):
-        run(store.path, folder)
+    refuses("which no training here wrote", run, store.path, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -253,22 +252,17 @@ def test_damaged_and_foreign_folders_are_refused(
     folder = interrupted(monkeypatch, store, tmp_path / "sae")
     state = folder / "checkpoint" / "0000000010" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-5])
-    with pytest.raises(TsaeError, match=r"state\.safetensors: is damaged: its bytes have changed.*set resume="):
-        run(store.path, folder)
+    refuses(r"state\.safetensors: is damaged: its bytes have changed.*set resume=", run, store.path, folder)
     whole = (state.parent / "state.json").read_text()
     (state.parent / "state.json").write_text(whole.replace('"state.safetensors": "', '"state.safetensors": "0'))
-    with pytest.raises(TsaeError, match=r"state\.json: is damaged: its content has changed"):
-        run(store.path, folder)
+    refuses(r"state\.json: is damaged: its content has changed", run, store.path, folder)
     (state.parent / "state.json").write_text("{")
-    with pytest.raises(TsaeError, match=r"state\.json: cannot be read \(Expecting"):
-        run(store.path, folder)
+    refuses(r"state\.json: cannot be read \(Expecting", run, store.path, folder)
     other = tmp_path / "features"
     other.mkdir()
     write_record(other / "manifest.json", {"kind": "features", "config": {}, "inputs": {}})
-    with pytest.raises(TsaeError, match="holds features, which no training here wrote"):
-        run(store.path, other)
-    with pytest.raises(TsaeError, match="save_every_steps=0"):
-        TrainingConfig(save_every_steps=0)
+    refuses("holds features, which no training here wrote", run, store.path, other)
+    refuses("save_every_steps=0", TrainingConfig, save_every_steps=0)
 
 
 def test_changed_metrics_of_a_finished_training_are_refused(
@@ -302,8 +296,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "save", limited)
-        with pytest.raises(TsaeError, match=r"cannot be written to .*resumes from the checkpoint after 10 steps"):
-            run(store.path, folder)
+        refuses(r"cannot be written to .*resumes from the checkpoint after 10 steps", run, store.path, folder)
     assert [p.name for p in (folder / "checkpoint").iterdir()] == ["0000000010"]
     run(store.path, folder)
     same_files(folder, whole)
@@ -323,13 +316,11 @@ def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float)
     store.manifest["readers"][0]["shards"][0]["hash"] = file_hash(shard.path)
     write_record(store.path / "manifest.json", store.manifest)
     store = ActivationStore(store.path)
-    with pytest.raises(TsaeError, match=r"x\.site is not finite in trajectory 17"):
-        train(store, CONFIG, training=TRAINING, progress=False)
+    refuses(r"x\.site is not finite in trajectory 17", train, store, CONFIG, training=TRAINING, progress=False)
     # Nor do they become codes, which would be 0 and look like any.
     sae = TemporalSAE(WIDTH, CONFIG, site="x.site")
     for use in (lambda: encode(sae, store, progress=False), lambda: evaluate(sae, store, held_out=None)):
-        with pytest.raises(TsaeError, match=r"x\.site is not finite in trajectory 17"):
-            use()
+        refuses(r"x\.site is not finite in trajectory 17", use)
 
 
 def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
@@ -456,8 +447,7 @@ def test_logs_are_asked_for_by_name(
     monkeypatch.setitem(sys.modules, tool, None)
     with pytest.raises(TsaeError, match=rf"needs the package {tool}.*pip install {tool}"):
         train(store, CONFIG, training=replace(TRAINING, log_to=target), progress=False)
-    with pytest.raises(TsaeError, match="log_to='mlflow:p'"):
-        replace(TRAINING, log_to="mlflow:p")
+    refuses("log_to='mlflow:p'", replace, TRAINING, log_to="mlflow:p")
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import tsae
 from support.checkpoints import edit
+from support.refusals import refuses
 from support.servers import Hub
 from support.stores import LENS_SITE, lens_config, randomized
 from tsae.cli import main
@@ -201,8 +202,7 @@ def test_from_sae_lens_own_list(hub: Hub, tmp_path: Path) -> None:
         "saelens:gpt2-small-res-jb/blocks.99": "gpt2-small-res-jb with blocks.0.hook_resid_pre",
         "saelens:gpt2-small-res-jb/blocks.2.hook_resid_pre": "cannot be loaded by sae_lens",
     }.items():
-        with pytest.raises(TsaeError, match=message):
-            tsae.load_sae(name)
+        refuses(message, tsae.load_sae, name)
 
 
 def test_from_the_hub_one_sae_is_fetched_and_what_is_not_there_is_said(hub: Hub, tmp_path: Path) -> None:
@@ -217,12 +217,10 @@ def test_from_the_hub_one_sae_is_fetched_and_what_is_not_there_is_said(hub: Hub,
         "org/many": r"org/many: the repository has no SAE there; SAEs lie in L4R-8x, L6R-8x\. Name its folder",
         "org/many/L5R": "has no SAE there; SAEs lie in L4R-8x",
     }.items():
-        with pytest.raises(TsaeError, match=message):
-            tsae.load_sae(name)
+        refuses(message, tsae.load_sae, name)
     # What is below a folder here is never asked for elsewhere.
     before = len(hub.tokens)
-    with pytest.raises(TsaeError, match="holds no complete SAE"):
-        tsae.load_sae(tmp_path / "none")
+    refuses("holds no complete SAE", tsae.load_sae, tmp_path / "none")
     assert len(hub.tokens) == before
 
 
@@ -246,8 +244,7 @@ def test_a_hub_that_cannot_be_reached_is_said(answer: str, hub: Hub, monkeypatch
         else:
             threading.Thread(target=serve, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", url)
-        with pytest.raises(TsaeError, match="is not a path here, and cannot be fetched from the Hub"):
-            tsae.load_sae("org/name")
+        refuses("is not a path here, and cannot be fetched from the Hub", tsae.load_sae, "org/name")
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "x/" + "a" * 300 + "/y/z"])
@@ -261,8 +258,7 @@ def test_what_is_no_path_is_said(name: str) -> None:
 
 
 def refused(place: Path, message: str) -> None:
-    with pytest.raises(TsaeError, match=message):
-        tsae.load_sae(place)
+    refuses(message, tsae.load_sae, place)
 
 
 def test_sites_outside_the_residual_stream_and_transcoders_are_refused(tmp_path: Path) -> None:
@@ -523,10 +519,8 @@ def test_tokens_that_are_normalised_one_by_one_are_reconstructed_in_their_units(
     codes = sae.encode(x)
     torch.testing.assert_close(codes, lens.encode(x).detach() * x.std(1, keepdim=True), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(sae.decode(codes, x), x_hat, atol=1e-5, rtol=1e-4)
-    with pytest.raises(TsaeError, match="normalises every token"):
-        sae.decode(codes)
-    with pytest.raises(TsaeError, match="normalises every token"):
-        tsae.train(store, start=sae, progress=False)
+    refuses("normalises every token", sae.decode, codes)
+    refuses("normalises every token", tsae.train, store, start=sae, progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         features = tsae.encode(sae, store, progress=False)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.refusals import refuses
 from support.stores import D_IN, D_SAE, LENS_SITE, lens_config, randomized
-from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 
@@ -140,8 +140,7 @@ assert "sae_lens" not in sys.modules
     again = sae.to_saelens(tmp_path / "again")
     for file in (tmp_path / "to").iterdir():
         assert file.read_bytes() == (again / file.name).read_bytes()
-    with pytest.raises(TsaeError, match="unknown architecture 'temporal'"):
-        sae.to_saelens(tmp_path / "other", architecture="temporal")  # type: ignore[arg-type]
+    refuses("unknown architecture 'temporal'", sae.to_saelens, tmp_path / "other", architecture="temporal")
 
 
 # --- SAEs of sae_lens, read here
@@ -283,8 +282,7 @@ def test_what_cannot_be_computed_here_is_refused(change: dict[str, Any], message
     save_file(weights, tmp_path / "sae_weights.safetensors")
     config = {**lens_config("jumprelu"), **change}
     (tmp_path / "cfg.json").write_text(json.dumps(config))
-    with pytest.raises(TsaeError, match=message):
-        TemporalSAE.load(tmp_path)
+    refuses(message, TemporalSAE.load, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +310,7 @@ def test_weights_that_cannot_be_right_are_refused(
         weights[name] = value
     save_file(weights, tmp_path / "sae_weights.safetensors")
     (tmp_path / "cfg.json").write_text(json.dumps(lens_config(architecture, k=3)))
-    with pytest.raises(TsaeError, match=message):
-        TemporalSAE.load(tmp_path)
+    refuses(message, TemporalSAE.load, tmp_path)
 
 
 def test_a_latent_may_never_be_active(tmp_path: Path) -> None:
@@ -349,8 +346,7 @@ def test_what_a_config_says_is_computed_counts_also_where_its_metadata_name_a_ts
     found = TemporalSAE.load(tmp_path)
     assert torch.equal(found.encode(tokens()), plain.encode(tokens()))
     assert found.config.d_high == D_SAE // 4
-    with pytest.raises(TsaeError, match=r"is a published SAE, not a T-SAE\. Load it with sae_lens itself"):
-        saelens.disk_loader(tmp_path)
+    refuses(r"is a published SAE, not a T-SAE\. Load it with sae_lens itself", saelens.disk_loader, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -371,8 +367,7 @@ def test_values_of_no_use_in_configs_before_version_6_are_refused(
 
     randomized(SAE.from_dict(lens_config("standard"))).save_model(tmp_path)
     (tmp_path / "cfg.json").write_text(json.dumps({"hook_point": LENS_SITE, "d_in": D_IN, "d_sae": D_SAE, **change}))
-    with pytest.raises(TsaeError, match=message):
-        TemporalSAE.load(tmp_path)
+    refuses(message, TemporalSAE.load, tmp_path)
 
 
 def test_configs_before_version_6_are_converted_by_sae_lens(tmp_path: Path) -> None:
@@ -402,8 +397,7 @@ def test_an_sae_of_sae_lens_goes_through_the_analysis(store: Any, tmp_path: Path
     import tsae
 
     save_jumprelu(tmp_path / "wide", D_IN)
-    with pytest.raises(TsaeError, match="has d_model 16, the SAE expects 48"):
-        tsae.evaluate(tmp_path / "wide", store)
+    refuses("has d_model 16, the SAE expects 48", tsae.evaluate, tmp_path / "wide", store)
     folder = save_jumprelu(tmp_path / "lens", 16)
     found = tsae.evaluate(folder, store, held_out=None)
     assert found.fve_high == found.fve

@@ -15,6 +15,7 @@ import torch
 import tsae
 from support.builders import feature_table, make_rollouts
 from support.damage import resealed
+from support.refusals import refuses
 from tsae.base.artefact import add_to_artefact, write_record
 from tsae.diff.config import DiffConfig
 from tsae.errors import TsaeError
@@ -82,24 +83,19 @@ def test_latents_that_a_narrower_dictionary_has_no_room_for_match_nothing(tmp_pa
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     sae = dictionary(random_rows(8, 4, 0))
-    with pytest.raises(TsaeError, match="no other SAE"):
-        stability(sae, [])
+    refuses("no other SAE", stability, sae, [])
     with pytest.raises(TsaeError, match="SAE 1: reads s of d_model 5, not s of d_model 4"):
         stability(sae, [dictionary(random_rows(8, 5, 0))])
-    with pytest.raises(TsaeError, match="reads t of d_model 4"):
-        stability(sae, [dictionary(random_rows(8, 4, 0), site="t")])
+    refuses("reads t of d_model 4", lambda: stability(sae, [dictionary(random_rows(8, 4, 0), site="t")]))
     other = dictionary(random_rows(8, 4, 1))
     for compared in ([sae], [other, other]):  # one that is compared with itself is stable
-        with pytest.raises(TsaeError, match="is this SAE, or another that is compared already"):
-            stability(sae, compared)
-    with pytest.raises(TsaeError, match=r"holds no stability\.json"):
-        Stability.load(tmp_path)
+        refuses("is this SAE, or another that is compared already", stability, sae, compared)
+    refuses(r"holds no stability\.json", Stability.load, tmp_path)
     file = tmp_path / "stability.json"
     write_record(file, {"sae": "a", "others": ["b"], "cosine": [[0.5, None]], "same_group": [[1, 1]], "d_high": 1})
     assert Stability.load(tmp_path).summary()["cosine"] == 0.25
     file.write_text(file.read_text().replace("0.5", "0.6"))
-    with pytest.raises(TsaeError, match="is damaged"):
-        Stability.load(tmp_path)
+    refuses("is damaged", Stability.load, tmp_path)
 
 
 def test_nothing_is_added_to_an_sae_that_is_not_whole(tmp_path: Path) -> None:
@@ -108,11 +104,9 @@ def test_nothing_is_added_to_an_sae_that_is_not_whole(tmp_path: Path) -> None:
     add_to_artefact(folder, "metrics.jsonl", lambda file: file.write_text("{}\n"))
     found = stability(dictionary(rows), [dictionary(random_rows(8, 4, 1))])
     (folder / "metrics.jsonl").write_text("{ }\n")
-    with pytest.raises(TsaeError, match=r"metrics\.jsonl is damaged"):
-        found.save(folder)
+    refuses(r"metrics\.jsonl is damaged", found.save, folder)
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(TsaeError, match=r"metrics\.jsonl is missing"):
-        found.save(folder)
+    refuses(r"metrics\.jsonl is missing", found.save, folder)
     assert not (folder / "stability.json").exists()
     dictionary(rows).save(folder)
     assert Stability.load(found.save(folder).parent).others == found.others
@@ -209,20 +203,14 @@ def test_the_stability_of_other_weights_is_refused(trained: list[Path], store: A
     stale = Path(shutil.copytree(second, tmp_path / "stale"))
     shutil.copy(first / "stability.json", stale)
     resealed(stale)
-    with pytest.raises(TsaeError, match=names):
-        tsae.encode(stale, store, to=tmp_path / "features", progress=False)
+    refuses(names, tsae.encode, stale, store, to=tmp_path / "features", progress=False)
     assert not (tmp_path / "features").exists()
     features = tsae.encode(second, store, to=tmp_path / "features", progress=False)
-    with pytest.raises(TsaeError, match=names):
-        tsae.feature_diff(features, QUICK, stability=first, progress=False)
-    with pytest.raises(TsaeError, match=names):
-        tsae.feature_diff(features, QUICK, stability=Stability.load(first), progress=False)
-    with pytest.raises(TsaeError, match=r"holds no stability\.json"):
-        tsae.feature_diff(features, QUICK, stability=second, progress=False)
+    refuses(names, tsae.feature_diff, features, QUICK, stability=first, progress=False)
+    refuses(names, lambda: tsae.feature_diff(features, QUICK, stability=Stability.load(first), progress=False))
+    refuses(r"holds no stability\.json", tsae.feature_diff, features, QUICK, stability=second, progress=False)
     shutil.copy(first / "stability.json", tmp_path / "features")
-    with pytest.raises(TsaeError, match=names):
-        tsae.FeatureTable.load(tmp_path / "features")
+    refuses(names, tsae.FeatureTable.load, tmp_path / "features")
     (tmp_path / "features" / "stability.json").unlink()
     add_to_artefact(tmp_path / "features", "stability.json", lambda file: shutil.copy(first / "stability.json", file))
-    with pytest.raises(TsaeError, match=names):
-        tsae.FeatureTable.load(tmp_path / "features")
+    refuses(names, tsae.FeatureTable.load, tmp_path / "features")

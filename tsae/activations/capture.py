@@ -64,11 +64,11 @@ from tsae.activations.vllm_reader import Sample, StatesReader
 from tsae.base.artefact import command_facts, read_record, versions, write_record
 from tsae.base.beside import Beside
 from tsae.base.distributed import join
-from tsae.base.files import clear_first, is_beginning, write_first
+from tsae.base.files import clear_first
 from tsae.base.output_lock import output_lock
-from tsae.base.part import Part
+from tsae.base.part import Part, begin
 from tsae.base.progress import progress_bar
-from tsae.base.remote.mirror import Uploads, local, published, removed, shown, there
+from tsae.base.remote.mirror import local, published, removed, shown, there
 from tsae.base.torchrun import world_size
 from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
@@ -218,16 +218,16 @@ def _capture(
         entry = finish()
         need_unchanged(series[piece.reader], weights, loaded=True)  # before the shard counts
         record = write_record(inside(to, record_file(piece.file)), as_record(entry, manifest))
-        uploads.add(inside(to, piece.file), record)
+        uploads.run(partial(published, inside(to, piece.file), record))
 
     with (
         progress_bar("capture", "token", sum(sizes.values()), shown=progress) as bar,
-        Uploads() as uploads,
+        Beside(2) as uploads,
         Beside(0 if device == "cpu" else 1) as ends,
     ):
         bar.update(sum(size for file, size in sizes.items() if file in done))
         for file in sorted(done):  # whose upload may have failed
-            uploads.add(inside(to, file), inside(to, record_file(file)))
+            uploads.run(partial(published, inside(to, file), inside(to, record_file(file))))
         for piece in [piece for piece in mine if piece.file not in done]:
             weights = next(record["weights"] for record in manifest["readers"] if record["id"] == piece.reader)
             before = found.get(content_of(weights, *texts_of(piece, rollouts))) if found else None
@@ -331,11 +331,8 @@ def _put(part: Part, file: Path, content: dict[str, Any]) -> None:
 def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> None:
     """Write the manifest of a new capture, or check that the folder holds the same one."""
     manifest = to / "manifest.json"
-    if not manifest.is_file():
-        others = to.exists() and any(not is_beginning(manifest, path.name) for path in to.iterdir())
-        if others and not manifest.is_file():  # looked at again: another part may begin in this moment
-            raise TsaeError("is not empty and holds no activation store", where=to, fix="Give an empty or new folder.")
-        write_first(manifest, wanted, write_record)  # where another part was first, its manifest is compared
+    # Where another part was first, its manifest is compared.
+    begin(manifest, wanted, "is not empty and holds no activation store", "Give an empty or new folder.", write_record)
     found = read_manifest(to)
     _check_same_capture(found, wanted, to)
     # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.

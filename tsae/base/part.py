@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import is_beginning, read_object, write_first
+from tsae.base.files import is_beginning, read_object, write_first, write_json
 from tsae.base.remote.mirror import removed
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,21 @@ def digest_of(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+def begin(
+    file: Path, content: Mapping[str, Any], refused: str, fix: str, write: Callable[[Path, Any], Path] = write_json
+) -> None:
+    """Write a file that says of what its folder is, unless it is there: of several processes, one writes.
+
+    Raises:
+        TsaeError: with the given words, where the folder holds anything else.
+    """
+    folder = file.parent
+    others = folder.is_dir() and any(not is_beginning(file, path.name) for path in folder.iterdir())
+    if not file.is_file():  # looked at after the others: another part may begin in this moment
+        refuse(folder, (others, refused, fix))
+        write_first(file, content, write)
+
+
 def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:
     """Write down what the pieces beside a file are of, or compare it with what another process wrote.
 
@@ -70,12 +85,7 @@ def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:
         TsaeError: where the folder holds pieces of other work, or of work that is not known.
     """
     folder = file.parent
-    if not file.is_file():
-        # Looked at again: another part may begin in this moment.
-        others = folder.is_dir() and any(not is_beginning(file, path.name) for path in folder.iterdir())
-        if others and not file.is_file():
-            raise TsaeError(f"holds pieces, but no {file.name} that says of what", where=folder, fix="Remove them.")
-        write_first(file, identity)
+    begin(file, identity, f"holds pieces, but no {file.name} that says of what", "Remove them.")
     found, wanted = read_object(file, f"Remove {folder}."), json.loads(json.dumps(identity))
     if found != wanted:
         different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))

@@ -24,9 +24,8 @@ import re
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -126,53 +125,17 @@ def there(path: Path) -> bool:
     return path.is_file() or (mirror is not None and mirror.has(path))
 
 
-def published(path: Path) -> None:
-    """Upload a file, or what is new in a folder; nothing for paths outside of mirrors.
+def published(*paths: Path) -> None:
+    """Upload files, or what is new in folders, in the order given; nothing for paths outside of mirrors.
 
     Raises:
-        TsaeError: where it cannot be written.
+        TsaeError: where one cannot be written.
     """
-    mirror = _of(path)
-    if mirror is None:
-        return
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    for file in files:
-        if not file.name.endswith(".tmp"):
-            mirror.upload(file)
-
-
-class Uploads:
-    """Uploads beside the work: one at a time, and few that wait, so that little lies on this disk alone.
-
-    Leaving the block waits for all of them.
-    """
-
-    def __enter__(self) -> Uploads:
-        self._pool, self._running = ThreadPoolExecutor(1), deque[Future[None]]()
-        return self
-
-    def add(self, *paths: Path) -> None:
-        """Upload files in the order given. Files that belong to no mirror are left alone.
-
-        Raises:
-            TsaeError: where an earlier one could not be written.
-        """
-        if _of(paths[0]) is None:
-            return
-        while len(self._running) > 1 or (self._running and self._running[0].done()):
-            self._running.popleft().result()
-        self._running.append(self._pool.submit(_upload, paths))
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
-        if kind is None:
-            for each in self._running:
-                each.result()
-
-
-def _upload(paths: Iterable[Path]) -> None:
     for path in paths:
-        published(path)
+        if (mirror := _of(path)) is not None:
+            for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+                if not file.name.endswith(".tmp"):
+                    mirror.upload(file)
 
 
 def removed(path: Path) -> None:
