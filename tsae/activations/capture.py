@@ -117,9 +117,8 @@ def capture(
             nothing behind. Also where a server computed for one reader, and others have still to read.
     """
     config, auto = config or CaptureConfig(), config is not None and config.device == "auto"
-    if auto and world_size() > 1:
-        what = 'device="auto" spreads one model over all GPUs, which several processes cannot share'
-        raise TsaeError(what, where="CaptureConfig.device", fix="Start one process, or use --device cuda.")
+    what = 'device="auto" spreads one model over all GPUs, which several processes cannot share'
+    refuse("CaptureConfig.device", (auto and world_size() > 1, what, "Start one process, or use --device cuda."))
     to = local(to)
     # A process that is done waits for the slowest.
     with output_lock(to), join("cpu" if auto else config.device, timeout=timedelta(days=7)) as processes:
@@ -349,9 +348,8 @@ def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Pa
     """Refuse a manifest of another capture."""
     a, b = essence(found), essence(wanted)
     different = sorted(key for key in b if a.get(key) != b[key])
-    if different:
-        what = f"holds another capture: {', '.join(different)} differ"
-        raise TsaeError(what, where=where, fix="Give another folder, or delete this one.")
+    what = f"holds another capture: {', '.join(different)} differ"
+    refuse(where, (different, what, "Give another folder, or delete this one."))
 
 
 def capture_shard(

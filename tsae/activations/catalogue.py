@@ -17,7 +17,7 @@ from tsae.activations.config import Axis, Subset
 from tsae.activations.shard import Shard
 from tsae.base import display
 from tsae.base.filters import several
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.schema import BANDS, OUTCOMES
 from tsae.rollouts.table import Rollouts
 
@@ -105,9 +105,8 @@ class Catalogue:
         return frozenset(self.manifest["special_ids"])
 
     def d_model(self, site: str) -> int:
-        if site not in self.manifest["sites"]:
-            what = f"no site {site!r}; there are {', '.join(self.sites)}"
-            raise TsaeError(what, where=self.path, fix="Choose one of these sites.")
+        what = f"no site {site!r}; there are {', '.join(self.sites)}"
+        refuse(self.path, (site not in self.manifest["sites"], what, "Choose one of these sites."))
         return int(self.manifest["sites"][site]["d_model"])
 
     def subset(self, selection: Subset | None = None, **axes: str | Sequence[str]) -> Self:

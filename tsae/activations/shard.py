@@ -156,9 +156,8 @@ def open_shard(
     arrays |= {name: np.asarray(arrays[name]) for name in ("offsets", "trajectory")}
     shard = Shard(path, reader, manifest["dtype"], **arrays, places=places, hash=record["hash"])
     other = [name for name, found in attributes.items() if expected.get(name) not in (None, found)]
-    if other or not _is_whole(shard, manifest["sites"], record["n_tokens"], lengths):
-        what = f"is the shard of other {' and '.join(other)}" if other else "its datasets are not those of the manifest"
-        raise TsaeError(what, where=path, fix=REPAIR)
+    what = f"is the shard of other {' and '.join(other)}" if other else "its datasets are not those of the manifest"
+    refuse(path, (other or not _is_whole(shard, manifest["sites"], record["n_tokens"], lengths), what, REPAIR))
     return shard if outline else shard.checked()
 
 

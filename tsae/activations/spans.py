@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.rollouts.table import Rollouts
 from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 
@@ -70,8 +70,7 @@ def rows_mask(
     Raises:
         TsaeError: for thinking, where no response of the rollouts has any.
     """
-    if span == "thinking" and not rollouts.has_thinking:
-        what = "no response has thinking, by any marker that is known"
-        raise TsaeError(what, where=rollouts.origin, fix="Use the span response.")
+    what = "no response has thinking, by any marker that is known"
+    refuse(rollouts.origin, (span == "thinking" and not rollouts.has_thinking, what, "Use the span response."))
     lengths = rollouts.lengths("prompt_ids")[rows]
     return span_mask(token_ids, offsets, lengths, span, special_ids, rollouts.token_parts(rows))

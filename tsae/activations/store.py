@@ -37,7 +37,7 @@ from tsae.activations.config import Axis
 from tsae.activations.manifest import inside, read_manifest, stored_rollouts
 from tsae.activations.shard import Shard, open_shard
 from tsae.base.remote.mirror import local
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 
 
@@ -190,9 +190,8 @@ class Pair(ActivationStore):
         self.compared = (everyone.readers[0], reader)
         """Ids of the base and the other: whose activation comes first in a row, and whose second."""
         unread = sum(int((self._base_rows[0][s.trajectory] < 0).sum()) for s in everyone._opened(reader))
-        if unread:
-            what = f"the base has not read {unread} of the trajectories that {reader} read"
-            raise TsaeError(what, where=store.path, fix='Capture with the plan "paired" or "all".')
+        what = f"the base has not read {unread} of the trajectories that {reader} read"
+        refuse(store.path, (unread, what, 'Capture with the plan "paired" or "all".'))
 
     @cached_property
     def _bases(self) -> list[Shard]:

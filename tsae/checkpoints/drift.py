@@ -144,9 +144,8 @@ class _Tensors:
         from safetensors import safe_open
 
         folder = folder_of(checkpoint)
-        if is_gguf(folder) or is_adapter(folder):
-            what = "is a GGUF file, whose weights are quantised, or an adapter; expected a whole model in safetensors"
-            raise TsaeError(what, where=folder, fix="Give its base.")
+        what = "is a GGUF file, whose weights are quantised, or an adapter; expected a whole model in safetensors"
+        refuse(folder, (is_gguf(folder) or is_adapter(folder), what, "Give its base."))
         self.where = checkpoint.path
         self._files: dict[str, Any] = {}
         for file in weight_files(folder):

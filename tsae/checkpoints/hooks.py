@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,9 +71,8 @@ def check_sites(sites: Sequence[str], n_layers: int, where: str) -> list[Site]:
     """Parse site names and check that the model has these blocks."""
     parsed = [Site.parse(name) for name in sites]
     beyond = next((site.name for site in parsed if site.layer >= n_layers), None)
-    if beyond or not parsed:
-        what = f"{beyond} does not exist: the model has blocks 0 to {n_layers - 1}" if beyond else "no sites given"
-        raise TsaeError(what, where=where, fix="Choose a block that the model has, such as blocks.1.hook_resid_post.")
+    what = f"{beyond} does not exist: the model has blocks 0 to {n_layers - 1}" if beyond else "no sites given"
+    refuse(where, (beyond or not parsed, what, "Choose a block that the model has, such as blocks.1.hook_resid_post."))
     return parsed
 
 

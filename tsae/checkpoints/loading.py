@@ -67,9 +67,8 @@ class Checkpoint(CheckpointRecord):
         tokenizer = self.load_tokenizer()
         special = set(tokenizer.all_special_ids)
         found = tuple(i for i, s in enumerate(token_strings(tokenizer)) if text and text in s and i not in special)
-        if not found:
-            what = f"its tokenizer has no token whose text contains {text!r}"
-            raise TsaeError(what, where=self.path, fix="Give another text (--step-text).")
+        what = f"its tokenizer has no token whose text contains {text!r}"
+        refuse(self.path, (not found, what, "Give another text (--step-text)."))
         return found
 
 

@@ -126,9 +126,8 @@ class CheckpointSeries:
         folder = as_path(folder)
         records = []
         for checkpoint in self.checkpoints:
-            if checkpoint.noise is not None:
-                what = f"{checkpoint.id} has noise in its weights, which series.json cannot name"
-                raise TsaeError(what, where=folder)
+            what = f"{checkpoint.id} has noise in its weights, which series.json cannot name"
+            refuse(folder, (checkpoint.noise is not None, what, None))
             record = {name: getattr(checkpoint, name) for name in _FIELDS}
             record = {k: v for k, v in record.items() if v is not None or k in ("run", "trained_on")}
             path = Path(checkpoint.path)
@@ -158,9 +157,8 @@ class CheckpointSeries:
                 there = file.is_file()
             if there and len(sources) == 1:
                 return cls._from_json(file, without)
-            if there:
-                what = "holds a series.json, which names its own base and checkpoints"
-                raise TsaeError(what, where=source, fix="Give that folder alone, or its checkpoints one by one.")
+            what = "holds a series.json, which names its own base and checkpoints"
+            refuse(source, (there, what, "Give that folder alone, or its checkpoints one by one."))
         checkpoints, notes = _find([os.fspath(source) for source in sources], without)
         return cls(tuple(checkpoints), as_path(sources[-1]).resolve().name, notes)._checked()
 
@@ -251,9 +249,8 @@ def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Check
     notes: list[str] = []
     parts = [_expand(source, notes, without) for source in sources]
     found = [checkpoint for part in parts for checkpoint in part]
-    if not found:
-        what = "no checkpoint is complete" if sources else "no checkpoints given"
-        raise TsaeError(what, where=", ".join(sources) or "CheckpointSeries.load", fix="Give a folder of checkpoints.")
+    what = "no checkpoint is complete" if sources else "no checkpoints given"
+    refuse(", ".join(sources) or "CheckpointSeries.load", (not found, what, "Give a folder of checkpoints."))
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
     if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1):

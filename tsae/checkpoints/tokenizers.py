@@ -17,7 +17,7 @@ from tsae.base.files import as_tsae_error
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.checkpoints.weight_files import folder_of, has_tokenizer, is_adapter, is_gguf
-from tsae.errors import TsaeError, needing
+from tsae.errors import TsaeError, needing, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,9 +159,8 @@ def named_ends(checkpoint: CheckpointRecord) -> list[list[int]]:
             named.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
     ends = [[*ids] if isinstance(ids, list | tuple) else [] if ids is None else [ids] for ids in named]
     odd = next((id for ids in ends for id in ids if type(id) is not int), None)
-    if odd is not None:
-        what = f"its eos_token_id holds {str(odd)[:60]!r}, which is not a token id"
-        raise TsaeError(what, where=folder, fix="Name token ids as whole numbers.")
+    what = f"its eos_token_id holds {str(odd)[:60]!r}, which is not a token id"
+    refuse(folder, (odd is not None, what, "Name token ids as whole numbers."))
     return ends
 
 

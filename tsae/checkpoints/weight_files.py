@@ -15,7 +15,7 @@ from typing import Any
 
 from tsae.base.files import as_tsae_error, digest, read_object, reading
 from tsae.checkpoints.record import CheckpointRecord
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -58,9 +58,8 @@ def is_adapter(folder: Path) -> bool:
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return False
-    if any(folder.glob("model*.safetensors")):
-        what = f"holds both an adapter ({ADAPTER_CONFIG}) and the weights of a whole model"
-        raise TsaeError(what, where=folder, fix="Keep one of them in this folder.")
+    what = f"holds both an adapter ({ADAPTER_CONFIG}) and the weights of a whole model"
+    refuse(folder, (any(folder.glob("model*.safetensors")), what, "Keep one of them in this folder."))
     return True
 
 

@@ -215,9 +215,8 @@ def crosscoder_changes(
     Raises:
         TsaeError: where the crosscoder is of other checkpoints or another site, or there are no tokens.
     """
-    if crosscoder.compared != pair.compared:
-        what = f"the crosscoder is of {' and '.join(crosscoder.compared)}, the pair of {' and '.join(pair.compared)}"
-        raise TsaeError(what, where=pair.path, fix="Give the pair that it was trained on.")
+    what = f"the crosscoder is of {' and '.join(crosscoder.compared)}, the pair of {' and '.join(pair.compared)}"
+    refuse(pair.path, (crosscoder.compared != pair.compared, what, "Give the pair that it was trained on."))
     check_fits(crosscoder, pair)
     windows = Windows(pair, crosscoder.site, span=span, held_out=held_out)
     beyond = windows.norms.beyond if crosscoder.norm_limit is None else crosscoder.outliers

@@ -29,7 +29,7 @@ from tsae.base.artefact import Kind, read_artefact, write_artefact
 from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, read_object, reading, write_json
 from tsae.base.usual_state import usual_state
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.config import SAEConfig
 from tsae.sae.exchange.finding import find_foreign
 from tsae.sae.exchange.saelens_files import (
@@ -352,9 +352,8 @@ def check_fits(sae: TemporalSAE, store: Source) -> None:
     Raises:
         TsaeError: where the site or d_model differ.
     """
-    if sae.site not in store.sites:
-        what = f"the SAE was trained at {sae.site}, the store has {', '.join(store.sites)}"
-        raise TsaeError(what, where=store.path, fix="Capture that site, or train an SAE on this store.")
+    what = f"the SAE was trained at {sae.site}, the store has {', '.join(store.sites)}"
+    refuse(store.path, (sae.site not in store.sites, what, "Capture that site, or train an SAE on this store."))
     if store.d_model(sae.site) != sae.d_model:
         compared = sae.training_info.get("crosscoder", ())
         what = f", as a crosscoder of {' and '.join(compared)}" if compared else ""

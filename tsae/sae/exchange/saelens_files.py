@@ -288,9 +288,8 @@ def _since_version_6(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if int(written_by.split(".")[0]) >= 6 or not config.keys() & {"hook_name", "hook_point"}:
         return config
     act = config.get("activation_fn_str", config.get("activation_fn"))
-    if act not in (None, "relu", "topk"):
-        what = f"its activation function is {shown(act)}, which sae_lens 6 reads as ReLU"
-        raise TsaeError(what, where=folder, fix="Use one with relu or topk.")
+    what = f"its activation function is {shown(act)}, which sae_lens 6 reads as ReLU"
+    refuse(folder, (act not in (None, "relu", "topk"), what, "Use one with relu or topk."))
     from sae_lens.loading.pretrained_sae_loaders import handle_pre_6_0_config
 
     return dict(handle_pre_6_0_config(config))

@@ -197,9 +197,8 @@ def separation(
     found = _tasks(store.rollouts, places, max_problems, max_tokens, annotator, token_strings, seed)
     tasks = [task for task in found.values() if isinstance(task, Task)]
     skipped = {label: reason for label, reason in found.items() if isinstance(reason, str)}
-    if not tasks:
-        what = "no label can be probed: " + "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
-        raise TsaeError(what, where=store.path, fix="Use more problems, with bands and several responses each.")
+    what = "no label can be probed: " + "; ".join(f"{label}: {reason}" for label, reason in skipped.items())
+    refuse(store.path, (not tasks, what, "Use more problems, with bands and several responses each."))
     probes: dict[tuple[str, str, str], Probe] = {}
     scores, gains = [], []
     for name, group, codes in _inputs(loaded, x):

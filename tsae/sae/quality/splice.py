@@ -27,7 +27,7 @@ from tsae.activations.store import ActivationStore
 from tsae.base.statistics import counts, percentile_interval
 from tsae.checkpoints.hooks import positions, rewritten
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, weights_fingerprint
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
@@ -121,9 +121,8 @@ def loss_recovered(
             model, sae, *(tensor.to(device) for tensor in (ids, mask, counted, scored)), beyond=beyond
         )
         sums[batch] = found.cpu().numpy()
-    if sums[:, 0].sum() == 0:
-        what = f"none of the {len(rows)} trajectories has a token to replace"
-        raise TsaeError(what, where=store.path, fix="Choose another token span, or raise max_norm.")
+    what = f"none of the {len(rows)} trajectories has a token to replace"
+    refuse(store.path, (sums[:, 0].sum() == 0, what, "Choose another token span, or raise max_norm."))
     problem_ids = rollouts.table["problem_id"].to_pylist()
     return _summary(checkpoint.id, sums, [problem_ids[row] for row in rows])
 

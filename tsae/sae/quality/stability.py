@@ -158,9 +158,8 @@ class Stability:
         Raises:
             TsaeError: where it belongs to another SAE.
         """
-        if self.sae != sae:
-            what = f"the stability in {FILE} is that of the SAE {self.sae}, not of {sae}"
-            raise TsaeError(what, where=where, fix=f"Make it anew with `tsae evaluate --seeds`, or delete {FILE}.")
+        what = f"the stability in {FILE} is that of the SAE {self.sae}, not of {sae}"
+        refuse(where, (self.sae != sae, what, f"Make it anew with `tsae evaluate --seeds`, or delete {FILE}."))
         return self
 
 
