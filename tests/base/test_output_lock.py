@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import filelock
@@ -57,6 +58,21 @@ def holder(to: Path, part: str = "whole") -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some file systems."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
+
+
+def refused_in_a_thread(to: Path) -> str:
+    """What another thread of this process is told."""
+    with ThreadPoolExecutor() as pool:
+        return str(pool.submit(lambda: output_lock(to).__enter__()).exception())
 
 
 def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
@@ -146,19 +162,8 @@ def test_the_part_that_finishes_last_takes_the_whole(tmp_path: Path) -> None:
 
 
 def test_a_thread_may_take_it_again_and_another_may_not(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    def second() -> None:
-        try:
-            output_lock(tmp_path / "sae").__enter__()
-        except TsaeError as error:
-            said.append(str(error))
-
     with output_lock(tmp_path / "sae"), output_lock(tmp_path / "x" / ".." / "sae"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert f"is being written by process {os.getpid()}" in said[0]
+        assert f"is being written by process {os.getpid()}" in refused_in_a_thread(tmp_path / "sae")
 
 
 def test_torchruns_other_processes_leave_it_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,35 +175,18 @@ def test_torchruns_other_processes_leave_it_to_the_first(tmp_path: Path, monkeyp
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
-    said: list[str] = []
-
-    def second() -> None:
-        try:
-            output_lock(tmp_path / "sae").__enter__()
-        except TsaeError as error:
-            said.append(str(error))
-
+    without_locks(monkeypatch)
     with output_lock(tmp_path / "sae"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert "another process (if it has died, remove .sae.lock)" in said[0]
+        said = refused_in_a_thread(tmp_path / "sae")
+    assert "another process (if it has died, remove .sae.lock)" in said
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_the_lock_of_the_next_writer_stays(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody has removed the file of a lock that is held, as of a process that has died; the next one has its own."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     if not locks:
-        monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
+        without_locks(monkeypatch)
     file = tmp_path / ".sae.lock"
     with output_lock(tmp_path / "sae"):
         file.rename(tmp_path / "removed")

@@ -14,6 +14,8 @@ from tsae.base.files import is_beginning, read_object, write_first, write_json
 from tsae.base.remote.mirror import removed
 from tsae.errors import TsaeError, refuse
 
+_PARTS = "Give 1/n to n/n, such as 2/7."
+
 
 @dataclass(frozen=True)
 class Part:
@@ -28,10 +30,8 @@ class Part:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.n:
-            raise TsaeError(
-                f"there is no part {self.index + 1} of {self.n}", where="--part", fix="Give 1/n to n/n, such as 2/7."
-            )
+        there = 0 <= self.index < self.n
+        refuse("--part", (not there, f"there is no part {self.index + 1} of {self.n}", _PARTS))
 
     @classmethod
     def of(cls, text: str) -> Part:
@@ -42,7 +42,7 @@ class Part:
         """
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None:
-            raise TsaeError(f"{text!r} is no part", where="--part", fix="Give 1/n to n/n, such as 2/7.")
+            raise TsaeError(f"{text!r} is no part", where="--part", fix=_PARTS)
         return cls(int(found[1]) - 1, int(found[2]))
 
     def __str__(self) -> str:
@@ -87,11 +87,9 @@ def check_same_work(file: Path, identity: Mapping[str, Any], what: str) -> None:
     folder = file.parent
     begin(file, identity, f"holds pieces, but no {file.name} that says of what", "Remove them.")
     found, wanted = read_object(file, f"Remove {folder}."), json.loads(json.dumps(identity))
-    if found != wanted:
-        different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
-        raise TsaeError(
-            f"holds {what}: {', '.join(different)} differ", where=folder, fix="Give another folder, or remove these."
-        )
+    different = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    what = f"holds {what}: {', '.join(different)} differ"
+    refuse(folder, (found != wanted, what, "Give another folder, or remove these."))
 
 
 def remove_work(file: Path) -> None:

@@ -33,14 +33,14 @@ def parse_json(text: str | bytes, *, names_once: bool = False) -> Any:
     """
     try:
         return json.loads(text, object_pairs_hook=_named_once if names_once else None)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         raise
-    except RecursionError as error:
-        raise json.JSONDecodeError("nested too deeply", "", 0) from error
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
-        raise json.JSONDecodeError(str(error), "", 0) from error
+    except (RecursionError, ValueError) as error:
+        raise json.JSONDecodeError(_said(error), "", 0) from error
+
+
+def _said(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -61,10 +61,8 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         found = yaml.safe_load(text)
-    except RecursionError as error:
-        raise yaml.YAMLError("nested too deeply") from error
-    except ValueError as error:
-        raise yaml.YAMLError(str(error)) from error
+    except (RecursionError, ValueError) as error:
+        raise yaml.YAMLError(_said(error)) from error
     if not weighs_within(found, _MOST_YAML):
         raise yaml.YAMLError(f"stands for more than {_MOST_YAML:,} values")
     return found

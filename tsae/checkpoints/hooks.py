@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,19 +113,8 @@ class HuggingFaceReader:
                 raise PastLastSite
 
         handles = [attach(self.blocks, site, partial(keep, site.name)) for site in self.sites]
-        try:
-            self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=positions(attention_mask),
-                use_cache=False,
-                logits_to_keep=1,
-            )
-        except PastLastSite:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(*handles), suppress(PastLastSite):
+            run_body(self.model, input_ids, attention_mask)
         if unread := {site.name for site in self.sites} - found.keys():
             raise TsaeError(f"the hooks never fired at {', '.join(sorted(unread))}", where=type(self.model).__name__)
         return {name: back(hidden) for name, hidden in found.items()}
@@ -139,6 +128,22 @@ class HuggingFaceReader:
             found = self.read(input_ids, attention_mask, stop_early=False)
         predicted = predictions(self.model, outputs[-1], input_ids, attention_mask)
         return {name: back(hidden) for name, hidden in found.items()}, Predictions(*map(back, predicted))
+
+
+def run_body(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
+    """Run a model on a padded batch (B, T) for its hooks: the head gives the logits of one position."""
+    options = {"attention_mask": attention_mask, "position_ids": positions(attention_mask)}
+    model(input_ids=input_ids, **options, use_cache=False, logits_to_keep=1)
+
+
+@contextmanager
+def hooked(*handles: Any) -> Iterator[None]:
+    """Take hooks off again when the block ends."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def attach(blocks: torch.nn.ModuleList, site: Site, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -172,11 +177,8 @@ def rewritten(model: PreTrainedModel, site: str, change: Callable[[torch.Tensor]
     """
     blocks = decoder_blocks(model)
     (place,) = check_sites([site], len(blocks), str(model.config._name_or_path))
-    handle = attach(blocks, place, change)
-    try:
+    with hooked(attach(blocks, place, change)):
         yield
-    finally:
-        handle.remove()
 
 
 def during_generation(
@@ -259,11 +261,8 @@ class PredictingReader:
 def body_output(model: PreTrainedModel) -> Iterator[list[Any]]:
     """While it is open, append to the list what the body gives the head in every forward pass."""
     kept: list[Any] = []
-    handle = _body(model).register_forward_hook(lambda _m, _i, output: kept.append(output))
-    try:
+    with hooked(_body(model).register_forward_hook(lambda _m, _i, output: kept.append(output))):
         yield kept
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()

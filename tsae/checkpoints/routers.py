@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.hooks import decoder_blocks, input_device, positions
+from tsae.checkpoints.hooks import decoder_blocks, hooked, input_device, run_body
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -80,18 +80,8 @@ class RouterReader:
             module.register_forward_hook(lambda _m, _i, output, layer=layer: keep(layer, output))
             for layer, module in self.routers.items()
         ]
-        mask = attention_mask.to(self.device)
-        try:
-            self.model(
-                input_ids=input_ids.to(self.device),
-                attention_mask=mask,
-                position_ids=positions(mask),
-                use_cache=False,
-                logits_to_keep=1,
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(*handles):
+            run_body(self.model, input_ids.to(self.device), attention_mask.to(self.device))
         return found
 
     def _top_k(self, router: torch.nn.Module) -> int | None:

@@ -32,7 +32,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from tsae.base.files import as_path, partial_name, write_json, writing
+from tsae.base.files import as_path, as_tsae_error, partial_name, write_json, writing
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, first_line, without_secrets
 
@@ -272,14 +272,11 @@ class Mirror:
                 return dict(zip(names, states, strict=True))
 
     def _opened(self, name: str) -> tuple[Any, str]:
-        try:
+        fix = "Check the address, and install what fsspec needs for it, such as s3fs."
+        with as_tsae_error("cannot be reached", self.url, fix):
             import fsspec
 
             fs, path = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise TsaeError(
-                f"cannot be reached ({error})", where=self.url, fix="Install what fsspec needs for it, such as s3fs."
-            ) from error
         path = path.rstrip("/")
         return fs, f"{path}/{name}" if name else path
 

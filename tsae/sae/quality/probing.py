@@ -339,14 +339,17 @@ def _between(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Ta
     classes = [c for c in np.unique(code[code >= 0]) if len(np.unique(problem[code == c])) >= _MIN_UNITS]
     if len(classes) < 2:
         return f"fewer than two classes occur in {_MIN_UNITS} problems"
+    return _of_classes(label, code, classes, problem, _FOLDS, seed)
+
+
+def _of_classes(label: str, code: np.ndarray, classes: Any, units: np.ndarray, n_folds: int, seed: int) -> Task:
+    """Tokens of some classes, which weigh the same. Where every unit has one class, each is spread over the folds."""
     token = np.flatnonzero(np.isin(code, classes))
     y = np.searchsorted(classes, code[token])
-    weight = 1 / np.bincount(y)[y]
-    unit = np.unique(problem[token], return_inverse=True)[1]
-    # Where every problem has one class, spread the classes over the folds.
+    unit = np.unique(units[token], return_inverse=True)[1]
     first = np.zeros(unit.max() + 1, dtype=int)
     first[unit[::-1]] = y[::-1]
-    return Task(label, token, y, weight, unit, folds(len(first), _FOLDS, seed, within=first))
+    return Task(label, token, y, 1 / np.bincount(y)[y], unit, folds(len(first), n_folds, seed, within=first))
 
 
 def _within(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Task | str:
@@ -364,19 +367,13 @@ def _within(label: str, code: np.ndarray, problem: np.ndarray, seed: int) -> Tas
 
 def _which_problem(problem: np.ndarray, row: np.ndarray, most: int, seed: int) -> Task | str:
     """Which problem a token's trajectory answers: folds over trajectories."""
-    rows = np.unique(row)
-    n_trajectories = np.bincount(problem[rows])
+    n_trajectories = np.bincount(problem[np.unique(row)])
     several = np.flatnonzero(n_trajectories >= 3)
     if len(several) < 2:
         return "fewer than two problems have three trajectories"
     chosen = several[np.linspace(0, len(several) - 1, min(most, len(several))).astype(int)]
-    token = np.flatnonzero(np.isin(problem[row], chosen))
-    y = np.searchsorted(chosen, problem[row[token]])
-    weight = 1 / np.bincount(y)[y]
-    trajectories, unit = np.unique(row[token], return_inverse=True)
-    of_problem = problem[trajectories]
     n_folds = min(_FOLDS, int(n_trajectories[chosen].min()))
-    return Task("problem", token, y, weight, unit, folds(len(trajectories), n_folds, seed, within=of_problem))
+    return _of_classes("problem", problem[row], chosen, row, n_folds, seed)
 
 
 PENALTIES = (1e-2, 1e-3, 1e-4)
