@@ -60,7 +60,7 @@ from tsae.activations.windows import (
     windows_before,
 )
 from tsae.base.memory import Reused
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -138,10 +138,9 @@ class Windows:
         balance: Sequence[Axis] = (),
         seed: int = 0,
     ) -> None:
-        if window < 2 or (partner == "step" and not step_ends):
-            what = f"window={window}, partner={partner!r}: a window holds 2 tokens or more, and steps need step_ends"
-            fix = 'Give step_ends, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.'
-            raise TsaeError(what, where="TrainingConfig", fix=fix)
+        what = f"window={window}, partner={partner!r}: a window holds 2 tokens or more, and steps need step_ends"
+        fix = 'Give step_ends, such as checkpoint.tokens_with("\\n"), or let --tokenizer look them up.'
+        refuse("TrainingConfig", (window < 2 or (partner == "step" and not step_ends), what, fix))
         self.store, self.site, self.window, self.partner, self.seed = store, site, window, partner, seed
         self.max_norm = max_norm
         self.pinned = False  # whether batches lie in memory that a GPU copies from by itself
@@ -163,21 +162,21 @@ class Windows:
         narrow = max(shard.n_tokens for shard in self.shards) < 2**31
         self.segments = np.concatenate(segments).astype(np.int32 if narrow else np.int64)
         self.n_tokens = int(self.segments[:, 2].sum())
-        if self.n_tokens == 0:
-            raise TsaeError("no tokens are left to train on", where=store.path, fix="Choose another token span.")
-        if partner == "step" and sum(map(len, begins)) == n_undivided:
-            fix = "Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them."
-            raise TsaeError(f"step_ends={tuple(step_ends)} divide no trajectory into steps", where=store.path, fix=fix)
+        undivided = partner == "step" and sum(map(len, begins)) == n_undivided
+        fix = "Give the ids of tokens that end steps in these texts; Checkpoint.tokens_with finds them."
+        refuse(
+            store.path,
+            (self.n_tokens == 0, "no tokens are left to train on", "Choose another token span."),
+            (undivided, f"step_ends={tuple(step_ends)} divide no trajectory into steps", fix),
+        )
         self._places = Places(self.shards)
         first, length = self._places.first(self.segments), self.segments[:, 2]
         self._partners = Partners(first, length, np.concatenate(begins)) if begins else None
         longest = length.max() if self._partners is None else self._partners.longest
-        if partner is not None and longest < 2:
-            unit = "step" if partner == "step" else "trajectory"
-            adjacent = " adjacent" if partner == "previous" else ""
-            what = f"no {unit} has two{adjacent} tokens that count, so that the temporal loss has no pairs"
-            fix = "Choose another token span, or train with temporal_weight=0 (--temporal-weight 0)."
-            raise TsaeError(what, where=store.path, fix=fix)
+        unit, adjacent = "step" if partner == "step" else "trajectory", " adjacent" if partner == "previous" else ""
+        what = f"no {unit} has two{adjacent} tokens that count, so that the temporal loss has no pairs"
+        fix = "Choose another token span, or train with temporal_weight=0 (--temporal-weight 0)."
+        refuse(store.path, (partner is not None and longest < 2, what, fix))
         self._bits = length_bits(self.segments, window)
         self.mixture = Mixture(store, self.shards, self._places, self.segments, balance)
 
@@ -255,8 +254,8 @@ class Windows:
             TsaeError: says where it is.
         """
         rows = trajectory[~x.isfinite().all(dim=1).numpy()]
-        if len(rows):
-            raise TsaeError(f"{self.site} is not finite in trajectory {rows[0]}", where=self.store.path, fix=REPAIR)
+        first = ", ".join(map(str, rows[:1]))
+        refuse(self.store.path, (first, f"{self.site} is not finite in trajectory {first}", REPAIR))
 
     def epoch(
         self, number: int, batch_tokens: int, *, start: int = 0, share: tuple[int, int] = (0, 1)
@@ -456,8 +455,8 @@ def norm_stats(x: np.ndarray, max_norm: float, store: Catalogue, site: str) -> N
         f"no token is within {max_norm:g} times the median norm": not inside.any(),
         "all tokens have the same activations: there is nothing to learn": (x[inside] == x[inside][:1]).all(),
     }
-    if what := next((what for what, found in wrong.items() if found), None):
-        raise TsaeError(f"at {site} {what}", where=store.path, fix="Check the checkpoints, site and max_norm.")
+    fix = "Check the checkpoints, site and max_norm."
+    refuse(store.path, *((found, f"at {site} {what}", fix) for what, found in wrong.items()))
     return NormStats(median, mean, limit, float(1 - inside.mean()), centre)
 
 

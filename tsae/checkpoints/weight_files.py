@@ -99,23 +99,33 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         TsaeError: where there are none, some are missing, only pickles are there, or an index points elsewhere.
     """
-    if is_adapter(folder):
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise _no_weights(folder, ADAPTER_WEIGHTS, "adapter")
-        return [folder / ADAPTER_WEIGHTS]
-    if not (folder / "config.json").is_file():
-        named = ", ".join(sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")))
-        fix = f"Give one of its adapters: {named}." if named else "Give a Hugging Face model directory."
-        raise TsaeError("holds no config.json", where=folder, fix=fix)
+    adapter, indexed = is_adapter(folder), (folder / _INDEX).is_file()
+    expected, kind = (ADAPTER_WEIGHTS, "adapter") if adapter else (_WEIGHTS, "model")
+    whole = (folder / expected).is_file()
+    named = ", ".join(sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")))
+    suffixes = (".bin", ".pt", ".pth")
+    pickles = [p.name for s in suffixes for p in sorted(folder.glob(f"*{s}")) if not _TRAINER_STATE.fullmatch(p.name)]
+    found = f"only pickled weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
+    refuse(
+        folder,
+        (
+            not adapter and not (folder / "config.json").is_file(),
+            "holds no config.json",
+            f"Give one of its adapters: {named}." if named else "Give a Hugging Face model directory.",
+        ),
+        (
+            not adapter and whole and indexed and any(folder.glob("model-*.safetensors")),
+            f"holds weights twice: {_WEIGHTS}, and the files that {_INDEX} names",
+            "Remove those of an earlier save.",
+        ),
+        (
+            not whole and (adapter or not indexed),
+            f"holds {found}; expected {expected}",
+            f"Save the {kind} again with {kind}.save_pretrained(directory), which writes safetensors.",
+        ),
+    )
     # In the order of transformers, which looks for no other names.
-    if (folder / _WEIGHTS).is_file():
-        if (folder / _INDEX).is_file() and any(folder.glob("model-*.safetensors")):
-            what = f"holds weights twice: {_WEIGHTS}, and the files that {_INDEX} names"
-            raise TsaeError(what, where=folder, fix="Remove those of an earlier save.")
-        return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
-        raise _no_weights(folder, _WEIGHTS, "model")
-    return _indexed(folder)
+    return [folder / expected] if whole else _indexed(folder)
 
 
 def has_no_part(name: str) -> bool:
@@ -216,22 +226,13 @@ def _indexed(folder: Path) -> list[Path]:
     """The files that an index names, all of which must be in its folder."""
     names = read_object(folder / _INDEX, "Complete the checkpoint.").get("weight_map")
     files = sorted({str(name) for name in names.values()}) if isinstance(names, dict) else []
-    if not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files):
-        what = "its weight_map does not name .safetensors files of the same folder"
-        raise TsaeError(what, where=folder / _INDEX, fix="Save the model again.")
+    odd = not files or any(Path(name).name != name or not name.endswith(".safetensors") for name in files)
+    what = "its weight_map does not name .safetensors files of the same folder"
+    refuse(folder / _INDEX, (odd, what, "Save the model again."))
     missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        what = f"lacks {len(missing)} of {len(files)} weight files (first: {missing[0]})"
-        raise TsaeError(what, where=folder, fix="Complete the checkpoint.")
+    what = f"lacks {len(missing)} of {len(files)} weight files (first: {', '.join(missing[:1])})"
+    refuse(folder, (missing, what, "Complete the checkpoint."))
     return [folder / name for name in files]
-
-
-def _no_weights(folder: Path, expected: str, what: str) -> TsaeError:
-    names = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
-    pickles = [name for name in names if not _TRAINER_STATE.fullmatch(name)]
-    found = f"only pickled weights ({', '.join(pickles)}), which are never loaded" if pickles else "no weights"
-    fix = f"Save the {what} again with {what}.save_pretrained(directory), which writes safetensors."
-    return TsaeError(f"holds {found}; expected {expected}", where=folder, fix=fix)
 
 
 def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
