@@ -356,7 +356,7 @@ def test_a_factor_of_normalisation_is_checked(changed: dict[str, Any], message: 
         ("llamascopium-topk-dataset-wise", {"top_k": 2.9}, r"top_k is 2\.9"),
         ("sparsify", {"k": True}, "k is True"),
         ("sparsify", {"transcode": "false"}, "transcode is 'false'"),
-        ("dictionary_learning-AutoEncoderTopK", {"k": 11}, r"k is 11, and 3 in ae\.pt"),
+        ("dictionary_learning-AutoEncoderTopK", {"k": 11}, r"k is 11 in config\.json, and 3 in ae\.pt"),
         ("dictionary_learning-AutoEncoder", {"layer": 3.9}, r"layer is 3\.9"),
         ("dictionary_learning-AutoEncoder", {"submodule_name": "x\x1b[31m"}, "names the site"),
     ],

@@ -30,6 +30,7 @@ from tsae.base.disk.torch_file import read_torch_file
 from tsae.base.files import read_object, reading
 from tsae.errors import TsaeError, refuse
 from tsae.sae.exchange.saelens_files import (
+    TRANSCODER,
     FoundSAE,
     as_weights,
     check_shapes,
@@ -40,7 +41,6 @@ from tsae.sae.exchange.saelens_files import (
     number,
     plain_config,
     shown,
-    transcoder,
     whole,
 )
 
@@ -172,15 +172,13 @@ def _gemma_scope_2(folder: Path, site: str | None) -> FoundSAE:
     found = load_weights(folder / "params.safetensors")
     kind = _in_path(r"/(resid_post|attn_out|mlp_out|transcoder|clt)[^/]*(?=/)", folder)
     names = {"W_enc": "w_enc", "W_dec": "w_dec", "b_enc": "b_enc", "b_dec": "b_dec", "threshold": "threshold"}
-    if kind in ("transcoder", "clt") or "affine_skip_connection" in found:
-        raise transcoder(folder)
+    refuse(folder, (kind in ("transcoder", "clt") or "affine_skip_connection" in found, *TRANSCODER))
     return _gemma(folder, _renamed(found, names, folder), site, kind)
 
 
 def _gemma(folder: Path, weights: Weights, site: str | None, kind: str | None) -> FoundSAE:
     """The SAE in a folder of Gemma Scope; `kind` is the module whose output it reads, as the folder's path names it."""
-    if kind == "transcoders":
-        raise transcoder(folder)
+    refuse(folder, (kind == "transcoders", *TRANSCODER))
     if site is None and kind is not None:
         # Any other kind is refused by its name.
         site = _block(_in_path(r"layer_(\d+)", folder)) if kind in ("res", "resid_post") else f"hook_{kind}"
@@ -216,13 +214,11 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
     names, architecture, more = kinds[kind]
     if architecture == "topk":
         found_k = [whole(has["k"], "k", file) for has in (trainer, found) if has.get("k") is not None]
-        if len(set(found_k)) != 1:
-            what = (
-                f"k is {found_k[0]}, and {found_k[1]} in ae.pt"
-                if found_k
-                else "has no k, the active latents of a token"
-            )
-            raise TsaeError(what, where=file, fix=_AGAIN)
+        refuse(
+            file,
+            (not found_k, "has no k, the active latents of a token", _AGAIN),
+            (len(set(found_k)) > 1, f"k is {' in config.json, and '.join(map(str, found_k))} in ae.pt", _AGAIN),
+        )
         more = {**more, "k": found_k[0]}
     weights = _renamed(found, names, folder)
     return _found(
@@ -234,12 +230,11 @@ def _dictionary_learning(folder: Path, site: str | None) -> FoundSAE:
 def _sparsify(folder: Path, site: str | None) -> FoundSAE:
     config, found = read_object(folder / "cfg.json", _AGAIN), load_weights(folder / "sae.safetensors")
     transcodes, skips, signed = (_told(config, name, folder) for name in ("transcode", "skip_connection", "signed"))
-    if transcodes or skips or "W_skip" in found:
-        raise transcoder(folder)
-    if config.get("activation", "topk") != "topk" or signed:
-        kind = f"{str(config.get('activation'))[:60]}{' with signs' if signed else ''}"
-        what = f"selects latents by {kind}, which is not computed here"
-        raise TsaeError(what, where=folder / "cfg.json", fix="Use one with activation topk.")
+    refuse(folder, (transcodes or skips or "W_skip" in found, *TRANSCODER))
+    other = config.get("activation", "topk") != "topk" or signed
+    kind = f"{str(config.get('activation'))[:60]}{' with signs' if signed else ''}"
+    what = f"selects latents by {kind}, which is not computed here"
+    refuse(folder / "cfg.json", (other, what, "Use one with activation topk."))
     if site is None:
         block = _BLOCK.search(folder.absolute().name)
         site = _block(block[1]) if block else f"hook_{folder.name}" if re.search(r"mlp|attn", folder.name) else None
@@ -273,15 +268,17 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
     file, found = folder / "config.json", load_weights(folder / "sae_weights.safetensors")
     config = read_object(file, _AGAIN)
     kind = str(config.get("sae_type", "sae"))
-    if kind in ("clt", "molt", "transcoder") or config.get("hook_point_out") not in (None, config.get("hook_point_in")):
-        raise transcoder(folder)
-    if kind != "sae" or _told(config, "use_glu_encoder", file):
-        what = "an SAE with a gated linear unit" if kind == "sae" else f"a {kind}"
-        raise TsaeError(f"is {what}, which is not computed here", where=file, fix="Use one of sae_type sae.")
+    elsewhere = config.get("hook_point_out") not in (None, config.get("hook_point_in"))
+    what = "an SAE with a gated linear unit" if kind == "sae" else f"a {kind}"
     act = str(config.get("act_fn", "jumprelu")).lower()
-    if act not in ("relu", "jumprelu", "topk"):
-        what = f"its act_fn {act} chooses latents by the batch, so that a token's codes depend on other tokens"
-        raise TsaeError(what, where=file, fix="Convert it to jumprelu in its library, and save it again.")
+    by_batch = f"its act_fn {act} chooses latents by the batch, so that a token's codes depend on other tokens"
+    glu, known = _told(config, "use_glu_encoder", file), ("relu", "jumprelu", "topk")
+    refuse(
+        file,
+        (kind in ("clt", "molt", "transcoder") or elsewhere, *TRANSCODER),
+        (kind != "sae" or glu, f"is {what}, which is not computed here", "Use one of sae_type sae."),
+        (act not in known, by_batch, "Convert it to jumprelu in its library, and save it again."),
+    )
     new = {"W_enc": "W_E", "W_dec": "W_D", "b_enc": "b_E", "b_dec": "b_D"}
     names = new if "W_E" in found else _linear_names()
     if not _told(config, "use_decoder_bias", file, True):
@@ -306,10 +303,9 @@ def _llamascopium(folder: Path, site: str | None) -> FoundSAE:
     average = found.get(f"dataset_average_activation_norm.{config.get('hook_point_in')}")
     if average is None:
         average = (config.get("dataset_average_activation_norm") or {}).get("in")
-    if norm != "dataset-wise" or average is None:
-        what = f"expects activations normalised {norm}, by a norm that its files do not hold"
-        fix = "Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID."
-        raise TsaeError(what, where=folder, fix=fix)
+    what = f"expects activations normalised {norm}, by a norm that its files do not hold"
+    fix = "Save it with fold_activation_scale=True; those of Llama Scope come with saelens:RELEASE/ID."
+    refuse(folder, (norm != "dataset-wise" or average is None, what, fix))
     return _scope(folder, weights, site, config, _factor(weights, average, folder), **facts)
 
 
@@ -322,9 +318,8 @@ def _scope(
 ) -> FoundSAE:
     """Codes are those of the normalised activations, x · factor; reconstructions are of x."""
     width = len(weights["W_enc"])
-    if whole(config.get("d_model", width), "d_model", folder) != width:
-        what = f"its config names d_model {config['d_model']}, its weights have {width}"
-        raise TsaeError(what, where=folder, fix=_AGAIN)
+    named = whole(config.get("d_model", width), "d_model", folder)
+    refuse(folder, (named != width, f"its config names d_model {named}, its weights have {width}", _AGAIN))
     if factor is not None:
         weights["W_enc"] = weights["W_enc"] * factor
         weights |= {name: weights[name] / factor for name in ("W_dec", "b_dec") if name in weights}

@@ -128,6 +128,11 @@ def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, torch.
 
 Normalize = Literal["none", "layer_norm", "constant_norm_rescale"]
 _SAVE = "Save it again."
+TRANSCODER = (
+    "is a transcoder: it predicts what leaves a module from what enters it, and reconstructs no activations",
+    "Use an SAE of the residual stream.",
+)
+"""What is wrong, and what to do."""
 NOT_FITTING = "the file of weights does not fit the config"
 _KNOWN = ("jumprelu", "batchtopk", "matryoshka_batchtopk", "gated", "standard", "topk", NATIVE)
 _NORMALIZED = {
@@ -273,15 +278,6 @@ def fold_norms(weights: dict[str, torch.Tensor]) -> None:
     weights["W_dec"] = weights["W_dec"] / norm[:, None]
 
 
-def transcoder(where: str | Path) -> TsaeError:
-    """The refusal of a transcoder."""
-    return TsaeError(
-        "is a transcoder: it predicts what leaves a module from what enters it, and reconstructs no activations",
-        where=where,
-        fix="Use an SAE of the residual stream.",
-    )
-
-
 def _since_version_6(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A config as sae_lens 6 writes it; earlier ones are converted by sae_lens."""
     written_by = str((config.get("metadata") or {}).get("sae_lens_version") or config.get("sae_lens_version") or "0")
@@ -303,8 +299,6 @@ def _check(
     where: str | Path,
 ) -> Normalize:
     """How the SAE normalises each token. Refuses a config that needs what tsae cannot compute."""
-    if "transcoder" in architecture:
-        raise transcoder(where)
     normalization = config.get("normalize_activations")
     known: dict[Any, Normalize] = {None: "none", **{name: name for name in get_args(Normalize)}}
     other = not isinstance(normalization, str | None) or normalization not in known
@@ -312,6 +306,7 @@ def _check(
     factor = weights.pop("scaling_factor", torch.ones(()))
     refuse(
         where,
+        ("transcoder" in architecture, *TRANSCODER),
         (
             architecture not in _KNOWN,
             f"the architecture {shown(architecture)} cannot be computed here",
