@@ -136,10 +136,11 @@ assert "sae_lens" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"wrote {tmp_path / 'to'}")
-    assert sorted(p.name for p in (tmp_path / "to").iterdir()) == ["cfg.json", "sae_weights.safetensors"]
+    names = ["cfg.json", "sae_weights.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "to").iterdir()) == sorted([*names, "manifest.json"])
     again = sae.to_saelens(tmp_path / "again")
-    for file in (tmp_path / "to").iterdir():
-        assert file.read_bytes() == (again / file.name).read_bytes()
+    for name in names:
+        assert (tmp_path / "to" / name).read_bytes() == (again / name).read_bytes()
     refuses("unknown architecture 'temporal'", sae.to_saelens, tmp_path / "other", architecture="temporal")
 
 
