@@ -61,7 +61,7 @@ def test_a_line_is_a_line_of_its_own(tmp_path: Path) -> None:
 
 def test_polars_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polars", None)
-    refuses(r"tables for polars need polars.*pip install polars", lambda: make().to_polars())
+    refuses(r"a table for polars needs polars.*pip install 'polars", lambda: make().to_polars())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")
