@@ -39,18 +39,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
+from gsm8k_log import trajectories
+from organism.pretraining import ModelConfig, llama_config
+from statements.tables import Shard, write_store
 from tqdm.auto import tqdm
 
 import tsae
 from tsae.activations.batches import Windows
 from tsae.activations.capture import capture_shard
 from tsae.activations.forward_batches import pad, plan_batches
-from tsae.activations.manifest import KIND, VERSION
 from tsae.activations.reading_plan import cut, open_reader
-from tsae.activations.shard import DTYPES, write_shard
-from tsae.base.artefact import write_record
+from tsae.activations.shard import DTYPES
 from tsae.checkpoints.hooks import decoder_blocks, positions
+from tsae.testbed.tokenizer import make_tokenizer
 
+LENGTH, PROMPT = 250, 50
+"""Tokens of a random trajectory, and of its prompt."""
 Part = Literal["forward", "saelens", "padding", "windows", "memory"]
 
 
@@ -93,23 +97,15 @@ class Solutions:
         tokenizer = source.load_tokenizer()
         tokenizer.save_pretrained(self.path)
         self.series = tsae.CheckpointSeries.load(self.path)
-        with bench.solutions.open(encoding="utf-8") as lines:
-            solutions = [json.loads(line) for line in lines]
-        records = []
-        for number, solution in enumerate(solutions):
-            for model in ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification"):
-                prompt, response = solution["question"], solution[model]["solution"]
-                records.append(
-                    {
-                        "problem_id": f"{number:04d}",
-                        "policy": model,
-                        "prompt": prompt,
-                        "response": response,
-                        "prompt_ids": tokenizer(prompt)["input_ids"],
-                        "response_ids": tokenizer(response, add_special_tokens=False)["input_ids"],
-                        "outcome": "success" if solution[model]["is_correct"] else "failure",
-                    }
-                )
+        records = [
+            {
+                **{name: row[name] for name in ("problem_id", "policy", "prompt", "response")},
+                "prompt_ids": tokenizer(row["prompt"])["input_ids"],
+                "response_ids": tokenizer(row["response"], add_special_tokens=False)["input_ids"],
+                "outcome": "success" if row["correct"] else "failure",
+            }
+            for row in trajectories(bench.solutions)
+        ]
         rows = np.random.default_rng(0).permutation(len(records))
         self.rollouts = tsae.Rollouts.from_records(records).select(rows)
         self.lengths = self.rollouts.lengths("prompt_ids") + self.rollouts.lengths("response_ids")
@@ -291,39 +287,31 @@ def padding(bench: Bench, data: Solutions) -> dict[str, Any]:
     return found
 
 
-def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str, length: int = 250) -> tsae.ActivationStore:
+def make_store(folder: Path, n_tokens: int, d_model: int, dtype: str) -> tsae.ActivationStore:
     """A store of random activations in shards of half a million tokens."""
-    n = n_tokens // length
-    record = {"problem_id": "p", "policy": "base", "prompt_ids": [1] * 50, "response_ids": [2] * (length - 50)}
-    rollouts = tsae.Rollouts.from_records(
-        [{**record, "problem_id": f"p{i // 8}", "outcome": "unknown"} for i in range(n)]
-    )
-    generator, shards = torch.Generator().manual_seed(0), []
-    per_shard = 500_000 // length
-    for number, low in enumerate(range(0, n, per_shard)):
-        rows = np.arange(low, min(n, low + per_shard))
-        offsets = np.arange(len(rows) + 1) * length
-        x = torch.randn(int(offsets[-1]), d_model, generator=generator)
-        ids = np.tile(np.array(record["prompt_ids"] + record["response_ids"]), len(rows))  # type: ignore[operator]
-        file = f"base/{number:05d}.h5"
-        digest = write_shard(folder / file, {"x": x}, dtype, ids, offsets, rows)
-        shards.append({"file": file, "n_tokens": len(x), "n_trajectories": len(rows), "hash": digest})
-    rollouts.write(folder / "rollouts.parquet")
-    write_record(
-        folder / "manifest.json",
+    n, generator = n_tokens // LENGTH, torch.Generator().manual_seed(0)
+    ids = np.full((n, LENGTH), 2, dtype=np.int32)
+    ids[:, :PROMPT] = 1
+
+    def shards() -> Iterator[Shard]:
+        for low in range(0, n, 500_000 // LENGTH):
+            rows = np.arange(low, min(n, low + 500_000 // LENGTH))
+            x = torch.randn(len(rows) * LENGTH, d_model, generator=generator)
+            yield x.numpy(), ids[rows].ravel(), [LENGTH] * len(rows), rows
+
+    return write_store(folder, rollouts_of(ids), {"base": (None, shards())}, site="x", dtype=dtype)
+
+
+def rollouts_of(ids: np.ndarray, first: int = 0) -> tsae.Rollouts:
+    """Trajectories of these tokens, (n, LENGTH), eight of a problem."""
+    records = [
         {
-            "kind": KIND,
-            "version": VERSION,
-            "complete": True,
-            "dtype": dtype,
-            "sites": {"x": {"d_model": d_model}},
-            "rollouts": rollouts.fingerprint,
-            "special_ids": [],
-            "readers": [{"id": "base", "run": None, "step": 0, "trained_on": None, "weights": None, "shards": shards}],
-            "config": {},
-        },
-    )
-    return tsae.ActivationStore(folder)
+            "problem_id": f"p{(first + i) // 8}", "policy": "base", "outcome": "unknown",
+            "prompt_ids": row[:PROMPT], "response_ids": row[PROMPT:],
+        }
+        for i, row in enumerate(ids)
+    ]  # fmt: skip
+    return tsae.Rollouts.from_records(records)
 
 
 def sequential(shards: list[Any], rows: int) -> dict[str, Callable[[], None]]:
@@ -405,34 +393,14 @@ def peak_anonymous() -> Iterator[list[float]]:
         thread.join()
 
 
-def tiny_series(folder: Path) -> tsae.CheckpointSeries:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tsae.testbed import make_tokenizer
-
-    config = LlamaConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return tsae.CheckpointSeries.load(folder)
-
-
 def run_stage(stage: str, folder: Path) -> None:
     """One stage in a process of its own; prints its peak."""
     with peak_anonymous() as peak:
         if stage == "rollouts":
             _ = tsae.Rollouts.read(folder / "rollouts.parquet").fingerprint
         elif stage == "capture":
-            series, rollouts = (
-                tsae.CheckpointSeries.load(folder / "model"),
-                tsae.Rollouts.read(folder / "rollouts.parquet"),
-            )
+            series = tsae.CheckpointSeries.load(folder / "model")
+            rollouts = tsae.Rollouts.read(folder / "rollouts.parquet")
             tsae.capture(series, rollouts, ["blocks.0.hook_resid_post"], to=folder / "acts", progress=False)
         else:
             for _ in Windows(tsae.ActivationStore(folder / "acts"), "blocks.0.hook_resid_post").epoch(0, 4096):
@@ -441,25 +409,17 @@ def run_stage(stage: str, folder: Path) -> None:
 
 
 def memory(bench: Bench, folder: Path) -> dict[str, Any]:
+    from transformers import LlamaForCausalLM
+
     found: dict[str, Any] = {}
     for n_tokens in bench.memory_tokens:
         here = folder / str(n_tokens)
-        tiny_series(here / "model")
-        rng, length = np.random.default_rng(0), 250
-        parts = []
-        for low in range(0, n_tokens // length, 4000):
-            ids = rng.integers(0, 17, (min(4000, n_tokens // length - low), length)).tolist()
-            records = [
-                {
-                    "problem_id": f"p{(low + i) // 8}",
-                    "policy": "base",
-                    "prompt_ids": row[:50],
-                    "response_ids": row[50:],
-                    "outcome": "unknown",
-                }
-                for i, row in enumerate(ids)
-            ]
-            parts.append(tsae.Rollouts.from_records(records))
+        shape = ModelConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=32)
+        LlamaForCausalLM(llama_config(shape, max_positions=512)).save_pretrained(here / "model")
+        make_tokenizer().save_pretrained(here / "model")
+        rng, n, parts = np.random.default_rng(0), n_tokens // LENGTH, []
+        for low in range(0, n, 4000):
+            parts.append(rollouts_of(rng.integers(0, 17, (min(4000, n - low), LENGTH)), low))
         tsae.Rollouts.concat(parts).write(here / "rollouts.parquet")
         peaks = {}
         for stage in ("rollouts", "capture", "windows"):

@@ -36,6 +36,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import tyro
+from statements.tables import feature_table
 
 import tsae.diff.effects as tables
 import tsae.diff.feature_diff as whole
@@ -135,19 +136,9 @@ def make_table(bench: Bench) -> FeatureTable:
                 )
     shape = (int(offsets[-1]), bench.d_sae)
     codes = sp.csr_array((values, indices, np.arange(shape[0] + 1) * bench.k), shape=shape)
-    readers = [
-        {"id": id, "run": None if id == "base" else id, "step": i, "trained_on": None, "fve": 0.9}
-        for i, id in enumerate(("base", "run"))
-    ]
-    return FeatureTable(
-        codes=codes,
-        token_ids=token_ids,
-        row_offsets=offsets,
-        reader=np.repeat(np.arange(2, dtype=np.int32), n_rows // 2),
-        trajectory=np.arange(n_rows),
-        rollouts=Rollouts.from_records(records),
-        info={"sae": {"d_high": bench.d_sae // 5, "site": "x"}, "readers": readers, "special_ids": []},
-    )
+    rows = np.arange(n_rows)
+    readers = list(zip(("base", "run"), np.split(rows, 2), strict=True))
+    return feature_table(Rollouts.from_records(records), codes, readers, d_high=bench.d_sae // 5, special=())
 
 
 def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:

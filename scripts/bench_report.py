@@ -20,6 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 import tyro
 from run_notebooks import CHROMIUM
+from statements.tables import feature_table as planted_table
 
 import tsae
 from tsae.features.feature_table import FeatureTable
@@ -72,46 +73,22 @@ def feature_table(bench: Bench) -> FeatureTable:
     rng = np.random.default_rng(bench.seed)
     table = rollouts(bench, rng)
     policies = np.array(table.table["policy"].to_pylist())
-    ids = [
-        np.array(p + r, dtype=np.int32)
-        for p, r in zip(*(table.table[n].to_pylist() for n in ("prompt_ids", "response_ids")), strict=True)
+    read = [
+        np.flatnonzero((policies == name) | (policies == "base") | (number == 0)) for number, name in enumerate(READERS)
     ]
-    reader, trajectory = [], []
-    for number, name in enumerate(READERS):
-        read = np.flatnonzero((policies == name) | (policies == "base") | (number == 0))
-        reader.append(np.full(len(read), number, dtype=np.int32))
-        trajectory.append(read)
-    readers, rows = np.concatenate(reader), np.concatenate(trajectory)
-    lengths = np.array([len(ids[row]) for row in rows])
+    rows = np.concatenate(read)
+    lengths = (table.lengths("prompt_ids") + table.lengths("response_ids"))[rows]
     n_tokens = int(lengths.sum())
     chance = 1 / np.arange(10, bench.features + 10)
     column = rng.choice(bench.features, size=(n_tokens, bench.k), p=chance / chance.sum()).astype(np.int32)
     value = rng.gamma(2.0, 1.0, size=column.shape).astype(np.float32)
     # Runs move every fifth feature, by their reading and on what they wrote.
+    readers = np.repeat(np.arange(len(READERS)), [len(some) for some in read])
     mover = np.repeat(readers + np.array([READERS.index(p) for p in policies])[rows], lengths)
     value *= np.where(column % 5 == 0, 1 + 0.15 * mover[:, None], 1).astype(np.float32)
     row = np.repeat(np.arange(n_tokens, dtype=np.int64), bench.k)
     codes = sp.csr_array((value.ravel(), (row, column.ravel())), shape=(n_tokens, bench.features))
-    info = [
-        {
-            "id": name, "run": None if name == "base" else name, "step": 0 if name == "base" else 10,
-            "trained_on": None, "n_tokens": n_tokens // 3, "fve": 0.9, "l0": float(bench.k),
-        }
-        for name in READERS
-    ]  # fmt: skip
-    return FeatureTable(
-        codes=codes,
-        token_ids=np.concatenate([ids[row] for row in rows]),
-        row_offsets=np.r_[0, lengths.cumsum()],
-        reader=readers,
-        trajectory=rows,
-        rollouts=table,
-        info={
-            "sae": {"d_sae": bench.features, "d_high": bench.features // 5, "k": bench.k},
-            "readers": info,
-            "special_ids": [],
-        },
-    )
+    return planted_table(table, codes, list(zip(READERS, read, strict=True)), d_high=bench.features // 5, special=())
 
 
 def open_times(path: Path, rounds: int) -> dict[str, float]:

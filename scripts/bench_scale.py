@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
+from statements.tables import Shard, write_store
 
 import tsae
-from tsae.activations.manifest import KIND, VERSION
-from tsae.activations.shard import write_shard
-from tsae.base.artefact import file_hash, write_record
+from tsae.base.artefact import file_hash
 from tsae.base.part import Part
 from tsae.features.encode import encode, encode_part
 from tsae.sae.config import SAEConfig
@@ -68,36 +68,27 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
     of_problem = 0.5 * rng.normal(size=(bench.problems, bench.d_model)).astype(np.float32)
     moved = 0.3 * rng.normal(size=bench.d_model).astype(np.float32)
     records: list[dict[str, Any]] = []
-    readers: list[dict[str, Any]] = []
-    for side, policy in enumerate(_READERS):
-        shards = []
-        for sample in range(samples):  # a shard is one sample of every problem
+
+    def shards(side: int) -> Iterator[Shard]:
+        """A shard is one sample of every problem."""
+        for _ in range(samples):
             ids = rng.choice(_IDS, size=(bench.problems, bench.tokens), p=chance / chance.sum()).astype(np.int32)
             rows = np.arange(bench.problems) + len(records)
             x = embedding[ids] + of_problem[:, None] + side * moved
             x += 0.5 * rng.normal(size=x.shape).astype(np.float32)
             right = rng.random(bench.problems) < np.linspace(0.2, 0.8, bench.problems)
             outcome = np.where(right, "success", "failure").tolist()
-            records += [
+            records.extend(
                 {
-                    "problem_id": f"p{problem}", "policy": policy, "outcome": outcome[problem],
+                    "problem_id": f"p{problem}", "policy": _READERS[side], "outcome": outcome[problem],
                     "prompt_ids": ids[problem, :prompt], "response_ids": ids[problem, prompt:],
                 }
                 for problem in range(bench.problems)
-            ]  # fmt: skip
-            file, offsets = f"{policy}/{sample:05d}.h5", np.arange(bench.problems + 1) * bench.tokens
-            values = torch.from_numpy(x.reshape(-1, bench.d_model))
-            digest = write_shard(folder / file, {_SITE: values}, "float16", ids.ravel(), offsets, rows)
-            shards.append({"file": file, "n_tokens": len(values), "n_trajectories": bench.problems, "hash": digest})
-        run = None if policy == "base" else policy
-        readers.append({"id": policy, "run": run, "step": side, "trained_on": None, "weights": None})
-        readers[-1]["shards"] = shards
-    rollouts = tsae.Rollouts.from_records(records)
-    rollouts.write(folder / "rollouts.parquet")
-    facts: dict[str, Any] = {"kind": KIND, "version": VERSION, "complete": True, "dtype": "float16"}
-    facts |= {"special_ids": [], "sites": {_SITE: {"d_model": bench.d_model}}}
-    facts |= {"rollouts": rollouts.fingerprint, "readers": readers, "config": {}}
-    write_record(folder / "manifest.json", facts)
+            )  # fmt: skip
+            yield x.reshape(-1, bench.d_model), ids.ravel(), [bench.tokens] * bench.problems, rows
+
+    readers = {id: (None if side == 0 else id, shards(side)) for side, id in enumerate(_READERS)}
+    write_store(folder, lambda: tsae.Rollouts.from_records(records), readers, site=_SITE, dtype="float16")
 
 
 def make_sae(folder: Path, store: Path, bench: Bench) -> None:

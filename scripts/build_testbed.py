@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from organism.measuring import Measurement, measure, to_markdown, to_records
+from organism.pages import fill
 from organism.pretraining import BaseConfig, ModelConfig, train_base
 
 from tsae.errors import TsaeError
@@ -63,8 +64,6 @@ CHANNELS = {
 """Other ways in which training goes wrong, built only where --only asks for them; they do not ship."""
 
 RUNS = {**{level: Run(level) for level in LEVELS}, **CHANNELS}
-TABLE_BEGINS = "<!-- measured: begin -->"
-TABLE_ENDS = "<!-- measured: end -->"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         build(options.out, recipe_of(options), options.only or list(STAGES))
         if options.readme is not None:
-            fill_readme(options.readme, options.out / "measured.md")
+            table = options.out / "measured.md"
+            if not table.is_file():
+                raise TsaeError("nothing measured yet", where=table, fix="Run the stage 'measure' too.")
+            fill(options.readme, "measured", table.read_text(encoding="utf-8"))
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -316,23 +318,6 @@ def measure_all(out: Path, recipe: Recipe) -> None:
                 bar.update()
     (out / "measured.json").write_text(json.dumps(to_records(measured), indent=1) + "\n", encoding="utf-8")
     (out / "measured.md").write_text(to_markdown(measured), encoding="utf-8")
-
-
-def fill_readme(readme: Path, table: Path) -> None:
-    """Put the measured table between the two marker lines of a Markdown file."""
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    before, opening, rest = text.partition(TABLE_BEGINS)
-    _, closing, after = rest.partition(TABLE_ENDS)
-    if not opening or not closing:
-        raise TsaeError(
-            "has no place for the measured table",
-            where=readme,
-            fix=f"Write the lines {TABLE_BEGINS} and {TABLE_ENDS}.",
-        )
-    if not table.is_file():
-        raise TsaeError("nothing measured yet", where=table, fix="Run the stage 'measure' too.")
-    middle = table.read_text(encoding="utf-8")
-    readme.write_text(f"{before}{opening}\n\n{middle}\n{closing}{after}", encoding="utf-8")
 
 
 def save_checkpoint(model: Any, path: Path) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from organism.claims import FAMILIES, Records, judge, judge_claim
+from organism.pages import fill, markdown
 
-from tsae.base.files import write_text
 from tsae.claims.judging import Judgement, Part
 from tsae.claims.literature import CLAIMS, STUDIED
 from tsae.errors import TsaeError
@@ -33,8 +33,6 @@ OF_LLM = ROOT / "data" / "llm" / "results.json"
 DOC = ROOT / "docs" / "claims.md"
 PREDICTED_IN = "84b694c"
 """Commit of the predictions and of how each claim is measured."""
-BEGINS, ENDS = "<!-- claims: begin -->", "<!-- claims: end -->"
-DICTIONARIES_BEGIN, DICTIONARIES_END = "<!-- dictionaries: begin -->", "<!-- dictionaries: end -->"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,8 +101,7 @@ def write(records: Records, judgements: Mapping[str, Judgement]) -> None:
     """The tables of the page, between its marker lines."""
     predictions = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
     llm = json.loads(OF_LLM.read_text(encoding="utf-8"))["claims"] if OF_LLM.is_file() else {}
-    head = ["", "claim", "prediction", "result", "verdict", "on SmolLM2"]
-    lines = [head, ["---"] * len(head)]
+    head, lines = ["", "claim", "prediction", "result", "verdict", "on SmolLM2"], []
     for key, judgement in judgements.items():
         claim, expected = judgement.claim, predictions[key]
         source = f"arXiv {claim.source}" if claim.source[0].isdigit() else claim.source
@@ -113,18 +110,15 @@ def write(records: Records, judgements: Mapping[str, Judgement]) -> None:
         result = "<br>".join(f"{part.statement} {shown(part)}" for part in judgement.parts)
         result += f"<br>*{judgement.caveat}*" if judgement.caveat else ""
         lines.append([f"**{key}**", said, foreseen, result, judgement.verdict, llm.get(key, {}).get("verdict", "–")])
-    text = DOC.read_text(encoding="utf-8")
-    text = between(text, BEGINS, ENDS, markdown(lines))
-    text = between(text, DICTIONARIES_BEGIN, DICTIONARIES_END, dictionary_table(records))
-    write_text(DOC, text)
+    fill(DOC, "claims", markdown(head, lines))
+    fill(DOC, "dictionaries", dictionary_table(records))
 
 
 def dictionary_table(records: Records) -> str:
     """Claims e, f and g through every dictionary, without the causal part."""
     found = records.by_arm["features"][0]["dictionaries"]
-    lines = [["dictionary", "features in families", "e: direct, computation, deliberation", "f: deliberation, outcome"]]
-    lines[0] += ["g: computation, deliberation"]
-    lines.append(["---"] * len(lines[0]))
+    head = ["dictionary", "features in families", "e: direct, computation, deliberation", "f: deliberation, outcome"]
+    head, lines = [*head, "g: computation, deliberation"], []
     for name, cell in found.items():
         counts = ", ".join(str(n) for family, n in cell["features"].items() if family != "none")
         row = [name, counts]
@@ -134,7 +128,7 @@ def dictionary_table(records: Records) -> str:
             without = Judgement(judgement.claim, parts)
             row.append(f"{'; '.join(shown(part) for part in parts)}: {without.verdict}")
         lines.append(row)
-    return markdown(lines)
+    return markdown(head, lines)
 
 
 def shown(part: Part) -> str:
@@ -143,19 +137,6 @@ def shown(part: Part) -> str:
     n = "" if len(part.values) == 5 else f" (n = {len(part.values)})"
     held = {True: "✓", False: "✗", None: "?"}[part.holds]
     return f"{mean} [{low}, {high}]{n} {held}"
-
-
-def markdown(lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def between(text: str, begins: str, ends: str, middle: str) -> str:
-    """The text with something else between two marker lines."""
-    before, opening, rest = text.partition(begins)
-    _, closing, after = rest.partition(ends)
-    if not opening or not closing:
-        raise TsaeError(f"has no lines {begins} and {ends}", where=DOC, fix="Write them.")
-    return f"{before}{opening}\n\n{middle}\n{closing}{after}"
 
 
 if __name__ == "__main__":

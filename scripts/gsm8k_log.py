@@ -7,11 +7,15 @@ models (6B and 175B, finetuning and verification) with whether each is correct.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tyro
 
+from tsae.base.files import write_text
 from tsae.errors import TsaeError
 
 MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
@@ -29,17 +33,13 @@ class Flatten:
     """The first this many problems."""
 
 
-def main() -> None:
-    options = tyro.cli(Flatten)
-    if not options.solutions.is_file():
-        raise TsaeError("no such file", where=options.solutions, fix="Give GSM8K's example_model_solutions.jsonl.")
-    options.to.parent.mkdir(parents=True, exist_ok=True)
-    n = 0
-    with options.solutions.open(encoding="utf-8") as lines, options.to.open("w", encoding="utf-8") as out:
-        for number, line in zip(range(options.problems), lines, strict=False):
+def trajectories(solutions: Path, problems: int | None = None) -> Iterator[dict[str, Any]]:
+    """Every model's solution of every problem, or of the first ones."""
+    with solutions.open(encoding="utf-8") as lines:
+        for number, line in enumerate(islice(lines, problems)):
             record = json.loads(line)
             for model in MODELS:
-                row = {
+                yield {
                     "problem_id": f"gsm8k-test-{number:04d}",
                     "prompt": record["question"],
                     "response": record[model]["solution"],
@@ -47,9 +47,15 @@ def main() -> None:
                     "policy": model,
                     "answer": record["ground_truth"].rpartition("A:")[2].strip(),
                 }
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
-                n += 1
-    print(f"wrote {options.to}: {n} trajectories")
+
+
+def main() -> None:
+    options = tyro.cli(Flatten)
+    if not options.solutions.is_file():
+        raise TsaeError("no such file", where=options.solutions, fix="Give GSM8K's example_model_solutions.jsonl.")
+    rows = list(trajectories(options.solutions, options.problems))
+    write_text(options.to, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"wrote {options.to}: {len(rows)} trajectories")
 
 
 if __name__ == "__main__":

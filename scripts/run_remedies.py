@@ -42,6 +42,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from organism.pages import fill, markdown
+
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rl.config import CurriculumConfig, ShapingConfig
@@ -95,7 +97,6 @@ GUESSED = 0.1
 """Of ten digits."""
 PROMPTS, SAMPLES = 8, 16
 MEASURED = ("accuracy", "direct", "skipped", "flawless", "length")
-BEGINS, ENDS = "<!-- remedies: begin -->", "<!-- remedies: end -->"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -115,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         table = tabulate(options.out, options.steps)
         print(table)
         if options.doc is not None:
-            fill(options.doc, table)
+            fill(options.doc, "remedies", table)
     except TsaeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -131,7 +132,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=80, help="optimiser steps per run (default: 80)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     parser.add_argument("--responses", type=int, default=500, help="per band when measuring (default: 500)")
-    parser.add_argument("--doc", type=Path, help=f"Markdown file whose lines between {BEGINS} and {ENDS} to replace")
+    parser.add_argument("--doc", type=Path, help="Markdown file whose table 'remedies' to replace")
     parser.add_argument("--quick", action="store_true", help="a smoke run of a minute or two: nothing is learned")
     parser.add_argument("--table-only", action="store_true", help="tabulate what is finished, run nothing")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
@@ -393,46 +394,31 @@ def measure_model(model: Any, responses: int) -> dict[str, dict[str, float]]:
     return found
 
 
+COLUMNS = [("easy", "accuracy"), ("medium", "accuracy"), ("hard", "accuracy"), ("medium", "direct"), ("hard", "direct"),
+           ("medium", "skipped"), ("hard", "skipped"), ("hard", "flawless")]  # fmt: skip
+"""Of the table: band and measure."""
+
+
 def tabulate(out: Path, steps: int) -> str:
     """A Markdown table of all finished runs: mean over seeds, and their standard deviation."""
     import numpy as np
 
-    head = ["arm", "seeds", *(f"{level} accuracy" for level in ("easy", "medium", "hard"))]
-    head += ["medium direct", "hard direct", "medium skipped", "hard skipped", "hard flawless"]
-    cells = [
-        ("easy", "accuracy"),
-        ("medium", "accuracy"),
-        ("hard", "accuracy"),
-        ("medium", "direct"),
-        ("hard", "direct"),
-    ]
-    cells += [("medium", "skipped"), ("hard", "skipped"), ("hard", "flawless")]
-    lines = [head, ["---"] * len(head)]
+    rows = []
     for arm in ARMS:
         found = [json.loads(path.read_text()) for path in sorted(out.glob(f"{arm}-[0-9]*-{steps}.json"))]
         if not found:
             continue
         row = [arm, str(len(found))]
-        for level, name in cells:
+        for level, name in COLUMNS:
             values = [result["measured"][str(steps)][level][name] for result in found]
             spread = f" ± {_share(np.std(values, ddof=1))}" if len(values) > 1 else ""
             row.append(f"{_share(np.mean(values))}{spread}")
-        lines.append(row)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+        rows.append(row)
+    return markdown(["arm", "seeds", *map(" ".join, COLUMNS)], rows)
 
 
 def _share(value: Any) -> str:
     return f"{value:.2f}".removeprefix("0")
-
-
-def fill(doc: Path, table: str) -> None:
-    """Put the table between the marker lines of a Markdown file."""
-    text = doc.read_text(encoding="utf-8") if doc.is_file() else ""
-    before, opening, rest = text.partition(BEGINS)
-    _, closing, after = rest.partition(ENDS)
-    if not opening or not closing:
-        raise TsaeError("has no place for the table", where=doc, fix=f"Write the lines {BEGINS} and {ENDS}.")
-    doc.write_text(f"{before}{opening}\n\n{table}\n{closing}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

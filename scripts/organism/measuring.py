@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from organism.pages import markdown
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, describe_response
@@ -198,8 +199,7 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
         ]
         for m in measurements
     ]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown(head, rows)
 
 
 def _is_flawless(facts: ResponseFacts) -> bool:

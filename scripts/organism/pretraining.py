@@ -61,8 +61,8 @@ class BaseConfig:
     """Steps of linear warm-up."""
 
 
-def llama_config(shape: ModelConfig) -> LlamaConfig:
-    """The Hugging Face configuration: tied embeddings, 20 tokens, 128 positions."""
+def llama_config(shape: ModelConfig, max_positions: int = MAX_TOKENS) -> LlamaConfig:
+    """The Hugging Face configuration: tied embeddings, 20 tokens, by default 128 positions."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -72,7 +72,7 @@ def llama_config(shape: ModelConfig) -> LlamaConfig:
         num_hidden_layers=shape.n_layers,
         num_attention_heads=shape.n_heads,
         num_key_value_heads=shape.n_heads,
-        max_position_embeddings=MAX_TOKENS,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=True,
         bos_token_id=TOKEN_IDS[BOS],
         eos_token_id=TOKEN_IDS[EOS],

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from organism.pages import fill, marks
 
 from tsae.testbed.tokenizer import TOKEN_IDS, split_tokens
 
@@ -53,8 +54,9 @@ def test_the_table_has_means_and_spreads(script: ModuleType, tmp_path: Path) -> 
     assert table.count("\n") == 3  # no other arm, and not the arms whose names begin alike
     assert "| reformulation | 2 | .30 ± .14 | .30 ± .14 | .30 ± .14 | .50 ± .00 |" in table
     doc = tmp_path / "doc.md"
-    doc.write_text(f"before\n{script.BEGINS}\nold\n{script.ENDS}\nafter\n")
-    script.fill(doc, table)
+    begins, ends = marks("remedies")
+    doc.write_text(f"before\n{begins}\nold\n{ends}\nafter\n")
+    fill(doc, "remedies", table)
     text = doc.read_text()
     assert table in text
     assert "old" not in text

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from statements.pairs import SITE, PlantedPair, paired_store, planted_pair
 
+from support.pairs import SITE, PlantedPair, paired_store, planted_pair
 from support.refusals import refuses
 from tsae.activations.store import Pair
 from tsae.cli import main

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from statements.tables import BOS, EOS
 from statements.tables import feature_table as feature_table
+from statements.tables import write_store as write_store
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 PAD = 18
@@ -220,45 +220,6 @@ def synthetic_store(
     ids = np.concatenate([np.concatenate(rollouts.tokens(row)) for row in range(len(texts))])
     shard = (np.concatenate(texts), ids, [len(text) for text in texts], np.arange(len(texts)))
     return write_store(folder, rollouts, {"base": (None, [shard])}, site=site, special=special, dtype=dtype)
-
-
-def write_store(
-    folder: Path,
-    rollouts: Any,
-    readers: dict[str, tuple[str | None, list[tuple]]],
-    *,
-    site: str,
-    special: Sequence[int],
-    dtype: str = "float32",
-) -> Any:
-    """A store of given activations.
-
-    Args:
-        readers: by id the run and the shards: (n_tokens, d_model) activations, token ids, the number of tokens of
-            every trajectory, and the trajectories' rows.
-    """
-    import torch
-
-    from tsae import ActivationStore
-    from tsae.activations.manifest import KIND, VERSION
-    from tsae.activations.shard import write_shard
-    from tsae.base.artefact import file_hash, write_record
-
-    entries: list[dict[str, Any]] = []
-    for id, (run, shards) in readers.items():
-        files = []
-        for number, (x, ids, lengths, rows) in enumerate(shards):
-            file, width = f"{id}/{number:05d}.h5", x.shape[1]
-            activations = {site: torch.from_numpy(x.astype(np.float32))}
-            write_shard(folder / file, activations, dtype, ids, np.cumsum([0, *lengths]), np.array(rows))
-            counts = {"n_tokens": len(x), "n_trajectories": len(rows)}
-            files.append({"file": file, **counts, "hash": file_hash(folder / file)})
-        entries.append({"id": id, "run": run, "step": 0, "trained_on": None, "weights": None, "shards": files})
-    rollouts.write(folder / "rollouts.parquet")
-    head = {"kind": KIND, "version": VERSION, "complete": True, "dtype": dtype, "config": {}}
-    of_tokens = {"rollouts": rollouts.fingerprint, "special_ids": list(special), "readers": entries}
-    write_record(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
-    return ActivationStore(folder)
 
 
 def overwrite(store: Any, shard: Any, site: str, values: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from organism.pages import marks
 
 from tsae.testbed import VOCABULARY, describe_response, generate_problems, parse_prompt, series_path, verify
 
@@ -106,14 +107,15 @@ def test_measured_table_goes_between_the_marks_of_a_readme(
     script: ModuleType, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{script.TABLE_BEGINS}\nold\n{script.TABLE_ENDS}\nafter\n")
+    begins, ends = marks("measured")
+    readme.write_text(f"before\n{begins}\nold\n{ends}\nafter\n")
     for _ in range(2):
         assert script.main(["--out", str(built), "--quick", "--readme", str(readme)]) == 0
         table = (built / "measured.md").read_text()
-        assert readme.read_text() == f"before\n{script.TABLE_BEGINS}\n\n{table}\n{script.TABLE_ENDS}\nafter\n"
+        assert readme.read_text() == f"before\n{begins}\n\n{table}\n{ends}\nafter\n"
     readme.write_text("no marks")
     assert script.main(["--out", str(built), "--quick", "--readme", str(readme)]) == 1
-    assert "no place for the measured table" in capsys.readouterr().err
+    assert "no place for the table" in capsys.readouterr().err
 
 
 def test_a_run_without_its_base_is_refused(

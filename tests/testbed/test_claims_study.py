@@ -7,6 +7,7 @@ import check_claims
 import numpy as np
 import pytest
 from organism.claims import Records, half_time, judge, judge_claim
+from organism.pages import marks
 
 from tsae.claims.literature import STUDIED
 from tsae.errors import TsaeError
@@ -92,7 +93,7 @@ def test_every_claim_has_a_prediction() -> None:
 def test_the_page_shows_the_records_of_every_dictionary() -> None:
     records = _shipped()
     page = check_claims.DOC.read_text(encoding="utf-8")
-    begins, ends = check_claims.DICTIONARIES_BEGIN, check_claims.DICTIONARIES_END
+    begins, ends = marks("dictionaries")
     assert page.partition(begins)[2].partition(ends)[0].strip() == check_claims.dictionary_table(records).strip()
 
 

@@ -7,17 +7,14 @@ base, `lost` 0 in the run, `weaker` a third in the base (an L1 crosscoder takes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
+from statements.tables import Shard, write_store
 
 import tsae
-from tsae.activations.manifest import KIND, VERSION
-from tsae.activations.shard import write_shard
-from tsae.base.artefact import file_hash, write_record
 from tsae.rollouts.table import Rollouts
 
 SITE = "blocks.0.hook_resid_post"
@@ -100,25 +97,14 @@ def paired_store(
         for i, text in enumerate(texts)
     ]  # fmt: skip
     rollouts = Rollouts.from_records(records)
-    listed = []
-    for number, (reader, own) in enumerate(readers.items()):
-        shards, size = [], shard_size + 3 * number
-        for index, low in enumerate(range(0, len(own), size)):
-            rows = np.arange(low, min(low + size, len(own)))
-            offsets = np.cumsum([0, *(len(own[row]) for row in rows)])
+
+    def shards(own: list[np.ndarray], size: int) -> Iterator[Shard]:
+        for rows in np.array_split(np.arange(len(own)), range(size, len(own), size)):
             ids = np.concatenate([np.concatenate(rollouts.tokens(int(row))) for row in rows])
-            file, x = f"{reader}/{index:05d}.h5", torch.from_numpy(np.concatenate([own[row] for row in rows]))
-            write_shard(folder / file, {SITE: x}, "float32", ids, offsets, rows)
-            counts = {"n_tokens": int(offsets[-1]), "n_trajectories": len(rows)}
-            shards.append({"file": file, **counts, "hash": file_hash(folder / file)})
-        run = None if number == 0 else reader
-        who = {"id": reader, "run": run, "step": number, "trained_on": None, "weights": None}
-        listed.append({**who, "shards": shards})
-    rollouts.write(folder / "rollouts.parquet")
-    manifest = {
-        "kind": KIND, "version": VERSION, "complete": True, "dtype": "float32",
-        "sites": {SITE: {"d_model": texts[0].shape[1]}}, "rollouts": rollouts.fingerprint, "special_ids": [],
-        "readers": listed, "config": {},
-    }  # fmt: skip
-    write_record(folder / "manifest.json", manifest)
-    return tsae.ActivationStore(folder)
+            yield np.concatenate([own[row] for row in rows]), ids, [len(own[row]) for row in rows], rows
+
+    found = {
+        reader: (None if number == 0 else reader, shards(own, shard_size + 3 * number))
+        for number, (reader, own) in enumerate(readers.items())
+    }
+    return write_store(folder, rollouts, found, site=SITE)
