@@ -176,32 +176,32 @@ def forward(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
             "capture": partial(ours.run, folder / "forward", budget),
             "bare": partial(forward_all, ours, budget),
         }
-        seconds = in_turn(bench.rounds, actions)
-        ratio = statistics.median(c / f for c, f in zip(seconds["capture"], seconds["bare"], strict=True))
+        seconds = {name: by["clock"] for name, by in timed(bench.rounds, actions).items()}
+        ratio = median_ratio(seconds["capture"], seconds["bare"])
         speed = {name: ours.n_tokens / statistics.median(values) for name, values in seconds.items()}
         found[str(budget)] = {"tokens": ours.n_tokens, "ratio": ratio, "tokens_per_second": speed}
         print(f"forward, {budget} tokens a batch: capture {speed['capture']:,.0f} tokens/s, {ratio:.3f} x bare")
     return found
 
 
-def in_turn(rounds: int, actions: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Seconds of each in every round but the first, taken in turn, so that a busy machine slows all alike."""
-    return {name: by[time.perf_counter] for name, by in timed(rounds, actions, time.perf_counter).items()}
+CLOCKS = {"clock": time.perf_counter, "cpu": time.process_time}
 
 
-def timed(
-    rounds: int, actions: Mapping[str, Callable[[], Any]], *clocks: Callable[[], float]
-) -> dict[str, dict[Callable[[], float], list[float]]]:
-    """As `in_turn`, by several clocks."""
-    seconds: dict[str, dict[Callable[[], float], list[float]]] = {name: {c: [] for c in clocks} for name in actions}
+def timed(rounds: int, actions: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each by both clocks in every round but the first, taken in turn: a busy machine slows all alike."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in actions}
     for round_ in range(rounds + 1):
         for name, action in actions.items():
-            start = [clock() for clock in clocks]
+            start = {clock: now() for clock, now in CLOCKS.items()}
             action()
-            for clock, begin in zip(clocks, start, strict=True):
-                if round_:
-                    seconds[name][clock].append(clock() - begin)
+            for clock, now in CLOCKS.items() if round_ else ():
+                seconds[name][clock].append(now() - start[clock])
     return seconds
+
+
+def median_ratio(a: list[float], b: list[float]) -> float:
+    """Of the rounds."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def saelens(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
@@ -248,8 +248,6 @@ def saelens(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
                 "saelens": lambda runners=runners: next(runners).run(),  # type: ignore[misc]
                 **{name: partial(one.run, here / name, budget) for name, one in ours.items()},
             },
-            time.perf_counter,
-            time.process_time,
         )
         counts = {"saelens": tokens, **{name: one.n_tokens for name, one in ours.items()}}
         sizes = {
@@ -258,11 +256,11 @@ def saelens(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
         }
         ratios: dict[str, dict[str, float]] = {}
         for name in ours:
-            ratios[name] = {}
-            for clock, label in ((time.perf_counter, "clock"), (time.process_time, "cpu")):
-                pairs = zip(seconds[name][clock], seconds["saelens"][clock], strict=True)
-                ratios[name][label] = statistics.median(t / o for o, t in pairs) * counts[name] / tokens
-            speed = counts[name] / statistics.median(seconds[name][time.perf_counter])
+            share = counts[name] / tokens
+            ratios[name] = {
+                clock: median_ratio(seconds["saelens"][clock], seconds[name][clock]) * share for clock in CLOCKS
+            }
+            speed = counts[name] / statistics.median(seconds[name]["clock"])
             by = ", ".join(f"{ratio:.2f} x by {label}" for label, ratio in ratios[name].items())
             print(f"saelens, {budget} tokens a batch: {name} {speed:,.0f} tokens/s, {by}")
         print(f"  bytes a token: sae_lens {sizes['saelens']:,.0f}, ours {sizes['ours']:,.0f}")
@@ -357,14 +355,11 @@ def windows(bench: Bench, folder: Path) -> dict[str, Any]:
                 for _ in reading.epoch(0, batch_tokens):
                     pass
 
-            seconds = timed(bench.window_rounds, {"windows": read, **passes}, time.perf_counter, time.process_time)
+            seconds = timed(bench.window_rounds, {"windows": read, **passes})
             ours = seconds.pop("windows")
-            clock = {
-                name: statistics.median(c / w for c, w in zip(*(x[time.perf_counter] for x in (by, ours)), strict=True))
-                for name, by in seconds.items()
-            }
-            cpu = {name: min(by[time.process_time]) / min(ours[time.process_time]) for name, by in seconds.items()}
-            nanoseconds = 1e9 * min(ours[time.process_time]) / bench.window_tokens
+            clock = {name: median_ratio(by["clock"], ours["clock"]) for name, by in seconds.items()}
+            cpu = {name: min(by["cpu"]) / min(ours["cpu"]) for name, by in seconds.items()}
+            nanoseconds = 1e9 * min(ours["cpu"]) / bench.window_tokens
             found[f"{dtype}, window {window}"] = {"clock": clock, "cpu": cpu, "cpu_ns_per_token": nanoseconds}
             of = ", ".join(f"{ratio:.0%} ({cpu[name]:.0%}) of a {name}" for name, ratio in clock.items())
             print(f"windows of {window}, {dtype}: {nanoseconds:,.0f} ns of CPU a token; speed {of}")

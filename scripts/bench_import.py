@@ -9,6 +9,7 @@ and SmolLM2's tokenizer (`make smollm`) or takes the testbed's. Ends with one li
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.util
 import json
@@ -28,6 +29,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import tyro
+from fault_injection.process import started_by
 
 GROUP, GROUPS_A_STEP = 8, 128
 NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emre", "Farah", "Goran", "Hana", "Ivo", "Jun")
@@ -128,23 +130,11 @@ def save_tokenizer(folder: Path) -> str:
 
 def memory(root: int) -> int:
     """Bytes that a process and those below it take, memory that they share counted once."""
-    below: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            below.setdefault(parent, []).append(int(entry.name))
-    total, left = 0, [root]
-    while left:
-        process = left.pop()
-        left += below.get(process, [])
-        try:
+    total = 0
+    for process in (root, *started_by(root)):
+        with contextlib.suppress(OSError):
             text = Path(f"/proc/{process}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
+            total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
     return total
 
 

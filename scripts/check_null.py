@@ -20,7 +20,7 @@ that share for every size and part; real, the features that each run moved in to
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,7 +38,7 @@ from tsae.config import DemoConfig
 from tsae.diff.comparisons import Rows, comparisons, shift_comparisons
 from tsae.diff.effects import Contrast, draw, null_counts
 from tsae.errors import TsaeError
-from tsae.rollouts.problems import read_problems
+from tsae.rollouts.problems import Problem, read_problems
 from tsae.rollouts.rewards import find_verifier
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
@@ -118,7 +118,11 @@ def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
     )
     parts = []
     for id, seed in seeds.items():
-        drawn = sampled(options, series.base, seed)
+        assert isinstance(options.problems, Path)
+        file, problems = options.to / f"seed-{seed}.parquet", read_problems(options.problems)
+        drawn = sampled(
+            file, series.base, problems, replace(options.sampling, seed=seed), find_verifier(options.verifier)
+        )
         parts.append(drawn.with_column("policy", [id] * len(drawn)))
     rollouts = tsae.Rollouts.concat(parts)
     sae = tsae.TemporalSAE.load(options.sae)
@@ -138,17 +142,17 @@ def seeds_apart(options: CheckNull, pair: int) -> dict[str, Any]:
     }
 
 
-def sampled(options: CheckNull, checkpoint: tsae.Checkpoint, seed: int) -> tsae.Rollouts:
-    path = options.to / f"seed-{seed}.parquet"
+def sampled(
+    path: Path,
+    checkpoint: tsae.Checkpoint,
+    problems: Sequence[Problem],
+    sampling: tsae.SamplingConfig,
+    verify: Callable[[str, str], bool],
+) -> tsae.Rollouts:
+    """The answers in a file, which is made where it is not there."""
     if not path.is_file():
-        assert isinstance(options.problems, Path)
-        drawn = tsae.sample(
-            checkpoint,
-            read_problems(options.problems),
-            replace(options.sampling, seed=seed),
-            verify=find_verifier(options.verifier),
-        )
-        drawn.write(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tsae.sample(checkpoint, problems, sampling, verify=verify).write(path)
     return tsae.Rollouts.read(path)
 
 
@@ -274,17 +278,14 @@ def noisy_features(
 
 def answers(options: CheckNull, checkpoint: tsae.Checkpoint, name: str) -> tsae.Rollouts:
     """To the testbed's problems; all checkpoints sample with the same seed."""
-    path = options.to / "rollouts" / f"{name}.parquet"
-    if not path.is_file():
-        level = LEVEL if options.problems is None else options.problems
-        assert isinstance(level, int)
-        problems = tsae.testbed.eval_problems(level, seed=options.seed)
-        sampling = tsae.SamplingConfig(
-            n_samples=options.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=options.seed
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tsae.sample(checkpoint, problems, sampling, verify=tsae.testbed.verify, progress=False).write(path)
-    return tsae.Rollouts.read(path)
+    level = LEVEL if options.problems is None else options.problems
+    assert isinstance(level, int)
+    problems = tsae.testbed.eval_problems(level, seed=options.seed)
+    sampling = tsae.SamplingConfig(
+        n_samples=options.samples, max_new_tokens=MAX_RESPONSE_TOKENS, batch_size=720, seed=options.seed
+    )
+    file = options.to / "rollouts" / f"{name}.parquet"
+    return sampled(file, checkpoint, problems, sampling, tsae.testbed.verify)
 
 
 def drawn_shifts(table: tsae.FeatureTable, config: tsae.DiffConfig, parts: tuple[str, ...]) -> Iterator[Contrast]:

@@ -38,6 +38,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,21 +183,21 @@ def run_all(options: argparse.Namespace) -> None:
         for arm in options.arms
         if not result_file(options.out, arm, seed, options.steps).is_file()
     ]
-    running: dict[subprocess.Popen[bytes], tuple[str, int]] = {}
-    with tqdm(total=len(waiting), desc="runs", unit="run") as bar:
-        while waiting or running:
-            while waiting and len(running) < options.jobs:
-                arm, seed = waiting.pop(0)
-                with open(options.out / f"{arm}-{seed}.log", "wb") as log:
-                    running[subprocess.Popen(command_of(options, arm, seed), stdout=log, stderr=log)] = (arm, seed)
-            time.sleep(1)
-            for process in [process for process in running if process.poll() is not None]:
-                arm, seed = running.pop(process)
-                if process.returncode:
-                    for other in running:
-                        other.terminate()
-                    raise TsaeError(f"the run {arm}, seed {seed} failed", where=options.out / f"{arm}-{seed}.log")
+
+    def in_process(arm: str, seed: int) -> None:
+        file = options.out / f"{arm}-{seed}.log"
+        with open(file, "wb") as log:
+            if subprocess.call(command_of(options, arm, seed), stdout=log, stderr=log):
+                raise TsaeError(f"the run {arm}, seed {seed} failed", where=file)
+
+    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(waiting), desc="runs", unit="run") as bar:
+        try:
+            for done in as_completed([pool.submit(in_process, *run) for run in waiting]):
+                done.result()
                 bar.update()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def command_of(options: argparse.Namespace, arm: str, seed: int) -> list[str]:

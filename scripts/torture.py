@@ -40,7 +40,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 import warnings
 from collections import Counter
@@ -429,36 +428,18 @@ def _killed_at(stage: Stage, seconds: float, here: Path, rng: Rng | None) -> str
             return ""
     if started.returncode is not None:
         return ""
-    if rng is not None and (workers := _workers(started.pid)):
+    if rng is not None and (workers := process.started_by(started.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pick(rng, workers), signal.SIGKILL)
     return _ended(started, stage)
 
 
-def _workers(leader: int) -> list[int]:
-    """Processes that a process has started, and those that they have."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(folder.name))
-    found, left = list[int](), [leader]
-    while left:
-        new = children.get(left.pop(), [])
-        found, left = found + new, left + new
-    return sorted(found)
-
-
 def _two(stage: Stage, here: Path) -> str:
     """Start a command twice at once."""
     both = [process.start(stage.command, here) for _ in range(2)]
-    ends: list[str] = []
-    threads = [threading.Thread(target=lambda one=one: ends.append(_ended(one, stage))) for one in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return next((end for end in ends if end), "")
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda started: _ended(started, stage), both))
+    return next(filter(None, ends), "")
 
 
 def _read_early(stage: Stage, seconds: float, here: Path) -> str:

@@ -151,6 +151,20 @@ def end(process: Process) -> None:
     process.communicate()
 
 
+def started_by(leader: int) -> list[int]:
+    """Processes that a process has started, and those that they have."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found, left = list[int](), [leader]
+    while left:
+        new = children.get(left.pop(), [])
+        found, left = found + new, left + new
+    return sorted(found)
+
+
 def _environment(disturbed: Mapping[str, str] | None) -> dict[str, str]:
     """What a command's environment has beside this process's own."""
     found = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200"}

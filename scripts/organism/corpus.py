@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tsae.errors import TsaeError
 from tsae.testbed.chains import Chain, apply_operator, sample_chain
 
 
@@ -31,15 +30,6 @@ class CorpusConfig:
     """Share of responses that give the answer at once."""
     slip_rate: float = 0.06
     """Probability that a scratchpad step gets a wrong result, on which the rest of the scratchpad goes on."""
-
-    def __post_init__(self) -> None:
-        for name in ("long_share", "direct_share", "slip_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise TsaeError(f"{name}={getattr(self, name)} is not a share", where=name, fix="Give 0 to 1.")
-        if not self.short_weights or min(self.short_weights) < 0 or sum(self.short_weights) <= 0:
-            raise TsaeError("short_weights must be non-negative and not all zero", where="short_weights")
-        if not 1 <= self.long_ops[0] <= self.long_ops[1]:
-            raise TsaeError(f"long_ops={self.long_ops} is not a range", where="long_ops", fix="Give (fewest, most).")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from organism.pages import markdown
-from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, describe_response
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
@@ -94,13 +93,7 @@ def sample_responses(
 
 
 def summarise(checkpoint: str, level: str, n_problems: int, facts: Sequence[ResponseFacts]) -> Measurement:
-    """The measurement of a set of described responses.
-
-    Raises:
-        TsaeError: where there is no response.
-    """
-    if not facts:
-        raise TsaeError("no responses to measure", where=f"{checkpoint} on {level}", fix="Sample at least one.")
+    """The measurement of a set of described responses."""
     by_style = {style: [f for f in facts if f.style == style] for style in ("direct", "scratchpad")}
     return Measurement(
         checkpoint=checkpoint,
@@ -135,12 +128,7 @@ def measure(
         problems: of one level; if fewer than ``n_responses``, they are gone through again from the start.
         n_responses: how many responses to sample.
         seed: of the sampling.
-
-    Raises:
-        TsaeError: where there are no problems.
     """
-    if not problems:
-        raise TsaeError("no problems to measure on", where=checkpoint, fix="Give at least one problem.")
     asked = [problems[index % len(problems)] for index in range(n_responses)]
     responses = sample_responses(model, tokenizer, [problem.prompt for problem in asked], seed)
     facts = [describe_response(problem.prompt, text) for problem, text in zip(asked, responses, strict=True)]
@@ -172,34 +160,17 @@ def to_records(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
     """One Markdown table row per checkpoint and level; intervals in brackets."""
-    head = [
-        "checkpoint",
-        "level",
-        "responses (problems)",
-        "accuracy",
-        "direct answers",
-        "skipped computation",
-        "tokens",
-        "flawless",
-        "accuracy if direct",
-        "accuracy if scratchpad",
-    ]
+    estimates = {
+        "accuracy": "accuracy", "direct": "direct answers", "skipped": "skipped computation", "length": "tokens",
+        "flawless": "flawless", "accuracy_direct": "accuracy if direct",
+        "accuracy_scratchpad": "accuracy if scratchpad",
+    }  # fmt: skip
     rows = [
-        [
-            m.checkpoint,
-            m.level,
-            f"{m.n_responses} ({m.n_problems})",
-            _cell(m.accuracy),
-            _cell(m.direct),
-            _cell(m.skipped),
-            _cell(m.length, 1),
-            _cell(m.flawless),
-            _cell(m.accuracy_direct),
-            _cell(m.accuracy_scratchpad),
-        ]
+        [m.checkpoint, m.level, f"{m.n_responses} ({m.n_problems})"]
+        + [_cell(getattr(m, name), 1 if name == "length" else 2) for name in estimates]
         for m in measurements
     ]
-    return markdown(head, rows)
+    return markdown(["checkpoint", "level", "responses (problems)", *estimates.values()], rows)
 
 
 def _is_flawless(facts: ResponseFacts) -> bool:

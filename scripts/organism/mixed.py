@@ -88,15 +88,8 @@ class MixedConfig:
     """At which the ratio is clipped; TRL's default."""
 
     def __post_init__(self) -> None:
-        n = len(BANDS) * self.per_band
-        if n % self.groups:
-            raise TsaeError(
-                f"groups={self.groups} does not divide the {n} problems that per_band={self.per_band} makes",
-                where="MixedConfig",
-                fix="Give a divisor.",
-            )
-        if self.samples < 2:
-            raise TsaeError(f"samples={self.samples} has no advantages", where="MixedConfig", fix="Give 2 or more.")
+        assert len(BANDS) * self.per_band % self.groups == 0, "a step would ask a problem twice"
+        assert self.samples > 1, "one response has no advantage"
 
     @property
     def problems(self) -> list[Problem]:

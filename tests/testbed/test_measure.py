@@ -9,7 +9,6 @@ from organism.corpus import CorpusConfig, Document, sample_document
 from organism.measuring import mean_interval, measure, sample_responses, summarise, to_markdown, wilson
 from organism.pretraining import BaseConfig, ModelConfig, llama_config, pad_batch, train_base
 
-from tsae.errors import TsaeError
 from tsae.testbed import describe_response, generate_problems, make_tokenizer
 
 TINY = BaseConfig(model=ModelConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16), steps=3, batch=8, warmup=1)
@@ -43,8 +42,6 @@ def test_summary_of_three_responses() -> None:
     assert row.accuracy_scratchpad is not None
     assert row.accuracy_direct.value == row.accuracy_scratchpad.value == 0.5
     assert "| base | x | 4 (1) | .50 (" in to_markdown([row])
-    with pytest.raises(TsaeError, match="no responses"):
-        summarise("base", "x", 1, [])
 
 
 def test_corpus_keeps_its_mixture() -> None:
@@ -72,13 +69,6 @@ def test_corpus_keeps_its_mixture() -> None:
     assert sum(f.n_steps_required == 1 for f in facts) / n == pytest.approx(0.25 * 0.98, abs=0.03)
     assert sum(f.n_steps_required > 6 for f in facts) / n == pytest.approx(0.02, abs=0.01)
     assert n_slips / n_steps == pytest.approx(0.06, abs=0.01)
-
-
-def test_impossible_mixtures_are_refused() -> None:
-    with pytest.raises(TsaeError, match=r"slip_rate=1\.5 is not a share"):
-        CorpusConfig(slip_rate=1.5)
-    with pytest.raises(TsaeError, match="not a range"):
-        CorpusConfig(long_ops=(9, 7))
 
 
 def test_only_response_tokens_and_the_end_have_loss() -> None:

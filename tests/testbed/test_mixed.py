@@ -123,10 +123,6 @@ def test_groups_are_drawn_from_the_models_distribution() -> None:
         assert np.all(np.abs(share - exact) < 4 * np.sqrt(exact * (1 - exact) / 4000) + 1e-3)
 
 
-def test_what_does_not_belong_together_is_refused(run: Path) -> None:
-    with pytest.raises(TsaeError, match="does not divide the 24 problems"):
-        MixedConfig(groups=7)
-    with pytest.raises(TsaeError, match="samples=1 has no advantages"):
-        MixedConfig(samples=1)
+def test_a_folder_that_exists_is_refused(run: Path) -> None:
     with pytest.raises(TsaeError, match="exists already"):
         train(TINY, BASE, run)
