@@ -167,13 +167,9 @@ def _prepared(
     start = start_of(series, mine, settings.optimiser, after=after, seed=settings.seed, device=config.device)
     notes += start.notes
     vocabulary = start.trained.model.get_output_embeddings().weight.shape[0]
-    plan = plan_updates(
-        rollouts,
-        settings,
-        checkpoints=folders,
-        vocabulary=vocabulary,
-        steps=(after + 1, last) if config.steps or after else None,
-    )
+    steps = (after + 1, last) if config.steps or after else None
+    plan = plan_updates(rollouts, settings, checkpoints=folders, vocabulary=vocabulary, steps=steps)
+    sampled = np.concatenate(plan.generations)
     if plan.updates[0].step != after + 1:
         what = f"begins at step {plan.updates[0].step}, and the replay after step {after}"
         fix = "Give the log of every step, or begin after a checkpoint that has optimizer.pt (--steps)."
@@ -181,22 +177,18 @@ def _prepared(
     notes += plan.notes
     of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
     rollouts = check_settings(rollouts, of_generations, settings, notes, history)
-    if np.isfinite(rollouts.frame.advantage.to_numpy(dtype=float)[np.concatenate(plan.generations)]).any():
+    if np.isfinite(rollouts.frame.advantage.to_numpy(dtype=float)[sampled]).any():
         settings = replace(settings, reward_kl=None)
     rollouts = _with_behaviours(rollouts, config, notes)
     _check_begin(rollouts, settings, plan)
-    run = Run(
-        start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, tuple(tokenizer.all_special_ids)
-    )
+    special = tuple(tokenizer.all_special_ids)
+    run = Run(start.trained, rollouts, settings, plan, start.begin, config.batch_tokens, special)
     reference = None
     later = series.base.step > 0 or (settings.loss.sync_ref is not None and after > 0)
-    if settings.needs_ref and later and logged(rollouts, REF, np.concatenate(plan.generations)) is None:
-        raise TsaeError(
-            f"the model that the KL term is against is not known after step {after}",
-            where=series.name,
-            fix="Replay from the model that the training started from (--base, without --steps), or give a log with "
-            "ref_logprobs (tsae.rl.TsaeCallback).",
-        )
+    if settings.needs_ref and later and logged(rollouts, REF, sampled) is None:
+        what = f"the model that the KL term is against is not known after step {after}"
+        fix = "Replay from the training's first model (--base, without --steps), or give a log with ref_logprobs"
+        raise TsaeError(what, where=series.name, fix=f"{fix} (tsae.rl.TsaeCallback).")
     if settings.needs_ref and after != series.base.step:
         reference = start_of(series, mine, settings.optimiser, seed=settings.seed, device=config.device).begin.weights
         start.trained.put(start.begin.weights)
@@ -210,12 +202,9 @@ def _check_begin(rollouts: Rollouts, settings: RunSettings, plan: Plan) -> None:
     rows = plan.generations[first.generation]
     if not first.first and any(logged(rollouts, name, rows) is None for name in wanted):
         begins = [update.step - 1 for update in plan.updates if update.first]
-        raise TsaeError(
-            f"begins after step {first.step - 1}, in the middle of a generation, whose log-probabilities at its start "
-            "are not known",
-            where="steps",
-            fix=f"Begin after step {begins[0]}, or log the training with tsae.rl.TsaeCallback." if begins else "",
-        )
+        what = f"begins after step {first.step - 1}, in the middle of a generation with unknown log-probabilities"
+        fix = f"Begin after step {begins[0]}, or log the training with tsae.rl.TsaeCallback." if begins else ""
+        raise TsaeError(what, where="steps", fix=fix)
 
 
 def _with_behaviours(rollouts: Rollouts, config: AttributionConfig, notes: list[str]) -> Rollouts:

@@ -337,9 +337,8 @@ def find_targets(
         if chosen := chosen[:left]:
             parts.append(FeatureMeans(sae, chosen, fixed, special, batch_tokens=config.batch_tokens))
     elif config.features:
-        raise TsaeError(
-            "features are asked for, and there is no SAE", where="attribute", fix="Give the SAE (sae=…, --sae)."
-        )
+        what = "features are asked for, and there is no SAE"
+        raise TsaeError(what, where="attribute", fix="Give the SAE (sae=…, --sae).")
     if not parts:
         what = "nothing is there to attribute: " + (notes[-1] if len(notes) > 1 else "no target is asked for")
         fix = "Give an SAE (--sae), or the token that a behaviour begins with (--first-token)."
