@@ -176,6 +176,9 @@ def test_tables_of_trackio(policy: Checkpoint, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(export), tmp_path / "p.parquet")
     pq.write_table(pa.table({"run_name": ["a"], "cpu": [1]}), tmp_path / "p_system.parquet")
     assert column(read(tmp_path, policy, run="a"), "response") == ["#2", "#3"]
+    for damaged in ({"run_name": ["a"]}, {"completions": {"_type": "trackio.table", "_value": 7}}):
+        log = save(tmp_path / "damaged" / "p.jsonl", export[1] | damaged)
+        refused(r"p\.jsonl: holds a table that trackio does not write", read, log, policy)
     with sqlite3.connect(tmp_path / "view.db") as other:
         endless = "WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id FROM n) SELECT * FROM n"
         other.execute(f"CREATE VIEW metrics AS {endless}")

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tsae.base.files import reading
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.adapters import Format, each_row, is_conversation, only_answer
@@ -117,9 +118,10 @@ def _entry(row: Fields, scores: dict[str, float | None], *, early: bool) -> Entr
 def _first_of_trackio(file: LogFile, config: ImportConfig) -> tuple[Row, str | None]:
     """(first row of a table, run that counts)."""
     firsts: dict[Any, Row] = {}
-    for _, row in file.rows():
-        if found := _table(row):
-            firsts.setdefault(row["run_name"], found[0])
+    with reading(file.path, "Copy it again, or leave it out.", "holds a table that trackio does not write"):
+        for _, row in file.rows():
+            if found := _table(row):
+                firsts.setdefault(row["run_name"], found[0])
     if len(firsts) > 1 and config.run not in firsts:
         shown = ", ".join(map(str, firsts))
         raise TsaeError(f"holds several runs: {shown}", where=file.path, fix="Say which with --run.")
