@@ -130,7 +130,8 @@ class Claims(Tables):
         info = {name: value for name, value in found.items() if name not in ("note", "kind", "command", "from")}
         if diff is not None:
             for name, value in inputs_of(diff).items():
-                what = f"is of other {NAMES[name]} ({(own := info.get(name, value))}) than the diff beside it ({value})"
+                own = info.get(name, value)
+                what = f"is of other {NAMES[name]} ({own}) than the diff beside it ({value})"
                 refuse(file, (own != value, what, _AGAIN))
         return cls(records, info)
 

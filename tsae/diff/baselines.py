@@ -81,11 +81,12 @@ def mean_activations(features: FeatureTable, store: ActivationStore, config: Dif
     parts, token = [], 0
     for shard in store.shards():
         n = len(shard.trajectory)
-        counted = np.flatnonzero(mask[token : (token := token + shard.n_tokens)])
+        counted = np.flatnonzero(mask[token : token + shard.n_tokens])
         where = np.repeat(np.arange(n), np.diff(shard.offsets))[counted]
         size = np.bincount(where, minlength=n)
         averaging = sp.csr_array((1 / size[where], (where, counted)), shape=(n, shard.n_tokens))
         parts.append(averaging @ shard.read(site, slice(0, shard.n_tokens)).astype(np.float32))
+        token += shard.n_tokens
     return np.concatenate(parts)
 
 

@@ -404,7 +404,8 @@ class Samples:
         relative: dict[Gradient, np.ndarray] = {"natural": np.ones(len(frame))}
         if logprob is not None:
             fix = "Give sums of natural logarithms over response tokens in the column logprob."
-            refuse(where, (n := (logprob > 1e-3).sum(), f"{n} log-probabilities are above 0", fix))
+            n_above = (logprob > 1e-3).sum()
+            refuse(where, (n_above, f"{n_above} log-probabilities are above 0", fix))
             relative["vanilla"] = relative_probabilities(logprob, group)
         problem = pd.factorize(frame.problem_id)[0]
         return cls(frame, group, problem, _weights(frame, group, problem, where), relative)
