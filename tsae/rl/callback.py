@@ -79,9 +79,9 @@ class TsaeCallback(TrainerCallback):
         guard: Callable[[Recorder], Guard] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if not all(hasattr(trainer, name) for name in _WRAPPED):
-            what = f"the trainer is a {type(trainer).__name__}, expected TRL's GRPOTrainer"
-            raise TsaeError(what, where="TsaeCallback", fix="Write the log of another loop with tsae.rl.RunLog.")
+        other = not all(hasattr(trainer, name) for name in _WRAPPED)
+        what = f"the trainer is a {type(trainer).__name__}, expected TRL's GRPOTrainer"
+        refuse("TsaeCallback", (other, what, "Write the log of another loop with tsae.rl.RunLog."))
         odd = "float16" * trainer.args.fp16 or f"{trainer.accelerator.num_processes} processes"
         twice = any(isinstance(other, TsaeCallback) for other in trainer.callback_handler.callbacks)
         alone = f"the trainer uses {odd}, and targets are followed with one process and bfloat16 or float32"

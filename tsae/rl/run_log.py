@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.base.files import append_line, as_path, need_no_link, reading, write_json, write_text
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.logs.entry import writable
 from tsae.rollouts.parquet import write_table
 from tsae.rollouts.schema import TRAINING
@@ -164,17 +164,21 @@ def _type_of(name: str) -> pa.DataType:
 def _checked(row: Mapping[str, Any], place: int) -> dict[str, Any]:
     """The columns of a row."""
     where = f"RunLog.add, row {place}"
-    odd = sorted(row.keys() - _COLUMNS.keys() - {"rewards", "data"} | row.keys() & set(_OWN))
-    lacks = [name for name in _NEEDED if row.get(name) is None]
-    if odd or lacks:
-        what = f"has {odd[0]!r}, which is not a column of the log" if odd else f"has no {lacks[0]}"
-        raise TsaeError(what, where=where, fix="Facts of the problem go into data." if odd else "Add it.")
-    if not np.isfinite(row["advantage"]):
-        raise TsaeError(f"has the advantage {row['advantage']}, expected a finite number", where=where)
-    n = len(row["response_ids"])
-    for name in _A_TOKEN:
-        if row.get(name) is not None and len(row[name]) != n:
-            raise TsaeError(f"has {len(row[name])} {name} for {n} response_ids", where=where, fix="Give one a token.")
+    odd = min(row.keys() - _COLUMNS.keys() - {"rewards", "data"} | row.keys() & set(_OWN), default=None)
+    lacks = next((name for name in _NEEDED if row.get(name) is None), None)
+    fix = "Facts of the problem go into data."
+    refuse(
+        where,
+        (odd is not None, f"has {odd!r}, which is not a column of the log", fix),
+        (lacks, f"has no {lacks}", "Add it."),
+    )
+    finite, n = np.isfinite(row["advantage"]), len(row["response_ids"])
+    sizes = [(len(row[name]), name) for name in _A_TOKEN if row.get(name) is not None]
+    refuse(
+        where,
+        (not finite, f"has the advantage {row['advantage']}, expected a finite number", None),
+        *((size != n, f"has {size} {name} for {n} response_ids", "Give one a token.") for size, name in sizes),
+    )
     found = {"micro_batch": [0]} | {name: value for name, value in row.items() if name in _COLUMNS}
     if "messages" in found:
         found["messages"] = _text(found["messages"])

@@ -3,7 +3,7 @@
 `_generate_and_score_completions` returns advantages (B,); `_compute_loss` also takes (B, T). `FeatureGRPOTrainer`
 overrides the first: it calls TRL's own, and a rule replaces the advantages. Loss, generation, rewards and logs stay
 TRL's. `_calculate_rewards` refuses rewards that are not finite. A curriculum learns from the one reward that says what
-is right (`CurriculumConfig.outcome`), never from their sum, and overrides `_get_train_sampler`. tests/test_rl_trl.py
+is right (`CurriculumConfig.outcome`), never from their sum, and overrides `_get_train_sampler`. tests/rl/test_trl.py
 holds the contract with TRL, and fails if a release changes it.
 
     from tsae.rl.trl import FeatureCredit, FeatureGRPOTrainer
