@@ -1,0 +1,157 @@
+"""Layouts: how trainers name the folders of a run's checkpoints, and where in such a folder the model lies.
+
+A *step folder* has the step in its name and a model in it, at one of a few places. A trainer's own code says which
+(`_NAMES` and `_PLACES` name the trainers); numbered folders of other trainers are found by the general rule. What is
+in a folder decides, never the trainer's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tsae.errors import TsaeError
+
+_NAMES = (
+    # transformers, TRL, ms-swift (below v0-20250101-120000/)
+    r"checkpoint-(\d{1,18})",
+    # verl global_step_50; OpenRLHF global_step50_hf, and global_step50 of DeepSpeed
+    r"global_?step_?(\d{1,18})(?:_hf)?",
+    # AReaL
+    r"epoch\d+epochstep\d+globalstep(\d{1,18})",
+    # open-instruct, prime-rl, NeMo-RL: step_50; slime: rollout_50; and others' iter_0000050, update-3, epoch_2
+    r"(?:step|iter|iteration|update|rollout|ckpt|checkpoint|epoch)[-_]?(\d{1,18})",
+)
+"""By what a step folder is called; the first pattern that fits a folder of a run is that of the run."""
+_STEP = [re.compile(name) for name in _NAMES]
+
+_PLACES = (
+    "",
+    # verl: whole weights where its settings save hf_model, adapters always
+    "actor/huggingface", "actor/lora_adapter", "actor",
+    # NeMo-RL
+    "policy/weights/model/consolidated", "policy/weights/consolidated", "policy/weights/model", "policy/weights",
+    "policy", "hf", "huggingface", "model", "consolidated", "weights",
+)  # fmt: skip
+"""Where in a step folder a model may lie, the most complete first."""
+
+_SHARDS = {
+    "model_world_size_*_rank_*.pt": "FSDP shards",
+    "*.distcp": "a distributed checkpoint of torch",
+    "*_model_states.pt": "ZeRO shards of DeepSpeed",
+}
+_MERGE = {
+    "FSDP shards": "python -m verl.model_merger merge --backend fsdp --local_dir {shards} "
+    "--target_dir {shards}/huggingface",
+    "a distributed checkpoint of torch": "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shards} "
+    "{step}/weights.pt (NeMo-RL: examples/converters/convert_dcp_to_hf.py --config {step}/config.yaml "
+    "--dcp-ckpt-path {shards} --hf-ckpt-path {step}/hf)",
+    "ZeRO shards of DeepSpeed": "python {shards}/zero_to_fp32.py {shards} {step}/hf --safe_serialization "
+    "(OpenRLHF: train with --save_hf_ckpt)",
+}
+"""The trainer's own command that makes whole weights of shards."""
+_DEEPEST = 6
+"""Folders between the given one and a run's, such as checkpoints/USER/EXPERIMENT/TRIAL/default of AReaL."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.safetensors.index.json")
+
+
+class StepFolder(NamedTuple):
+    """A checkpoint of a run."""
+
+    run: Path
+    """The folder that holds the run's step folders."""
+    step: int
+    model: Path
+    """Where its model lies, complete or not."""
+    shards: str | None
+    """How its weights are stored, where that cannot be read as it is."""
+
+
+def step_of(path: Path) -> tuple[int, Path] | None:
+    """The step and the run of a folder with a model, from the names above it; None where no name has a step."""
+    for place in _PLACES:
+        parts = Path(place).parts
+        if path.parts[len(path.parts) - len(parts) :] == parts:
+            folder = Path(*path.parts[: len(path.parts) - len(parts)])
+            if (step := _number(folder.name)) is not None:
+                return step[1], folder.parent
+    return None
+
+
+def step_folders(path: Path) -> list[StepFolder]:
+    """The checkpoints of the run, or the runs, in a folder: resolved, by run and step."""
+    return sorted(found for run in _runs(path.resolve(), _DEEPEST) for found in _of_run(run))
+
+
+def refuse_shards(path: Path, folders: list[StepFolder]) -> None:
+    """Refuse a run whose weights all lie in shards.
+
+    Raises:
+        TsaeError: with the trainer's command that merges them.
+    """
+    whole = {folder.step for folder in folders if folder.shards is None}
+    if folders and not whole:
+        last = folders[-1]
+        where = next(sub for sub in (last.model, *last.model.rglob("*")) if sub.is_dir() and _shards(sub))
+        kind = last.shards or ""
+        raise TsaeError(
+            f"holds {len(folders)} checkpoints, all as {kind}, which are not read",
+            where=path,
+            fix=f"Merge them, this one by: {_MERGE[kind].format(shards=where, step=last.model)}",
+        )
+
+
+def _number(name: str) -> tuple[int, int] | None:
+    """Which pattern a folder's name has, and the step in it."""
+    for rank, pattern in enumerate(_STEP):
+        if match := pattern.fullmatch(name):
+            return rank, int(match[1])
+    return None
+
+
+def _subfolders(path: Path) -> list[Path]:
+    return [sub for sub in path.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
+
+
+def _runs(path: Path, deepest: int) -> Iterator[Path]:
+    """Folders with step folders in them. What is below a step folder is its own."""
+    yield path
+    if deepest:
+        for sub in sorted(_subfolders(path)):
+            if _number(sub.name) is None or not _is_checkpoint(sub):
+                yield from _runs(sub, deepest - 1)
+
+
+def _of_run(run: Path) -> list[StepFolder]:
+    numbered = [(number, sub) for sub in _subfolders(run) if (number := _number(sub.name)) and _is_checkpoint(sub)]
+    # A run of checkpoint-N may hold an epoch_M, too, which is one of its steps again.
+    first = min((rank for (rank, _), _ in numbered), default=0)
+    found = [_model_in(run, step, sub) for (rank, step), sub in numbered if rank == first]
+    whole = {folder.step for folder in found if folder.shards is None}
+    return [folder for folder in found if folder.shards is None or folder.step not in whole]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a numbered folder is a checkpoint; one of transformers is even before anything is written into it."""
+    return bool(_STEP[0].fullmatch(folder.name)) or any(
+        _is_model(folder / place) or _shards(folder / place) for place in _PLACES
+    )
+
+
+def _model_in(run: Path, step: int, folder: Path) -> StepFolder:
+    models = [folder / place for place in _PLACES if _is_model(folder / place)]
+    for model in models:
+        if any(any(model.glob(pattern)) for pattern in _WEIGHTS):
+            return StepFolder(run, step, model, None)
+    shards = next((kind for place in _PLACES if (kind := _shards(folder / place))), None)
+    return StepFolder(run, step, folder if shards or not models else models[0], shards)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
+
+
+def _shards(folder: Path) -> str | None:
+    return next((kind for pattern, kind in _SHARDS.items() if any(folder.glob(pattern))), None)
