@@ -27,7 +27,7 @@ class RunConfig:
     """What to analyse in a training run."""
 
     path: Positional[UserPath]
-    """The trainer's output folder: checkpoint-N folders (models or LoRA adapters) and its rollout log."""
+    """The trainer's output folder: checkpoints (models or LoRA adapters) and its rollout log."""
     to: UserPath = Path("analysis")
     """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
     resumed."""

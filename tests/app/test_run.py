@@ -757,7 +757,7 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
         assert not (tmp_path / "out").exists()
 
     (tmp_path / "empty").mkdir()
-    fails(replace(TINY, path=tmp_path / "empty"), r"no checkpoint-N folders.*output_dir")
+    fails(replace(TINY, path=tmp_path / "empty"), r"no checkpoints.*output_dir")
     fails(replace(tiny, base=str(tmp_path / "gone")), r"gone: no such folder")
     fails(replace(tiny, checkpoints=("hard-00075",)), r"no checkpoint 'hard-00075'")
     fails(replace(tiny, path=trl_run, log=tmp_path / "gone"), r"gone: no such log")

@@ -470,7 +470,7 @@ def test_folders_of_several_runs_are_understood(tmp_path: Path) -> None:
 
 def test_a_single_checkpoint_is_a_series(llama: Path, tmp_path: Path) -> None:
     assert [c.id for c in CheckpointSeries.load(llama)] == ["base"]
-    refuses(r"no series\.json and no checkpoint-N folders", CheckpointSeries.load, tmp_path)
+    refuses(r"no series\.json and no checkpoints", CheckpointSeries.load, tmp_path)
     refuses("no such folder", CheckpointSeries.load, tmp_path / "missing")
     refuses("no such folder", CheckpointSeries.load, "~nobody-of-this-name/x")
     refuses("cannot be read", CheckpointSeries.load, "a" * 5000)

@@ -207,13 +207,37 @@ def test_paths_one_by_one(llama: Path, tmp_path: Path) -> None:
         ("final", "final", 0),
     ]
     assert found.notes == ()
-    assert [
-        c.id for c in CheckpointSeries.load(tmp_path / "b/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
-    ] == ["base", "run-00100"]
+    # A step of the run is not taken for its base in silence.
+    alone = CheckpointSeries.load(tmp_path / "b/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
+    assert [c.id for c in alone] == ["run-00020", "run-00100"]
+    assert alone.notes[0].startswith("run-00020 (step 20) stands in for the base")
+    other = CheckpointSeries.load(tmp_path / "a/run/checkpoint-20", tmp_path / "b/run/checkpoint-100")
+    assert [c.id for c in other] == ["base", "run-00100"]
     refuses("come twice", CheckpointSeries.load, tmp_path / "base", tmp_path / "final", tmp_path / "final")
     refuses("no checkpoints given", CheckpointSeries.load)
     save_series(tmp_path, [{"id": "base", "path": "base"}])
     refuses(r"holds a series\.json", CheckpointSeries.load, tmp_path, tmp_path / "final")
+
+
+def test_folders_of_verl(llama: Path, tmp_path: Path) -> None:
+    for step in (50, 100):
+        shutil.copytree(llama, tmp_path / f"maths/dapo/global_step_{step}/actor/huggingface")
+    (tmp_path / "maths/dapo/global_step_150/actor").mkdir(parents=True)
+    (tmp_path / "maths/dapo/global_step_150/actor/model_world_size_8_rank_0.pt").touch()
+    given = [f"maths/dapo/global_step_{step}/actor/huggingface" for step in (50, 100)]
+    for sources in ([llama, tmp_path / "maths"], [llama, *(tmp_path / place for place in given)]):
+        series = CheckpointSeries.load(*sources)
+        assert [(c.id, c.run, c.step) for c in series] == [
+            ("base", None, 0), ("dapo-00050", "dapo", 50), ("dapo-00100", "dapo", 100)
+        ]  # fmt: skip
+        series[series.runs[0] + "-00100"].load_tokenizer()
+    assert CheckpointSeries.load(llama, tmp_path).notes == (
+        "left out, as their weights are FSDP shards: steps 150 of dapo.",
+    )
+    alone = CheckpointSeries.load(*(tmp_path / place for place in given))
+    assert alone.base.step == 50
+    assert "stands in for the base" in alone.notes[0]
+    refuses("all as FSDP shards", CheckpointSeries.load, tmp_path / "maths/dapo/global_step_150")
 
 
 def test_a_series_of_adapters_is_written_and_read_back(adapters: Path, tmp_path: Path) -> None:

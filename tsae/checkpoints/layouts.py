@@ -81,8 +81,11 @@ def step_of(path: Path) -> tuple[int, Path] | None:
 
 
 def step_folders(path: Path) -> list[StepFolder]:
-    """The checkpoints of the run, or the runs, in a folder: resolved, by run and step."""
-    return sorted(found for run in _runs(path.resolve(), _DEEPEST) for found in _of_run(run))
+    """The checkpoints of the run, or the runs, in a folder: resolved, by run and step. Or the folder's own model."""
+    path = path.resolve()
+    if (number := _number(path.name)) and not _is_model(path) and _holds(path):
+        return [_model_in(path.parent, number[1], path)]
+    return sorted(found for run in _runs(path, _DEEPEST) for found in _of_run(run))
 
 
 def refuse_shards(path: Path, folders: list[StepFolder]) -> None:
@@ -135,9 +138,11 @@ def _of_run(run: Path) -> list[StepFolder]:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a numbered folder is a checkpoint; one of transformers is even before anything is written into it."""
-    return bool(_STEP[0].fullmatch(folder.name)) or any(
-        _is_model(folder / place) or _shards(folder / place) for place in _PLACES
-    )
+    return bool(_STEP[0].fullmatch(folder.name)) or _holds(folder)
+
+
+def _holds(folder: Path) -> bool:
+    return any(_is_model(folder / place) or _shards(folder / place) for place in _PLACES)
 
 
 def _model_in(run: Path, step: int, folder: Path) -> StepFolder:

@@ -9,7 +9,8 @@ A series is a folder with a ``series.json``::
 
 or is put together from sources, each of which is one of
 
-- a trainer's folder of ``checkpoint-N`` folders (one run), or a folder of such folders (several runs);
+- a trainer's folder of checkpoints (one run), such as TRL's ``checkpoint-N`` or verl's ``global_step_N``, or a folder
+  of such folders (several runs); see `tsae.checkpoints.layouts`;
 - one model: a folder, a PEFT adapter's folder, or a .gguf file;
 - a Hugging Face id, with a revision and a subfolder if wanted: ``org/model@revision/subfolder``.
 """
@@ -21,12 +22,13 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tsae.base import display
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
+from tsae.checkpoints import layouts
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.weight_files import (
@@ -234,8 +236,6 @@ def named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
     return None
 
 
-_TRAINER_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
-_STEP = re.compile(r"(?:checkpoint|global_step|step)[-_]?(\d{1,18})")
 # A revision holds no slash, except for the pull requests of a repository.
 _HUB = re.compile(r"(?P<path>[^/@]+/[^/@]+)(@(?P<revision>refs/pr/\d+|[^/]+))?(/(?P<subfolder>.+))?")
 
@@ -243,8 +243,8 @@ _HUB = re.compile(r"(?P<path>[^/@]+/[^/@]+)(@(?P<revision>refs/pr/\d+|[^/]+))?(/
 def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Checkpoint], tuple[str, ...]]:
     """The checkpoints that the sources name, one of which is the base; and what was assumed.
 
-    The base is the first of several sources, if that is one whole model. Otherwise it is the model that adapters name,
-    then the earliest checkpoint; then a note says so.
+    The base is the first of several sources, if that is one whole model and not a step of the others' run. Otherwise
+    it is the model that adapters name, then the earliest checkpoint; then a note says so.
     """
     notes: list[str] = []
     parts = [_expand(source, notes, without) for source in sources]
@@ -253,7 +253,8 @@ def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Check
     refuse(", ".join(sources) or "CheckpointSeries.load", (not found, what, "Give a folder of checkpoints."))
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
-    if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1):
+    own_run = found[0].step > 0 and any(_place(c).run == _place(found[0]).run for c in found[1:])
+    if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1) and not own_run:
         return [replace(found[0], id="base", run=None, step=0), *_with_ids(found[1:])], tuple(notes)
     found = _with_ids(found)
     if adapters:
@@ -271,39 +272,38 @@ def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Check
 def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Checkpoint]:
     """Checkpoints of one source, with run and step; ids come later."""
     path = as_path(source)
-    folders = step_folders(path) if path.is_dir() else []
+    folders = layouts.step_folders(path) if path.is_dir() else []
     is_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if folders:
         if is_model:
-            notes.append(f"the model in {path} itself is left out: its checkpoint-N folders are the series.")
-        return [_unnamed(folder) for folder in folders if folder not in without]
+            notes.append(f"the model in {path} itself is left out: its checkpoints are the series.")
+        layouts.refuse_shards(path, folders)
+        if shards := [folder for folder in folders if folder.shards]:
+            steps = ", ".join(str(folder.step) for folder in shards)
+            notes.append(f"left out, as their weights are {shards[0].shards}: steps {steps} of {shards[0].run.name}.")
+        return [_unnamed(folder.model) for folder in folders if not folder.shards and folder.model not in without]
     if is_model or is_gguf(path):
         return [_unnamed(path.resolve())]
     hub = _HUB.fullmatch(source)
     if not path.is_dir() and hub is not None and is_hub_id(hub["path"]):
         return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
-    what = "no series.json and no checkpoint-N folders" if path.is_dir() else "no such folder"
+    what = "no series.json and no checkpoints" if path.is_dir() else "no such folder"
     raise TsaeError(what, where=source, fix="Give the trainer's output_dir, one checkpoint, or write a series.json.")
 
 
 def step_folders(path: Path) -> list[Path]:
-    """The checkpoint-N folders of a trainer's folder, or of the runs in it; resolved, by run and N."""
-    found = []
-    for run in [sub for sub in (path, *sorted(path.iterdir())) if sub.is_dir()]:
-        matches = ((_TRAINER_FOLDER.fullmatch(sub.name), sub) for sub in run.iterdir() if sub.is_dir())
-        found += [sub.resolve() for _, sub in sorted((int(match[1]), sub) for match, sub in matches if match)]
-    return found
+    """Where the checkpoints of a trainer's folder lie, or of the runs in it; resolved, by run and step."""
+    return [folder.model for folder in layouts.step_folders(path) if folder.shards is None]
 
 
 def _unnamed(path: str | Path, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
     found = Checkpoint("unnamed", str(path), run="unnamed", revision=revision, subfolder=subfolder)
-    match = _step_of(found)
-    return replace(found, step=int(match[1])) if match else found
+    return replace(found, step=_place(found).step or 0)
 
 
 def _with_ids(found: list[Checkpoint]) -> list[Checkpoint]:
     """Name runs after their folders, and checkpoints after run and step."""
-    places = [_run_place(checkpoint) for checkpoint in found]
+    places = [_place(checkpoint).run for checkpoint in found]
     # The last part of every place, with as many parts before it as tell the places apart.
     depth = dict.fromkeys(places, 1)
     while True:
@@ -316,23 +316,24 @@ def _with_ids(found: list[Checkpoint]) -> list[Checkpoint]:
     named = []
     for checkpoint, place in zip(found, places, strict=True):
         run = names[place]
-        id = f"{run}-{checkpoint.step:05d}" if _step_of(checkpoint) else run
+        id = run if _place(checkpoint).step is None else f"{run}-{checkpoint.step:05d}"
         named.append(replace(checkpoint, id=id, run=run, trained_on=run))
     return named
 
 
-def _run_place(checkpoint: Checkpoint) -> tuple[str, ...]:
+class _Place(NamedTuple):
+    run: tuple[str, ...]
     """Where the run of a checkpoint lies, from the outside in."""
-    if is_hub_id(checkpoint.path):
-        below = [part for part in (checkpoint.revision, *(checkpoint.subfolder or "").split("/")) if part]
-        return (*checkpoint.path.split("/"), *(below[:-1] if _step_of(checkpoint) else below))
+    step: int | None
+    """As its folder's name, or that of a revision, has it."""
+
+
+def _place(checkpoint: Checkpoint) -> _Place:
     path = Path(checkpoint.path).with_suffix("") if is_gguf(checkpoint.path) else Path(checkpoint.path)
-    return (path.parent if _step_of(checkpoint) else path).parts[1:]
-
-
-def _step_of(checkpoint: Checkpoint) -> re.Match[str] | None:
-    """The step in the last part of a checkpoint's place, if it names one."""
-    return _STEP.fullmatch((checkpoint.subfolder or checkpoint.revision or checkpoint.path).rpartition("/")[2])
+    path = path / (checkpoint.revision or "").replace("/", "-") / (checkpoint.subfolder or "")
+    found = layouts.step_of(path)
+    step, run = found or (None, path)
+    return _Place(run.parts[1:] if run.is_absolute() else run.parts, step)
 
 
 def _safe(name: str) -> str:

@@ -31,7 +31,7 @@ class Capture:
     """
 
     series: tuple[str, ...]
-    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    """A folder of checkpoints (series.json, or as a trainer left it). Or several checkpoints with the base first; each
     is a folder, an adapter, a .gguf file or a Hugging Face id (org/model@revision/subfolder)."""
     rollouts: Path
     """Parquet file of rollouts, which the checkpoints read."""

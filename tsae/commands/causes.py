@@ -25,7 +25,7 @@ class Attribute:
     """
 
     run: Positional[Path]
-    """Folder of the run: checkpoint-N folders or series.json, and the trainer's settings (training_args.bin of TRL,
+    """Folder of the run: checkpoints or series.json, and the trainer's settings (training_args.bin of TRL,
     .hydra/config.yaml of verl, wandb/ …)."""
     to: Path
     """Folder for the results, and for the path of the replay while it is needed."""
@@ -90,7 +90,7 @@ class Causal:
     """
 
     series: tuple[str, ...]
-    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    """A folder of checkpoints (series.json, or as a trainer left it). Or several checkpoints with the base first; each
     is a folder, an adapter, a .gguf file or a Hugging Face id (org/model@revision/subfolder)."""
     checkpoint: str
     """Id of the checkpoint that generates."""
@@ -175,7 +175,7 @@ class Influence:
     """Find training samples that push a feature: exact first order of one policy-gradient step, for small models."""
 
     series: tuple[str, ...]
-    """Folder of checkpoints (series.json or checkpoint-N folders), or one checkpoint."""
+    """Folder of checkpoints (series.json, or as a trainer left it), or one checkpoint."""
     rollouts: Path
     """Parquet file of rollouts with advantages."""
     sae: Path

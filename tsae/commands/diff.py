@@ -28,7 +28,7 @@ class Drift:
     """Measure where training wrote: how far every weight is from the base's, by layer and module."""
 
     series: tuple[str, ...]
-    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    """A folder of checkpoints (series.json, or as a trainer left it). Or several checkpoints with the base first; each
     is a folder, an adapter or a Hugging Face id (org/model@revision/subfolder)."""
     checkpoints: tuple[str, ...] = ()
     """Ids to measure; by default all."""

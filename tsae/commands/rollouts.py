@@ -43,7 +43,7 @@ class Sample:
     """
 
     series: tuple[str, ...]
-    """A folder of checkpoints (series.json or checkpoint-N folders). Or several checkpoints with the base first; each
+    """A folder of checkpoints (series.json, or as a trainer left it). Or several checkpoints with the base first; each
     is a folder, an adapter, a .gguf file or a Hugging Face id (org/model@revision/subfolder)."""
     problems: Path
     """JSON lines of id, prompt, answer and, optionally, level."""

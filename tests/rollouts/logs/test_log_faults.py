@@ -347,7 +347,7 @@ def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path
     assert prompts_of(found, "chatml") == [rendered("chatml", USER)]
     assert note(summary, "a tokenizer alone")
     (tmp_path / "empty").mkdir()
-    refused(r"no series\.json and no checkpoint-N folders", imported, log, tmp_path / "empty", tmp_path / "to")
+    refused(r"no series\.json and no checkpoints", imported, log, tmp_path / "empty", tmp_path / "to")
 
 
 @pytest.mark.parametrize("place", [b"MARKED", b"answer"])
