@@ -127,13 +127,10 @@ def make_table(bench: Bench) -> FeatureTable:
                 token_ids[start : start + n] = ids
                 records.append(
                     {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": ids[:prompt].astype(np.int32),
-                        "response_ids": ids[prompt:].astype(np.int32),
-                        "outcome": "success" if right else "failure",
+                        "problem_id": f"p{problem}", "policy": policy, "outcome": "success" if right else "failure",
+                        "prompt_ids": ids[:prompt].astype(np.int32), "response_ids": ids[prompt:].astype(np.int32),
                     }
-                )
+                )  # fmt: skip
     shape = (int(offsets[-1]), bench.d_sae)
     codes = sp.csr_array((values, indices, np.arange(shape[0] + 1) * bench.k), shape=shape)
     rows = np.arange(n_rows)

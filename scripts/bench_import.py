@@ -170,16 +170,11 @@ def main() -> None:
                 seconds, cpu, peak = measure(folder / "log", folder / "tokenizer", folder / "rollouts.parquet", workers)
                 found.append(
                     {
-                        "trajectories": n,
-                        "megabytes": round(megabytes),
-                        "workers": workers,
-                        "seconds": round(seconds, 1),
-                        "cpu_seconds": round(cpu, 1),
-                        "rows_per_s": round(n / seconds),
-                        "mb_per_s": round(megabytes / seconds, 1),
-                        "peak_mb": round(peak / 1e6),
+                        "trajectories": n, "megabytes": round(megabytes), "workers": workers,
+                        "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1), "rows_per_s": round(n / seconds),
+                        "mb_per_s": round(megabytes / seconds, 1), "peak_mb": round(peak / 1e6),
                     }
-                )
+                )  # fmt: skip
                 print("  ".join(f"{name} {value:,}" for name, value in found[-1].items()), flush=True)
                 (folder / "rollouts.parquet").unlink()
             shutil.rmtree(folder / "log")

@@ -182,13 +182,7 @@ def relabelled(options: CheckNull) -> list[dict[str, Any]]:
     counts = null_counts(rows, found, options.config, options.repeats)
     names = {"shift": "halves", "outcome": "permuted outcomes", "interaction": "… in two bands"}
     return [
-        {
-            "null": names[of.kind],
-            **of.key,
-            "contrasts": options.repeats,
-            "any": any_,
-            "discoveries": mean,
-        }
+        {"null": names[of.kind], **of.key, "contrasts": options.repeats, "any": any_, "discoveries": mean}
         for of, (mean, any_) in zip(found, counts, strict=True)
     ]
 

@@ -57,12 +57,8 @@ def gain(found: Mapping[str, Any], run: str, band: str) -> list[float]:
 
 def verdict_table(claims: Mapping[str, Any]) -> pd.DataFrame:
     """One row a claim."""
-    return pd.DataFrame(
-        [
-            {"claim": f"{key}: {one['title']}", "verdict": one["verdict"], "why": one["why"]}
-            for key, one in claims.items()
-        ]
-    )
+    rows = [(f"{key}: {one['title']}", one["verdict"], one["why"]) for key, one in claims.items()]
+    return pd.DataFrame(rows, columns=["claim", "verdict", "why"])
 
 
 def part_table(claims: Mapping[str, Any]) -> pd.DataFrame:
@@ -72,16 +68,8 @@ def part_table(claims: Mapping[str, Any]) -> pd.DataFrame:
         for part in one["parts"]:
             interval = f"{part['mean']:+.3f} [{part['low']:+.3f}, {part['high']:+.3f}]"
             holds = {True: "holds", False: "refuted", None: "not decided"}[part["holds"]]
-            rows.append(
-                {
-                    "claim": key,
-                    "what must be true": part["statement"],
-                    "effect": interval,
-                    "n": f"{part['n']} {part['unit']}",
-                    "": holds,
-                }
-            )
-    return pd.DataFrame(rows)
+            rows.append((key, part["statement"], interval, f"{part['n']} {part['unit']}", holds))
+    return pd.DataFrame(rows, columns=["claim", "what must be true", "effect", "n", ""])
 
 
 def log_table(found: Mapping[str, Any]) -> pd.DataFrame:

@@ -103,11 +103,10 @@ def make_trainer(options: Options, stop: int | None = None, **settings: Any) -> 
     rows = [
         {
             "prompt": [{"role": "user", "content": problem.prompt}] if chat else problem.prompt,
-            "answer": problem.answer,
-            "level": problem.level,
+            "answer": problem.answer, "level": problem.level,
         }
         for problem in problems
-    ]
+    ]  # fmt: skip
     usual: dict[str, Any] = {
         "output_dir": str(options.out), "report_to": "none", "log_completions": True, "num_completions_to_print": 0,
         "logging_steps": 1, "max_completion_length": 90, "per_device_train_batch_size": 64, "num_generations": 8,

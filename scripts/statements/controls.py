@@ -47,14 +47,11 @@ def kept(verdict: str, control: str, seed: int, config: DiffConfig) -> tuple[flo
     codes = np.insert(LEVEL + noise, np.sort(np.concatenate([ends - length, ends])), 0.0, axis=0)
     records = [
         {
-            "problem_id": f"p{p}",
-            "policy": "base",
-            "prompt_ids": [0],
-            "response_ids": [*tokens.tolist(), EOS],
+            "problem_id": f"p{p}", "policy": "base", "prompt_ids": [0], "response_ids": [*tokens.tolist(), EOS],
             "outcome": "success" if s else "failure",
         }
         for p, s, tokens in zip(world.problem, right, np.split(token, ends[:-1]), strict=True)
-    ]
+    ]  # fmt: skip
     readers = [("base", np.arange(len(right)))]
     table = feature_table(Rollouts.from_records(records), codes, readers, special=(EOS,))
     rows, of = one(table, config, kind="outcome")

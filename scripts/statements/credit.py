@@ -54,14 +54,11 @@ def planted_credit(
 
     records = [
         {
-            "problem_id": f"p{i // n_samples:03d}",
-            "policy": "base",
-            "prompt_ids": [9],
-            "response_ids": [*written[i].tolist(), EOS],
-            "outcome": "success" if right[i] else "failure",
+            "problem_id": f"p{i // n_samples:03d}", "policy": "base", "prompt_ids": [9],
+            "response_ids": [*written[i].tolist(), EOS], "outcome": "success" if right[i] else "failure",
         }
         for i in range(n)
-    ]
+    ]  # fmt: skip
     table = feature_table(
         Rollouts.from_records(records), states.reshape(-1, N_FEATURES), [("base", np.arange(n))], special=(EOS,)
     )

@@ -73,15 +73,11 @@ class World:
         names = ["base", "up", "down"]
         records = [
             {
-                "problem_id": f"p{p}",
-                "policy": names[k],
-                "prompt_ids": [0],
-                "response_ids": [2, EOS],
-                "outcome": ("success" if s else "failure") if split else "unknown",
-                "band": b if split else None,
+                "problem_id": f"p{p}", "policy": names[k], "prompt_ids": [0], "response_ids": [2, EOS],
+                "outcome": ("success" if s else "failure") if split else "unknown", "band": b if split else None,
             }
             for p, k, s, b in zip(self.problem, self.policy, self.success, self.band, strict=True)
-        ]
+        ]  # fmt: skip
         codes = [np.kron(values, np.array([[0.0], [1.0], [0.0]])) for _, values in readings]
         readers = [(name, rows) for name, (rows, _) in zip(names, readings, strict=False)]
         return feature_table(Rollouts.from_records(records), np.concatenate(codes), readers, special=(EOS,))

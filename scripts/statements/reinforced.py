@@ -44,16 +44,11 @@ def world(
                 right = bool(rng.random() < (0.8, 0.5, 0.2)[band])
                 records.append(
                     {
-                        "problem_id": f"p{problem}",
-                        "policy": policy,
-                        "prompt_ids": [1],
-                        "response_ids": [2, EOS],
-                        "reward": float(right),
-                        "outcome": "success" if right else "failure",
-                        "band": ("easy", "medium", "hard")[band] if bands else None,
-                        **columns,
+                        "problem_id": f"p{problem}", "policy": policy, "prompt_ids": [1], "response_ids": [2, EOS],
+                        "reward": float(right), "outcome": "success" if right else "failure",
+                        "band": ("easy", "medium", "hard")[band] if bands else None, **columns,
                     }
-                )
+                )  # fmt: skip
                 values.append(level[problem] + of_problem[problem] * right + shift * (policy == "run"))
     values = np.maximum(values + 0.5 * rng.normal(size=(len(records), n_features)), 0)
     rollouts = Rollouts.from_records(records).with_advantages()
