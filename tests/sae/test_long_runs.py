@@ -445,7 +445,7 @@ def test_logs_are_asked_for_by_name(
     store: ActivationStore, monkeypatch: pytest.MonkeyPatch, target: str, tool: str
 ) -> None:
     monkeypatch.setitem(sys.modules, tool, None)
-    with pytest.raises(TsaeError, match=rf"needs the package {tool}.*pip install {tool}"):
+    with pytest.raises(TsaeError, match=rf"needs {tool}.*pip install '{tool}"):
         train(store, CONFIG, training=replace(TRAINING, log_to=target), progress=False)
     refuses("log_to='mlflow:p'", replace, TRAINING, log_to="mlflow:p")
 
