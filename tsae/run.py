@@ -12,6 +12,7 @@ bands begin, how much is read, how wide the SAE is. Every choice is also an opti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -107,7 +108,7 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     try:
         return analyze_state(config, None, progress=progress, say=say)
     except (TsaeError, OSError) as error:
-        gone = [folder.name for folder in before if not folder.is_dir()]
+        gone = [os.path.relpath(folder, config.path.resolve()) for folder in before if not folder.is_dir()]
         if not gone:
             raise
         why = "a trainer with save_total_limit keeps its last checkpoints only"
