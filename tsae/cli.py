@@ -31,7 +31,7 @@ from tsae.commands.report import Export, Push, Report, Serve
 from tsae.commands.resource_errors import resource_error
 from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
-from tsae.commands.runs import Claims, Demo, Run, Verify, Watch
+from tsae.commands.runs import Claims, Demo, Doctor, Run, Verify, Watch
 from tsae.commands.sae import Crosscoder, Encode, Evaluate, Train, start_as_default
 from tsae.commands.safe_stdio import safe_stdio
 from tsae.commands.spreading import end_with_parent, run_parts, without_spread
@@ -56,7 +56,7 @@ class Completion:
 
 _COMMANDS: dict[str, type] = {
     # whole runs
-    "demo": Demo, "run": Run, "watch": Watch, "claims": Claims, "serve": Serve, "verify": Verify,
+    "demo": Demo, "doctor": Doctor, "run": Run, "watch": Watch, "claims": Claims, "serve": Serve, "verify": Verify,
     # the stages, in their order
     "rollouts": RolloutsCommand, "capture": Capture, "store": StoreCommand, "train": Train, "evaluate": Evaluate,
     "encode": Encode, "diff": Diff, "report": Report,
@@ -208,11 +208,11 @@ def _need_working_folder() -> None:
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
-`tsae demo` shows it on shipped checkpoints. `tsae run` makes every stage on the folder of a training run, and `tsae
-watch` on one that is still training. The stages alone, in order: rollouts, capture, train, encode, diff, report; each
-reads what the one before wrote. Further questions to the results: `tsae attribute` finds the training samples that did
-it, `tsae causal` tests what a diff found, `tsae explain` labels features, `tsae claims` tests what the literature
-claims. `tsae verify` checks that results are whole, and names the command that makes them again.
+`tsae demo` shows it on shipped checkpoints. `tsae doctor` says what a training run lacks, `tsae run` makes every stage
+on its folder, and `tsae watch` on one that is still training. The stages alone, in order: rollouts, capture, train,
+encode, diff, report; each reads what the one before wrote. Further questions to the results: `tsae attribute` finds the
+training samples that did it, `tsae causal` tests what a diff found, `tsae explain` labels features, `tsae claims` tests
+what the literature claims. `tsae verify` checks that results are whole, and names the command that makes them again.
 
 Exit status: 0 done; 2 something that you can put right, in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.readers.find import find_settings, read_settings
+from tsae.attribution.readers.find import find_settings
 from tsae.attribution.sample_kinds import other_problems
 from tsae.base.artefact import file_hash, versions
 from tsae.base.files import plain
@@ -31,11 +30,11 @@ from tsae.base.part import digest_of
 from tsae.base.remote.mirror import removed
 from tsae.causal.findings import Tested, causal_tests
 from tsae.causal.intervention import folders_of_tests
-from tsae.checkpoints.series import CheckpointSeries, named_base, step_folders
-from tsae.checkpoints.weight_files import folder_of
+from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.config import RunConfig
 from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
+from tsae.doctor import find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
@@ -51,7 +50,7 @@ from tsae.rollouts.fresh_rollouts import (
 )
 from tsae.rollouts.importing import check_grown, import_log
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs.log_files import NoLog, find_files, name_in
+from tsae.rollouts.logs.log_files import name_in
 from tsae.rollouts.logs.outcome_rules import with_outcome
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
@@ -67,10 +66,6 @@ _SAMPLING = "sampling"
 _SHARD_TOKENS = 8192
 """Fewest of the largest shard. A shard has a quarter of the largest on average."""
 _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
-
-
-class OneCheckpoint(TsaeError):
-    """There is nothing to compare a checkpoint with."""
 
 
 class State(NamedTuple):
@@ -191,49 +186,6 @@ def _need_own_sae(to: Path, facts: Mapping[str, Any]) -> None:
     if "sae" in held and "sae" not in facts:
         fix = "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to)."
         raise TsaeError("holds something else than an analysis by `tsae run`", where=to, fix=fix)
-
-
-def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
-    """The checkpoints of a run, and a few words on which model is the base and what names it.
-
-    Args:
-        config: of the run.
-        without: folders of checkpoints that are left out, resolved.
-
-    Raises:
-        TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
-    """
-    path = config.path
-    if config.base is not None:
-        base, told = config.base, " (as asked)"
-    else:
-        found = CheckpointSeries.load(path, without=without)
-        named = named_base(found, path) or _base_of_settings(path)
-        if found.base.step == 0 and len(found) > 1:
-            base, told = found.base.path, ""
-        elif named is None:
-            return _comparable(found, path), f"{found.base.id} stands in for the base, which is not there (--base)"
-        else:
-            base, told = named[0], f" ({named[1]})"
-    try:
-        series = CheckpointSeries.load(base, path, without=without) if told else found
-        folder_of(series.base)
-        series.base.load_tokenizer()
-    except TsaeError as error:
-        if config.base is not None:
-            raise
-        what = f"names {base} as its base{told}, which cannot be used: {error}"
-        raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
-    return _comparable(series, path), f"the base is {base}{told}"
-
-
-def _base_of_settings(run: Path) -> tuple[str, str] | None:
-    """The base's folder, where the trainer's settings name one that is there, and which file names it."""
-    with suppress(TsaeError):
-        settings = read_settings(run)
-        if settings.base is not None and Path(settings.base).is_dir():
-            return settings.base, f"by {Path(settings.source).name}"
-    return None
 
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
@@ -436,38 +388,3 @@ class _Run(Pipeline):
         )  # fmt: skip
         self.record.add_found(causal=[folder.name for folder in folders_of_tests(to)])
         return tested
-
-
-def find_run_log(config: RunConfig) -> Path:
-    """Find the rollout log.
-
-    Raises:
-        TsaeError: where there is none, or the analysis would be written into its folder.
-    """
-    known = (config.path / "tsae" / "generations", config.path / "completions")
-    log = config.log or next((folder for folder in known if folder.is_dir()), config.path)
-    if config.to.resolve().is_relative_to(log.resolve()):
-        raise TsaeError(
-            "lies inside the folder that is searched for the rollout log", where=config.to, fix="Give another --to."
-        )
-    if config.log is None:
-        try:
-            find_files(log)
-        except NoLog as error:
-            raise NoLog(
-                f"holds no rollout log ({error.what})",
-                where=log,
-                fix="Say where it is (--log); tsae.rl.TsaeCallback(trainer) writes one, and TRL with "
-                "log_completions=True. Without any, sample rollouts (tsae rollouts sample) and go on with tsae capture",
-            ) from error
-    return log
-
-
-def _comparable(series: CheckpointSeries, path: Path) -> CheckpointSeries:
-    if len(series) < 2:
-        raise OneCheckpoint(
-            "holds one checkpoint, and nothing says which model training started from",
-            where=path,
-            fix="Give that model (--base).",
-        )
-    return series

@@ -31,13 +31,14 @@ from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
+from tsae.doctor import OneCheckpoint, find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.text import visible
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
 from tsae.rollouts.logs.readers import grows
-from tsae.run import OneCheckpoint, State, analyze_state, find_run_log, find_series, run_facts
+from tsae.run import State, analyze_state, run_facts
 from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord, read_run, recorded
 

@@ -41,6 +41,7 @@ from tsae.causal.findings import planned_tests
 from tsae.cli import main
 from tsae.config import RunConfig
 from tsae.diff.baselines import baselines
+from tsae.doctor import find_series
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.features.encoded_shards import EncodedShards
@@ -52,7 +53,7 @@ from tsae.rollouts.fresh_rollouts import draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
-from tsae.run import analyze_run, choose_sae, find_series
+from tsae.run import analyze_run, choose_sae
 from tsae.sae.model import TemporalSAE
 from tsae.verify import verify
 

@@ -21,12 +21,12 @@ from tsae.attribution.readers.find import read_settings
 from tsae.attribution.targets import NextToken
 from tsae.attribution.training.order import plan_updates
 from tsae.config import RunConfig
+from tsae.doctor import find_run_log
 from tsae.errors import TsaeError
 from tsae.rl import RunLog, TsaeCallback
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.table import Rollouts
-from tsae.run import find_run_log
 from tsae.testbed.grpo import data_set, grpo_on_cpu
 from tsae.testbed.tokenizer import TOKEN_IDS, make_tokenizer
 

@@ -46,6 +46,33 @@ class Run:
 
 
 @config
+class Doctor:
+    """Say in seconds what a training run has for an analysis, what it lacks, and what to add. Computes nothing.
+
+    Takes the options of `tsae run`. Exit status 2 if something is missing.
+    """
+
+    run: Annotated[RunConfig, arg(name="")]
+    json: Path | None = None
+    """File for the findings as JSON. With - they go to standard output, and text to standard error."""
+
+    def execute(self) -> None:
+        from tsae.base.untrusted import one_line
+        from tsae.doctor import examine
+
+        found = []
+        with as_json(self.json) as write:
+            for finding in examine(self.run):
+                found.append(finding)
+                print(f"{finding.subject:<12} {finding.state:<8} {one_line(finding.what)}", flush=True)
+                if finding.fix:
+                    print(f"{'':<12} {'':<8} -> {one_line(finding.fix)}", flush=True)
+            write({"findings": [finding._asdict() for finding in found]})
+        if missing := [finding.subject for finding in found if finding.state == "missing"]:
+            raise TsaeError(f"the run lacks {', '.join(missing)}", where=self.run.path, fix="Add what is named above.")
+
+
+@config
 class Watch:
     """Follow a running training: analyse its new checkpoints and log steps, and write the page anew.
 

@@ -1,0 +1,336 @@
+"""Doctor: what a training run has for an analysis, and what it lacks, in seconds and before anything is computed.
+
+`tsae run` finds its checkpoints, base and log here, too. `examine` reads names, configurations, settings and as many
+rows of the log as some seconds allow. It loads no weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from tsae.attribution.readers.find import find_settings, read_settings
+from tsae.checkpoints.series import CheckpointSeries, named_base
+from tsae.checkpoints.weight_files import config_of, folder_of, weight_files
+from tsae.config import RunConfig
+from tsae.errors import TsaeError
+from tsae.rollouts.bands import band_counts
+from tsae.rollouts.config import BandCutoffs, ImportConfig
+from tsae.rollouts.log_detection import find_log
+from tsae.rollouts.logs.entry import Entry
+from tsae.rollouts.logs.log_files import NoLog, find_files
+from tsae.rollouts.logs.outcome_rules import with_outcome
+
+_SECONDS = 2.0
+"""In which rows of the log are read."""
+_FEWEST = 8
+"""Problems of a band, below which little can be said of it."""
+_CORE, _GPU = 3e10, 2e14
+"""Operations a second of one CPU core, and of a GPU, in forward passes; about."""
+_READINGS = 4
+"""Times that every trajectory is read: once, and by three nulls of noise in the weights."""
+
+_BASE = "--base MODEL, a folder or Hugging Face id: the model that training started from"
+State = Literal["ok", "note", "missing"]
+
+
+class OneCheckpoint(TsaeError):
+    """There is nothing to compare a checkpoint with."""
+
+
+class Finding(NamedTuple):
+    """One line of the examination."""
+
+    subject: str
+    state: State
+    what: str
+    fix: str = ""
+    """What to add, where something is missing or could be better."""
+
+
+class _Log(NamedTuple):
+    """What was read of the log."""
+
+    entries: list[Entry]
+    whole: bool
+    importing: ImportConfig
+    """With the reward that means success."""
+
+    @property
+    def problems(self) -> dict[str, list[bool]]:
+        """Successes of every problem."""
+        found: dict[str, list[bool]] = {}
+        for entry in self.entries:
+            if (right := _right(entry, self.importing)) is not None:
+                found.setdefault(entry.problem_id or str(entry.prompt), []).append(right)
+        return found
+
+
+def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
+    """The checkpoints of a run, and a few words on which model is the base and what names it.
+
+    Args:
+        config: of the run.
+        without: folders of checkpoints that are left out, resolved.
+
+    Raises:
+        TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
+    """
+    path = config.path
+    if config.base is not None:
+        base, told = config.base, " (as asked)"
+    else:
+        found = CheckpointSeries.load(path, without=without)
+        named = named_base(found, path) or _base_of_settings(path)
+        if found.base.step == 0 and len(found) > 1:
+            base, told = found.base.path, ""
+        elif named is None:
+            return _comparable(found, path), f"{found.base.id} stands in for the base, which is not there (--base)"
+        else:
+            base, told = named[0], f" ({named[1]})"
+    try:
+        series = CheckpointSeries.load(base, path, without=without) if told else found
+        folder_of(series.base)
+        series.base.load_tokenizer()
+    except TsaeError as error:
+        if config.base is not None:
+            raise
+        what = f"names {base} as its base{told}, which cannot be used: {error}"
+        raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
+    return _comparable(series, path), f"the base is {base}{told}"
+
+
+def _base_of_settings(run: Path) -> tuple[str, str] | None:
+    """The base's folder, where the trainer's settings name one that is there, and which file names it."""
+    with suppress(TsaeError):
+        settings = read_settings(run)
+        if settings.base is not None and Path(settings.base).is_dir():
+            return settings.base, f"by {Path(settings.source).name}"
+    return None
+
+
+def _comparable(series: CheckpointSeries, path: Path) -> CheckpointSeries:
+    if len(series) < 2:
+        raise OneCheckpoint(
+            "holds one checkpoint, and nothing says which model training started from",
+            where=path,
+            fix="Give that model (--base).",
+        )
+    return series
+
+
+def find_run_log(config: RunConfig) -> Path:
+    """Find the rollout log.
+
+    Raises:
+        TsaeError: where there is none, or the analysis would be written into its folder.
+    """
+    known = (config.path / "tsae" / "generations", config.path / "completions")
+    log = config.log or next((folder for folder in known if folder.is_dir()), config.path)
+    if config.to.resolve().is_relative_to(log.resolve()):
+        raise TsaeError(
+            "lies inside the folder that is searched for the rollout log", where=config.to, fix="Give another --to."
+        )
+    if config.log is None:
+        try:
+            find_files(log)
+        except NoLog as error:
+            raise NoLog(
+                f"holds no rollout log ({error.what})",
+                where=log,
+                fix="Say where it is (--log); tsae.rl.TsaeCallback(trainer) writes one, and TRL with "
+                "log_completions=True. Without any, sample rollouts (tsae rollouts sample) and go on with tsae capture",
+            ) from error
+    return log
+
+
+def examine(config: RunConfig) -> Iterator[Finding]:
+    """Examine a run for `tsae run` with these options.
+
+    Yields:
+        a finding a subject, as soon as it is known: base, checkpoints, log, success, tokens, bands, settings,
+        attribution, device, disk, time.
+    """
+    series, log = None, None
+    try:
+        series, origin = find_series(config)
+    except OneCheckpoint:
+        series = CheckpointSeries.load(config.path)
+        yield Finding("base", "missing", "nothing says which model training started from", _BASE)
+        yield Finding("checkpoints", "ok", ", ".join(c.path for c in series))
+    except TsaeError as error:
+        yield _missing("checkpoints", error)
+    else:
+        stands_in = "stands in" in origin
+        yield Finding("base", "note" if stands_in else "ok", origin, _BASE * stands_in)
+        told = [note.rstrip(".") for note in series.notes if "stands in" not in note]
+        yield Finding("checkpoints", "ok", "; ".join([_steps(series), *told]))
+    try:
+        path = find_run_log(config)
+        form, files, notes = find_log(path, config.importing)
+        importing, success = with_outcome(form.read(files[0], config.importing), config.importing, path)
+    except TsaeError as error:
+        yield _missing("log", error)
+    else:
+        log = _read(form, files, importing)
+        steps = sorted({entry.step for entry in log.entries if entry.step is not None})
+        part = f"{len(log.entries):,} trajectories" + (" so far, of a longer log" if not log.whole else "")
+        span = f", steps {steps[0]} to {steps[-1]}" if steps else ", no steps"
+        yield Finding("log", "ok", "; ".join([f"{form.title} in {path}: {part}{span}", *notes]))
+        yield from _of_log(log, success)
+    if series is not None:
+        yield from _attribution(series, log, config)
+        yield from _machine(series, log, config)
+
+
+def _missing(subject: str, error: TsaeError) -> Finding:
+    where = f" ({error.where})" if error.where else ""
+    return Finding(subject, "missing", f"{error.what}{where}", error.fix or "")
+
+
+def _steps(series: CheckpointSeries) -> str:
+    runs = (f"{run}: steps {', '.join(str(c.step) for c in series if c.run == run)}" for run in series.runs)
+    return "; ".join(runs)
+
+
+def _read(form: Any, files: Any, importing: ImportConfig) -> _Log:
+    entries: list[Entry] = []
+    until = time.monotonic() + _SECONDS
+    for file in files:
+        for entry in form.read(file, importing):
+            if isinstance(entry, Entry):
+                entries.append(replace(entry, response=None) if entry.response_ids is not None else entry)
+            if time.monotonic() > until:
+                return _Log(entries, False, importing)
+    return _Log(entries, True, importing)
+
+
+def _right(entry: Entry, importing: ImportConfig) -> bool | None:
+    if entry.correct is not None:
+        return entry.correct
+    name = importing.outcome or entry.decides
+    reward = entry.rewards.get(name) if name else entry.reward
+    return None if reward is None or np.isnan(reward) else reward > importing.success_above
+
+
+def _of_log(log: _Log, success: str) -> Iterator[Finding]:
+    outcomes = Counter(_right(entry, log.importing) for entry in log.entries)
+    known = outcomes[True] + outcomes[False]
+    if not known:
+        fix = "--outcome REWARD (which reward says what is right), or --verifier exact, last_number or math"
+        yield Finding("success", "missing", f"no trajectory has a known outcome: {success}", fix)
+    else:
+        yield Finding("success", "ok", f"{success}; {outcomes[True] / known:.0%} of {known:,} are right")
+    with_ids = sum(entry.response_ids is not None for entry in log.entries)
+    if with_ids == len(log.entries):
+        yield Finding("tokens", "ok", "the log has token ids")
+    else:
+        what = "the log has texts: they are tokenised again, and may lose special tokens"
+        yield Finding("tokens", "note", what, "`tsae rollouts formats` says what to switch on in the trainer")
+    problems = log.problems
+    if not problems:
+        return
+    rates = np.array([np.mean(found) for found in problems.values()])
+    bands = pd.Series(BandCutoffs().band(rates))
+    counts = Counter(bands)
+    few = [band for band in ("easy", "medium", "hard") if counts[band] < _FEWEST]
+    once = sum(len(found) == 1 for found in problems.values())
+    what = f"about, by the log's own pass rates: {band_counts(bands)} problems; {once:,} were answered once"
+    fix = "--bands-from FILE: the base's own rollouts on these problems (tsae rollouts sample)"
+    thin = f"; too few for much: {', '.join(few)}" if few else ""
+    yield Finding("bands", "note" if few else "ok", what + thin, fix * bool(few))
+
+
+def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> Iterator[Finding]:
+    try:
+        settings = find_settings(series) if len(series) > 1 else read_settings(config.path)
+    except TsaeError as error:
+        yield _missing("settings", error)
+        yield Finding("attribution", "missing", "the run's settings are not known", "--no-attribute leaves it out")
+        return
+    trainer = f"{settings.trainer} {settings.version or ''}".strip()
+    notes = "".join(f"; {note.rstrip('.')}" for note in settings.notes)
+    yield Finding("settings", "ok", f"{trainer}, by {Path(settings.source).name}: {settings}{notes}")
+    lacks = [
+        what for what, there in (
+            ("steps", log is not None and any(entry.step is not None for entry in log.entries)),
+            ("rewards or advantages", log is not None and any(
+                entry.reward is not None or entry.advantage is not None for entry in log.entries
+            )),
+        ) if not there
+    ]  # fmt: skip
+    if lacks:
+        what = f"the log lacks {' and '.join(lacks)}"
+        yield Finding("attribution", "missing", what, "tsae.rl.TsaeCallback(trainer) logs both")
+    elif settings.dropout:
+        yield Finding("attribution", "note", "the training dropped activations, which a replay cannot repeat")
+    else:
+        yield Finding("attribution", "ok", "base, log and settings are there; the replay says whether they agree")
+
+
+def _machine(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> Iterator[Finding]:
+    import torch
+
+    there = torch.cuda.is_available()
+    if config.device.startswith("cuda") and not there:
+        yield Finding("device", "missing", f"{config.device} is asked for, and torch sees no GPU", "--device cpu")
+    else:
+        name = torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else config.device
+        better = there and not config.device.startswith("cuda")
+        yield Finding("device", "note" if better else "ok", name, "--device cuda: there is a GPU" * better)
+    try:
+        folder = folder_of(series.base)
+        size = sum(file.stat().st_size for file in weight_files(folder))
+    except TsaeError as error:
+        yield _missing("base", error)
+        return
+    shape = config_of(folder)
+    text = shape.get("text_config", shape)
+    d_model = int(text.get("hidden_size") or text.get("n_embd") or 0)
+    readers = 1 + (len(config.checkpoints) or len(series.runs))
+    tokens = readers * _tokens(log, config)
+    half = "16" in str(text.get("dtype") or text.get("torch_dtype"))
+    need = tokens * d_model * (2 if half else 4)
+    disk = config.to.resolve()
+    free = shutil.disk_usage(next(place for place in (disk, *disk.parents) if place.is_dir())).free
+    what = f"about {_gb(need)} for activations of {tokens:,} tokens; {_gb(free)} are free"
+    fix = "--tokens N reads less, --to FOLDER writes elsewhere"
+    yield Finding("disk", "missing" if need > free else "ok", what, fix * (need > free))
+    # Half of the blocks are read; a parameter takes two operations a token.
+    work = tokens * _READINGS * size / (2 if half else 4)
+    rate = _GPU if config.device.startswith("cuda") else _CORE * (os.cpu_count() or 1)
+    what = f"about {_minutes(work / rate)} to read them, and as long again for the rest, very roughly"
+    yield Finding("time", "ok", what)
+
+
+def _tokens(log: _Log | None, config: RunConfig) -> int:
+    """That one reader reads, about."""
+    if log is None or not log.entries:
+        return config.tokens
+
+    def n(entry: Entry) -> float:
+        asked = len(entry.prompt_ids) if entry.prompt_ids is not None else len(str(entry.prompt or "")) / 3
+        given = len(entry.response_ids) if entry.response_ids is not None else len(entry.response or "") / 3
+        return asked + given
+
+    return min(config.tokens, int(sum(map(n, log.entries)))) if log.whole else config.tokens
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.0f} MB"
+
+
+def _minutes(seconds: float) -> str:
+    if seconds < 5400:
+        return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
