@@ -42,6 +42,7 @@ _READINGS = 4
 
 _BASE = "--base MODEL, a folder or Hugging Face id: the model that training started from"
 State = Literal["ok", "note", "missing"]
+"""`tsae run` refuses what is missing; of a note it says on the page what is then left out or less sure."""
 
 
 class OneCheckpoint(TsaeError):
@@ -255,8 +256,9 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
     try:
         settings = find_settings(series) if len(series) > 1 else read_settings(config.path)
     except TsaeError as error:
-        yield _missing("settings", error)
-        yield Finding("attribution", "missing", "the run's settings are not known", "--no-attribute leaves it out")
+        fix = "put what the trainer left beside the checkpoints: training_args.bin, wandb/, .hydra/, or its recipe"
+        yield Finding("settings", "note", error.what, fix)
+        yield Finding("attribution", "note", "not without settings: the page then lacks which samples did that")
         return
     trainer = f"{settings.trainer} {settings.version or ''}".strip()
     notes = "".join(f"; {note.rstrip('.')}" for note in settings.notes)
@@ -271,7 +273,7 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
     ]  # fmt: skip
     if lacks:
         what = f"the log lacks {' and '.join(lacks)}"
-        yield Finding("attribution", "missing", what, "tsae.rl.TsaeCallback(trainer) logs both")
+        yield Finding("attribution", "note", what, "tsae.rl.TsaeCallback(trainer) logs both")
     elif settings.dropout:
         yield Finding("attribution", "note", "the training dropped activations, which a replay cannot repeat")
     else:

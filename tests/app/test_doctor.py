@@ -49,7 +49,9 @@ def test_what_is_missing_is_named_with_the_option_that_adds_it(mixed: Path, tmp_
         table = pd.read_parquet(file).drop(columns="completion_ids")
         table.rename(columns={"format_reward": "one_reward", "accuracy_reward": "other_reward"}).to_parquet(file)
     found = examined(mixed, tmp_path, device="cuda")
-    assert found["base"].state == found["settings"].state == found["attribution"].state == "missing"
+    assert found["base"].state == found["device"].state == "missing"
+    assert found["settings"].state == found["attribution"].state == "note"
+    assert "training_args.bin" in found["settings"].fix
     assert "--base MODEL" in found["base"].fix
     assert found["log"].state == "missing"
     assert "--outcome" in found["log"].fix
