@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tsae.checkpoints.fsdp import fsdp_shards
 from tsae.errors import TsaeError
 
 _NAMES = (
@@ -150,6 +151,8 @@ def _model_in(run: Path, step: int, folder: Path) -> StepFolder:
     for model in models:
         if any(any(model.glob(pattern)) for pattern in _WEIGHTS):
             return StepFolder(run, step, model, None)
+    if fsdp_shards(folder / "actor"):
+        return StepFolder(run, step, folder / "actor", None)
     shards = next((kind for place in _PLACES if (kind := _shards(folder / place))), None)
     return StepFolder(run, step, folder if shards or not models else models[0], shards)
 

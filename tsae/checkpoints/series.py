@@ -219,7 +219,8 @@ class CheckpointSeries:
 
 def named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
     """The base that a configuration or model card names, and which file names it."""
-    folders = [*(Path(c.path) for c in series if Path(c.path).is_dir()), run]
+    places = (Path(c.path) / below for c in series for below in ("", "huggingface"))
+    folders = [*(place for place in places if place.is_dir()), run]
     for folder in folders:
         file = folder / "config.json"
         name = config_of(folder).get("_name_or_path")

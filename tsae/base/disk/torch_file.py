@@ -13,13 +13,14 @@ from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 
 
-def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
+def read_torch_file(file: Path, *, refused: str, damaged: str, mapped: bool = False) -> Any:
     """What a file of torch.save holds.
 
     Args:
         file: it, on this disk.
         refused: what to do about one that needs pickle.
         damaged: what to do about one that cannot be read.
+        mapped: numbers stay on the disk until they are used.
 
     Raises:
         TsaeError: where it holds other objects than tensors, arrays and plain containers, one of the first two stands
@@ -34,7 +35,7 @@ def read_torch_file(file: Path, *, refused: str, damaged: str) -> Any:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about a pickle's protocol, which does not matter here
                 with torch.serialization.safe_globals(_numpy()):
-                    found = torch.load(file, map_location="cpu", weights_only=True)
+                    found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         except UnpicklingError as error:
             what = f"holds more than tensors and plain containers ({cause(error)}): it needs pickle, which may run code"
             raise TsaeError(f"{what}, and is not loaded", where=file, fix=refused) from error
@@ -60,6 +61,7 @@ def _check_tensors(content: Any, n_bytes: int) -> None:
     seen, waiting = set(), [content]
     while waiting:
         found = waiting.pop()
+        found = getattr(found, "_local_tensor", found)  # of a DTensor this process has a part
         if isinstance(found, torch.Tensor):
             if found.layout is not torch.strided or found.device.type != "cpu" or found.is_quantized:
                 raise ValueError(f"it holds a tensor that is {found.layout}, {found.dtype} on {found.device.type}")

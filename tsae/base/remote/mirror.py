@@ -83,7 +83,7 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
     url = url_of(path)
     _cache_limit()
     with _lock:
-        root = _cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
+        root = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
         mirror = _mirrors.setdefault(root, Mirror(url, root))
     if fetch:
         mirror.refresh()
@@ -289,7 +289,7 @@ class Mirror:
         except Exception as error:  # every file system of fsspec raises errors of its own
             if isinstance(error, OSError) and error.errno == 28:
                 fix = f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there."
-                raise TsaeError(f"is full ({error.strerror})", where=_cache(), fix=fix) from error
+                raise TsaeError(f"is full ({error.strerror})", where=cache_folder(), fix=fix) from error
             fix = "Check the address, and that your credentials are valid there; the same command then goes on."
             raise TsaeError(f"cannot be {what} ({first_line(error)})", where=self.url, fix=fix) from error
 
@@ -328,7 +328,7 @@ class Mirror:
         limit = _cache_limit() * 1e9
         with _lock:
             files = []
-            for notes in _cache().glob(f"*/*{NOTES}"):
+            for notes in cache_folder().glob(f"*/*{NOTES}"):
                 root = notes.with_name(notes.name.removesuffix(NOTES))
                 for name, noted in Mirror("", root).noted().items():
                     file = root / name if name else root
@@ -411,7 +411,7 @@ def _cache_limit() -> float:
     return found
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get(CACHE, "") or Path.home() / ".cache" / "tsae").expanduser().absolute()
 
 
