@@ -209,3 +209,16 @@ def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert ended.value.code == 2
     assert f"process {first.pid}" in capsys.readouterr().err
     first.communicate()
+
+
+def test_a_disk_that_is_full_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        found = r"cannot be written to \(.*No space left.*Make room there"
+        with pytest.raises(TsaeError, match=found), output_lock(tmp_path / "to"):
+            raise AssertionError("nothing runs without the lock")
+    with output_lock(tmp_path / "to"):
+        pass

@@ -96,14 +96,16 @@ def _held(file: Path, to: Path, *, wait: bool = False) -> Iterator[None]:
             print(f"waiting: {to} is being written by {owner}", file=sys.stderr)
             lock.acquire()
     own = lock.lock_counter == 1 and not isinstance(lock, SoftFileLock)
+    state = None
     try:
         if own:
-            file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-            state = os.stat(file)
+            with writing(to.parent, "Make room there, or give another path."):
+                file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+                state = os.stat(file)
         yield
     finally:
         with suppress(OSError):  # Windows removes no open file; somebody may have removed it by hand
-            if own and os.path.samestat(os.stat(file), state):
+            if own and (state is None or os.path.samestat(os.stat(file), state)):
                 file.unlink()
         lock.release()
 

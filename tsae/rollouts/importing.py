@@ -521,6 +521,9 @@ class LogImporter:
         problem, policy = own if by_prompt else entry.problem_id or own, self.policies.policy(entry, file)
         assumed = [] if entry.assumed is None else [f"responses {entry.assumed}"]
         assumed += [*prompt.assumed, *told(found, entry.sampled)]
+        if entry.logprobs is not None and not len(entry.logprobs) and len(response.ids):
+            assumed.append("responses have log-probabilities that are not a number for every token, and are left out")
+            entry.logprobs = None
         retokenised, outcome = not response.logged, outcome_name(right)
         if retokenised:
             self.counts[_RESPONSES][_RETOKENISED] += 1

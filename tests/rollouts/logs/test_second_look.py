@@ -539,8 +539,12 @@ def test_where_log_probabilities_are_not_compared(
     monkeypatch.undo()
     log = log_of(tmp_path, [{**row, "logprobs": [-0.5] * 10} for row in logged_by(series, "base")])
     assert "as placeholders have" in told(series)
-    log = log_of(tmp_path, [{**row, "logprobs": [-0.5] * 3} for row in logged_by(series, "base")])
-    assert "not compared (the log has none)" in told(series)
+    rows = logged_by(series, "base")
+    for misfit in ([-0.5] * 3, [None, *[-0.5] * 9], "none"):
+        log = log_of(tmp_path, [{**row, "logprobs": misfit} for row in rows])
+        assert "not compared (the log has none)" in told(series)
+        notes = import_log(log, tmp_path / "out.parquet", series, progress=False).notes
+        assert "6 responses have log-probabilities that are not a number for every token, and are left out" in notes
 
 
 def test_a_text_in_other_letters_than_the_tokenizers_is_another(series: CheckpointSeries, tmp_path: Path) -> None:

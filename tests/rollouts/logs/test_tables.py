@@ -375,3 +375,6 @@ def test_a_group_of_atropos_has_a_score_for_each_sequence(policy: Checkpoint, tm
     group = json.loads((LOGS / "atropos" / "groups.jsonl").read_text())
     log = save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]})
     refused("2 values in tokens but 1 in scores", read, log, policy)
+    # An object of two keys is not taken for two responses.
+    log = save(tmp_path / "groups.jsonl", {**group, "tokens": {"a": [1], "b": [2]}})
+    refused("tokens is not a list of responses", read, log, policy)

@@ -124,6 +124,8 @@ def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: It
         TsaeError: for an aligned column that is not a list of as many values.
     """
     row: Row = {name: read_list(value) if name in (column, *aligned) else value for name, value in fields.row.items()}
+    if not isinstance(row[column], list):
+        fields.refuse(f"{column} is not a list of responses", "Correct or drop that row.")
     n = len(row[column])
     for name in aligned:
         value = row.get(name)
@@ -321,7 +323,7 @@ def masked_entry(
 
 
 def logprobs_of(values: Any, response: np.ndarray, *, before: int = 0, n: int | None = None) -> np.ndarray | None:
-    """(n_response,) logged log-probabilities; None if there are none, or not one for every token.
+    """(n_response,) logged log-probabilities; None if there are none, empty if they are not a number for every token.
 
     Args:
         values: one a token of the response, or of the whole sequence.
@@ -329,14 +331,16 @@ def logprobs_of(values: Any, response: np.ndarray, *, before: int = 0, n: int | 
         before: tokens in front of the response, if the values are the whole sequence's.
         n: how many values there must be; by default one a token of the response.
     """
+    if values is None or (isinstance(values, list) and not values):
+        return None
     try:
         found = np.asarray(values, dtype=float)
     except (TypeError, ValueError):
-        return None
+        return np.empty(0)
     if found.ndim != 1 or len(found) != (len(response) if n is None else n):
-        return None
+        return np.empty(0)
     found = found[before : before + len(response)]
-    return found if np.isfinite(found).all() else None
+    return found if np.isfinite(found).all() else np.empty(0)
 
 
 def _mean_over(fields: Fields, mask: np.ndarray) -> tuple[float | None, bool]:

@@ -110,7 +110,8 @@ class Entry(_Placed):
     group: str | None = None
     """The log's own name of the group in which the advantage was computed; of one problem and step."""
     logprobs: np.ndarray | None = None
-    """(n_response,) log-probabilities of `response_ids` when they were sampled, in nats."""
+    """(n_response,) log-probabilities of `response_ids` when they were sampled, in nats; empty where the log's do not
+    fit these."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template beside the messages, if the log says them."""
     finish_reason: Literal["stop", "length"] | None = None

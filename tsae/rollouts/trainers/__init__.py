@@ -27,11 +27,13 @@ A new trainer takes two files. First a module here, with a function that makes a
         re.compile(r"(^|/)rollouts-(?P<step>\\d+)\\.jsonl$"),
     )
 
-`Fields` (`logs.entry`) reads and checks columns, and names file and line if a value is wrong. `logs.adapters` has what
-adapters share: rows with several responses, conversations, masks of sampled tokens. A row that cannot be imported is
-reported with ``row.leave_out(kind, why)``.
+`Fields` (`logs.entry`) reads and checks columns, and names file and line if a value is wrong. An `Entry` also has
+advantage, group, key (an id that is unique in the log: a row that a resumed run logs again is then known), decides
+(which reward says what is right), finish_reason and logprobs. `logs.adapters` has what adapters share: rows with a
+list of responses (`each_response`, for `by_row`), conversations, log-probabilities, masks of sampled tokens. A row that
+cannot be imported is reported with ``row.leave_out(kind, why)``.
 
-Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md repeats it. A file that is
+Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md may repeat it. A file that is
 neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder of tests/logs,
 and what that is read as in tests/logs/expected.json.
 """
