@@ -20,6 +20,7 @@ import tsae
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
 from support.checkpoints import IDS, cached, edit, save_adapter
 from support.refusals import refuses
+from support.servers import hub_here
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import load_tokenizer
@@ -238,6 +239,42 @@ def test_folders_of_verl(llama: Path, tmp_path: Path) -> None:
     assert alone.base.step == 50
     assert "stands in for the base" in alone.notes[0]
     refuses("all as FSDP shards", CheckpointSeries.load, tmp_path / "maths/dapo/global_step_150")
+
+
+def test_steps_in_the_revisions_of_a_repository(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ref(kind: str, name: str) -> dict[str, str]:
+        return {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": "c"}
+
+    def commit(title: str, id: str) -> dict[str, Any]:
+        return {"id": id, "authors": [], "date": "2026-01-01T00:00:00.000Z", "title": title, "message": ""}
+
+    branches = [ref("heads", name) for name in ("main", "step_300", "step_20", "step-40-tokens2B")]
+    titles = ["Model save", *(f"Training in progress, step {n}" for n in (100, 50, 50)), "initial commit"]
+    with hub_here(monkeypatch, tmp_path / "cache") as hub:
+        hub.add("org/model", llama)
+        hub.listed["org/model"] = {
+            "refs": {"branches": branches, "tags": [ref("tags", "v1-checkpoint-7")], "converts": []},
+            "commits": [commit(title, f"{i}" * 40) for i, title in enumerate(titles)],
+        }
+
+        def found(source: str) -> list[tuple[Any, ...]]:
+            series = CheckpointSeries.load(llama, source)
+            assert series.base.path == str(llama)
+            return [(c.id, c.run, c.step, c.revision) for c in list(series)[1:]]
+
+        steps = [("model-00020", "model", 20, "step_20"), ("model-00300", "model", 300, "step_300")]
+        assert found("org/model@step_*") == steps
+        every = [("model-00007", "model", 7, "v1-checkpoint-7"), steps[0],
+                 ("model-00040", "model", 40, "step-40-tokens2B"), steps[1]]  # fmt: skip
+        assert found("org/model@*") == every
+        last = [("model-00050", "model", 50, "2" * 40), ("model-00100", "model", 100, "1" * 40)]
+        assert found("org/model@commits") == last
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))  # nothing is fetched that is not asked for
+        refuses(r"no branch or tag names a step; there are: main", CheckpointSeries.load, llama, "org/model@m*")
+        refuses("does not list its revisions", CheckpointSeries.load, llama, "org/other@*")
+        branches.append(ref("heads", "step20"))
+        refuses("step20 and step_20 are both of step 20", CheckpointSeries.load, llama, "org/model@*")
+        assert hub.refused == []
 
 
 def test_a_series_of_adapters_is_written_and_read_back(adapters: Path, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class Hub:
         commits: numbers of files, one entry a commit.
         tokens: what came as Authorization.
         refused: (method, path) of requests that it does not know.
+        listed: "org/name" -> what it answers to questions for refs and commits.
     """
 
     def __init__(self) -> None:
@@ -109,6 +110,7 @@ class Hub:
         self.commits: list[int] = []
         self.tokens: set[str | None] = set()
         self.refused: list[tuple[str, str]] = []
+        self.listed: dict[str, dict[str, Any]] = {}
         self.url = ""
 
     def add(self, repository: str, folder: Path, below: str = "") -> None:
@@ -165,6 +167,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     return self.answer([_entry(file, data) for file, data in sorted(files.items())])
                 told = {"id": name, "sha": hub.sha(repository), "siblings": [{"rfilename": file} for file in files]}
                 return self.answer({**told, "private": False, "tags": [], "downloads": 0, "likes": 0})
+            if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(refs|commits)(?:/main)?", path):
+                return self.answer(hub.listed[found[1]][found[2]])
             if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 repository, file = f"models/{found[1]}", found[3]
                 data = hub.repositories.get(repository, {}).get(file)

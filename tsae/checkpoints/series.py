@@ -12,7 +12,8 @@ or is put together from sources, each of which is one of
 - a trainer's folder of checkpoints (one run), such as TRL's ``checkpoint-N`` or verl's ``global_step_N``, or a folder
   of such folders (several runs); see `tsae.checkpoints.layouts`;
 - one model: a folder, a PEFT adapter's folder, or a .gguf file;
-- a Hugging Face id, with a revision and a subfolder if wanted: ``org/model@revision/subfolder``.
+- a Hugging Face id, with a revision and a subfolder if wanted: ``org/model@revision/subfolder``. ``org/model@step_*``
+  and ``org/model@*`` are all branches and tags that fit and name a step, ``org/model@commits`` all commits that do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tsae.base import display
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
-from tsae.checkpoints import layouts
+from tsae.checkpoints import layouts, revisions
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.weight_files import (
@@ -287,7 +288,10 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
         return [_unnamed(path.resolve())]
     hub = _HUB.fullmatch(source)
     if not path.is_dir() and hub is not None and is_hub_id(hub["path"]):
-        return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
+        if not revisions.several(hub["revision"]):
+            return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
+        names = revisions.steps_of(hub["path"], hub["revision"])
+        return [replace(_unnamed(hub["path"], name, hub["subfolder"]), step=step) for step, name in names]
     what = "no series.json and no checkpoints" if path.is_dir() else "no such folder"
     raise TsaeError(what, where=source, fix="Give the trainer's output_dir, one checkpoint, or write a series.json.")
 
@@ -334,6 +338,8 @@ def _place(checkpoint: Checkpoint) -> _Place:
     path = path / (checkpoint.revision or "").replace("/", "-") / (checkpoint.subfolder or "")
     found = layouts.step_of(path)
     step, run = found or (None, path)
+    if found is None and checkpoint.revision and checkpoint.step:  # which the revision alone does not say
+        step, run = checkpoint.step, Path(checkpoint.path) / (checkpoint.subfolder or "")
     return _Place(run.parts[1:] if run.is_absolute() else run.parts, step)
 
 

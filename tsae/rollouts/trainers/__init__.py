@@ -33,7 +33,7 @@ advantage, group, key (an id that is unique in the log: a row that a resumed run
 list of responses (`each_response`, for `by_row`), conversations, log-probabilities, masks of sampled tokens. A row that
 cannot be imported is reported with ``row.leave_out(kind, why)``.
 
-Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md may repeat it. A file that is
-neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder of tests/logs,
-and what that is read as in tests/logs/expected.json.
+Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md may repeat it. A file that
+is neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder of
+tests/logs, and what that is read as in tests/logs/expected.json.
 """
