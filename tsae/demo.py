@@ -15,6 +15,7 @@ import tsae
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
+from tsae.attribution.readers.find import find_settings
 from tsae.attribution.sample_kinds import other_problems
 from tsae.base.artefact import versions
 from tsae.checkpoints.loading import Checkpoint
@@ -108,9 +109,12 @@ class _Demo(Pipeline):
         options = AttributionConfig(
             n_features=4, n_fixed=96, groups=("band", "lone success"), tokens_of=128, seed=self.config.seed
         )
-        found = tsae.attribute(series, log, to, sae=sae, problems=problems, config=options, progress=self.progress)
+        settings = find_settings(series)
         told = "This is a fourth run, from the same base, on easy, medium and hard problems at once."
-        return replace(found, info={**found.info, "notes": [told, *found.info["notes"]]}).save(to)
+        return tsae.attribute(
+            series, log, to, settings=replace(settings, notes=(told, *settings.notes)), sae=sae, problems=problems,
+            config=options, progress=self.progress,
+        )  # fmt: skip
 
 
 def demo_rollouts(config: DemoConfig, *, progress: bool = True) -> Rollouts:
