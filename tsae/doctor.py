@@ -36,7 +36,7 @@ _SECONDS = 2.0
 _FEWEST = 8
 """Problems of a band, below which little can be said of it."""
 _CORE, _GPU = 3e10, 2e14
-"""Operations a second of one CPU core, and of a GPU, in forward passes; about."""
+"""How many operations a CPU core, and a GPU, make in a second of a forward pass, about."""
 _READINGS = 4
 """Times that every trajectory is read: once, and by three nulls of noise in the weights."""
 
@@ -263,10 +263,12 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
     trainer = f"{settings.trainer} {settings.version or ''}".strip()
     notes = "".join(f"; {note.rstrip('.')}" for note in settings.notes)
     yield Finding("settings", "ok", f"{trainer}, by {Path(settings.source).name}: {settings}{notes}")
+    if log is None:
+        return
     lacks = [
         what for what, there in (
-            ("steps", log is not None and any(entry.step is not None for entry in log.entries)),
-            ("rewards or advantages", log is not None and any(
+            ("steps", any(entry.step is not None for entry in log.entries)),
+            ("rewards or advantages", any(
                 entry.reward is not None or entry.advantage is not None for entry in log.entries
             )),
         ) if not there

@@ -130,7 +130,7 @@ class Pipeline:
         return [*found, self._diff(), *asked, self._claims(), self._page()]
 
     def _capture(self, readers: CheckpointSeries, config: CaptureConfig, within: str = "") -> Stage:
-        """Every reader on the rollouts of the folder `within` that of the run."""
+        """Capture what every reader computes on the rollouts of a folder; `within` is its name in the run's folder."""
         name = f"{within}activations"
         folder = self.to / name
         sites = [self.site] if self.site else []

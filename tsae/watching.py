@@ -374,7 +374,7 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _exchange(to: Path) -> None:
-    """Replace the analysis by the finished update. An exchange that was interrupted is completed."""
+    """Replace the analysis by the finished update. If a kill interrupted this, it is completed."""
     new, old = to / _NEXT, to / _OLD
     if (new / _READY).is_file():
         old.mkdir(exist_ok=True)

@@ -60,6 +60,13 @@ def test_what_is_missing_is_named_with_the_option_that_adds_it(mixed: Path, tmp_
     assert named["tokens"].state == "note"
 
 
+def test_of_a_run_without_a_log_nothing_is_said_of_the_log(mixed: Path, tmp_path: Path) -> None:
+    shutil.rmtree(mixed / "completions")
+    found = examined(mixed, tmp_path, base=BASE)
+    assert found["log"].state == "missing"
+    assert not found.keys() & {"success", "tokens", "bands", "attribution"}
+
+
 def test_a_stand_in_for_the_base_and_thin_bands(mixed: Path, tmp_path: Path) -> None:
     shutil.copytree(mixed / "checkpoint-16", mixed / "checkpoint-8")
     for file in sorted((mixed / "completions").iterdir())[1:]:

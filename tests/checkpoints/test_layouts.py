@@ -100,6 +100,14 @@ def test_shards_name_the_command_that_merges_them(
         refuse_shards(folder, step_folders(folder))
 
 
+def test_a_run_that_a_link_names_too_is_one(tmp_path: Path) -> None:
+    laid_out(tmp_path, {"run1/checkpoint-8": MODEL})
+    (tmp_path / "last").symlink_to("run1")
+    (tmp_path / "run1" / "up").symlink_to("..")
+    found = step_folders(tmp_path)
+    assert [(each.run.name, each.step) for each in found] == [("run1", 8)]
+
+
 def test_a_folder_that_is_no_checkpoint_has_no_step(tmp_path: Path) -> None:
     assert step_of(tmp_path / "llama") is None
     assert step_folders(laid_out(tmp_path, {"a/step_5": (), "v0": MODEL, ".hidden/checkpoint-5": MODEL})) == []

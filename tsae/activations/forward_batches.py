@@ -138,7 +138,7 @@ def _without_padding(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def storing(
     batch: Batch, name: str, manifest: Mapping[str, Any], checkpoint: str
 ) -> Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]]:
-    """Begin to bring to the CPU what is stored of a site or statistic; the result waits for it, in any thread.
+    """Start to copy to the CPU what is stored of a site or statistic. The result waits for the copy, in any thread.
 
     Args:
         batch: what a reader computed.

@@ -8,7 +8,6 @@ huggingface has config and tokenizer.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,25 +15,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from filelock import FileLock
 
 from tsae.base.disk.torch_file import read_torch_file
-from tsae.base.files import partial_name, write_json
-from tsae.base.remote.mirror import cache_folder
+from tsae.base.files import new_folder, write_json, writing
+from tsae.base.remote.mirror import CACHE, cache_folder
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     import torch
 
 _RANK = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_BESIDE = "huggingface"
+BESIDE = "huggingface"
+"""The folder with config and tokenizer, in that with the shards."""
 _AT_ONCE = 4 << 30  # bytes of a file of merged weights
 _FIX = "Merge them by the trainer's own command: python -m verl.model_merger merge --backend fsdp --local_dir {}."
 
 
 def fsdp_shards(folder: Path) -> list[Path]:
     """The shards in a folder, by rank, if all are there with the model's config, and no whole weights beside them."""
-    whole = (folder / "config.json").is_file() or any((folder / _BESIDE).glob("*.safetensors"))
-    if whole or not (folder / _BESIDE / "config.json").is_file():
+    whole = (folder / "config.json").is_file() or any((folder / BESIDE).glob("*.safetensors"))
+    if whole or not (folder / BESIDE / "config.json").is_file():
         return []
     found = sorted((int(m[2]), int(m[1]), file) for file in folder.iterdir() if (m := _RANK.fullmatch(file.name)))
     there = [(rank, size) for rank, size, _ in found]
@@ -47,23 +48,22 @@ def merged(folder: Path) -> Path:
     Raises:
         TsaeError: where a shard is damaged, needs pickle, or does not fit the others.
     """
-    shards, beside = fsdp_shards(folder), folder / _BESIDE
+    shards, beside = fsdp_shards(folder), folder / BESIDE
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in (*shards, beside / "config.json")]
     key = hashlib.sha256(repr((str(folder.resolve()), states)).encode()).hexdigest()[:24]
     to = cache_folder() / "merged" / key
     if to.is_dir():
         return to
-    partial = partial_name(to)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        for file in beside.iterdir():
-            if file.is_file() and not file.is_symlink():
-                shutil.copyfile(file, partial / file.name)
-        _write(_merged(folder, shards), partial)
-        os.replace(partial, to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with writing(to, f"Make room there, or set {CACHE} to a folder on a larger disk."):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        # Workers of one command come here together: one merges, the others wait.
+        with FileLock(f"{to}.lock"):
+            if not to.is_dir():
+                with new_folder(to) as partial:
+                    for file in beside.iterdir():
+                        if file.is_file() and not file.is_symlink():
+                            shutil.copyfile(file, partial / file.name)
+                    _write(_merged(folder, shards), partial)
     return to
 
 

@@ -86,7 +86,8 @@ def step_folders(path: Path) -> list[StepFolder]:
     path = path.resolve()
     if (number := _number(path.name)) and not _is_model(path) and _holds(path):
         return [_model_in(path.parent, number[1], path)]
-    return sorted(found for run in _runs(path, _DEEPEST) for found in _of_run(run))
+    runs = {run.resolve(): run for run in _runs(path, _DEEPEST)}  # a run that a link names, too, is one
+    return sorted(found for run in runs for found in _of_run(run))
 
 
 def refuse_shards(path: Path, folders: list[StepFolder]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import as_tsae_error, digest, read_object, reading
-from tsae.checkpoints.fsdp import fsdp_shards, merged
+from tsae.checkpoints.fsdp import BESIDE, fsdp_shards, merged
 from tsae.checkpoints.record import CheckpointRecord
 from tsae.errors import TsaeError, refuse
 
@@ -80,7 +80,9 @@ def folder_of(checkpoint: CheckpointRecord, *, needs: str = "weights") -> Path:
     folder = path if is_gguf(path) else path / below
     if below.is_absolute() or ".." in below.parts or not (folder.is_file() if is_gguf(path) else folder.is_dir()):
         raise TsaeError("holds no such checkpoint", where=folder, fix="Check the path.")
-    return merged(folder) if fsdp_shards(folder) else folder
+    if not fsdp_shards(folder):
+        return folder
+    return merged(folder) if needs == "weights" else folder / BESIDE  # tokens need no weights
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -283,7 +283,7 @@ def reconstruction(x: torch.Tensor, codes: Codes, counted: np.ndarray) -> np.nda
 
 
 def reconstructed(sums: np.ndarray) -> dict[str, float | int | None]:
-    """FVE and L0 over the tokens that are not outliers, and the share of outliers, by the sums of `reconstruction`."""
+    """From the sums of `reconstruction`: FVE and L0 of all tokens but outliers, and the share of outliers."""
     n, n_beyond, active, error, square = sums[:5].tolist()
     share = n_beyond / max(n + n_beyond, 1)
     if n == 0:

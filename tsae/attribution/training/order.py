@@ -230,7 +230,7 @@ def _ordered(
     checkpoints: Mapping[int, Path],
     vocabulary: int | None,
 ) -> tuple[list[_Generation], list[str]]:
-    """Generations with their rows in the order of the training, and notes."""
+    """The generations, each with its rows in the order in which the training used them; and notes."""
     batching, facts = settings.batching, settings.facts
     sizes = sorted({len(generation.rows) for generation in generations})
     if len(sizes) > 1 or sizes[0] % (batching.parts * _processes(settings)):

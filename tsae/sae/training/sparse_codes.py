@@ -67,7 +67,9 @@ class Codes(NamedTuple):
         """The codes of the latents start … stop − 1, renumbered from 0."""
         keep = ((self.latent >= start) & (self.latent < stop)).nonzero()[:, 0]
         values = self.values.index_select(0, keep)
-        return self._replace(values=values, token=self.token[keep], latent=self.latent[keep] - start)
+        none = self.order[:0]  # the order was that of all
+        token, latent = self.token[keep], self.latent[keep] - start
+        return self._replace(values=values, token=token, latent=latent, order=none, ends=none)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, precision: Precision) -> torch.Tensor:
