@@ -47,11 +47,11 @@ from tsae.activations.capture import capture_shard
 from tsae.activations.forward_batches import pad, plan_batches
 from tsae.activations.reading_plan import cut
 from tsae.activations.shard import open_shard
-from tsae.attribution.readers.find import find_settings
-from tsae.attribution.replay.forward_passes import Run, chunks_of, gradient_of, inputs_of, known_at, rows_of
-from tsae.attribution.replay.states import State
+from tsae.attribution.find_settings import find_settings
+from tsae.attribution.forward_passes import Run, chunks_of, gradient_of, inputs_of, known_at, rows_of
+from tsae.attribution.order import plan_updates
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.training.order import plan_updates
+from tsae.attribution.states import State
 from tsae.base.beside import Beside
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions, rewritten

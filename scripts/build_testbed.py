@@ -35,10 +35,10 @@ from organism.pages import fill
 from organism.pretraining import BaseConfig, ModelConfig, train_base
 
 from tsae.errors import TsaeError
+from tsae.testbed.annotate import given_answer
 from tsae.testbed.chains import LEVELS, N_EASY_CHAINS, generate_problems
 from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import make_tokenizer
-from tsae.testbed.verifier import given_answer
 
 STAGES = ("base", *LEVELS, "measure")
 

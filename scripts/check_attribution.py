@@ -43,11 +43,11 @@ from scipy.stats import spearmanr
 
 import tsae
 from tsae.attribution.attribution import share_of_rows
-from tsae.attribution.replay.path import Replayed, steps_back, train_on
-from tsae.attribution.replay.shares import products, shares
-from tsae.attribution.replay.simulation import simulate
+from tsae.attribution.loss import Again
+from tsae.attribution.path import Replayed, steps_back, train_on
+from tsae.attribution.shares import products, shares
+from tsae.attribution.simulation import simulate
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
-from tsae.attribution.training.loss import Again
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.testbed.tokenizer import TOKEN_IDS, VOCABULARY

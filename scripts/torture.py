@@ -248,7 +248,7 @@ def _reading(folder: Path) -> list[tuple[str, ...]]:
 
 NONSENSE = ("-1", "0", "1e18", "999999999999", "nan", "x", "", "\u202e", "-", "missing/file", "/dev/null",
             "raw.parquet", "acts", "out", ".", "precious.txt", "precious.json", "precious.parquet")  # fmt: skip
-_POSSIBLE = ("0", "1", "2", "3", "0.5", "base", "hard-100", SITE, "tsae.testbed.verifier:verify", "os:getcwd", "1/2",
+_POSSIBLE = ("0", "1", "2", "3", "0.5", "base", "hard-100", SITE, "tsae.testbed.annotate:verify", "os:getcwd", "1/2",
              "series/base", "out/more", *ARTEFACTS)  # fmt: skip
 _NOT_DRAWN = {"--executor", "--ray", "--server.url", "--open", "--training.log-to", "--log-to"}
 """Options that ask others: a cluster, a server, a browser."""

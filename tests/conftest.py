@@ -166,7 +166,7 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An empty memory file system, and a cache of one's own."""
     import fsspec
 
-    from tsae.base.remote import mirror
+    from tsae.base import mirror
 
     fs = fsspec.filesystem("memory")
     fs.store.clear()

@@ -18,9 +18,9 @@ import tyro
 from tyro.conf import Positional, subcommand
 
 from tsae.base.artefact import running_command, version_of
+from tsae.base.mirror import in_words, is_url, local, published, url_of
 from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
-from tsae.base.remote.mirror import in_words, is_url, local, published, url_of
 from tsae.base.usual_state import usual_state
 from tsae.commands.activations import Capture, StoreCommand
 from tsae.commands.causes import Attribute, Causal, Influence
@@ -28,13 +28,12 @@ from tsae.commands.diff import Diff, Drift, Explain, Reinforcement
 from tsae.commands.helptext import WrappedOutput, join_lines
 from tsae.commands.outputs import check_outputs, output
 from tsae.commands.report import Export, Push, Report, Serve
-from tsae.commands.resource_errors import resource_error
 from tsae.commands.rl import CreditCommand, Reformulate
 from tsae.commands.rollouts import RolloutsCommand
 from tsae.commands.runs import Claims, Demo, Doctor, Run, Verify, Watch
 from tsae.commands.sae import Crosscoder, Encode, Evaluate, Train, start_as_default
-from tsae.commands.safe_stdio import safe_stdio
 from tsae.commands.spreading import end_with_parent, run_parts, without_spread
+from tsae.commands.system import resource_error, safe_stdio
 from tsae.errors import TsaeError
 from tsae.report.text import visible
 

@@ -15,7 +15,7 @@ import tsae
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.readers.find import find_settings
+from tsae.attribution.find_settings import find_settings
 from tsae.attribution.sample_kinds import other_problems
 from tsae.base.artefact import versions
 from tsae.checkpoints.loading import Checkpoint
@@ -30,7 +30,7 @@ from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord, Stage, carry_out
 from tsae.testbed import eval_problems, mixed_run, verify
 from tsae.testbed import series as shipped_series
-from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
+from tsae.testbed.annotate import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 _SHOWN = 3

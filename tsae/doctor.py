@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.readers.find import find_settings, read_settings
+from tsae.attribution.find_settings import find_settings, read_settings
 from tsae.checkpoints.series import CheckpointSeries, named_base
 from tsae.checkpoints.weight_files import config_of, folder_of, weight_files
 from tsae.config import RunConfig

@@ -22,12 +22,12 @@ import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.attribution.readers.find import find_settings
+from tsae.attribution.find_settings import find_settings
 from tsae.attribution.sample_kinds import other_problems
 from tsae.base.artefact import file_hash, versions
 from tsae.base.files import plain
+from tsae.base.mirror import removed
 from tsae.base.part import digest_of
-from tsae.base.remote.mirror import removed
 from tsae.causal.findings import Tested, causal_tests
 from tsae.causal.intervention import folders_of_tests
 from tsae.checkpoints.series import CheckpointSeries, step_folders

@@ -21,7 +21,7 @@ from typing import Any
 
 from tsae.base.artefact import MANIFEST, command_facts, file_hash, is_whole, read_record, write_record
 from tsae.base.files import partial_name, read_object, write_json
-from tsae.base.remote.mirror import removed
+from tsae.base.mirror import removed
 from tsae.errors import TsaeError, public
 from tsae.report.text import visible
 

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from tsae.activations.capture import changed_checkpoints, rewritten_checkpoints
 from tsae.activations.manifest import read_manifest
 from tsae.base.files import new_folder, read_object, write_json
+from tsae.base.mirror import removed
 from tsae.base.output_lock import output_lock
-from tsae.base.remote.mirror import removed
 from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig

@@ -58,7 +58,7 @@ class Stage:
 _FEW = "--min-problems 5 --n-permutations 200 --n-bootstrap 100"
 _SIZE = "--d-sae 32 --k 4 --batch-tokens 256"
 _LIVE = "--live.series series --live.rollouts rollouts.parquet"
-_VERIFY = "--verifier tsae.testbed.verifier:verify"
+_VERIFY = "--verifier tsae.testbed.annotate:verify"
 _SAMPLE = f"rollouts sample --series series --problems problems.jsonl --n-samples 4 --max-new-tokens 40 {_VERIFY}"
 _CAPTURE = "capture --series series --rollouts rollouts.parquet --shard-tokens 1000"
 _TRAIN = f"train --store acts --site {SITE}"

@@ -1,7 +1,7 @@
 """TRL's own trainer, fed the logged responses of a run in place of sampling.
 
 Its loss, optimiser and clipping act on them. A sample that is left out has no token that counts.
-`tsae.attribution.replay.path.train_on` is compared with it.
+`tsae.attribution.path.train_on` is compared with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from trl import GRPOTrainer
 
 import tsae
-from tsae.attribution.replay.path import Replayed
+from tsae.attribution.order import Update
+from tsae.attribution.path import Replayed
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.training.order import Update
 from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import PAD, TOKEN_IDS
 

@@ -29,13 +29,13 @@ from safetensors.torch import save_file
 from torch.nn.utils import parameters_to_vector
 
 from organism.groups import sample_groups
-from tsae.attribution.readers.find import read_settings
-from tsae.attribution.replay.certificates import logged_facts
-from tsae.attribution.replay.forward_passes import Run
-from tsae.attribution.replay.path import Replayed, replay
-from tsae.attribution.replay.states import State, States
+from tsae.attribution.certificates import logged_facts
+from tsae.attribution.find_settings import read_settings
+from tsae.attribution.forward_passes import Run
+from tsae.attribution.order import plan_updates
+from tsae.attribution.path import Replayed, replay
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.training.order import plan_updates
+from tsae.attribution.states import State, States
 from tsae.base.files import write_json, write_text
 from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint
@@ -43,9 +43,9 @@ from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
 from tsae.rollouts.rewards import group_advantages
 from tsae.rollouts.table import Rollouts
+from tsae.testbed.annotate import verify
 from tsae.testbed.chains import generate_problems
 from tsae.testbed.tokenizer import BOS, EOS, MAX_RESPONSE_TOKENS, PAD, TOKEN_IDS, VOCABULARY
-from tsae.testbed.verifier import verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,7 +28,7 @@ _NEEDED = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False", "
 _ALLOWED = {
     "tsae/base/inert_pickle.py": ["zipfile.ZipFile(file)", "zipfile.ZipFile(as_path(file))"],  # reads one small member
     "tsae/base/untrusted.py": ["zipfile.ZipFile(file)"],  # reads sizes and unpacks nothing
-    "tsae/base/disk/torch_file.py": ["from pickle import UnpicklingError"],  # an error of torch.load
+    "tsae/base/array_files.py": ["from pickle import UnpicklingError"],  # an error of torch.load
 }
 
 AN_ORDERED_DICT = pickle.dumps(OrderedDict())

@@ -15,7 +15,7 @@ import pytest
 import tsae
 from support.builders import make_rollouts, save_base_and_run, save_model
 from tsae.base.files import as_path
-from tsae.base.remote.mirror import local
+from tsae.base.mirror import local
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import load_tokenizer, tokenizer_fingerprint
 from tsae.cli import Command, _localised, main

@@ -21,8 +21,8 @@ import tsae
 from support.builders import digest_without_command, digests, make_rollouts
 from support.children import free_port
 from tsae.activations.capture import capture_part
+from tsae.base import mirror
 from tsae.base.part import Part
-from tsae.base.remote import mirror
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.features.encode import encode_part

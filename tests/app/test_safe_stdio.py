@@ -8,7 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from tsae.commands.safe_stdio import safe_stdio
+from tsae.commands.system import safe_stdio
 
 
 def test_control_characters_are_shown_and_not_sent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tsae.attribution.training.loss import Correction, PolicyLoss
+from tsae.attribution.loss import Correction, PolicyLoss
 
 TRL = "huggingface/trl/blob/35def3ee000a87f6839e66f4b7749b06274ed1b3"
 """Release 1.9. In 1.16 the defaults of the loss are the same, but for the ratio that weighs a KL term."""

@@ -22,11 +22,11 @@ from support.grpo_loop import GrpoLoop, make_log
 from tsae.attribution.attribute import _check_begin
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.readers.find import read_settings
-from tsae.attribution.replay.forward_passes import OLD
-from tsae.attribution.training.loss import PolicyLoss, RewardKL
-from tsae.attribution.training.order import Plan, Update
-from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.find_settings import read_settings
+from tsae.attribution.forward_passes import OLD
+from tsae.attribution.loss import PolicyLoss, RewardKL
+from tsae.attribution.order import Plan, Update
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.table import Rollouts

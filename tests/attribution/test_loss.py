@@ -15,8 +15,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from attribution.recipes import RECIPES, Recipe
-from tsae.attribution.readers import trl
-from tsae.attribution.training.loss import BatchTokens, Correction, PolicyLoss, RewardKL
+from tsae.attribution import trl
+from tsae.attribution.loss import BatchTokens, Correction, PolicyLoss, RewardKL
 from tsae.errors import TsaeError
 
 DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}

@@ -18,8 +18,8 @@ from support.builders import make_rollouts
 from support.grpo_loop import sample_gradients
 from tsae.attribution.guard import Guard, Recorder, worst
 from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights, log_probabilities
+from tsae.attribution.settings import Optimiser
 from tsae.attribution.targets import NextToken
-from tsae.attribution.training.settings import Optimiser
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

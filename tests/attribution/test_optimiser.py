@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from tsae.attribution.replay.states import State, Stepper
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.training.settings import Optimiser
+from tsae.attribution.settings import Optimiser
+from tsae.attribution.states import State, Stepper
 from tsae.errors import TsaeError
 
 N_STEPS = 25

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.order import Plan, plan_updates, read_history
-from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.loss import PolicyLoss
+from tsae.attribution.order import Plan, plan_updates, read_history
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig

@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
-from tsae.attribution.readers.find import read_settings
-from tsae.attribution.readers.other_trainers import READERS
-from tsae.attribution.readers.words import trainer_of
-from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
-from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.config_words import trainer_of
+from tsae.attribution.find_settings import read_settings
+from tsae.attribution.loss import Correction, PolicyLoss, RewardKL
+from tsae.attribution.order import plan_updates
+from tsae.attribution.other_trainers import READERS
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

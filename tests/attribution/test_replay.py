@@ -14,15 +14,15 @@ import torch
 import tsae
 from support.builders import save_model
 from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
-from tsae.attribution.replay.certificates import logged_facts, verdict
-from tsae.attribution.replay.forward_passes import Run
-from tsae.attribution.replay.path import replay, steps_back, train_on
-from tsae.attribution.replay.simulation import fits, simulate
-from tsae.attribution.replay.start import Start, checkpoints_of, start_of
-from tsae.attribution.replay.states import State, States
-from tsae.attribution.training.loss import PolicyLoss, RewardKL
-from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.certificates import logged_facts, verdict
+from tsae.attribution.forward_passes import Run
+from tsae.attribution.loss import PolicyLoss, RewardKL
+from tsae.attribution.order import plan_updates
+from tsae.attribution.path import replay, steps_back, train_on
+from tsae.attribution.settings import RunSettings
+from tsae.attribution.simulation import fits, simulate
+from tsae.attribution.start import Start, checkpoints_of, start_of
+from tsae.attribution.states import State, States
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 

@@ -14,9 +14,9 @@ import yaml
 from safetensors.torch import save_file
 from trl import GRPOConfig, SFTConfig
 
-from tsae.attribution.readers.find import find_settings, read_settings
-from tsae.attribution.training.loss import Correction, PolicyLoss
-from tsae.attribution.training.settings import Batching, Optimiser
+from tsae.attribution.find_settings import find_settings, read_settings
+from tsae.attribution.loss import Correction, PolicyLoss
+from tsae.attribution.settings import Batching, Optimiser
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError

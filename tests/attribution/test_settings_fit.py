@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tsae.attribution.training.log_fit import check_settings
-from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.order import batches_of
-from tsae.attribution.training.settings import Optimiser, RunSettings
+from tsae.attribution.log_fit import check_settings
+from tsae.attribution.loss import PolicyLoss
+from tsae.attribution.order import batches_of
+from tsae.attribution.settings import Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.rewards import group_advantages
 from tsae.rollouts.table import Rollouts

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from support.grpo_loop import CASES, GrpoLoop, replay_of, run_of
-from tsae.attribution.replay.path import Replayed
-from tsae.attribution.replay.shares import Shares, shares, token_shares
+from tsae.attribution.path import Replayed
+from tsae.attribution.shares import Shares, shares, token_shares
 from tsae.attribution.targets import NextToken, Together
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -111,7 +111,7 @@ def test_memory_changes_no_share(trained: Trainer, tmp_path: Path, monkeypatch: 
 
     few = found(budget=some)
     near(few.shares.sum(0) + few.decay, few.predicted, of=few.shares)
-    monkeypatch.setattr("tsae.attribution.replay.shares._points", lambda *_: [0, 4, 8])
+    monkeypatch.setattr("tsae.attribution.shares._points", lambda *_: [0, 4, 8])
     same = found()
     np.testing.assert_allclose(few.shares, same.shares, rtol=0, atol=1e-6 * np.abs(same.shares).max())
     near(found(batch_tokens=30).shares, same.shares)

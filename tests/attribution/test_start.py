@@ -14,9 +14,9 @@ import tsae
 from support.builders import save_model, save_perturbed
 from support.checkpoints import save_adapter, save_resized
 from support.grpo_loop import ADAPTER, CASES, GrpoLoop, make_log, replay_of
-from tsae.attribution.replay.forward_passes import Run
-from tsae.attribution.replay.start import Start, checkpoints_of, start_of
-from tsae.attribution.training.order import plan_updates
+from tsae.attribution.forward_passes import Run
+from tsae.attribution.order import plan_updates
+from tsae.attribution.start import Start, checkpoints_of, start_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 

@@ -10,12 +10,12 @@ import h5py
 import numpy as np
 import pytest
 
-from tsae.base.disk.hdf5 import HDF5Writer
+from tsae.base.hdf5 import HDF5Writer
 
 _WRITE = """
 import resource, sys
 import numpy as np
-from tsae.base.disk.hdf5 import HDF5Writer
+from tsae.base.hdf5 import HDF5Writer
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
     with HDF5Writer(sys.argv[1]) as file:

@@ -16,7 +16,7 @@ import pytest
 import tsae
 from support.damage import resealed
 from support.results import source
-from tsae.base.disk.hdf5 import places
+from tsae.base.hdf5 import places
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from support.refusals import refuses
+from tsae.base import mirror
 from tsae.base.artefact import MANIFEST, Kind, write_artefact
-from tsae.base.remote import mirror
-from tsae.base.remote.mirror import (
+from tsae.base.mirror import (
     in_words,
     is_url,
     local,
@@ -281,7 +281,7 @@ def test_what_is_only_for_now_lies_outside_of_a_mirror(remote: Any, tmp_path: Pa
 
 SHARED = """
 import datetime, sys, fsspec
-from tsae.base.remote.mirror import local, needed, published
+from tsae.base.mirror import local, needed, published
 
 fs, me = fsspec.filesystem("memory"), sys.argv[1]
 for i in range(60):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tsae.base.disk.tensors import tensors_replacing, write_tensors
 from tsae.base.files import new_folder, write_json
+from tsae.base.tensors import tensors_replacing, write_tensors
 from tsae.rollouts.parquet import write_table
 
 TABLE = pa.table({"x": [1]})
@@ -22,7 +22,7 @@ TABLE = pa.table({"x": [1]})
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
-from tsae.base.disk import tensors
+from tsae.base import tensors
 
 def half(tensors, file, metadata=None):
     # As safetensors does: a random name in the folder of the file.

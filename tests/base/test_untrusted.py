@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tsae
-from tsae.attribution.readers.find import read_settings
+from tsae.attribution.find_settings import read_settings
 from tsae.base.untrusted import check_zip, parse_json, parse_yaml, weighs_within
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import load_tokenizer, text_limits

@@ -17,8 +17,8 @@ import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import IDS, edit, reweigh, save_adapter
 from support.refusals import refuses
-from tsae.attribution.replay.start import checkpoints_of, start_of
-from tsae.attribution.training.settings import Optimiser
+from tsae.attribution.settings import Optimiser
+from tsae.attribution.start import checkpoints_of, start_of
 from tsae.checkpoints.drift import update_of, weight_drift
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError

@@ -15,7 +15,7 @@ import torch
 import tsae
 from support.builders import make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, save_resized
-from tsae.base.remote import mirror
+from tsae.base import mirror
 from tsae.checkpoints.drift import update_of
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
 from tsae.checkpoints.record import Noise, add_noise

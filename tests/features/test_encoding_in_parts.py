@@ -19,8 +19,8 @@ from support.damage import flip
 from support.stand_in import stand_in_gpu
 from tsae.activations.store import ActivationStore
 from tsae.base import part as parts
+from tsae.base.mirror import removed
 from tsae.base.part import Part
-from tsae.base.remote.mirror import removed
 from tsae.errors import TsaeError
 from tsae.features import encode as encoding
 from tsae.features.encode import encode, encode_part

@@ -16,10 +16,10 @@ import torch
 
 import tsae
 from support.trl_runs import by_length, save_tiny, train
+from tsae.attribution.find_settings import read_settings
 from tsae.attribution.guard import Guard
-from tsae.attribution.readers.find import read_settings
+from tsae.attribution.order import plan_updates
 from tsae.attribution.targets import NextToken
-from tsae.attribution.training.order import plan_updates
 from tsae.config import RunConfig
 from tsae.doctor import find_run_log
 from tsae.errors import TsaeError

@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from support.builders import make_rollouts
-from tsae.attribution.replay.certificates import logged_facts
-from tsae.attribution.replay.forward_passes import Run
-from tsae.attribution.replay.path import Replayed, replay
-from tsae.attribution.replay.states import State, States
+from tsae.attribution.certificates import logged_facts
+from tsae.attribution.forward_passes import Run
+from tsae.attribution.loss import PolicyLoss
+from tsae.attribution.order import plan_updates
+from tsae.attribution.path import Replayed, replay
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
-from tsae.attribution.training.loss import PolicyLoss
-from tsae.attribution.training.order import plan_updates
-from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.states import State, States
 from tsae.rollouts.table import Rollouts
 from tsae.testbed import make_tokenizer
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from tsae.activations.shard import open_shard
 from tsae.base.artefact import Kind, OtherVersion, read_record
 from tsae.base.files import reading
+from tsae.base.mirror import local, refreshed
 from tsae.base.part import digest_of
-from tsae.base.remote.mirror import local, refreshed
 from tsae.base.validation import check_content
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts

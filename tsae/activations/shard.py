@@ -17,10 +17,10 @@ import numpy as np
 
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.artefact import file_hash
-from tsae.base.disk.hdf5 import HDF5Writer, Place, words
-from tsae.base.disk.hdf5 import places as stored_places
 from tsae.base.files import partial_name, reading
-from tsae.base.remote.mirror import needed
+from tsae.base.hdf5 import HDF5Writer, Place, words
+from tsae.base.hdf5 import places as stored_places
+from tsae.base.mirror import needed
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 

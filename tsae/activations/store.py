@@ -36,7 +36,7 @@ from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis
 from tsae.activations.manifest import inside, read_manifest, stored_rollouts
 from tsae.activations.shard import Shard, open_shard
-from tsae.base.remote.mirror import local
+from tsae.base.mirror import local
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 

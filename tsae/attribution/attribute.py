@@ -1,13 +1,13 @@
 """Which samples of a run moved what: from base, log and settings to an `Attribution`.
 
 1. Log, checkpoints and settings must be those of one run. The log and the settings say which rows each step of the
-   optimiser used (`tsae.attribution.training.order`).
-2. The run is replayed: its own updates are taken again (`tsae.attribution.replay.path`). Logged gradient norms and
+   optimiser used (`tsae.attribution.order`).
+2. The run is replayed: its own updates are taken again (`tsae.attribution.path`). Logged gradient norms and
    checkpoints say how well; above a distance no effect is computed.
 3. Targets: what the caller names, or outcomes, behaviours and features that moved (`tsae.attribution.targets`).
-4. Shares come from one sweep backwards through the replay (`tsae.attribution.replay.shares`).
+4. Shares come from one sweep backwards through the replay (`tsae.attribution.shares`).
 5. Effects: each band of problems is left out, and kept alone, in a real replay; other kinds of samples in a simulated
-   one (`tsae.attribution.replay.simulation`).
+   one (`tsae.attribution.simulation`).
 
 Memory holds the model, some vectors of its weights for each target, and one batch of activations.
 """
@@ -24,21 +24,21 @@ import torch
 
 from tsae.activations.reading_plan import check_context, check_tokenizer
 from tsae.attribution.attribution import Attribution, fact_table, group_table, sample_table, target_table
+from tsae.attribution.certificates import check_run, logged_facts, verdict, with_end_tokens
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.readers.find import find_settings
-from tsae.attribution.replay.certificates import check_run, logged_facts, verdict, with_end_tokens
-from tsae.attribution.replay.forward_passes import OLD, REF, Run, logged
-from tsae.attribution.replay.path import Controls, Replayed, replay, train_on
-from tsae.attribution.replay.shares import Shares, TokenShares, shares
-from tsae.attribution.replay.simulation import fits, simulate
-from tsae.attribution.replay.start import checkpoints_of, start_of
-from tsae.attribution.replay.states import States
+from tsae.attribution.find_settings import find_settings
+from tsae.attribution.forward_passes import OLD, REF, Run, logged
+from tsae.attribution.log_fit import check_settings
+from tsae.attribution.order import Plan, batches_of, counted, plan_updates, read_history
+from tsae.attribution.path import Controls, Replayed, replay, train_on
 from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.sample_kinds import has_bands, sample_kinds
+from tsae.attribution.settings import RunSettings
+from tsae.attribution.shares import Shares, TokenShares, shares
+from tsae.attribution.simulation import fits, simulate
+from tsae.attribution.start import checkpoints_of, start_of
+from tsae.attribution.states import States
 from tsae.attribution.targets import Targets, find_targets
-from tsae.attribution.training.log_fit import check_settings
-from tsae.attribution.training.order import Plan, batches_of, counted, plan_updates, read_history
-from tsae.attribution.training.settings import RunSettings
 from tsae.base.files import as_path
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries

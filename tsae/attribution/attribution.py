@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.replay.shares import Shares
 from tsae.attribution.sample_kinds import band_of
+from tsae.attribution.shares import Shares
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path, reading
 from tsae.base.table_export import Tables, read_tables, table_files

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from tsae.base.validation import Count, Positive, Seed, Size, config
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 
 Kind = Literal[
     "band",
@@ -67,8 +67,12 @@ class AttributionConfig:
     """Share of a change that its samples may leave unexplained before it is flagged."""
 
     def __post_init__(self) -> None:
-        if len(set(self.features)) < len(self.features):
-            raise TsaeError(f"features={self.features} has a feature twice", where="AttributionConfig")
-        if self.steps is not None and self.steps[0] >= self.steps[1]:
-            fix = "Give the steps of two checkpoints, the earlier first."
-            raise TsaeError(f"steps={self.steps} is not a stretch of a run", where="AttributionConfig", fix=fix)
+        refuse(
+            "AttributionConfig",
+            (len(set(self.features)) < len(self.features), f"features={self.features} has a feature twice", None),
+            (
+                self.steps is not None and self.steps[0] >= self.steps[1],
+                f"steps={self.steps} is not a stretch of a run",
+                "Give the steps of two checkpoints, the earlier first.",
+            ),
+        )

@@ -15,7 +15,7 @@
     share   now · (1 + …)              and in the steps after, to which momentum carries it
 
 ∇F is the target's gradient, k₀ the optimiser's own factor with its √v̂ of this step, c what gradient clipping did.
-These are the summands of `tsae.attribution.replay.shares.shares`. Without momentum and with `refresh=1` both numbers
+These are the summands of `tsae.attribution.shares.shares`. Without momentum and with `refresh=1` both numbers
 are exactly those. With `refresh=m` the target's gradient is up to m steps old. With momentum, a sample acts for about 1
 / (1 − β₁) steps more; the target's gradient, √v̂, the learning rate and clipping of those steps are not known yet, and
 `share` takes them as they are now. Shares of the first steps suffer most, because there √v̂ grows fast; attribution

@@ -21,7 +21,7 @@ from tsae.attribution.sample_kinds import band_of
 from tsae.base.filters import need_features
 from tsae.checkpoints.hooks import PastLastSite, positions, rewritten
 from tsae.diff.influence import padded
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import ForeignSAE, TemporalSAE
@@ -179,12 +179,15 @@ class FeatureMeans:
         width: float = 0.05,
     ) -> None:
         need_features(features, sae.config.d_sae, "FeatureMeans")
-        if not len(features):
-            raise TsaeError("no feature is asked for", where="FeatureMeans")
-        if isinstance(sae, ForeignSAE) and sae.config.architecture == "topk":
-            what = "chooses the k largest latents of a token, and no derivative sees that choice"
-            fix = "Attribute with an SAE that has thresholds: a T-SAE, JumpReLU or BatchTopK."
-            raise TsaeError(what, where="FeatureMeans", fix=fix)
+        refuse(
+            "FeatureMeans",
+            (not len(features), "no feature is asked for", None),
+            (
+                isinstance(sae, ForeignSAE) and sae.config.architecture == "topk",
+                "chooses the k largest latents of a token, and no derivative sees that choice",
+                "Attribute with an SAE that has thresholds: a T-SAE, JumpReLU or BatchTopK.",
+            ),
+        )
         self.sae, self.features, self.fixed, self.special = sae, list(features), fixed, list(special)
         self.batch_tokens, self.width, self.names = batch_tokens, width, [f"feature {feature}" for feature in features]
         problem, size = np.unique(fixed.frame.problem_id, return_inverse=True, return_counts=True)[1:]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tsae.base.files import as_path, once_a_state, partial_name, plain, read_object, reading, replacing, write_json
-from tsae.base.remote.mirror import removed
+from tsae.base.mirror import removed
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, public, refuse
 

@@ -79,10 +79,12 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         TsaeError: where something is in the folder that is not to be replaced, or it is a link.
     """
     path = Path(os.path.abspath(as_path(path)))
-    if path.is_symlink():
-        raise TsaeError("is a link, and a folder is to be written", where=path, fix="Give the folder that it leads to.")
-    if path.is_dir() and not replace and any(path.iterdir()):
-        raise TsaeError("is not empty", where=path, fix="Give another folder, or empty this one.")
+    kept = path.is_dir() and not replace and any(path.iterdir())
+    refuse(
+        path,
+        (path.is_symlink(), "is a link, and a folder is to be written", "Give the folder that it leads to."),
+        (kept, "is not empty", "Give another folder, or empty this one."),
+    )
     partial = partial_name(path)
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)

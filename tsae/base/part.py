@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.files import is_beginning, read_object, write_first, write_json
-from tsae.base.remote.mirror import removed
+from tsae.base.mirror import removed
 from tsae.errors import TsaeError, refuse
 
 _PARTS = "Give 1/n to n/n, such as 2/7."

@@ -87,7 +87,7 @@ def intervene(
             generates. Both models are held at once.
         exclude: features that are not drawn as random ones, such as others of the same family.
         describe: adds further behaviours (columns named in ``info["behaviours"]``) to those that are read off the
-            texts, such as `tsae.testbed.classes.with_behaviours`.
+            texts, such as `tsae.testbed.annotate.with_behaviours`.
         progress: show bars.
 
     Raises:

@@ -1,7 +1,7 @@
 """Weights that FSDP has divided among processes, as verl saves them: merged once, into a folder of the cache.
 
 ``model_world_size_8_rank_0.pt`` and its like hold DTensors: this process's part of every weight, and how the parts make
-the whole. They are read as tensors and plain containers alone (`tsae.base.disk.torch_file`); beside them, the folder
+the whole. They are read as tensors and plain containers alone (`tsae.base.array_files`); beside them, the folder
 huggingface has config and tokenizer.
 """
 
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
-from tsae.base.disk.torch_file import read_torch_file
+from tsae.base.array_files import read_torch_file
 from tsae.base.files import new_folder, write_json, writing
-from tsae.base.remote.mirror import CACHE, cache_folder
+from tsae.base.mirror import CACHE, cache_folder
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from tsae.base import display
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json
-from tsae.checkpoints import layouts, revisions
+from tsae.checkpoints import layouts
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.weight_files import (
@@ -288,9 +288,9 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
         return [_unnamed(path.resolve())]
     hub = _HUB.fullmatch(source)
     if not path.is_dir() and hub is not None and is_hub_id(hub["path"]):
-        if not revisions.several(hub["revision"]):
+        if not layouts.several_revisions(hub["revision"]):
             return [_unnamed(hub["path"], hub["revision"], hub["subfolder"])]
-        names = revisions.steps_of(hub["path"], hub["revision"])
+        names = layouts.revisions_of(hub["path"], hub["revision"])
         return [replace(_unnamed(hub["path"], name, hub["subfolder"]), step=step) for step, name in names]
     what = "no series.json and no checkpoints" if path.is_dir() else "no such folder"
     raise TsaeError(what, where=source, fix="Give the trainer's output_dir, one checkpoint, or write a series.json.")

@@ -55,7 +55,7 @@ class Attribute:
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)
 
     def execute(self) -> None:
-        from tsae.attribution.readers.find import find_settings
+        from tsae.attribution.find_settings import find_settings
         from tsae.attribution.sample_kinds import other_problems
         from tsae.report.attribution import attribution_text
 

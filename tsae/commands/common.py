@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import tsae
 from tsae.base.artefact import version_of
 from tsae.base.files import write_json
-from tsae.base.remote.mirror import shown
+from tsae.base.mirror import shown
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.config import EndpointConfig
 

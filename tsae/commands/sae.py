@@ -13,9 +13,9 @@ from tyro.conf import OmitArgPrefixes, arg
 
 import tsae
 from tsae.activations.config import LiveConfig, Subset
+from tsae.base.mirror import published
 from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
-from tsae.base.remote.mirror import published
 from tsae.base.torchrun import first_process
 from tsae.base.validation import config
 from tsae.commands.common import as_json, chosen_readers, load_series, print_part, say_wrote

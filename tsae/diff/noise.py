@@ -26,7 +26,7 @@ from tsae.activations.capture import capture
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reading_plan import first_with
 from tsae.base.files import as_path
-from tsae.base.remote.mirror import outside
+from tsae.base.mirror import outside
 from tsae.base.table_export import Tables
 from tsae.checkpoints.drift import update_of
 from tsae.checkpoints.loading import Checkpoint

@@ -27,10 +27,10 @@ from tsae.activations.token_statistics import with_entropy
 from tsae.base.artefact import is_whole
 from tsae.base.files import as_path
 from tsae.base.memory import give_back
+from tsae.base.mirror import local, refreshed
 from tsae.base.output_lock import output_lock
 from tsae.base.part import Part
 from tsae.base.progress import progress_bar
-from tsae.base.remote.mirror import local, refreshed
 from tsae.errors import TsaeError
 from tsae.features.encoded_shards import EncodedShards, Piece, encode_shard, reconstructed
 from tsae.features.feature_table import FeatureTable

@@ -30,8 +30,8 @@ from tsae.activations.shard import Shard
 from tsae.activations.store import Source
 from tsae.base.beside import ahead, to_cpu
 from tsae.base.files import replacing, writing
+from tsae.base.mirror import needed, published, removed, there
 from tsae.base.part import check_same_work, digest_of, remove_work
-from tsae.base.remote.mirror import needed, published, removed, there
 from tsae.base.untrusted import check_zip
 from tsae.errors import TsaeError
 from tsae.sae.model import TemporalSAE

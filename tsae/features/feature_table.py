@@ -30,10 +30,10 @@ import scipy.sparse as sp
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base import display
 from tsae.base.artefact import MANIFEST, Kind, is_whole, read_artefact, write_artefact
-from tsae.base.disk.hdf5 import HDF5Writer
 from tsae.base.files import reading, replacing, writing
 from tsae.base.filters import need_features, several
-from tsae.base.remote.mirror import local, published, removed
+from tsae.base.hdf5 import HDF5Writer
+from tsae.base.mirror import local, published, removed
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.errors import TsaeError
 from tsae.features.sparse_matrices import (

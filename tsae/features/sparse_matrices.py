@@ -24,8 +24,8 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.disk.hdf5 import HDF5Writer, places, words
 from tsae.base.files import as_path
+from tsae.base.hdf5 import HDF5Writer, places, words
 from tsae.errors import TsaeError
 
 _BLOCK = 4_000_000  # non-zeros that are transposed at once

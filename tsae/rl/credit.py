@@ -63,8 +63,8 @@ import torch
 from safetensors.torch import load_file
 
 from tsae.base.artefact import Kind, read_artefact, write_artefact
-from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, reading
+from tsae.base.tensors import write_tensors
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError

@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 
 from tsae.base.statistics import FEWEST, change_interval, jackknife_interval, mean_interval
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
@@ -69,12 +69,15 @@ def with_behaviours(
     """
     frame, where = rollouts.frame, rollouts.origin
     missing = int(frame.response.isna().sum())
-    if missing:
-        raise TsaeError(
-            f"{missing} responses have no text", where=where, fix="Import the log with its texts, or decode."
-        )
-    if reference is not None and reference not in rollouts.policies:
-        raise TsaeError(f"no policy {reference!r}; there are {', '.join(rollouts.policies)}", where=where)
+    refuse(
+        where,
+        (missing, f"{missing} responses have no text", "Import the log with its texts, or decode."),
+        (
+            reference is not None and reference not in rollouts.policies,
+            f"no policy {reference!r}; there are {', '.join(rollouts.policies)}",
+            None,
+        ),
+    )
     texts = frame.response.tolist()
     answers = [final_answers(text) for text in texts]
     formats = [response_format(text) for text in texts]

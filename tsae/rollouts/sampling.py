@@ -22,9 +22,9 @@ import numpy as np
 
 from tsae.base.artefact import read_record, write_record
 from tsae.base.files import reading, writing
+from tsae.base.mirror import local, published, refreshed
 from tsae.base.part import Part, check_same_work, digest_of, remove_work
 from tsae.base.progress import progress_bar
-from tsae.base.remote.mirror import local, published, refreshed
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, need_unchanged, weights_fingerprint
 from tsae.checkpoints.tokenizers import named_ends, text_limits, tokenizer_fingerprint, vocabulary_facts
 from tsae.errors import TsaeError

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from tsae.base import display
 from tsae.base.filters import several
-from tsae.base.remote.mirror import is_url, local, published, url_of
+from tsae.base.mirror import is_url, local, published, url_of
 from tsae.base.table_export import Tables
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries

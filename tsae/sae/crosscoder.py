@@ -51,7 +51,7 @@ from tsae.activations.batches import Windows
 from tsae.activations.spans import TokenSpan
 from tsae.activations.store import Pair
 from tsae.base import display
-from tsae.base.disk.torch_file import read_torch_file
+from tsae.base.array_files import read_torch_file
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.statistics import counts, percentile_interval
 from tsae.errors import TsaeError, refuse

@@ -26,8 +26,8 @@ from tsae.activations.batches import distances
 from tsae.activations.store import Source
 from tsae.base import display
 from tsae.base.artefact import Kind, read_artefact, write_artefact
-from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, read_object, reading, write_json
+from tsae.base.tensors import write_tensors
 from tsae.base.usual_state import usual_state
 from tsae.errors import TsaeError, refuse
 from tsae.sae.config import SAEConfig

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import as_path, reading, replacing
 from tsae.base.filters import need_features
+from tsae.base.tensors import write_tensors
 from tsae.base.untrusted import parse_json
 from tsae.checkpoints.hooks import attach, check_sites, decoder_blocks, site_names
 from tsae.errors import TsaeError, needing

@@ -12,10 +12,9 @@ from pathlib import Path
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
-from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response
+from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response, given_answer, verify
 from tsae.testbed.chains import LEVELS, evaluate, generate_problems, parse_prompt
 from tsae.testbed.tokenizer import VOCABULARY, make_tokenizer, split_tokens
-from tsae.testbed.verifier import given_answer, verify
 
 __all__ = [
     "LEVELS",

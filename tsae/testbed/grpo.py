@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tsae.base.files import as_path
 from tsae.rollouts.problems import Problem
+from tsae.testbed.annotate import verify
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
-from tsae.testbed.verifier import verify
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tsae.base.disk.torch_file import cause, read_torch_file
+from tsae.base.array_files import cause, read_torch_file
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError, needing
 from tsae.rollouts.parquet import rows_at_once

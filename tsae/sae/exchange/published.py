@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from tsae.base.disk.npz import read_npz
-from tsae.base.disk.torch_file import read_torch_file
+from tsae.base.array_files import read_npz, read_torch_file
 from tsae.base.files import read_object, reading
 from tsae.errors import TsaeError, refuse
 from tsae.sae.exchange.saelens_files import (

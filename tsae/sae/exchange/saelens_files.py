@@ -41,8 +41,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from safetensors.torch import load_file
 
-from tsae.base.disk.tensors import write_tensors
 from tsae.base.files import read_object, reading, write_json
+from tsae.base.tensors import write_tensors
 from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError, refuse
 from tsae.sae.config import SAEConfig

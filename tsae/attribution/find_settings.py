@@ -25,10 +25,10 @@ from typing import Any
 import yaml
 from safetensors import safe_open
 
-from tsae.attribution.readers import trl
-from tsae.attribution.readers.other_trainers import READERS
-from tsae.attribution.readers.words import trainer_of
-from tsae.attribution.training.settings import Optimiser, RunSettings
+from tsae.attribution import trl
+from tsae.attribution.config_words import trainer_of
+from tsae.attribution.other_trainers import READERS
+from tsae.attribution.settings import Optimiser, RunSettings
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.inert_pickle import read_dataclass
 from tsae.base.untrusted import parse_json, parse_yaml

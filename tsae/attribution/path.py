@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tsae.attribution.replay.certificates import restored
-from tsae.attribution.replay.forward_passes import (
+from tsae.attribution.certificates import restored
+from tsae.attribution.forward_passes import (
     Known,
     Logs,
     Rows,
@@ -27,7 +27,7 @@ from tsae.attribution.replay.forward_passes import (
     used,
     with_reward_kl,
 )
-from tsae.attribution.replay.states import State, States, Stepped, Stepper
+from tsae.attribution.states import State, States, Stepped, Stepper
 from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError
 
@@ -69,7 +69,7 @@ class Replayed:
     starts: dict[int, int] = field(default_factory=dict)
     """Steps at which states are kept, with the number of steps of which their running means know."""
     lost: int = 0
-    """Special tokens that were put back (`tsae.attribution.replay.certificates`)."""
+    """Special tokens that were put back (`tsae.attribution.certificates`)."""
     restarts: list[int] = field(default_factory=list)
     """Steps whose checkpoint restarted the replay."""
 

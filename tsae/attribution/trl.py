@@ -17,9 +17,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from tsae.attribution.readers.words import Words, table_of
-from tsae.attribution.training.loss import Correction, PolicyLoss
-from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
+from tsae.attribution.config_words import Words, table_of
+from tsae.attribution.loss import Correction, PolicyLoss
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
 _OLDEST, _NEWEST = (0, 14), (1, 16)

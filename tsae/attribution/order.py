@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.settings import RunSettings
 from tsae.base.files import reading
 from tsae.base.inert_pickle import cpu_rng_state
 from tsae.base.untrusted import parse_json

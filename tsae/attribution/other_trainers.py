@@ -12,10 +12,10 @@ from math import ceil, cos, pi
 from pathlib import Path
 from typing import Any
 
-from tsae.attribution.readers import trl
-from tsae.attribution.readers.words import Words
-from tsae.attribution.training.loss import Correction, PolicyLoss, RewardKL
-from tsae.attribution.training.settings import Batching, Optimiser, RunSettings
+from tsae.attribution import trl
+from tsae.attribution.config_words import Words
+from tsae.attribution.loss import Correction, PolicyLoss, RewardKL
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 
 Reader = Callable[[Mapping[str, Any], Path, int | None], RunSettings]

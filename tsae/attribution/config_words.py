@@ -32,7 +32,7 @@ TRAINERS = ("verl", "nemo_rl", "open_instruct", "prime_rl", "openrlhf", "ms_swif
 @cache
 def table_of(trainer: str) -> dict[str, Any]:
     """What a trainer's words mean."""
-    return tomllib.loads(Path(__file__).with_name(f"{trainer}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).parent.joinpath("trainers", f"{trainer}.toml").read_text(encoding="utf-8"))
 
 
 def trainer_of(settings: Mapping[str, Any]) -> str | None:

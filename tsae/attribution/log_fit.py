@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tsae.attribution.training.order import counted, last_step
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.order import counted, last_step
+from tsae.attribution.settings import RunSettings
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.logs.check_advantages import FORMULAS, recompute
 from tsae.rollouts.rewards import group_advantages, group_names
@@ -40,7 +40,7 @@ def check_settings(
         rows_by_step: rows of every generation, by the first step that used it.
         settings: of the run.
         notes: gets a sentence for everything that was assumed or computed.
-        history: what the trainer logged beside (`tsae.attribution.training.order.read_history`).
+        history: what the trainer logged beside (`tsae.attribution.order.read_history`).
 
     Raises:
         TsaeError: where settings or history are those of another run.

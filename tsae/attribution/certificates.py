@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.replay.forward_passes import Logs, Run, log_probabilities_of
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.forward_passes import Logs, Run, log_probabilities_of
+from tsae.attribution.settings import RunSettings
 from tsae.errors import refuse
 from tsae.rollouts.table import Rollouts
 
@@ -136,7 +136,7 @@ def check_run(steps: pd.DataFrame, settings: RunSettings) -> None:
 
 
 def verdict(run: Run, steps: pd.DataFrame) -> Verdict:
-    """Judge a replay by its table of steps (`tsae.attribution.replay.path.Replayed.steps`)."""
+    """Judge a replay by its table of steps (`tsae.attribution.path.Replayed.steps`)."""
     off = (steps.grad_norm.clip(lower=_FLAT) / steps.logged_grad_norm.clip(lower=_FLAT) - 1).abs()
     known = off.notna().to_numpy()
     departs, last = None, int(steps.step.iloc[-1])

@@ -1,5 +1,5 @@
-"""The settings of a run, in words that do not depend on the trainer (`tsae.attribution.readers` reads them), and the
-run's optimiser: its rates, and the parts of its steps (`tsae.attribution.replay.states` takes them).
+"""The settings of a run, in words that do not depend on the trainer (`tsae.attribution.find_settings` reads
+them), and the run's optimiser: its rates, and the parts of its steps (`tsae.attribution.states` takes them).
 
 A step moves the weights by
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from tsae.attribution.training.loss import PolicyLoss, RewardKL
+from tsae.attribution.loss import PolicyLoss, RewardKL
 from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tsae import cli
-from tsae.commands.resource_errors import resource_error
+from tsae.commands.system import resource_error
 
 
 def test_errors_of_the_system_and_of_libraries() -> None:

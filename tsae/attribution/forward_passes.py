@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tsae.attribution.replay.states import State
+from tsae.attribution.log_fit import advantages_of
+from tsae.attribution.loss import BatchTokens
+from tsae.attribution.order import Plan, Update
 from tsae.attribution.sample_gradients import TrainedWeights, keep_logits
-from tsae.attribution.training.log_fit import advantages_of
-from tsae.attribution.training.loss import BatchTokens
-from tsae.attribution.training.order import Plan, Update
-from tsae.attribution.training.settings import RunSettings
+from tsae.attribution.settings import RunSettings
+from tsae.attribution.states import State
 from tsae.checkpoints.hooks import positions
 from tsae.diff.influence import padded
 from tsae.errors import TsaeError

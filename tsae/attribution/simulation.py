@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tsae.attribution.replay.forward_passes import Chunk, Known, Rows, Run, every_log, rows_of, summands
-from tsae.attribution.replay.path import Replayed, known_of
-from tsae.attribution.replay.shares import backward
-from tsae.attribution.training.loss import Again
+from tsae.attribution.forward_passes import Chunk, Known, Rows, Run, every_log, rows_of, summands
+from tsae.attribution.loss import Again
+from tsae.attribution.path import Replayed, known_of
+from tsae.attribution.shares import backward
 from tsae.base.progress import progress_bar
 
 _BYTES = 12

@@ -1,4 +1,8 @@
-"""Errors of the system that a user can put right: no space, memory, files or permission."""
+"""What lies between a command and its system: what a terminal may be sent, and errors that a user can put right.
+
+Texts come from strangers' logs, and a control character in one could steer the terminal. The system may lack space,
+memory, files or permission.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,52 @@ import errno
 import os
 import re
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 from tsae.errors import TsaeError, is_panic
+from tsae.report.text import visible
+
+_BAR = re.compile(r"(?:\n|\x1b\[A)*")
+"""How a progress bar moves to its line."""
+
+
+class _SafeStream:
+    """A stream that shows control characters as their code points; all else is the stream's own.
+
+    Args:
+        stream: that is written to.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if not _BAR.fullmatch(text):
+            text = "\r".join(map(visible, text.split("\r"))) if self._returns(text) else visible(text)
+        self._stream.write(text)
+        return len(text)
+
+    def _returns(self, text: str) -> bool:
+        # A bar goes back to the begin of its line, and begins or ends what it writes with that.
+        return "\r" not in text.strip("\r")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def safe_stdio() -> Iterator[None]:
+    """While the block runs, nothing that is printed steers the terminal, but for progress bars."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _SafeStream(out), _SafeStream(err)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+
 
 _FIXES = {
     "Make room, and give the same command again: what is finished is kept.": (

@@ -1,7 +1,7 @@
 """Shares: what happened to a target, split over the samples that made it happen.
 
 Along the path the target changes by Σ_t ∇F · u_t, with u_t the optimiser's steps, and each step is a sum over the
-gradients of this batch and of those before it (`tsae.attribution.training.settings`). In one sweep backwards,
+gradients of this batch and of those before it (`tsae.attribution.settings`). In one sweep backwards,
 
     a_t = β₁ a_{t+1} + D_t ∘ ½(∇F(θ_{t−1}) + ∇F(θ_t))        D_t = lr_t (1 − β₁) / ((1 − β₁ᵗ)(√v̂_t + ε))
     share(i, t) = −c_t ⟨a_t, g_ti⟩
@@ -29,7 +29,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.replay.forward_passes import (
+from tsae.attribution.forward_passes import (
     Chunk,
     Known,
     Rows,
@@ -42,7 +42,7 @@ from tsae.attribution.replay.forward_passes import (
     log_softmax,
     summands,
 )
-from tsae.attribution.replay.path import Replayed, steps_back
+from tsae.attribution.path import Replayed, steps_back
 from tsae.attribution.sample_gradients import BatchGradients
 from tsae.attribution.sample_kinds import band_of
 from tsae.attribution.targets import Targets

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.training.settings import Optimiser
+from tsae.attribution.settings import Optimiser
 from tsae.base.files import replacing
 from tsae.errors import TsaeError
 

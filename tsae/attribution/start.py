@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from tsae.attribution.replay.path import Control, Controls
-from tsae.attribution.replay.states import State, decayed
+from tsae.attribution.path import Control, Controls
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.training.settings import Optimiser
-from tsae.base.disk.torch_file import read_torch_file
+from tsae.attribution.settings import Optimiser
+from tsae.attribution.states import State, decayed
+from tsae.base.array_files import read_torch_file
 from tsae.base.files import read_object
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
