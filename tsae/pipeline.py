@@ -36,7 +36,7 @@ from tsae.features.encode import encoded
 from tsae.features.feature_table import FeatureTable
 from tsae.report.attribution import statement
 from tsae.report.claims import expected
-from tsae.report.story.statements import noise_lines
+from tsae.report.story.statements import noise_lines, with_stand_in
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
@@ -288,12 +288,12 @@ class Pipeline:
                 fix = (error.fix or "See docs/attribution.md").rstrip(".")
                 missing = f"{where}{error.what.rstrip('.')}"
                 return Attributed(None, f"Not known. {missing}. {fix}; `tsae attribute` then adds it.")
-            return Attributed(found, " ".join(statement(found).sentences))
+            return Attributed(found, " ".join(with_stand_in(diff, statement(found)).sentences))
 
-        def load(*_: Any) -> Attributed | None:
+        def load(sae: TemporalSAE, diff: FeatureDiff) -> Attributed | None:
             found, why = attribution_in(self.to)
             if found is not None:
-                return Attributed(found, " ".join(statement(found).sentences))
+                return Attributed(found, " ".join(with_stand_in(diff, statement(found)).sentences))
             return Attributed(None, f"Not known. It needs {why}. `tsae attribute` adds it.") if why else None
 
         return Stage(

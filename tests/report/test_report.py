@@ -16,7 +16,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from support.results import INVISIBLE, MARKUP, behaviour, describe, make, reader, rendered, source, table_of
+from support.results import (
+    INVISIBLE,
+    MARKUP,
+    behaviour,
+    describe,
+    every_table,
+    make,
+    reader,
+    rendered,
+    source,
+    table_of,
+)
 from tsae.diff.confounds import FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
@@ -613,3 +624,28 @@ def test_bands_that_are_steps_are_said_before_all_else(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert said.index("cannot be told apart") < said.index("Behaviour on each band")
     assert re.search(r"step 2 +step 3-9 +step 10-25\n  easy +0 +0 +7\n", said)
+
+
+def test_a_stand_in_for_the_base_is_said_in_the_title_and_in_every_statement_that_compares_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base, *others = make().info["readers"]
+    told = "against step 25, since the base is missing"
+    diff = every_table(make(), make().checkpoints)
+    assert told not in str(findings(diff)) + rendered(diff)
+    info = {**diff.info, "readers": [{**base, "step": 25}, *others], "no_dynamics": {}, "steps": []}
+    diff = replace(diff, info=info)
+    compared = [
+        f.sentences[0] for f in findings(diff) if f.checkpoint or f.evidence in ("opposed", "predicted", "steps")
+    ]
+    assert len(compared) == 5
+    assert all(sentence.startswith(f"A{told[1:]}: ") for sentence in compared)
+    assert f"compared with base ({told[8:]})" in lead(diff)
+    page = rendered(diff, "My run")
+    assert f"<title>My run, {told}</title>" in page
+    assert f"<h1>My run, {told}</h1>" in page
+    assert '<p class="warn">The base is missing, and base takes its place: ' in page
+    print_findings(diff)
+    assert capsys.readouterr().out.startswith("\nThe base is missing, and base takes its place")
+    shown = contrasts_text(diff, "shift", "up-run", 3)
+    assert shown.startswith("Shifts of up-run against base (step 25, since the base is missing), ")

@@ -221,7 +221,7 @@ def _kept(folders: list[Path]) -> str | None:
     for folder in folders:
         for name in ("adapter_model.safetensors", "model*.safetensors"):
             for file in sorted(folder.glob(name)):
-                with reading(file, "Restore the file, or remove it."), safe_open(file, "pt") as weights:
+                with reading(file, "Restore the file, or remove it."), safe_open(file, "np") as weights:
                     return str(weights.get_slice(next(iter(weights.keys()))).get_dtype())
     return None
 

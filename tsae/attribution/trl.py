@@ -15,8 +15,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from tsae.attribution.config_words import Words, table_of
 from tsae.attribution.loss import Correction, PolicyLoss
 from tsae.attribution.settings import Batching, Optimiser, RunSettings
@@ -148,6 +146,8 @@ def _refuse_unknown(given: Words, model: Mapping[str, Any]) -> None:
     known |= set(f"{table['facts']} {table['used']} {table['no_effect_whole']}".split())
     known |= {*table["of_models"].split(), *model} if kind else set()
     if isinstance(kind, str):
+        from transformers import AutoConfig
+
         with suppress(ValueError):  # a model that needs its own code
             known |= AutoConfig.for_model(kind).to_dict().keys()
     no_effect = re.compile("|".join(table["no_effect"].split()))

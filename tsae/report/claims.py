@@ -15,7 +15,7 @@ from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.notebook import card
-from tsae.report.story.statements import Statement
+from tsae.report.story.statements import Statement, with_stand_in
 from tsae.report.text import count, interval, listed, number, visible
 
 HEADING = "What the literature would expect"
@@ -56,7 +56,7 @@ def expected(diff: FeatureDiff, claims: Claims) -> Statement:
         raise TsaeError(
             f"were tested on other rollouts ({of}) than those of the diff", where="claims", fix="tsae claims RUN"
         )
-    return Statement(HEADING, (counted(claims),), "claims")
+    return with_stand_in(diff, Statement(HEADING, (counted(claims),), "claims"))
 
 
 def counted(claims: Claims) -> str:

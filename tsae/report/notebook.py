@@ -23,7 +23,7 @@ from tsae.features.contexts import context
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import row_blocks
 from tsae.report.document import macro
-from tsae.report.story.facts import bands_of
+from tsae.report.story.facts import bands_of, compared_with
 from tsae.report.text import count, number, visible
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
@@ -177,7 +177,12 @@ def diff_card(diff: FeatureDiff) -> str:
     shown = pd.concat([top[_KEPT], of_each, top[_NUMBERS]], axis=1)
     return card(
         "FeatureDiff",
-        {"features": len(diff.features), "base": diff.base, "compared": diff.checkpoints, "q ≤": f"{diff.q:g}"},
+        {
+            "features": len(diff.features),
+            "base": compared_with(diff),
+            "compared": diff.checkpoints,
+            "q ≤": f"{diff.q:g}",
+        },
         ("largest shifts (delta: standard deviations over base trajectories)", shown),
         ("contrasts over all problems", drawn),
         ("reconstruction per reader", pd.DataFrame(diff.info["readers"])[["id", "fve", "flagged"]]),

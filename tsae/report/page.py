@@ -22,7 +22,7 @@ from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
-from tsae.report.story.statements import noise_text, predictions, step_features, tests
+from tsae.report.story.statements import noise_text, predictions, step_features, tests, with_stand_in
 from tsae.report.text import capitalised, shortened
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -69,7 +69,7 @@ def render(
     diff = _readable(diff)
     found = findings(diff)
     if attribution is not None:
-        found.insert(-1, statement(attribution))
+        found.insert(-1, with_stand_in(diff, statement(attribution)))
     if claims is not None:
         found.insert(-1, expected(diff, claims))
     # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
@@ -80,12 +80,13 @@ def render(
     drawn = _figures(diff, to_draw, attribution)
     return render_page(
         "report.html",
-        title or _TITLE,
+        ", ".join(part for part in (title or _TITLE, facts.stand_in(diff)) if part),
         drawn,
         explored.parts,
         connect="'self'" if served else "'none'",
         diff=diff,
         lead=lead(diff),
+        warning=gates.stand_in_warning(diff),
         beside=beside,
         below=[f for f in found if f not in beside],
         spoken=" ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found),

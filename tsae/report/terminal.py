@@ -19,7 +19,7 @@ from tsae.diff.reinforcement import Reinforcement
 from tsae.report import tables
 from tsae.report.story import facts
 from tsae.report.story.findings import feature_sentences, tested
-from tsae.report.story.gates import bands_warning, gates
+from tsae.report.story.gates import bands_warning, gates, stand_in_warning
 from tsae.report.story.statements import contrasts, found_in, survivors
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
@@ -28,6 +28,8 @@ from tsae.sae.quality.evaluation import Evaluation
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
     """Behaviours by checkpoint, what runs moved, outcomes, families, steps, and the gates."""
+    if warning := stand_in_warning(diff):
+        print(f"\n{textwrap.fill(visible(warning), 118)}")
     if warning := bands_warning(diff):
         print(f"\n{textwrap.fill(visible(warning), 118)}\n{table_text(tables.problems_by_step(diff))}")
     parts = [behaviour_text(diff.behaviours)]
@@ -91,7 +93,8 @@ def contrasts_text(diff: FeatureDiff, kind: str, checkpoint: str, n: int) -> str
         if part is None or (c.part, c.outcome) == (part, "all")
     ]
     title = {
-        "shift": f"Shifts of {checkpoint} against {diff.base}, {facts.PART_NAMES.get(str(part), 'none')}",
+        "shift": f"Shifts of {checkpoint} against {facts.compared_with(diff)}, "
+        f"{facts.PART_NAMES.get(str(part), 'none')}",
         "outcome": f"Success − failure within problem, read by {checkpoint}",
         "interaction": f"Outcome effect in one band − in another, read by {checkpoint}",
     }[kind]

@@ -91,7 +91,7 @@ class Plots:
 
     def overview(self) -> Figure:
         """The report's first picture: the clearest features in every run."""
-        return _titled(overview(self.diff), "What every run did", f"against {self.diff.base}")
+        return _titled(overview(self.diff), "What every run did", f"against {facts.compared_with(self.diff)}")
 
     def behaviours(self) -> Figure:
         """Accuracy, length and every other behaviour by checkpoint and band, with intervals."""
@@ -114,7 +114,9 @@ class Plots:
 
     def families(self) -> Figure:
         """Mean shift of every family of features in every run."""
-        return _titled(checks.family_figure(self.diff), "Families of features", f"against {self.diff.base}")
+        return _titled(
+            checks.family_figure(self.diff), "Families of features", f"against {facts.compared_with(self.diff)}"
+        )
 
     def predictions(self) -> Figure:
         """Shifts that rollouts predict beside those that came; see `FeatureDiff.with_reinforcement`."""
@@ -140,7 +142,7 @@ class Plots:
         """Features that one checkpoint raised and another lowered, in every run."""
         found = [int(feature) for feature in self.diff.opposed(up, down).head(n).index]
         drawn = features.opposed_figure(self.diff, found)
-        return _titled(drawn, f"Raised by {up}, lowered by {down}", f"shift against {self.diff.base}")
+        return _titled(drawn, f"Raised by {up}, lowered by {down}", f"shift against {facts.compared_with(self.diff)}")
 
     def outcomes(self, n: int = 6) -> Figure:
         """Success − failure within problem: the n clearest features of every band, as the base reads its responses."""
@@ -155,7 +157,9 @@ class Plots:
         """
         described = facts.named(self.diff, self.diff.feature(feature).index)
         return _titled(
-            features.feature_figure(self.diff, feature), f"Feature {described}", f"shift against {self.diff.base}"
+            features.feature_figure(self.diff, feature),
+            f"Feature {described}",
+            f"shift against {facts.compared_with(self.diff)}",
         )
 
 

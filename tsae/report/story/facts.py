@@ -40,6 +40,17 @@ def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
     return None
 
 
+def stand_in(diff: FeatureDiff) -> str:
+    """“against step 25, since the base is missing”, where an early step takes the base's place; else empty."""
+    step = diff.info["readers"][0].get("step")
+    return f"against step {step}, since the base is missing" if step else ""
+
+
+def compared_with(diff: FeatureDiff) -> str:
+    """The base, by its id; and where it only takes the base's place, that it does."""
+    return f"{diff.base} ({told.removeprefix('against ')})" if (told := stand_in(diff)) else diff.base
+
+
 def bands_of(diff: FeatureDiff) -> list[str]:
     """Bands that the diff was split by; none where the problems have none."""
     present = set(diff.contrasts.band) if not diff.contrasts.empty else set()

@@ -25,6 +25,7 @@ from tsae.report.story.statements import (
     predictions,
     survivors,
     tests,
+    with_stand_in,
 )
 from tsae.report.text import capitalised, count, interval, listed, number, percent
 
@@ -43,14 +44,15 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
     last, where they are known: what was predicted, how it went along steps, and what was tested causally.
     """
     runs = diff.final_checkpoints
-    found = [_run(diff, checkpoint) for checkpoint in runs[: limit - 1]]
-    found += [statement for statement in (_opposed(diff), None if runs else _outcomes(diff)) if statement]
+    compared = [*(_run(diff, checkpoint) for checkpoint in runs[: limit - 1]), _opposed(diff)]
+    found = [with_stand_in(diff, statement) for statement in compared if statement]
+    found += [statement for statement in [None if runs else _outcomes(diff)] if statement]
+    later = [with_stand_in(diff, statement) for statement in (_predicted(diff), _along_steps(diff)) if statement]
     warning = bands_warning(diff)
     kept = [
         Statement("Before all others", (warning,), "gates", warns=True) if warning else None,
         *found[: limit - 1],
-        _predicted(diff),
-        _along_steps(diff),
+        *later,
         tested(diff),
         Statement("How far to believe it", belief(diff), "gates"),
     ]
@@ -76,8 +78,7 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
 
 def lead(diff: FeatureDiff) -> str:
     """One sentence: what was compared with what, on how much."""
-    base, runs = diff.base, diff.final_checkpoints
-    table = diff.behaviours
+    runs, table = diff.final_checkpoints, diff.behaviours
     everything = table[table.band == "all"] if len(table) else table
     size = ""
     if len(everything):
@@ -87,9 +88,10 @@ def lead(diff: FeatureDiff) -> str:
         trajectories = int(everything.drop_duplicates("policy").n_trajectories.sum())
         size = f" on {count(problems, 'problem')} and {count(trajectories, 'response')}"
     if not runs:
-        return f"Successes against failures of the same problem, as {base} reads them{size}."
+        return f"Successes against failures of the same problem, as {diff.base} reads them{size}."
     names = listed(runs) if len(runs) <= 4 else count(len(runs), "run")
-    return f"{names} compared with {base}{size}, through {len(diff.features):,} features of a temporal SAE."
+    through = f"through {len(diff.features):,} features of a temporal SAE"
+    return f"{names} compared with {facts.compared_with(diff)}{size}, {through}."
 
 
 def _run(diff: FeatureDiff, checkpoint: str) -> Statement:

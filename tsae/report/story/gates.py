@@ -167,6 +167,16 @@ def bands_warning(diff: FeatureDiff) -> str:
     return f"{refused[0].upper()}{refused[1:]}. Bands are shown, and not compared." if refused else ""
 
 
+def stand_in_warning(diff: FeatureDiff) -> str:
+    """That an early checkpoint takes the place of the base, and what to give; empty where the base is there."""
+    if not facts.stand_in(diff):
+        return ""
+    return (
+        f"The base is missing, and {diff.base} takes its place: what training did up to that step is not seen here. "
+        "To compare with the model that training started from, give it: --base MODEL."
+    )
+
+
 def bands_by_step(diff: FeatureDiff) -> tuple[list[str], dict[str, list[int]]]:
     """Training steps or ranges of them ("3-7"), and of every band the problems asked there; empty if not measured."""
     found = (diff.info.get("bands") or {}).get("confounded_with_step") or {"table": {}}

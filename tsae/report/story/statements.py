@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -12,7 +12,7 @@ from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.text import count, listed, number, visible
+from tsae.report.text import capitalised, count, listed, number, visible
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _AFTER_CONTROL = {"length": "at like length", "position": "at like position", "token": "given the token"}
@@ -32,6 +32,14 @@ class Statement:
     """The run that it is about."""
     warns: bool = False
     """Whether it has to be read before all others."""
+
+
+def with_stand_in(diff: FeatureDiff, statement: Statement) -> Statement:
+    """The statement; where an early step takes the base's place, it begins with that."""
+    if not (what := facts.stand_in(diff)):
+        return statement
+    first, *others = statement.sentences
+    return replace(statement, sentences=(f"{capitalised(what)}: {first}", *others))
 
 
 @dataclass(frozen=True)
