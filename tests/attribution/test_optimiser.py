@@ -74,6 +74,7 @@ def test_steps_are_torchs_own(optimiser: Optimiser) -> None:
     [
         ("constant_with_warmup", {}),
         ("linear", {}),
+        ("cosine", {}),
         ("cosine_with_restarts", {"num_cycles": 3}),
         ("cosine_with_min_lr", {"min_lr": 1e-4}),
         ("polynomial", {"lr_end": 1e-5, "power": 2.0}),

@@ -21,15 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from tsae.base.validation import NotNegative, Positive, config
 from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Again = Literal["on-policy", "replayed"]
 """How a run is imagined anew: with responses that its policy samples, or with those of the log."""
@@ -65,7 +66,7 @@ Estimator = Literal["k1", "abs", "k2", "k3"]
 def estimate_kl(kind: Estimator, apart: Tensor) -> Tensor:
     """Estimates of the KL divergence in nats, token by token, from log π − log reference."""
     if kind == "k3":
-        return torch.exp(-apart) + apart - 1
+        return (-apart).exp() + apart - 1
     return apart if kind == "k1" else apart.abs() if kind == "abs" else apart**2 / 2
 
 
@@ -233,7 +234,7 @@ class PolicyLoss:
         """(B, T) bool: the tokens of a micro-batch, of all processes, whose entropy (nats) is in the top quantile."""
         if not mask.any():
             return mask.bool()
-        threshold = torch.quantile(entropy[mask.bool()].float(), 1 - self.top_entropy_quantile)
+        threshold = entropy[mask.bool()].float().quantile(1 - self.top_entropy_quantile)
         return (entropy >= threshold) & mask.bool()
 
     def summands(self, batch: BatchTokens) -> tuple[Tensor, Tensor | None]:
@@ -244,8 +245,8 @@ class PolicyLoss:
         mask, log = batch.mask.bool(), batch.log
         advantage = batch.advantage if batch.advantage.ndim == 2 else batch.advantage[:, None]
         old = log.detach() if batch.old is None else batch.old.detach()
-        sampler = old if batch.sampler is None else torch.where(batch.sampler.isnan(), old, batch.sampler)
-        per_token = torch.where(mask, log - (old if self.ratio_to == "old" else sampler), 0.0)
+        sampler = old if batch.sampler is None else old.where(batch.sampler.isnan(), batch.sampler)
+        per_token = (log - (old if self.ratio_to == "old" else sampler)).where(mask, 0.0)
         log_ratio = per_token if self.level == "token" else _mean(per_token, mask)
         correction = None if self.correction is None else self._correction(old - sampler, mask)
         if self.surrogate == "vespo":
@@ -255,18 +256,18 @@ class PolicyLoss:
             policy = policy if correction is None else policy * correction
         if self.surrogate in ("mask", "ipo", "dppo"):
             moved = log_ratio.exp() - 1 if self.surrogate == "mask" else log.exp() - sampler.exp()
-            policy = torch.where(self._outside(moved, advantage), 0.0, policy)
+            policy = policy.where(~self._outside(moved, advantage), 0.0)
         if self.off_policy_threshold is not None:
             far = _mean(sampler - log.detach(), mask) > self.off_policy_threshold
-            policy = torch.where(far & (advantage < 0), 0.0, policy)
-        policy = torch.where(mask if batch.kept is None else mask & batch.kept, policy, 0.0)
+            policy = policy.where(~(far & (advantage < 0)), 0.0)
+        policy = policy.where(mask if batch.kept is None else mask & batch.kept, 0.0)
         if not self.beta:
             return policy, None
         to = sampler if self.kl_to == "sampler" else batch.ref
         assert to is not None
         against = {"old": log_ratio, "now": log - log.detach(), "sampler": log - sampler}
         kl = self._kl(log - to, against[self.kl_corrected_to] if self.kl_corrected else None)
-        return policy, torch.where(mask, self.beta * kl, 0.0)
+        return policy, (self.beta * kl).where(mask, 0.0)
 
     def _policy(self, log: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """Summands of the policy term, from log π and log ρ."""
@@ -277,22 +278,22 @@ class PolicyLoss:
         if self.surrogate == "cispo":
             return -ratio.clamp(self.cispo_low, high).detach() * advantage * log
         if self.surrogate == "sapo":
-            tau = torch.where(advantage > 0, *self.sapo_temperatures)
-            return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+            tau = _either(advantage > 0, *self.sapo_temperatures)
+            return -(tau * (ratio - 1)).sigmoid() * 4 / tau * advantage
         if self.surrogate != "clip":
             return -ratio * advantage
         clipped = ratio.clamp(1 - self.epsilon, 1 + high)
         free = ratio if self.delta is None else ratio.clamp(max=self.delta)
-        loss = -torch.minimum(free * advantage, clipped * advantage)
+        loss = -(free * advantage).minimum(clipped * advantage)
         if self.dual_clip is None:
             return loss
-        return torch.where(advantage < 0, torch.minimum(loss, -self.dual_clip * advantage), loss)
+        return loss.minimum(-self.dual_clip * advantage).where(advantage < 0, loss)
 
     def _outside(self, moved: Tensor, advantage: Tensor) -> Tensor:
         """Whether tokens left the trust region of a surrogate that masks."""
         assert self.epsilon is not None
         above, below = moved > (self.epsilon if self.epsilon_high is None else self.epsilon_high), moved < -self.epsilon
-        return torch.where(advantage > 0, above, below) if self.surrogate == "dppo" else above | below
+        return above.where(advantage > 0, below) if self.surrogate == "dppo" else above | below
 
     def _vespo(self, log: Tensor, per_token: Tensor, advantage: Tensor, correction: Tensor | None) -> Tensor:
         k_of_more, rate_of_more, k_of_less, rate_of_less = self.vespo
@@ -300,19 +301,19 @@ class PolicyLoss:
         if correction is not None:
             of_sample = of_sample + correction.log().clamp(_LEAST, 20).sum(1, keepdim=True)
         of_sample = of_sample.clamp(_LEAST, 20)
-        k = torch.where(advantage >= 0, k_of_more, k_of_less)
-        rate = torch.where(advantage >= 0, rate_of_more, rate_of_less).clamp(min=1e-4)
+        k = _either(advantage >= 0, k_of_more, k_of_less)
+        rate = _either(advantage >= 0, rate_of_more, rate_of_less).clamp(min=1e-4)
         return -(rate + k * of_sample - rate * of_sample.exp()).exp() * advantage * log
 
     def _correction(self, apart: Tensor, mask: Tensor) -> Tensor:
         """(B, T) or (B, 1) factors of the policy term, from log old − log sampler."""
         assert self.correction is not None
         mode, low, high = self.correction.mode, self.correction.low, self.correction.high
-        apart = torch.where(mask, apart, 0.0)
+        apart = apart.where(mask, 0.0)
         ratio = (apart.sum(1, keepdim=True) if mode.startswith("sequence") else apart).exp()
         compared = _mean(apart, mask).exp() if mode == "geometric_mask" else ratio
         clipped = compared if low is None and high is None else compared.clamp(low, high)
-        return clipped if mode.endswith("truncate") else torch.where(clipped == compared, ratio, 0.0)
+        return clipped if mode.endswith("truncate") else ratio.where(clipped == compared, 0.0)
 
     def _kl(self, apart: Tensor, log_weight: Tensor | None) -> Tensor:
         """Estimates of the KL divergence, from log π − log reference and the log of the ratio that weighs them."""
@@ -320,7 +321,7 @@ class PolicyLoss:
         kl = estimate_kl(self.kl, free)
         if log_weight is not None:
             if self.kl_corrected_to != "old":  # NeMo-RL stops both gradients where d is clamped.
-                log_weight = torch.where(free == apart, log_weight, log_weight.detach())
+                log_weight = log_weight.where(free == apart, log_weight.detach())
             kl = kl * log_weight.exp()
         return _within(kl, self.kl_clamp)
 
@@ -334,10 +335,12 @@ class PolicyLoss:
                 is clipped. on-policy: the policy samples anew; ρ makes the logged responses stand for those (importance
                 weights, truncated; Ionides 2008).
         """
+        import torch
+
         ratio = log_ratio.exp().clamp(max=_LARGEST)
         if again == "on-policy":
             return ratio
-        sign = torch.where(positive, 1.0, -1.0)
+        sign = _either(positive, 1.0, -1.0)
         with torch.enable_grad():
             log = ratio.log().detach().requires_grad_()
             found: Tensor = torch.autograd.grad((-sign * self._policy(log, log, sign)).sum(), log)[0]
@@ -348,6 +351,12 @@ _LEAST = float(np.log(1e-8))
 """Smallest log of a response's ratio in vespo."""
 
 
+def _either(where: Tensor, one: float, other: float) -> Tensor:
+    import torch  # the settings of a run are read without it
+
+    return torch.where(where, one, other)
+
+
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
     """(B, 1) mean of the tokens that count."""
-    return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return values.where(mask, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

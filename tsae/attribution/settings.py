@@ -14,17 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
+from math import cos, isfinite, pi
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from tsae.attribution.loss import PolicyLoss, RewardKL
 from tsae.base.validation import Count, NotNegative, Positive, Size, config
 from tsae.errors import TsaeError
+
+if TYPE_CHECKING:
+    import torch
+
+_CLOSED: dict[str, Callable[[int, int], float]] = {
+    "constant": lambda done, left: 1.0,
+    "linear": lambda done, left: max(0.0, (left - done) / max(1, left)),
+    "cosine": lambda done, left: max(0.0, 0.5 * (1 + cos(pi * done / max(1, left)))),
+}
+"""Factors of the learning rate, so many steps after the warmup of so many: as transformers' schedules, without it."""
 
 
 @config
@@ -174,6 +183,10 @@ class Optimiser:
     @cached_property
     def _factor(self) -> Callable[[int], float]:
         """The factor of the learning rate after so many steps of the schedule."""
+        if (closed := _CLOSED.get(self.schedule)) and not self.shape:
+            warmup, n_steps = self.warmup, self.n_steps or 0
+            return lambda done: done / max(1, warmup) if done < warmup else closed(done - warmup, n_steps - warmup)
+        import torch
         from transformers import get_scheduler
 
         optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self.learning_rate)
@@ -186,5 +199,5 @@ class Optimiser:
     def clip(self, norm: torch.Tensor) -> torch.Tensor:
         """Factor of gradients whose norm this is, as `torch.nn.utils.clip_grad_norm_` has it."""
         if self.max_grad_norm is None:
-            return torch.ones_like(norm)
+            return norm.new_ones(norm.shape)
         return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
