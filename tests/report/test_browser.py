@@ -66,7 +66,7 @@ class Tab:
         self.page.context.close()
 
     def rests(self, place: Any) -> None:
-        """A place is in sight, and stays where it is: a figure that is drawn above it moves it, and a click may miss."""
+        """A place is in sight, and stays where it is: a figure that is drawn above it moves it, and a click misses."""
         place.scroll_into_view_if_needed()
         place.evaluate("""async (place) => {
             for (let rested = 0, last = null; rested < 5; ) {
