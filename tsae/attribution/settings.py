@@ -184,8 +184,8 @@ class Optimiser:
     def _factor(self) -> Callable[[int], float]:
         """The factor of the learning rate after so many steps of the schedule."""
         if (closed := _CLOSED.get(self.schedule)) and not self.shape:
-            warmup, n_steps = self.warmup, self.n_steps or 0
-            return lambda done: done / max(1, warmup) if done < warmup else closed(done - warmup, n_steps - warmup)
+            warmup, left = self.warmup, (self.n_steps or 0) - self.warmup
+            return lambda done: done / max(1, warmup) if done < warmup else closed(done - warmup, left)
         import torch
         from transformers import get_scheduler
 
