@@ -12,8 +12,8 @@ from .activations.token_statistics import trajectory_statistics as trajectory_st
 from .attribution.attribute import attribute as attribute
 from .attribution.attribution import Attribution as Attribution
 from .attribution.config import AttributionConfig as AttributionConfig
-from .attribution.readers.find import read_settings as read_settings
-from .attribution.training.settings import RunSettings as RunSettings
+from .attribution.find_settings import read_settings as read_settings
+from .attribution.settings import RunSettings as RunSettings
 from .causal.config import InsertionConfig as InsertionConfig
 from .causal.config import InterventionConfig as InterventionConfig
 from .causal.insertion import insertion as insertion
