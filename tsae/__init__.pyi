@@ -50,6 +50,7 @@ from .report.hub.config import PushConfig as PushConfig
 from .report.hub.push import push as push
 from .rollouts.config import BandCutoffs as BandCutoffs
 from .rollouts.config import BandQuantiles as BandQuantiles
+from .rollouts.config import BandSource as BandSource
 from .rollouts.config import DifficultyConfig as DifficultyConfig
 from .rollouts.config import EndpointConfig as EndpointConfig
 from .rollouts.config import SamplingConfig as SamplingConfig

@@ -14,7 +14,7 @@ from tsae.base.validation import Count, NotNegative, Positive, Seed, UserPath, c
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import refuse
-from tsae.rollouts.config import ImportConfig, ServerConfig, Unfit
+from tsae.rollouts.config import BandsBy, BandSource, ImportConfig, ServerConfig, Unfit
 from tsae.sae.config import SAEConfig, TrainingConfig
 
 _KINDS: tuple[Kind, ...] = (
@@ -41,6 +41,11 @@ class RunConfig:
     bands_from: UserPath | None = None
     """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), to measure bands on. By default
     bands come from the log. They are then not compared if the run learns and asks each problem at one step only."""
+    source: OmitArgPrefixes[BandSource] = field(default_factory=BandSource)
+    """Bands from elsewhere, which are then contrasted; the policies' own are kept beside (--by own, and that of tsae
+    diff)."""
+    by: BandsBy = "auto"
+    """Whose bands are contrasted, if several are known: own, difficulty or level. By default those from elsewhere."""
     site: str | None = None
     """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
     tokens: Count = 1_000_000
@@ -98,6 +103,11 @@ class RunConfig:
         refuse(
             "RunConfig",
             (self.server.url and self.sample is None, "a server is given, and nothing to sample", fix),
+            (
+                self.by in ("difficulty", "level") and self.by not in self.source.kinds,
+                f"by={self.by}, and no bands of this kind are given",
+                "Give difficulty and difficulty_column (--difficulty), or bands_column (--bands-column).",
+            ),
             (named, f"{named} is for training an SAE, and sae={self.sae} is given", "Leave one of them out."),
         )
         # What cannot be trained is refused now, not after the capture.

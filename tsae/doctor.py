@@ -24,12 +24,14 @@ from tsae.checkpoints.series import CheckpointSeries, named_base
 from tsae.checkpoints.weight_files import config_of, folder_of, weight_files
 from tsae.config import RunConfig
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import band_counts
+from tsae.rollouts.band_source import bands_from, read_source
+from tsae.rollouts.bands import band_counts, bands_label, found_how, kind_of_bands
 from tsae.rollouts.config import BandCutoffs, ImportConfig
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.log_files import NoLog, find_files
 from tsae.rollouts.logs.outcome_rules import with_outcome
+from tsae.rollouts.logs.tokens import shown_prompt
 
 _SECONDS = 2.0
 """In which rows of the log are read."""
@@ -189,6 +191,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
         span = f", steps {steps[0]} to {steps[-1]}" if steps else ", no steps"
         yield Finding("log", "ok", "; ".join([f"{form.title} in {path}: {part}{span}", *notes]))
         yield from _of_log(log, success)
+        yield from _from_elsewhere(log, config)
     if series is not None:
         yield from _attribution(series, log, config)
         yield from _machine(series, log, config)
@@ -248,8 +251,25 @@ def _of_log(log: _Log, success: str) -> Iterator[Finding]:
     once = sum(len(found) == 1 for found in problems.values())
     what = f"about, by the log's own pass rates: {band_counts(bands)} problems; {once:,} were answered once"
     fix = "--bands-from FILE: the base's own rollouts on these problems (tsae rollouts sample)"
+    if len({entry.level for entry in log.entries} - {None}) > 1:
+        fix += "; or --bands-column level: the log has levels of the data set"
     thin = f"; too few for much: {', '.join(few)}" if few else ""
     yield Finding("bands", "note" if few else "ok", what + thin, fix * bool(few))
+
+
+def _from_elsewhere(log: _Log, config: RunConfig) -> Iterator[Finding]:
+    """Bands by another model's pass rates, or by the data set's levels, where they are asked for."""
+    try:
+        given = read_source(config.source)
+        asked = {(e.problem_id or str(e.prompt), e.level): shown_prompt(e.prompt or "") for e in log.entries}
+        rows = [(id, prompt, level) for (id, level), prompt in asked.items()]
+        problems = pd.DataFrame(rows, columns=["id", "prompt", "level"])
+        for bands, told in bands_from(given, problems.id, problems, config.log or config.path):
+            if told.startswith("problems: ") and "bands are" not in told:
+                told += f"; {found_how(bands.info)}"
+            yield Finding(kind_of_bands(bands.info), "ok", f"{bands_label(bands.info)}: {told}")
+    except TsaeError as error:
+        yield _missing(config.source.kinds[0] if config.source.kinds else "bands", error)
 
 
 def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> Iterator[Finding]:

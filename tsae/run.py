@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 import tsae
 from tsae.activations.config import CaptureConfig
 from tsae.activations.store import ActivationStore
@@ -26,7 +28,7 @@ from tsae.attribution.find_settings import find_settings
 from tsae.attribution.sample_kinds import other_problems
 from tsae.base.artefact import file_hash, versions
 from tsae.base.files import plain
-from tsae.base.mirror import removed
+from tsae.base.mirror import local, removed
 from tsae.base.part import digest_of
 from tsae.causal.findings import Tested, causal_tests
 from tsae.causal.intervention import folders_of_tests
@@ -39,8 +41,9 @@ from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
 from tsae.report.story import facts
-from tsae.rollouts.bands import band_counts, band_problems
-from tsae.rollouts.config import ImportConfig, SamplingConfig
+from tsae.rollouts.band_source import Given, asked_problems, bands_from, read_source
+from tsae.rollouts.bands import Bands, band_counts, band_problems, kind_of_bands
+from tsae.rollouts.config import BandSource, ImportConfig, SamplingConfig
 from tsae.rollouts.fresh_rollouts import (
     answered_anew,
     draw_problems,
@@ -121,6 +124,7 @@ def analyze_state(
 ) -> FeatureDiff:
     """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
     sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
+    given = read_source(config.source)
     series, origin = find_series(config, frozenset() if state is None else state.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log, only = find_run_log(config), None if state is None else state.log
@@ -159,7 +163,7 @@ def analyze_state(
         published=sae, kept=None if state is None or state.kept is None else state.trained,
         codes=None if state is None else state.cache / ".codes", questions=questions, progress=progress,
         config=config, series=series, log=log, importing=importing, success=success, sizes=sizes, state=state,
-        record=record, drawing=drawing,
+        record=record, drawing=drawing, given=given,
     )  # fmt: skip
     results = carry_out(work.stages(work.rollouts()), record, lines.say, say)
     return with_results(results)
@@ -213,10 +217,17 @@ def _drawn_lines(drawn: Rollouts, _: Path) -> dict[str, str]:
 
 def _draw_settings(config: RunConfig, readers: CheckpointSeries) -> dict[str, Any]:
     """The options that decide which rollouts are read, and their bands."""
-    names = ("tokens", "seed", "sample", "bands_from") + ("server", "minutes") * (config.sample is not None)
-    of_bands = None if config.bands_from is None else file_hash(config.bands_from)
+    names = ("tokens", "seed", "sample", "bands_from", "source", "by") + ("server", "minutes") * (
+        config.sample is not None
+    )
+    of_bands = [file and file_hash(file) for file in (config.bands_from, _file_of(config.source))]
     sampled = None if config.sample is None else [c.id for c in readers]
     return {**plain({name: getattr(config, name) for name in names}), "bands_from": of_bands, "readers": sampled}
+
+
+def _file_of(source: BandSource) -> Path | None:
+    path = None if source.difficulty is None else local(source.difficulty)
+    return path if path is not None and path.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +245,8 @@ class _Run(Pipeline):
     record: RunRecord
     drawing: Mapping[str, Any]
     """The options that decide which rollouts are read."""
+    given: Given | None
+    """What is known of the problems from elsewhere."""
 
     @property
     def whole(self) -> Path:
@@ -286,15 +299,16 @@ class _Run(Pipeline):
         outline = read_outline(whole)
         base = series.base.id
         measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base)
-        bands, told = band_problems(outline, whole, base=base, measured_on=measured_on, seed=config.seed)
+        every, told = self._bands(outline, measured_on)
+        bands = every[-1] if every else None
         outline["band"] = None if bands is None else bands.rows.band.to_numpy()
         if config.sample is None:
             rows = draw_problems(outline, config.tokens, config.seed, whole)
         else:
             rows = drawn_problems(outline, config.sample * len(readers), config.tokens, config.seed, whole)
         drawn = tsae.Rollouts.read_rows(whole, rows)
-        if bands is not None:
-            drawn = drawn.in_bands(bands.select(rows))
+        for one in every:
+            drawn = drawn.in_bands(one.select(rows))
         logged = drawn.info["log"]
         left = "".join(f", {n:,} {kind} left out" for kind, n in sorted(logged["skipped"].items()))
         for outcome, other in (("success", "failure"), ("failure", "success")):
@@ -342,6 +356,22 @@ class _Run(Pipeline):
         removed(folder / _SAMPLING)
         return self._checked(drawn)
 
+    def _bands(self, outline: pd.DataFrame, measured_on: pd.DataFrame | None) -> tuple[list[Bands], str]:
+        """All bands of the log's problems, those that are contrasted last, and a line about them."""
+        config, whole = self.config, self.whole
+        own, told = band_problems(outline, whole, base=self.series.base.id, measured_on=measured_on, seed=config.seed)
+        found: dict[str, tuple[Bands | None, str]] = {"own": (own, told)}
+        if self.given is not None:
+            problems = asked_problems(whole, config.source.bands_column)
+            for bands, line in bands_from(self.given, outline.problem_id, problems, whole):
+                found[kind_of_bands(bands.info)] = bands, line
+        chosen = (*config.source.kinds, "own")[0] if config.by == "auto" else config.by
+        order = sorted(found, key=lambda kind: kind == chosen)
+        lines = [("" if kind == chosen else f"kept beside, {kind}: ") + found[kind][1] for kind in reversed(order)]
+        if found[chosen][0] is None:
+            return [], lines[0]
+        return [one for kind in order if (one := found[kind][0]) is not None], "; ".join(lines)
+
     def choose(self, store: ActivationStore) -> Choice:
         return choose_sae(store, self.config)
 
@@ -367,12 +397,11 @@ class _Run(Pipeline):
                 fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
             )
         measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
-        bands, _ = band_problems(outline, whole, base=base.id, measured_on=measured_on, seed=config.seed)
+        every, _ = self._bands(outline, measured_on)
         log = tsae.Rollouts.read(whole)
-        if bands is not None:  # whole problems, so that every sample is in a band
-            log = log.in_bands(bands).with_column(
-                "band", log.frame.problem_id.map(problem_bands(bands.rows)).to_numpy()
-            )
+        for one in every:  # whole problems, so that every sample is in a band
+            of_all = one.rows.assign(band=one.rows.problem_id.map(problem_bands(one.rows)))
+            log = log.in_bands(one._replace(rows=of_all))
         problems = None if config.problems is None else other_problems(config.problems, log, base.id)
         return tsae.attribute(
             series, log, config.to / "attribution", settings=settings, sae=sae, problems=problems, config=options,

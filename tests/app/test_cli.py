@@ -207,7 +207,6 @@ def test_training_prints_what_it_mixed_and_what_ends_a_step(shell: Shell, pipeli
     assert mixture == [{"tokens": info["tokens_in_store"], "weight": 1.0}]
 
 
-@pytest.mark.slow(ci=True)
 def test_samples_that_push_features_are_named(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     command = "reinforcement --features {p}/features --to {t}/found --n-permutations 100 --n-bootstrap 100"
     printed = shell(f"{command} --diff {{p}}/diff")
@@ -235,7 +234,6 @@ def test_samples_that_push_features_are_named(shell: Shell, pipeline: Path, tmp_
     assert "holds nothing that base sampled; policies are run-5" in shell.fails(f"{given} {{t}}/run.parquet")
 
 
-@pytest.mark.slow(ci=True)
 def test_the_same_commands_write_the_same_bytes(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     shell("capture --series {p}/series --rollouts {p}/rollouts.parquet --to {t}/a")
     for file in (pipeline / "acts").rglob("*.h5"):
@@ -286,7 +284,6 @@ def test_difficulty_is_measured_along_the_run(shell: Shell, tmp_path: Path) -> N
     assert tsae.Rollouts.read(tmp_path / "b.parquet").info["bands"]["quantiles"] == {"easy": 0.1, "hard": 0.1}
 
 
-@pytest.mark.slow(ci=True)
 def test_features_are_tested_causally(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     features = tsae.FeatureTable.load(pipeline / "features")
     fired = np.asarray(features.codes[np.flatnonzero(features.span_mask("response"))].sum(axis=0)).ravel()
@@ -521,7 +518,6 @@ def test_colours_are_for_terminals() -> None:
 BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 
 
-@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("shell_name", "begin"),
     [("bash", "complete -F"), ("zsh", "#compdef tsae"), ("fish", "complete --no-files --command 'tsae'")],
@@ -584,7 +580,6 @@ READERS = [
 ]
 
 
-@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("command", "status", "unbuffered"),
     [pytest.param(*each, marks=[] if i in (0, 6) else pytest.mark.slow) for i, each in enumerate(READERS)],

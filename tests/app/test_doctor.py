@@ -78,6 +78,22 @@ def test_a_stand_in_for_the_base_and_thin_bands(mixed: Path, tmp_path: Path) -> 
     assert "--bands-from" in found["bands"].fix
 
 
+def test_bands_from_elsewhere(mixed: Path, tmp_path: Path) -> None:
+    log = pd.concat(map(pd.read_parquet, (mixed / "completions").glob("*.parquet")))
+    prompts = sorted(set(log.prompt))
+    data = pd.DataFrame({"problem": prompts, "rate": [(i % 5) / 4 for i in range(len(prompts))]}).iloc[1:]
+    data.to_parquet(tmp_path / "data.parquet")
+    asked = {"difficulty": tmp_path / "data.parquet", "difficulty_column": "rate", "difficulty_model": "X"}
+    found = examined(mixed, tmp_path, base=BASE, source=asked)
+    assert found["difficulty"].state == "ok"
+    assert f"difficulty for model X: problems: easy {(data.rate >= 0.75).sum()}, " in found["difficulty"].what
+    assert "1 problems have no band" in found["difficulty"].what
+    assert "by the log's own pass rates" in found["bands"].what
+    found = examined(mixed, tmp_path, base=BASE, source={**asked, "difficulty_column": "no"})
+    assert found["difficulty"].state == "missing"
+    assert "has no column no" in found["difficulty"].what
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, to = str(testbed.mixed_run()), str(tmp_path / "out")
     run("doctor", path, "--base", BASE, "--to", to, "--json", "-")

@@ -48,7 +48,7 @@ from tsae.features.encoded_shards import EncodedShards
 from tsae.report.attribution import statement
 from tsae.report.story.findings import findings
 from tsae.rollouts.bands import band_problems
-from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.config import BandSource, ImportConfig
 from tsae.rollouts.fresh_rollouts import draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
@@ -565,7 +565,6 @@ def test_interrupted_after_every_stage(finished: Finished, tiny: RunConfig, tmp_
     assert contents(tmp_path / "out") == contents(finished[0])
 
 
-@pytest.mark.slow(ci=True)
 def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
     finished: Finished, tiny: RunConfig, tmp_path: Path
 ) -> None:
@@ -909,6 +908,41 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
     # The option says the same, before anything is read.
     with pytest.raises(TsaeError, match="asks none of the problems"):
         analysed(config, to=tmp_path / "no", bands_from=alien)
+
+
+@pytest.mark.slow  # runs the whole pipeline
+def test_bands_from_elsewhere_are_contrasted_and_the_own_kept_beside(
+    tiny: RunConfig, finished: Finished, tmp_path: Path
+) -> None:
+    own, frame = finished[2], tsae.Rollouts.read(finished[0] / "rollouts" / "log.parquet").frame
+    first = frame.drop_duplicates("problem_id").prompt
+    rates = {prompt: (0.1, 0.5, 0.9)[i % 3] for i, prompt in enumerate(first)}
+    rows = [{"problem": prompt, "rate": rate, "stars": round(5 - 4 * rate)} for prompt, rate in rates.items()]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    source = BandSource(
+        difficulty=tmp_path / "data.jsonl", difficulty_column="rate", difficulty_model="X", bands_column="stars"
+    )
+    out = tmp_path / "out"
+    lines, _ = analysed(tiny, source=source, to=out, attribute=False)
+    told = next(line for line in lines if line.startswith("bands:"))
+    assert f"bands are the difficulty for model X (rate of data.jsonl); {len(rows) - 1} problems are matched, 0" in told
+    assert "1 problems have no band" in told
+    assert "kept beside, own: problems: easy 10" in told
+    answers = tsae.Rollouts.read(out / "rollouts" / "rollouts.parquet")
+    band = {prompt: {0.1: "hard", 0.5: "medium", 0.9: "easy"}[rate] for prompt, rate in list(rates.items())[1:]}
+    assert answers.frame.band.equals(answers.frame.prompt.map(band))
+    levels = answers.by("level").frame.band
+    assert levels.equals(answers.frame.band)  # five stars are hard
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Easy, medium and hard are the difficulty for model X" in page
+    given = f"--features {out / 'features'} --to {tmp_path / 'own'} --by own --n-bootstrap 100 --n-permutations 100"
+    main(["diff", *given.split()])
+    again = tsae.FeatureDiff.load(tmp_path / "own", features=tsae.FeatureTable.load(out / "features"))
+    assert again.info["bands"]["reference"] == own.info["bands"]["reference"]
+    there = set(answers.by("own").frame.band.dropna())
+    assert there == {band for band in again.contrasts.band if band in ("easy", "medium", "hard")} > {"easy"}
+    back, _ = analysed(tiny, source=source, by="own", to=tmp_path / "back", attribute=False)
+    assert "problems: easy 10, medium 10, hard 92" in next(line for line in back if line.startswith("bands:"))
 
 
 @pytest.mark.slow  # runs the whole pipeline

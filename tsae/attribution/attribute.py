@@ -45,6 +45,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import token_strings
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
+from tsae.rollouts.bands import bands_info
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
@@ -140,6 +141,7 @@ def attribute(
             "replay": judged.record(len(path.steps)),
             "gate": judged.gate,
             "trained_on": problems is None,
+            "bands": bands_info(rollouts.info, rollouts.origin),
             "notes": notes,
         },
         source=rollouts,

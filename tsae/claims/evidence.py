@@ -25,7 +25,7 @@ from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
-from tsae.rollouts.bands import band_problems, bands_info
+from tsae.rollouts.bands import band_problems, bands_info, kind_of_bands
 from tsae.rollouts.parquet import mapped, read_outline, read_pieces
 from tsae.rollouts.schema import BANDS, problem_bands, typed
 from tsae.rollouts.table import Rollouts
@@ -37,7 +37,7 @@ SAMPLE = "tsae run … --sample 8 --to OTHER"
 """Lets the base and every checkpoint answer the same problems."""
 NAMES = {"rollouts": "rollouts", "labels": "labels", "sae": "weights of the SAE"}
 """Of the inputs that claims, diff and features rest on, and what messages call them."""
-_BANDS = "`tsae run … --bands-from FILE`"
+_BANDS = "`tsae run … --bands-from FILE`, `--difficulty FILE` or `--bands-column NAME`"
 _RESUME = "the command that started this run, which resumes it"
 _ROLLOUTS = ("rollouts/rollouts.parquet", "rollouts.parquet")
 _MOSTLY = 0.8
@@ -196,6 +196,8 @@ class Evidence:
         told = bands_info(self.answers.info, self.answers.origin) or {}
         if told.get("separate") and set(outline.problem_id) <= set(self.answers.frame.problem_id):
             return drawn  # Measured on rollouts that do not lie in this folder, and of every problem.
+        if kind_of_bands(told) != "own":  # known of the problems that are read
+            return drawn
         known = self.folder / _ROLLOUTS[0]
         found, _ = band_problems(outline.reset_index(drop=True), known, base=self.diff.base)
         banded = found is not None and not found.info.get("refused")

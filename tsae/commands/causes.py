@@ -15,6 +15,7 @@ from tsae.causal.config import InterventionConfig
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
 from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError, refuse
+from tsae.rollouts.config import BandsBy
 
 
 @config
@@ -48,6 +49,8 @@ class Attribute:
     problems: Path | None = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
     sample): accuracy and behaviours are attributed there. By default on the log's own problems."""
+    by: BandsBy = "auto"
+    """Whose bands, where the rollouts have several: own, difficulty (another model's) or level (the data set's)."""
     top: Count = 10
     """Samples to print; in the JSON, so many for each target and against it."""
     json: Path | None = None
@@ -61,7 +64,7 @@ class Attribute:
 
         series = load_series(*(self.series or (self.run,)))
         first_token = None if self.first_token is None else _token_id(series.base, self.first_token)
-        log = tsae.Rollouts.read(self.rollouts or self.run, series)
+        log = tsae.Rollouts.read(self.rollouts or self.run, series).by(self.by)
         found = tsae.attribute(
             series,
             log,

@@ -16,7 +16,7 @@ from tsae.base.validation import Size, config
 from tsae.commands.common import as_json, load_series, say_wrote, with_address
 from tsae.diff.config import DiffConfig, ExplainConfig
 from tsae.errors import refuse
-from tsae.rollouts.config import EndpointConfig
+from tsae.rollouts.config import BandsBy, EndpointConfig
 
 DRIFT = Kind("drift", 1, "", "Make it with `tsae drift`.")
 REINFORCEMENT = Kind("reinforcement", 1, "reinforcement.json", "Make it with `tsae reinforcement --diff`.")
@@ -91,6 +91,9 @@ class Diff:
     """The SAE's folder, if `tsae evaluate --seeds` ran after `tsae encode`; by default found beside the features."""
     sae: Path | None = None
     """The SAE's folder, for --series. With --tokenizer also shows which next tokens features promote."""
+    by: BandsBy = "auto"
+    """Whose bands are contrasted, where the rollouts have several: own, difficulty (another model's) or level (the data
+    set's). By default those that the rollouts were drawn by."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
@@ -107,7 +110,7 @@ class Diff:
         from tsae.report.terminal import print_findings
 
         _check(self)
-        features = tsae.FeatureTable.load(self.features)
+        features = tsae.FeatureTable.load(self.features).by(self.by)
         base = None if self.tokenizer is None else load_series(self.tokenizer).base
         strings = None if base is None else _strings(features, base)
         logits = None

@@ -17,7 +17,15 @@ from tsae.base.validation import config
 from tsae.commands.common import as_json, load_series, print_part, say_wrote, with_address
 from tsae.commands.spreading import Spread
 from tsae.errors import refuse
-from tsae.rollouts.config import BandCutoffs, DifficultyConfig, ImportConfig, SamplingConfig, ServerConfig
+from tsae.rollouts.config import (
+    BandCutoffs,
+    BandsBy,
+    BandSource,
+    DifficultyConfig,
+    ImportConfig,
+    SamplingConfig,
+    ServerConfig,
+)
 
 
 @config
@@ -150,17 +158,27 @@ class Bands:
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
     shares: tuple[float, float] | None = None
     """Instead of cut-offs: the share of the problems that is easy, and the share that is hard, such as 0.3 0.3."""
+    source: OmitArgPrefixes[BandSource] = field(default_factory=BandSource)
+    """Bands from elsewhere instead. Bands that are there already are kept beside (--by own of other commands)."""
 
     def execute(self) -> None:
         from tsae.rollouts.bands import band_counts, found_how
         from tsae.rollouts.schema import problem_bands
 
-        rollouts = tsae.Rollouts.read(self.rollouts)
-        measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
-        banded = rollouts.with_bands(self.reference, cutoffs=_cutoffs(self), measured_on=measured_on)
+        rollouts, elsewhere = tsae.Rollouts.read(self.rollouts), self.source != BandSource()
+        measured = self.reference is not None or self.measured_on is not None
+        what = "bands come from elsewhere, and a policy's pass rate is asked for"
+        refuse("tsae rollouts bands", (elsewhere and measured, what, "Give two commands, one after the other."))
+        if elsewhere:
+            banded = rollouts.with_source(self.source, _cutoffs(self))
+        else:
+            measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
+            banded = rollouts.with_bands(self.reference, cutoffs=_cutoffs(self), measured_on=measured_on)
         say_wrote(banded.write(self.to), banded)
         print(f"problems: {band_counts(problem_bands(banded.frame))}")
         print(found_how(banded.info["bands"]))
+        if beside := banded.info.get("bands_beside"):
+            print(f"kept beside: {', '.join(beside)}")
 
 
 @config
@@ -175,6 +193,8 @@ class Difficulty:
     """Policy that defines shares and bands, and the others are compared with; by default the base, or the first."""
     to: Path | None = None
     """Folder for the tables and the page difficulty.html."""
+    by: BandsBy = "auto"
+    """Whose bands sort pass@k and groups, where the rollouts have several: own, difficulty or level."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     cutoffs: OmitArgPrefixes[BandCutoffs] = field(default_factory=BandCutoffs)
@@ -184,7 +204,7 @@ class Difficulty:
 
     def execute(self) -> None:
         found = tsae.difficulty(
-            tsae.Rollouts.read(self.rollouts),
+            tsae.Rollouts.read(self.rollouts).by(self.by),
             self.config,
             series=load_series(*self.series) if self.series else None,
             reference=self.reference,
@@ -211,14 +231,17 @@ class Behaviours:
     """Policy to compare the others with; its successes define a problem's usual length. By default the first."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
+    by: BandsBy = "auto"
+    """Whose bands, where the rollouts have several: own, difficulty or level."""
     required_steps: str | None = None
     """module:function of your own (prompt, answer) -> operations that a solution needs, or None."""
 
     def execute(self) -> None:
         from tsae.report.terminal import behaviour_text, format_text
+        from tsae.rollouts.bands import bands_label
         from tsae.rollouts.behaviours import behaviour_table, by_thirds, format_table, with_behaviours
 
-        rollouts = tsae.Rollouts.read(self.rollouts)
+        rollouts = tsae.Rollouts.read(self.rollouts).by(self.by)
         reference, name = self.reference or rollouts.policies[0], self.required_steps
         fix = "Give module:function for your own (prompt, answer) -> number of operations."
         required = None if name is None else find_function(name, takes=2, where="required_steps", fix=fix)
@@ -227,7 +250,7 @@ class Behaviours:
         reference = self.reference or shown.policies[0]
         behaviours, formats = (table(shown, reference=reference) for table in (behaviour_table, format_table))
         with as_json(self.json) as write:
-            print(behaviour_text(behaviours))
+            print(behaviour_text(behaviours, bands_label(rollouts.info.get("bands"))))
             print(f"\n{format_text(formats)}")
             if self.to is not None:
                 say_wrote(found.write(self.to), found)

@@ -33,7 +33,7 @@ from tsae.diff.threads import one_blas_thread
 from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, Context, annotate_tokens, top_contexts
 from tsae.features.feature_table import FeatureTable
-from tsae.rollouts.bands import bands_info
+from tsae.rollouts.bands import bands_info, kind_of_bands
 from tsae.rollouts.behaviours import behaviour_table, by_thirds
 from tsae.sae.quality.stability import Stability
 
@@ -483,6 +483,8 @@ class FeatureDiff(Tables):
         with reading(folder / "diff.json", DIFF.fix):
             if not all(isinstance(text, str) and 0 <= int(id) < 2**31 for id, text in strings.items()):
                 raise ValueError("its token_strings are not texts by token id")
+        if features is not None and "bands_beside" in features.rollouts.info:
+            features = features.by(kind_of_bands(info.get("bands")))  # type: ignore[arg-type]
         if features is not None and (other := features.differing(info)) is not None:
             what = f"was drawn from other features (of other {other}) than these"
             raise TsaeError(what, where=folder, fix="Give the features that `tsae diff` read.")

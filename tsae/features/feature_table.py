@@ -48,6 +48,7 @@ from tsae.features.sparse_matrices import (
     write_columns,
     write_rows,
 )
+from tsae.rollouts.config import BandsBy
 from tsae.rollouts.table import Rollouts
 from tsae.sae.quality.stability import FILE as STABILITY
 from tsae.sae.quality.stability import Stability
@@ -225,6 +226,14 @@ class FeatureTable:
             what = f"its weights or its config are not those that reader {checkpoint.id} of the features had"
             fix = "Give the series that was captured, or capture and encode again."
             raise TsaeError(what, where=checkpoint.path, fix=fix)
+
+    def by(self, kind: BandsBy) -> FeatureTable:
+        """The same codes with bands of another kind, where the rollouts have several; see `Rollouts.by`.
+
+        Raises:
+            TsaeError: where there are none of this kind.
+        """
+        return self if kind == "auto" else replace(self, rollouts=self.rollouts.by(kind))
 
     def column(self, feature: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, activations) where a feature is active, in the order of the tokens.

@@ -24,6 +24,7 @@ from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.statements import noise_text, predictions, step_features, tests, with_stand_in
 from tsae.report.text import capitalised, shortened
+from tsae.rollouts.bands import bands_label
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _TITLE = "What changed inside the model"
@@ -146,7 +147,8 @@ def _sections(diff: FeatureDiff, attribution: Attribution | None, claims: Claims
     """Id and heading of each section that has something to show. A template is named after its section's id."""
     runs = diff.final_checkpoints
     yield "gates", "Before you believe it"
-    yield "behaviours", "Behaviour by band"
+    label = bands_label(diff.info.get("bands"))
+    yield "behaviours", f"Behaviour by {label}" if label else "Behaviour by band"
     if runs:
         yield "shifts", "What moved, by run, band and part"
     if len(runs) > 1:

@@ -18,6 +18,7 @@ from tsae.report.story import facts
 from tsae.report.story.gates import bands_by_step, gates
 from tsae.report.story.statements import Caveat, along_steps, caveats, contrasts, found_in
 from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
+from tsae.rollouts.bands import bands_label
 
 DASH = "–"
 
@@ -145,8 +146,13 @@ def problems_by_step(diff: FeatureDiff) -> Table | None:
     """Problems of every band by the step at which they were asked, where the two cannot be told apart."""
     steps, counts = bands_by_step(diff)
     rows = [[band, *(f"{n:,}" for n in row)] for band, row in counts.items()]
-    head = ["band", *(f"step {step}" for step in steps)]
+    head = [band_head(diff), *(f"step {step}" for step in steps)]
     return Table("Problems by band and training step", head, rows) if steps else None
+
+
+def band_head(diff: FeatureDiff) -> str:
+    """The head of a column of bands: what they are, where they come from elsewhere."""
+    return bands_label(diff.info.get("bands")) or "band"
 
 
 def behaviours(diff: FeatureDiff) -> Table | None:
@@ -161,7 +167,7 @@ def behaviours(diff: FeatureDiff) -> Table | None:
             if known := [cell for cell in cells.values() if cell is not None]:
                 sizes = [f"{known[0].n_problems:,}", f"{known[0].n_trajectories:,}"]
                 rows.append([policy, band, *sizes, *(_behaviour(diff, *item) for item in cells.items())])
-    head = ["policy", "band", "problems", "responses", *map(facts.behaviour_name, names)]
+    head = ["policy", band_head(diff), "problems", "responses", *map(facts.behaviour_name, names)]
     return Table("Behaviours: mean over problems, with intervals", head, rows, 2)
 
 
@@ -201,7 +207,7 @@ def refused(diff: FeatureDiff, kind: str) -> Table | None:
         for c in contrasts(diff, kind=kind)
         if c.note
     ]
-    head = ["checkpoint", "contrast", "band", "outcome", "why"]
+    head = ["checkpoint", "contrast", band_head(diff), "outcome", "why"]
     return Table(f"{count(len(rows), 'contrast')} refused, with the reason", head, rows, 9) if rows else None
 
 
@@ -248,7 +254,7 @@ def families(diff: FeatureDiff) -> Table | None:
             r.family: Cell(small=r.note, quiet=True) if r.note else delta_cell(r, diff.q) for r in facts.records(mine)
         }
         rows.append([str(checkpoint), str(band), *(cells.get(family, DASH) for family in sizes)])
-    head: list[str | Cell] = ["run", "band", *(Cell(family, f"({n} features)") for family, n in sizes.items())]
+    head: list[str | Cell] = ["run", band_head(diff), *(Cell(family, f"({n} features)") for family, n in sizes.items())]
     caption = "Δ of families: of the mean of their features, each in its standard deviation over base trajectories"
     return Table(caption, head, rows, 2)
 
@@ -268,7 +274,7 @@ def outcome_counts(diff: FeatureDiff) -> Table | None:
         ]
         for c in contrasts(diff, kind="outcome")
     ]
-    head = ["reader", "band", "problems with both outcomes", "left out"]
+    head = ["reader", band_head(diff), "problems with both outcomes", "left out"]
     head += ["features tested", "differ so", "null", "at all"]
     caption = f"Success − failure within problem: features that differ by {facts.least_text(diff)}"
     return Table(caption, head, rows, 2) if rows else None
@@ -286,7 +292,7 @@ def outcomes(diff: FeatureDiff) -> list[Table]:
             for c in drawn
             for _, e in found_in(diff, c, _MAX_STRONGEST).iterrows()
         ]  # fmt: skip
-        head = ["band", "feature", "responds to", "successes", "failures", "Δ", "confounds"]
+        head = [band_head(diff), "feature", "responds to", "successes", "failures", "Δ", "confounds"]
         if rows:
             tables.append(Table(f"{checkpoint}: clearest features by band", head, rows, 3))
     return tables

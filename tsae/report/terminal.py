@@ -23,6 +23,7 @@ from tsae.report.story.gates import bands_warning, gates, stand_in_warning
 from tsae.report.story.statements import contrasts, found_in, survivors
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
+from tsae.rollouts.bands import bands_label
 from tsae.sae.quality.evaluation import Evaluation
 
 
@@ -32,7 +33,7 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
         print(f"\n{textwrap.fill(visible(warning), 118)}")
     if warning := bands_warning(diff):
         print(f"\n{textwrap.fill(visible(warning), 118)}\n{table_text(tables.problems_by_step(diff))}")
-    parts = [behaviour_text(diff.behaviours)]
+    parts = [behaviour_text(diff.behaviours, bands_label(diff.info.get("bands")))]
     for checkpoint in diff.final_checkpoints:
         told = visible(f"{checkpoint}: {' '.join(feature_sentences(diff, checkpoint))}")
         parts.append(textwrap.fill(told, 118, subsequent_indent="  "))
@@ -49,10 +50,16 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
             print(f"\n{part}")
 
 
-def behaviour_text(table: pd.DataFrame) -> str:
-    """One line a checkpoint: every behaviour of `behaviour_table` by band, with 95 % intervals."""
+def behaviour_text(table: pd.DataFrame, label: str = "") -> str:
+    """One line a checkpoint: every behaviour of `behaviour_table` by band, with 95 % intervals.
+
+    Args:
+        table: of `behaviour_table`.
+        label: what the bands are, where they come from elsewhere (`tsae.rollouts.bands.bands_label`).
+    """
     bands = [band for band in facts.BANDS if (table.band == band).any()] or ["all"]
-    lines = ["Behaviour on each band (mean over problems, interval; ↑ ↓ where the paired change is clear)"]
+    of = f"band ({visible(label)})" if label else "band"
+    lines = [f"Behaviour on each {of} (mean over problems, interval; ↑ ↓ where the paired change is clear)"]
     lines += _few(table)
     for behaviour in table.behaviour.unique():
         lines.append(f"  {behaviour.replace('_', ' '):<17}" + "".join(f"{band:>24}" for band in bands))

@@ -10,7 +10,7 @@ step cut into at most 10 groups. Dealing the problems to the steps at random giv
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,8 +35,13 @@ _KINDS = {
     "step": dict,
     "confounded_with_step": dict,
     "refused": str,
+    "source": dict,
 }
 """What `Bands.info` holds, and what `tsae.rollouts.bands.band_problems` adds."""
+
+
+BAND_COLUMNS = ("band", "pass_rate", "pass_rate_low", "pass_rate_high")
+"""Columns of `Bands.rows` that rollouts take."""
 
 
 def pass_rates(
@@ -96,7 +101,7 @@ class Bands(NamedTuple):
             found = "no problem has two responses, one to measure its pass rate on and one to analyse"
             if rates.notna().any():
                 who = used["reference"] or "all policies"
-                found = f"pass rates of {who} run from {rates.min():.2f} to {rates.max():.2f}"
+                found = f"pass rates of {bands_label(used) or who} run from {rates.min():.2f} to {rates.max():.2f}"
             raise TsaeError(
                 f"no problem falls into the band {' or '.join(empty)}: {found} over {len(band)} problems, with easy >= "
                 f"{used['easy']:g} and hard <= {used['hard']:g}",
@@ -146,7 +151,7 @@ def find_bands(
     if measured_on is not None:
         used = _cutoffs(cutoffs, measured)
         mine = measured.reindex(rows.problem_id).reset_index(drop=True)
-        rows["band"] = _bands_of(mine.pass_rate, used)
+        rows["band"] = cut_bands(mine.pass_rate, used)
     else:
         half = halves(frame, reference).to_numpy()
         rates = [
@@ -158,7 +163,7 @@ def find_bands(
         of_half = [rate.loc[both].reindex(rows.problem_id).reset_index(drop=True) for rate in rates]
         first = pd.Series(half == 0)
         mine = of_half[0].where(first, of_half[1])
-        bands = [_bands_of(rate.pass_rate, used) for rate in of_half]
+        bands = [cut_bands(rate.pass_rate, used) for rate in of_half]
         chosen = bands[0].where(_chosen_half(frame, half, reference)[rows.problem_id].to_numpy() == 0, bands[1])
         # A trajectory of the other half keeps its band where it is the same.
         rows["band"] = chosen.where(bands[0].where(first, bands[1]) == chosen, None)
@@ -191,7 +196,7 @@ def _cutoffs(cutoffs: BandCutoffs | BandQuantiles | None, rates: pd.DataFrame) -
     return (cutoffs or BandCutoffs()).cutoffs(rates.pass_rate.to_numpy())
 
 
-def _bands_of(rate: pd.Series, cutoffs: BandCutoffs) -> pd.Series:
+def cut_bands(rate: pd.Series, cutoffs: BandCutoffs) -> pd.Series:
     """The band of every pass rate, None where there is none."""
     return pd.Series(cutoffs.band(rate.to_numpy()), index=rate.index, dtype=object).where(rate.notna(), None)
 
@@ -235,10 +240,28 @@ def bands_info(info: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     return bands
 
 
+def kind_of_bands(info: Mapping[str, Any] | None) -> str:
+    """own, difficulty or level, from ``rollouts.info["bands"]``."""
+    return str(((info or {}).get("source") or {}).get("kind", "own"))
+
+
+def bands_label(info: Mapping[str, Any] | None) -> str:
+    """What bands from elsewhere are: "difficulty for model X", "level of the data set"; empty for the policies' own."""
+    return str(((info or {}).get("source") or {}).get("label", ""))
+
+
 def found_how(info: Mapping[str, Any] | None) -> str:
     """What bands were measured on, from ``rollouts.info["bands"]``."""
     if not info:
         return "what the bands were measured on is not known"
+    if label := bands_label(info):
+        source = info["source"]
+        text = (
+            f"bands are the {label} ({source['column']}{' of ' if source.get('file') else ''}{source.get('file', '')})"
+        )
+        if "matched" in source:
+            text += f"; {source['matched']:,} problems are matched, {source['by_id']:,} of them by id"
+        return text + (f"; {info['unbanded']:,} problems have no band" if info.get("unbanded") else "")
     who = info["reference"] or "all policies"
     if info["separate"]:
         text = f"bands were measured on separate rollouts of {who}"
@@ -410,7 +433,8 @@ def band_problems(
         return own, f"{of_base}; of the log's other responses {measured}"
     refused = (
         f"bands and training steps cannot be told apart: {measured}; {measured.late}. A difference between bands would "
-        "be one between steps. Give the base's own pass rates on these problems (--bands-from)"
+        "be one between steps. Give the base's own pass rates on these problems (--bands-from), or bands from "
+        "elsewhere (--difficulty, --bands-column)"
     )
     bands.info["refused"] = refused
     bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": refused}
@@ -425,11 +449,15 @@ def _smallest_band(bands: Bands) -> int:
 def _by_cutoffs(
     outline: pd.DataFrame, where: str | Path, reference: str | None, measured_on: pd.DataFrame | None = None
 ) -> tuple[Bands | None, str]:
+    return by_cutoffs(lambda cutoffs: find_bands(outline, where, reference, cutoffs, measured_on, partly=True))
+
+
+def by_cutoffs(find: Callable[[BandCutoffs | BandQuantiles], Bands]) -> tuple[Bands | None, str]:
     """The bands by the usual cut-offs or by thirds, and how many problems they have; None and why not."""
     found, refused = [], ""
     for cutoffs in (BandCutoffs(), BandQuantiles()):
         try:
-            bands = find_bands(outline, where, reference, cutoffs, measured_on, partly=True)
+            bands = find(cutoffs)
             bands.check()
         except TsaeError as error:
             refused = error.what

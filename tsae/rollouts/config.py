@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import Field
 from tyro.conf import UseAppendAction, arg
 
-from tsae.base.validation import Confidence, Count, Draws, Positive, Seed, Size, config
-from tsae.errors import TsaeError
+from tsae.base.validation import Confidence, Count, Draws, Positive, Seed, Size, UserPath, config
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.known_logs import LogFormat
 
 if TYPE_CHECKING:
@@ -269,6 +269,61 @@ class BandQuantiles:
                 fix="Give smaller shares, sample more responses to a problem, or give cut-offs.",
             )
         return BandCutoffs(easy=easy, hard=hard)
+
+
+BandsBy = Literal["auto", "own", "difficulty", "level"]
+"""Whose bands: the policies' own pass rates, another model's, or the data set's levels; "auto" as they are at hand."""
+
+
+@config
+class BandSource:
+    """Bands from elsewhere: how hard another model found the problems, or how hard their data set calls them."""
+
+    difficulty: UserPath | None = None
+    """File of the data set, one row a problem: Parquet, JSON lines or another table, also at a URL such as
+    hf://datasets/org/name/train.parquet. Problems are matched by id, else by the text of the prompt."""
+    difficulty_column: str | None = None
+    """Its column with another model's pass rates: from 0 to 1, or such as 3/8. a.b is field b of column a."""
+    difficulty_model: str | None = None
+    """Name of that model, for labels; by default the column's."""
+    difficulty_failures_of: Count | None = None
+    """The column counts failures among so many responses, as Skywork-OR1's model_difficulty does among 16."""
+    bands_column: str | None = None
+    """Column with the data set's levels, of the file if it has one of this name, else of the log: easy, medium and
+    hard, or a number each, from the easiest."""
+    bands_levels: tuple[str, ...] = ()
+    """Which levels are in which band, such as easy=1,2 medium=3 hard=4,5; by default about a third of the problems in
+    each."""
+
+    def __post_init__(self) -> None:
+        given, needed = self.difficulty is not None, "Give difficulty_column (--difficulty-column), or bands_column."
+        refuse(
+            "BandSource",
+            (given and not (self.difficulty_column or self.bands_column), "difficulty has no column", needed),
+            (self.difficulty_column and not given, "difficulty_column needs a file", "Give difficulty (--difficulty)."),
+            (self.bands_levels and not self.bands_column, "bands_levels needs a column", "Give bands_column."),
+        )
+        self.named_levels  # noqa: B018
+
+    @property
+    def kinds(self) -> tuple[BandsBy, ...]:
+        """What bands it gives, those that are contrasted by default first."""
+        asked: tuple[tuple[BandsBy, object], ...] = (
+            ("difficulty", self.difficulty_column),
+            ("level", self.bands_column),
+        )
+        return tuple(kind for kind, column in asked if column)
+
+    @property
+    def named_levels(self) -> dict[str, list[str]]:
+        """Levels by band, from `bands_levels`."""
+        found = {}
+        for item in self.bands_levels:
+            band, _, names = item.partition("=")
+            if band not in ("easy", "medium", "hard") or not names or band in found:
+                raise TsaeError(f"{item!r} is not BAND=LEVEL,LEVEL", where="--bands-levels", fix="Say easy=1,2 hard=5.")
+            found[band] = [name.strip() for name in names.split(",")]
+        return found
 
 
 @config

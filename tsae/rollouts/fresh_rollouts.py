@@ -23,7 +23,15 @@ from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.tokenizers import text_limits
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import FEWEST, Bands, band_counts, band_problems, bands_info
+from tsae.rollouts.bands import (
+    BAND_COLUMNS,
+    FEWEST,
+    Bands,
+    band_counts,
+    band_problems,
+    bands_info,
+    kind_of_bands,
+)
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.config import SamplingConfig, ServerConfig
 from tsae.rollouts.logs.entry import hash64
@@ -144,14 +152,12 @@ def answered_anew(
         told += f" of {len(problems):,}, which fitted into {minutes:g} minutes (--minutes),"
     told += f" by {', '.join(reader.id for reader in readers)}; {checked}{read}"
     of_bands = "none: accuracy is not measured"
-    if measured_on is None and len(of_log) and not info_of_log.get("refused"):
-        first = logged.frame[logged.frame.band.notna()].drop_duplicates("problem_id").set_index("problem_id")
-        columns = ["band", "pass_rate", "pass_rate_low", "pass_rate_high"]
-        rows = first[columns].reindex(fresh.frame.problem_id).reset_index()
-        unbanded = int(problem_bands(rows).isna().sum())
-        told_by_log = {"separate": True, "cross_fitted": False, "halved": 0, "unbanded": unbanded}
-        fresh = fresh.in_bands(Bands(rows, {**info_of_log, **told_by_log}, pieces))
-        of_bands = f"those of the log; of the problems that are answered: {band_counts(problem_bands(rows))}"
+    for kind in logged.info.get("bands_beside", {}):
+        fresh = _as_logged(fresh, logged.by(kind), pieces)
+    elsewhere = kind_of_bands(info_of_log) != "own"
+    if (measured_on is None or elsewhere) and len(of_log) and not info_of_log.get("refused"):
+        fresh = _as_logged(fresh, logged, pieces)
+        of_bands = f"those of the log; of the problems that are answered: {band_counts(problem_bands(fresh.frame))}"
     elif name is not None:
         bands, of_bands = band_problems(fresh.frame, pieces, base=base, measured_on=measured_on, seed=config.seed)
         fresh = fresh if bands is None else fresh.in_bands(bands)
@@ -159,6 +165,15 @@ def answered_anew(
     stages = {**logged.info["stages"], "sampled": told, "bands": of_bands}
     info = {**fresh.info, "log": logged.info["log"], "sampled": about, "stages": stages}
     return Rollouts(fresh.table, info, fresh.origin)
+
+
+def _as_logged(fresh: Rollouts, logged: Rollouts, where: Path) -> Rollouts:
+    """Fresh rollouts in the bands that their problems have in a log."""
+    first = logged.frame[logged.frame.band.notna()].drop_duplicates("problem_id").set_index("problem_id")
+    rows = first[list(BAND_COLUMNS)].reindex(fresh.frame.problem_id).reset_index()
+    unbanded = int(problem_bands(rows).isna().sum())
+    told_by_log = {"separate": True, "cross_fitted": False, "halved": 0, "unbanded": unbanded}
+    return fresh.in_bands(Bands(rows, {**(bands_info(logged.info, logged.origin) or {}), **told_by_log}, where))
 
 
 def drawn_problems(outline: pd.DataFrame, n: int, tokens: int, seed: int, where: Path) -> np.ndarray:

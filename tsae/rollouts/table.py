@@ -39,8 +39,9 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import joined_facts
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import Bands, find_bands
-from tsae.rollouts.config import BandCutoffs, BandQuantiles, ImportConfig
+from tsae.rollouts.band_source import asked_problems, bands_from, read_source
+from tsae.rollouts.bands import BAND_COLUMNS, Bands, bands_info, find_bands, kind_of_bands
+from tsae.rollouts.config import BandCutoffs, BandQuantiles, BandsBy, BandSource, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
 from tsae.rollouts.problems import Problem
@@ -261,7 +262,8 @@ class Rollouts(TokenParts, Tables):
     def labels_fingerprint(self) -> str:
         """Hash of the labels of the trajectories, in order: outcome, reward, advantage, band, and token parts."""
         digest = hashlib.sha256()
-        for name in ("outcome", "reward", "advantage", "band"):
+        beside = [name for name in self.table.column_names if name.startswith("band/")]
+        for name in ("outcome", "reward", "advantage", "band", *sorted(beside)):
             digest.update(b"[")
             for text in _joined(self.table[name], ", ", lambda values: json.dumps(values)[1:-1]):
                 digest.update(text.encode())
@@ -331,6 +333,7 @@ class Rollouts(TokenParts, Tables):
         info, bands = {**tables[0].info, **facts}, [rollouts.info.get("bands") for rollouts in tables]
         if any(found != bands[0] for found in bands):
             info.pop("bands", None)
+            info.pop("bands_beside", None)
         return Rollouts(together, info, tables[0].origin)
 
     def with_bands(
@@ -372,12 +375,64 @@ class Rollouts(TokenParts, Tables):
         found.check()
         return self.in_bands(found)
 
-    def in_bands(self, bands: Bands) -> Rollouts:
-        """A copy with the bands that were found for these very trajectories, and their pass rates."""
+    def with_source(self, source: BandSource, cutoffs: BandCutoffs | BandQuantiles | None = None) -> Rollouts:
+        """Put every problem into a band by what another model or the data set says of it.
+
+        Bands of another kind that are there already are kept beside; `by` gives them back.
+
+        Args:
+            source: the file and its columns.
+            cutoffs: of pass rates; by default the usual ones, or thirds where these leave a band almost empty.
+
+        Raises:
+            TsaeError: where the source knows none of the problems, says two things of one, or has levels without order.
+        """
+        problems = asked_problems([self.table], source.bands_column)
         found = self
-        for column in ("band", "pass_rate", "pass_rate_low", "pass_rate_high"):
+        for bands, _ in reversed(
+            bands_from(read_source(source), self.frame.problem_id, problems, self.origin, cutoffs)
+        ):
+            found = found.in_bands(bands)
+        return found
+
+    def by(self, kind: BandsBy) -> Rollouts:
+        """A copy whose bands are those of a kind that is kept beside; itself for "auto".
+
+        Args:
+            kind: own (the policies' own pass rates), difficulty (another model's) or level (the data set's).
+
+        Raises:
+            TsaeError: where there are none of this kind.
+        """
+        beside = self.info.get("bands_beside") or {}
+        if kind == "auto" or (kind == kind_of_bands(self.info.get("bands")) and self.frame.band.notna().any()):
+            return self
+        names = [f"{column}/{kind}" for column in BAND_COLUMNS]
+        if kind not in beside or not set(names) <= set(self.table.column_names):
+            what = (
+                f"no bands by {kind}; there are those by {', '.join([kind_of_bands(self.info.get('bands')), *beside])}"
+            )
+            raise TsaeError(what, where=self.origin, fix="Add them (tsae rollouts bands --difficulty, --bands-column).")
+        rows = self.frame[["problem_id", *names]].set_axis(["problem_id", *BAND_COLUMNS], axis=1)
+        return self.in_bands(Bands(rows, bands_info({"bands": beside[kind]}, self.origin) or {}, self.origin))
+
+    def in_bands(self, bands: Bands) -> Rollouts:
+        """A copy with the bands that were found for these very trajectories, and their pass rates.
+
+        Bands of another kind are kept beside, in columns such as ``band/own``.
+        """
+        found, kind, held = self, kind_of_bands(bands.info), kind_of_bands(self.info.get("bands"))
+        beside = {name: info for name, info in (self.info.get("bands_beside") or {}).items() if name != kind}
+        if held != kind and self.frame.band.notna().any():
+            beside[held] = self.info.get("bands")
+            for column in BAND_COLUMNS:
+                there = self.frame[column] if column in self.frame else pd.Series(np.nan, index=self.frame.index)
+                found = found.with_column(f"{column}/{held}", there.to_numpy())
+        for column in BAND_COLUMNS:
             found = found.with_column(column, bands.rows[column].to_numpy())
-        return Rollouts(found.table, {**self.info, "bands": bands.info}, self.origin)
+        gone = [name for name in found.table.column_names if name in {f"{column}/{kind}" for column in BAND_COLUMNS}]
+        info = {**self.info, "bands": bands.info, "bands_beside": beside}
+        return Rollouts(found.table.drop_columns(gone), info if beside else _without(info), self.origin)
 
     def with_advantages(self, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> Rollouts:
         """Set group-relative advantages; see `tsae.rollouts.rewards.group_advantages`.
@@ -390,6 +445,10 @@ class Rollouts(TokenParts, Tables):
             what = f"{rewards.null_count} trajectories have no reward"
             raise TsaeError(what, where=self.origin, fix="Fill rewards, or drop the rows.")
         return self.with_column("advantage", group_advantages(rewards.to_numpy(), group_names(self.frame), kind))
+
+
+def _without(info: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in info.items() if name != "bands_beside"}
 
 
 def _users_level() -> int:

@@ -14,7 +14,7 @@ from tsae.base.statistics import too_few
 from tsae.diff.dynamics import FLAT
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.story.gates import bands_warning, belief, flag_reason
+from tsae.report.story.gates import bands_note, bands_warning, belief, flag_reason
 from tsae.report.story.statements import (
     Statement,
     along_steps,
@@ -51,6 +51,7 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
     warning = bands_warning(diff)
     kept = [
         Statement("Before all others", (warning,), "gates", warns=True) if warning else None,
+        Statement("Bands", (note,), "gates") if (note := bands_note(diff)) else None,
         *found[: limit - 1],
         *later,
         tested(diff),

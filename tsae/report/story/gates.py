@@ -11,7 +11,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.statements import contrasts, survivors
 from tsae.report.text import count, listed, percent
-from tsae.rollouts.bands import found_how
+from tsae.rollouts.bands import bands_label, found_how
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _NULLS = {
@@ -153,12 +153,20 @@ def bands_text(diff: FeatureDiff) -> str:
     bands = diff.info.get("bands")
     if not bands:
         return "The problems have no bands."
-    who, shares = bands.get("reference") or "all policies together", bands.get("quantiles")
+    if bands.get("source") and "easy" not in bands:
+        return f"{found_how(bands).capitalize()}."
+    who, shares = bands_label(bands) or bands.get("reference") or "all policies together", bands.get("quantiles")
     how = f" (its easiest {shares['easy']:.0%} and hardest {shares['hard']:.0%} of the problems)" if shares else ""
     return (
         f"Pass rate of {who}, easy ≥ {bands['easy']:.3g}, hard ≤ {bands['hard']:.3g}{how}, medium between; "
         f"{found_how(bands)}."
     )
+
+
+def bands_note(diff: FeatureDiff) -> str:
+    """What easy, medium and hard are, where bands come from elsewhere; empty otherwise."""
+    label = bands_label(diff.info.get("bands"))
+    return f"Easy, medium and hard are the {label}, not what the base finds so." if label else ""
 
 
 def bands_warning(diff: FeatureDiff) -> str:

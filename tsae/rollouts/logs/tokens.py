@@ -125,7 +125,7 @@ class Tokens:
         """
         if entry.prompt_ids is not None:
             ids = self._checked(entry, entry.prompt_ids, "prompt")
-            shown = _shown(entry.prompt) if entry.prompt is not None else self._decode(ids)
+            shown = shown_prompt(entry.prompt) if entry.prompt is not None else self._decode(ids)
             return Prompt(ids, shown)
         assert entry.prompt is not None
         key = entry.prompt_is + json.dumps(entry.prompt, sort_keys=True, default=str)
@@ -133,7 +133,7 @@ class Tokens:
             if len(self._prompts) == _KEPT_PROMPTS:
                 self._prompts.clear()
             tokens, *assumed = self._encode_prompt(entry)
-            self._prompts[key] = Prompt(np.asarray(tokens, dtype=np.int32), _shown(entry.prompt), tuple(assumed))
+            self._prompts[key] = Prompt(np.asarray(tokens, dtype=np.int32), shown_prompt(entry.prompt), tuple(assumed))
         return self._prompts[key]
 
     def response(self, entry: Entry) -> Response:
@@ -404,7 +404,7 @@ def _check_content(message: dict[str, Any], entry: Entry) -> None:
             entry.refuse(what, "Give a log of text alone: what a model made of images or sound is not read.")
 
 
-def _shown(prompt: str | list[dict[str, Any]]) -> str:
+def shown_prompt(prompt: str | list[dict[str, Any]]) -> str:
     """A prompt's text; for a conversation, the texts of its messages."""
     if isinstance(prompt, str):
         return prompt
