@@ -10,20 +10,33 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from tsae.attribution.find_settings import find_settings, read_settings
-from tsae.checkpoints.series import CheckpointSeries, named_base
-from tsae.checkpoints.weight_files import config_of, folder_of, weight_files
+from tsae.attribution.find_settings import bases_in_settings, find_settings, read_settings
+from tsae.base.files import as_path
+from tsae.base.untrusted import one_line
+from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.series import CheckpointSeries, folders_of_run, named_bases, step_folders
+from tsae.checkpoints.sites import Site, check_sites
+from tsae.checkpoints.weight_files import (
+    config_of,
+    folder_of,
+    has_tokenizer,
+    is_adapter,
+    is_gguf,
+    is_hub_id,
+    unfinished,
+    weights_of,
+)
 from tsae.config import RunConfig
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.band_source import bands_from, read_source
 from tsae.rollouts.bands import band_counts, bands_label, found_how, kind_of_bands
 from tsae.rollouts.config import BandCutoffs, ImportConfig
@@ -32,6 +45,7 @@ from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.log_files import NoLog, find_files
 from tsae.rollouts.logs.outcome_rules import with_outcome
 from tsae.rollouts.logs.tokens import shown_prompt
+from tsae.rollouts.schema import BANDS
 
 _SECONDS = 2.0
 """In which rows of the log are read."""
@@ -42,6 +56,8 @@ _CORE, _GPU = 3e10, 2e14
 _READINGS = 4
 """Times that every trajectory is read: once, and by three nulls of noise in the weights."""
 
+_LONGEST_NAME = 4096
+"""Characters of a model's name."""
 _BASE = "--base MODEL, a folder or Hugging Face id: the model that training started from"
 State = Literal["ok", "note", "missing"]
 """`tsae run` refuses what is missing; of a note it says on the page what is then left out or less sure."""
@@ -59,6 +75,13 @@ class Finding(NamedTuple):
     what: str
     fix: str = ""
     """What to add, where something is missing or could be better."""
+    error: TsaeError | None = None
+    """With which `tsae run` refuses what is missing."""
+
+    def lines(self) -> list[str]:
+        """As the terminal shows it."""
+        heads = (f"{self.subject:<12} {self.state:<8} ", f"{'':<12} {'':<8} -> ")
+        return [head + one_line(text) for head, text in zip(heads, (self.what, self.fix), strict=True) if text]
 
 
 class _Log(NamedTuple):
@@ -82,6 +105,8 @@ class _Log(NamedTuple):
 def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
     """The checkpoints of a run, and a few words on which model is the base and what names it.
 
+    Checkpoints that are not complete are left out, and the series notes it. Fetches and merges no weights.
+
     Args:
         config: of the run.
         without: folders of checkpoints that are left out, resolved.
@@ -90,42 +115,75 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
         TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
     """
     path = config.path
+    partial = _complete_and_not(path, without)[1]
+    names = {folder: os.path.relpath(folder, path.resolve()) for folder in partial}
+    notes = tuple(f"left out, as it is not complete: {names[folder]} ({why})" for folder, why in partial.items())
+
+    def loaded(*sources: str | Path) -> CheckpointSeries:
+        series = CheckpointSeries.load(*sources, path, without=without | partial.keys())
+        return replace(series, notes=(*notes, *series.notes))
+
     if config.base is not None:
-        base, told = config.base, " (as asked)"
-    else:
-        found = CheckpointSeries.load(path, without=without)
-        named = named_base(found, path) or _base_of_settings(path)
-        if found.base.step == 0 and len(found) > 1:
-            base, told = found.base.path, ""
-        elif named is None:
-            return _comparable(found, path), f"{found.base.id} stands in for the base, which is not there (--base)"
+        series = loaded(config.base)
+        _check_base(series.base)
+        return _comparable(series, path), f"the base is {config.base} (as asked)"
+    found, refused = loaded(), list[str]()
+    if found.base.step == 0 and len(found) > 1:
+        try:
+            _check_base(found.base)
+        except TsaeError as error:
+            what = f"names {found.base.path} as its base, which cannot be used: {error}"
+            raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
+        return _comparable(found, path), f"the base is {found.base.path}"
+    for name, by in _named(found, path):
+        try:
+            _check_base(Checkpoint("base", name if is_hub_id(name) else str(as_path(name).resolve())))
+            series = loaded(name)
+        except TsaeError as error:
+            refused.append(f"{by} names {name} as the base, which cannot be used ({error.what.rstrip('.')})")
         else:
-            base, told = named[0], f" ({named[1]})"
-    try:
-        series = CheckpointSeries.load(base, path, without=without) if told else found
-        folder_of(series.base)
-        series.base.load_tokenizer()
-    except TsaeError as error:
-        if config.base is not None:
-            raise
-        what = f"names {base} as its base{told}, which cannot be used: {error}"
-        raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
-    return _comparable(series, path), f"the base is {base}{told}"
+            return _comparable(series, path), f"the base is {name} (by {by})"
+    told = "".join(f"; {one}" for one in refused[:2])
+    return _comparable(found, path, told), f"{found.base.id} stands in for the base, which is not there{told} (--base)"
 
 
-def _base_of_settings(run: Path) -> tuple[str, str] | None:
-    """The base's folder, where the trainer's settings name one that is there, and which file names it."""
-    with suppress(TsaeError):
-        settings = read_settings(run)
-        if settings.base is not None and Path(settings.base).is_dir():
-            return settings.base, f"by {Path(settings.source).name}"
-    return None
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Folders of the checkpoints in a run's folder that can be read; all, where none is complete."""
+    return _complete_and_not(run)[0]
 
 
-def _comparable(series: CheckpointSeries, path: Path) -> CheckpointSeries:
+def _complete_and_not(run: Path, without: frozenset[Path] = frozenset()) -> tuple[list[Path], dict[Path, str]]:
+    folders = [folder for folder in (step_folders(run) if run.is_dir() else []) if folder not in without]
+    partial = unfinished(folders, state=False)
+    partial = partial if len(partial) < len(folders) else {}  # loading them says what is wrong with all
+    return [folder for folder in folders if folder not in partial], partial
+
+
+def _check_base(checkpoint: Checkpoint) -> None:
+    """Refuse a base that is not a whole model with a tokenizer. Fetches and merges no weights."""
+    folder = folder_of(checkpoint, needs="config")
+    adapts, tokens = is_adapter(folder), is_gguf(folder) or has_tokenizer(folder)
+    refuse(folder, (adapts, "is an adapter", None), (not tokens, "holds no tokenizer", None))
+    weights_of(checkpoint)
+
+
+def _named(series: CheckpointSeries, run: Path) -> Iterator[tuple[str, str]]:
+    """Models that files of the run name as the one that training started from, and which file does; each once."""
+    seen = set()
+    settings = (pair for folder in folders_of_run(series, run) for pair in bases_in_settings(folder))
+    for name, file in (*named_bases(series, run), *settings):
+        local = name.isprintable() and len(name) <= _LONGEST_NAME and as_path(name).resolve()
+        # A resumed run names its own checkpoint.
+        if name not in seen and local and not local.is_relative_to(run.resolve()):
+            seen.add(name)
+            yield name, os.path.relpath(file, run.resolve()) if file.is_relative_to(run.resolve()) else str(file)
+
+
+def _comparable(series: CheckpointSeries, path: Path, told: str = "") -> CheckpointSeries:
     if len(series) < 2:
+        nothing = "nothing says which model training started from"
         raise OneCheckpoint(
-            "holds one checkpoint, and nothing says which model training started from",
+            f"holds one checkpoint, and {told.removeprefix('; ') or nothing}",
             where=path,
             fix="Give that model (--base).",
         )
@@ -157,27 +215,50 @@ def find_run_log(config: RunConfig) -> Path:
     return log
 
 
+def check(config: RunConfig, say: Callable[[str], None] = print) -> None:
+    """Print what a run has, what it lacks and what the analysis will take, before any of it is computed.
+
+    Raises:
+        TsaeError: the first of what is missing.
+    """
+    refused = None
+    for finding in examine(config):
+        for line in finding.lines():
+            say(line)
+        refused = refused or finding.error
+    if refused is not None:
+        raise refused
+
+
 def examine(config: RunConfig) -> Iterator[Finding]:
     """Examine a run for `tsae run` with these options.
 
     Yields:
-        a finding a subject, as soon as it is known: base, checkpoints, log, success, tokens, bands, settings,
-        attribution, device, disk, time.
+        a finding a subject, as soon as it is known: options, where one is wrong; base, checkpoints, log, success,
+        tokens, bands, settings, attribution, device, disk, time.
     """
+    yield from check_options(config)
     series, log = None, None
     try:
         series, origin = find_series(config)
-    except OneCheckpoint:
+    except OneCheckpoint as error:
         series = CheckpointSeries.load(config.path)
-        yield Finding("base", "missing", "nothing says which model training started from", _BASE)
+        yield Finding("base", "missing", error.what, _BASE, error)
         yield Finding("checkpoints", "ok", ", ".join(c.path for c in series))
     except TsaeError as error:
         yield _missing("checkpoints", error)
     else:
-        stands_in = "stands in" in origin
+        stands_in = series.base.step > 0
         yield Finding("base", "note" if stands_in else "ok", origin, _BASE * stands_in)
         told = [note.rstrip(".") for note in series.notes if "stands in" not in note]
         yield Finding("checkpoints", "ok", "; ".join([_steps(series), *told]))
+        try:
+            _readers(series, config)
+            shape = _shape(series.base)
+            if config.site is not None and (depth := shape.get("num_hidden_layers") or shape.get("n_layer")):
+                check_sites([config.site], int(depth), series.base.path)
+        except TsaeError as error:
+            yield _missing("options", error)
     try:
         path = find_run_log(config)
         form, files, notes = find_log(path, config.importing)
@@ -197,9 +278,59 @@ def examine(config: RunConfig) -> Iterator[Finding]:
         yield from _machine(series, log, config)
 
 
+def check_options(config: RunConfig) -> Iterator[Finding]:
+    """Findings on options that are wrong whatever the run holds."""
+    wrong = [name for name in config.diff.bands or () if name not in BANDS]
+    files = {"--bands-from": config.bands_from, "--problems": config.problems}
+    gone = [f"{option} {file}" for option, file in files.items() if file is not None and not file.is_file()]
+    try:
+        refuse(
+            "options",
+            (
+                wrong,
+                f"no problem is in the band {''.join(wrong[:1])!r}",
+                f"Bands are {', '.join(BANDS)} (--diff.bands).",
+            ),
+            (gone, f"no such file: {', '.join(gone)}", "Check the path."),
+        )
+        if config.site is not None:
+            Site.parse(config.site)
+    except TsaeError as error:
+        yield _missing("options", error)
+
+
+def check_device(config: RunConfig) -> Finding:
+    """Whether the device is there; torch is asked where it is not the CPU."""
+    better = config.device == "cpu" and bool(glob("/dev/nvidia[0-9]*"))
+    there = True
+    if config.device != "cpu":
+        import torch
+
+        try:
+            asked = torch.device(config.device)
+            there = asked.type != "cuda" or (asked.index or 0) < torch.cuda.device_count()
+        except RuntimeError:
+            there = False
+    if not there:
+        what = f"{config.device} is asked for, and torch does not find it here"
+        return _missing("device", TsaeError(what, where="--device", fix="--device cpu"))
+    return Finding("device", "note" if better else "ok", config.device, "--device cuda: there is a GPU" * better)
+
+
+def _readers(series: CheckpointSeries, config: RunConfig) -> CheckpointSeries:
+    return series.select(config.checkpoints) if config.checkpoints else series.final()
+
+
+def _shape(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The configuration of the text model."""
+    found = config_of(folder_of(checkpoint, needs="config"))
+    text = found.get("text_config")
+    return text if isinstance(text, dict) else found
+
+
 def _missing(subject: str, error: TsaeError) -> Finding:
     where = f" ({error.where})" if error.where else ""
-    return Finding(subject, "missing", f"{error.what}{where}", error.fix or "")
+    return Finding(subject, "missing", f"{error.what}{where}", error.fix or "", error)
 
 
 def _steps(series: CheckpointSeries) -> str:
@@ -232,7 +363,7 @@ def _of_log(log: _Log, success: str) -> Iterator[Finding]:
     known = outcomes[True] + outcomes[False]
     if not known:
         fix = "--outcome REWARD (which reward says what is right), or --verifier exact, last_number or math"
-        yield Finding("success", "missing", f"no trajectory has a known outcome: {success}", fix)
+        yield Finding("success", "note", f"no trajectory has a known outcome: {success}", fix)
     else:
         yield Finding("success", "ok", f"{success}; {outcomes[True] / known:.0%} of {known:,} are right")
     with_ids = sum(entry.response_ids is not None for entry in log.entries)
@@ -303,38 +434,36 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
 
 
 def _machine(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> Iterator[Finding]:
-    import torch
-
-    there = torch.cuda.is_available()
-    if config.device.startswith("cuda") and not there:
-        yield Finding("device", "missing", f"{config.device} is asked for, and torch sees no GPU", "--device cpu")
-    else:
-        name = torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else config.device
-        better = there and not config.device.startswith("cuda")
-        yield Finding("device", "note" if better else "ok", name, "--device cuda: there is a GPU" * better)
+    yield check_device(config)
+    cuda = config.device.startswith("cuda")
     try:
-        folder = folder_of(series.base)
-        size = sum(file.stat().st_size for file in weight_files(folder))
+        readers = list(_readers(series, config))
+        sizes = [(checkpoint, *weights_of(checkpoint)) for checkpoint in readers]
     except TsaeError as error:
-        yield _missing("base", error)
+        yield _missing("weights", error)
         return
-    shape = config_of(folder)
-    text = shape.get("text_config", shape)
-    d_model = int(text.get("hidden_size") or text.get("n_embd") or 0)
-    readers = 1 + (len(config.checkpoints) or len(series.runs))
-    tokens = readers * _tokens(log, config)
-    half = "16" in str(text.get("dtype") or text.get("torch_dtype"))
+    first = [f"{c.id}'s weights ({_gb(size)}) are {how} first, and kept" for c, size, how in sizes if how]
+    shape = _shape(series.base)
+    d_model, half = (
+        int(shape.get("hidden_size") or shape.get("n_embd") or 0),
+        "16" in str(shape.get("dtype") or shape.get("torch_dtype")),
+    )
+    tokens = len(readers) * _tokens(log, config)
     need = tokens * d_model * (2 if half else 4)
     disk = config.to.resolve()
     free = shutil.disk_usage(next(place for place in (disk, *disk.parents) if place.is_dir())).free
-    what = f"about {_gb(need)} for activations of {tokens:,} tokens; {_gb(free)} are free"
+    what = "; ".join([f"about {_gb(need)} for activations of {tokens:,} tokens; {_gb(free)} are free", *first])
     fix = "--tokens N reads less, --to FOLDER writes elsewhere"
-    yield Finding("disk", "missing" if need > free else "ok", what, fix * (need > free))
+    # What an interrupted run has written already needs no more room, and of a longer log less may be read.
+    short, sure = need > free, log is not None and log.whole and not (config.to / "activations").is_dir()
+    if short and sure:
+        yield _missing("disk", TsaeError(what, where=config.to, fix=fix))
+    else:
+        yield Finding("disk", "note" if short else "ok", what, fix * short)
     # Half of the blocks are read; a parameter takes two operations a token.
-    work = tokens * _READINGS * size / (2 if half else 4)
-    rate = _GPU if config.device.startswith("cuda") else _CORE * (os.cpu_count() or 1)
-    what = f"about {_minutes(work / rate)} to read them, and as long again for the rest, very roughly"
-    yield Finding("time", "ok", what)
+    work = tokens * _READINGS * sizes[0][1] / (2 if half else 4)
+    what = f"about {_minutes(work / (_GPU if cuda else _CORE * (os.cpu_count() or 1)))} to read them"
+    yield Finding("time", "ok", f"{what}, and as long again for the rest, very roughly")
 
 
 def _tokens(log: _Log | None, config: RunConfig) -> int:

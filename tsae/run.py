@@ -32,15 +32,16 @@ from tsae.base.mirror import local, removed
 from tsae.base.part import digest_of
 from tsae.causal.findings import Tested, causal_tests
 from tsae.causal.intervention import folders_of_tests
-from tsae.checkpoints.series import CheckpointSeries, step_folders
+from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import RunConfig
 from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.doctor import find_run_log, find_series
+from tsae.doctor import check, complete_checkpoints, find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
 from tsae.report.story import facts
+from tsae.report.text import visible
 from tsae.rollouts.band_source import Given, asked_problems, bands_from, read_source
 from tsae.rollouts.bands import Bands, band_counts, band_problems, kind_of_bands
 from tsae.rollouts.config import BandSource, ImportConfig, SamplingConfig
@@ -100,19 +101,26 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
     Raises:
         TsaeError: for a folder without checkpoints or rollout log, a missing base, a single checkpoint with nothing to
             compare it with, rewards of which none is known to mean success, or a folder `to` that holds something else.
-            Raised before anything is computed, where that can be known.
+            Raised before anything is computed, where that can be known (`tsae.doctor.check`).
     """
-    before = step_folders(config.path) if config.path.is_dir() else []
-    try:
-        return analyze_state(config, None, progress=progress, say=say)
-    except (TsaeError, OSError) as error:
-        gone = [os.path.relpath(folder, config.path.resolve()) for folder in before if not folder.is_dir()]
-        if not gone:
-            raise
-        why = "a trainer with save_total_limit keeps its last checkpoints only"
-        what = f"{', '.join(gone)} was removed meanwhile ({why}): {str(error).splitlines()[0]}"
-        fix = "Analyse a copy of the checkpoint, or follow the training with `tsae watch`."
-        raise TsaeError(what, where=config.path, fix=fix) from error
+    check(config, say)
+    return analyze_checked(config, progress=progress, say=say)
+
+
+def analyze_checked(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
+    """Analyse a run after `tsae.doctor.check`. A checkpoint that goes meanwhile is left out, and a line says so."""
+    while True:
+        before = complete_checkpoints(config.path)
+        try:
+            return analyze_state(config, None, progress=progress, say=say)
+        except (TsaeError, OSError) as error:
+            there = complete_checkpoints(config.path)
+            gone = [os.path.relpath(folder, config.path.resolve()) for folder in before if folder not in there]
+            if not gone:
+                raise
+            why = "a trainer with save_total_limit keeps its last checkpoints only"
+            what = f"looking again: {', '.join(gone)} was removed or changed while it was read ({why}): {error}"
+            say(visible(what.splitlines()[0]))
 
 
 def analyze_state(

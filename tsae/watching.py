@@ -31,7 +31,7 @@ from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.doctor import OneCheckpoint, find_run_log, find_series
+from tsae.doctor import OneCheckpoint, check_device, check_options, find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.text import visible
@@ -109,6 +109,9 @@ def watch(
     if config.sample is not None:
         fix = "Leave it out, and give `tsae run --sample` another folder in the end."
         raise TsaeError("fresh rollouts are not sampled while a training goes on", where="--sample", fix=fix)
+    for finding in (*check_options(config), check_device(config)):
+        if finding.error is not None:
+            raise finding.error
     return _Watch(replace(config, attribute=False, causal=False), watching or WatchConfig(), progress, say).updates()
 
 
@@ -304,7 +307,7 @@ class _Watch:
 
     def _gone(self, state: _Update) -> str:
         """What of a state is no longer there or no longer as it was; empty where all of it is."""
-        ids = {Path(c.path): c.id for c in state.series if not c.is_base and Path(c.path).is_absolute()}
+        ids = {Path(c.path): c.id for c in state.series if (c.step or not c.is_base) and Path(c.path).is_absolute()}
         lost = [id for path, id in ids.items() if path in unfinished([path])] or self._rewritten(state.series)
         return ", ".join([*lost, *(file.name for file in state.read.log if not file.is_file())])
 
@@ -324,7 +327,11 @@ class _Watch:
             what = f"holds an analysis of another training, SAE or versions (differing: {', '.join(differing)})"
             fix = "Give the options that it was begun with, another SAE (--retrain), or another folder (--to)."
             raise TsaeError(what, where=self.to, fix=fix)
-        base = state.series.base
+        base, held = state.series.base, read_manifest(self.to / "activations")["readers"][0]
+        paths = dict(before["series"])
+        if held["step"] and not Path(paths.get(held["id"], "")).is_dir():
+            self._tell(f"{held['id']}, which stood in for the base, was removed: {base.id} takes its place")
+            return
         for _, found, captured in changed_checkpoints(read_manifest(self.to / "activations"), state.series, [base.id]):
             raise TsaeError(
                 f"is another base than before: its weights and config have the hash {found}, and those that were "

@@ -6,6 +6,7 @@ import html
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -68,6 +69,8 @@ TINY = RunConfig(
 )
 Finished = tuple[Path, list[str], Any]
 """(folder, lines, diff) of a whole analysis."""
+CHECKED = re.compile(r"[a-z ]{12} (ok|note|missing|) {0,8} ")
+"""Lines of the check before."""
 STAGES = ["series", "rollouts", "second look", "bands", "activations", "sae", "evaluation", "features", "diff"]
 STAGES += ["noise", "attribution", "claims", "report"]
 
@@ -99,7 +102,7 @@ def analysed(config: RunConfig, **changes: Any) -> tuple[list[str], Any]:
     """What an analysis printed, and its diff."""
     lines: list[str] = []
     diff = analyze_run(replace(config, **changes), progress=False, say=lines.append)
-    return lines, diff
+    return [line for line in lines if not CHECKED.match(line)], diff
 
 
 def words(config: RunConfig, to: Path) -> list[str]:
@@ -318,18 +321,46 @@ def test_labels_that_changed_since_are_read_again(tiny: RunConfig, trl_run: Path
     assert (before.frame.outcome == "success").sum() == (after.frame.outcome == "failure").sum()
 
 
-def test_a_checkpoint_that_is_rotated_away_is_named(
-    tiny: RunConfig, trl_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow  # runs the whole pipeline
+def test_a_checkpoint_that_is_rotated_away_is_named_and_the_others_are_used(
+    tiny: RunConfig, trl_run: Path, tmp_path: Path
 ) -> None:
+    """The one that is read goes after the import, and the one that is then read is half removed."""
+    run, lines = shutil.copytree(trl_run, tmp_path / "run"), list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("bands:") and (run / "checkpoint-150").is_dir():
+            shutil.rmtree(run / "checkpoint-150")
+        elif line.startswith("bands:") and (run / "checkpoint-100/model.safetensors").is_file():
+            (run / "checkpoint-100/model.safetensors").unlink()
+
+    diff = analyze_run(replace(tiny, path=run, to=tmp_path / "out"), progress=False, say=say)
+    assert [reader["id"] for reader in diff.info["readers"]] == ["base", "run-00050"]
+    told = [line for line in lines if line.startswith("looking again: ")]
+    assert [line.partition(" was removed")[0] for line in told] == [
+        f"looking again: checkpoint-{step}" for step in (150, 100)
+    ]
+    said = json.loads((tmp_path / "out" / "stages.json").read_text())["series"]
+    assert "left out, as it is not complete: checkpoint-100 (holds no weights; expected model.safetensors)" in said
+
+
+def test_a_checkpoint_that_is_half_written_is_left_out_with_a_note(trl_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trl_run, tmp_path / "run")
-
-    def rotated(*_: object, **__: object) -> None:
-        shutil.rmtree(run / "checkpoint-25")
-        raise FileNotFoundError("checkpoint-25/model.safetensors")
-
-    monkeypatch.setattr("tsae.run.analyze_state", rotated)
-    with pytest.raises(TsaeError, match=r"checkpoint-25 was removed meanwhile .*save_total_limit.*tsae watch"):
-        analysed(tiny, path=run, to=tmp_path / "out")
+    weights = run / "checkpoint-150" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (run / "checkpoint-100" / "tokenizer.json").unlink()
+    series, origin = find_series(RunConfig(run))
+    assert [c.step for c in series] == [25, 50]
+    assert "run-00025 stands in" in origin
+    assert series.notes[:2] == (
+        "left out, as it is not complete: checkpoint-100 (holds no tokenizer)",
+        "left out, as it is not complete: checkpoint-150 (model.safetensors is not all there)",
+    )
+    shutil.copytree(trl_run / "checkpoint-50", run / "epoch_1")
+    assert (
+        "left out, as the steps of run are counted by other folders: epoch_1." in find_series(RunConfig(run))[0].notes
+    )
 
 
 def test_the_base_is_the_folder_that_the_settings_name(trl_run: Path, tmp_path: Path) -> None:
@@ -607,7 +638,8 @@ def test_the_command_says_what_it_decides(
     out, lines, _ = finished
     main(words(tiny, out))
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{lines[0]} [from disk]\n")
+    assert printed.startswith(f"base         ok       the base is {tiny.base} (as asked)\n")
+    assert f"\n{lines[0]} [from disk]\n" in printed
     assert "Shifts of hard-00150 against base, on the same trajectories" in printed
     assert f"Report: {(out / 'report.html').resolve()}" in printed
 
@@ -625,7 +657,7 @@ def test_the_base_is_the_one_that_the_run_names(trl_run: Path, tmp_path: Path) -
     (run / "README.md").write_text(f"---\nlibrary_name: transformers\nbase_model: {base}\n---\n# hard\n")
     series, origin = find_series(RunConfig(run))
     assert (series.base.path, len(series)) == (str(base), 5)
-    assert origin.endswith("(by its model card)")
+    assert origin.endswith("(by README.md)")
     (run / "README.md").write_text("---\nlibrary_name: transformers\n---\nbase_model: elsewhere/model\n")
     assert "stands in" in find_series(RunConfig(run))[1]
 
@@ -638,8 +670,11 @@ def test_the_base_is_the_one_that_the_run_names(trl_run: Path, tmp_path: Path) -
     assert "stands in" in find_series(RunConfig(run))[1]
 
     (run / "README.md").write_text(f"---\nbase_model: {tmp_path / 'gone'}\n---\n")
-    with pytest.raises(TsaeError, match=r"names .*gone as its base \(by its model card\).*--base"):
-        find_series(RunConfig(run))
+    series, origin = find_series(RunConfig(run))
+    assert series.base.step == 50
+    assert re.search(
+        r"stands in .*; README\.md names \S*gone as the base, which cannot be used \(.*\) \(--base\)", origin
+    )
     assert find_series(RunConfig(run, base=str(base)))[1] == f"the base is {base} (as asked)"
 
 
@@ -728,7 +763,7 @@ def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, 
     (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
     config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
     lines, diff = analysed(config)
-    assert "3 checkpoints; the base is org/arithmetic (by its model card); compared with it: full-00050" in lines[0]
+    assert "3 checkpoints; the base is org/arithmetic (by README.md); compared with it: full-00050" in lines[0]
     local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
     _, same = analysed(local)
     pd.testing.assert_frame_equal(diff.shifts, same.shifts)

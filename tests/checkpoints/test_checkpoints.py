@@ -24,9 +24,10 @@ from support.builders import (
 )
 from support.checkpoints import edit
 from support.refusals import refuses
-from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks, positions
+from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.sites import Site
 from tsae.checkpoints.tokenizers import load_tokenizer, tokenizer_fingerprint
 from tsae.errors import TsaeError
 

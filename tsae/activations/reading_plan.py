@@ -22,9 +22,10 @@ from tsae.activations.forward_batches import Reader
 from tsae.activations.shard import DTYPES, Piece
 from tsae.activations.vllm_reader import START, StatesReader
 from tsae.checkpoints.bridge import TransformerLensReader
-from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader, check_sites, spread
+from tsae.checkpoints.hooks import HuggingFaceReader, PredictingReader, spread
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, check_places, need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.sites import check_sites
 from tsae.checkpoints.tokenizers import (
     load_tokenizer,
     noted_tokens,

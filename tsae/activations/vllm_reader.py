@@ -35,7 +35,8 @@ from safetensors.torch import load
 from tsae.activations.config import StatesConfig
 from tsae.activations.forward_batches import Batch, Misread, OutOfMemory, read_batches
 from tsae.base.files import writing
-from tsae.checkpoints.hooks import HuggingFaceReader, Site, decoder_blocks
+from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks
+from tsae.checkpoints.sites import Site
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.inference_server import Endpoint
 

@@ -26,13 +26,13 @@ import yaml
 from safetensors import safe_open
 
 from tsae.attribution import trl
-from tsae.attribution.config_words import trainer_of
+from tsae.attribution.config_words import Words, trainer_of
 from tsae.attribution.other_trainers import READERS
 from tsae.attribution.settings import Optimiser, RunSettings
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.inert_pickle import read_dataclass
 from tsae.base.untrusted import parse_json, parse_yaml
-from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries, base_on_card
 from tsae.errors import TsaeError
 from tsae.rollouts.trainers.token_logs import TSAE as RUN_LOG
 
@@ -43,7 +43,7 @@ _FILES = (
     "tsae/settings.json", "training_args.json", "training_args.yaml", "training_args.bin",
     "checkpoint-*/training_args.json", "checkpoint-*/training_args.bin",
     *(f"{place}files/config.yaml" for place in _WANDB), *(f"{place}*.wandb" for place in _WANDB),
-    "checkpoint-*/args.json", "args.json", ".hydra/config.yaml", "*.yaml", "*.yml", "*.toml",
+    "checkpoint-*/args.json", "args.json", ".hydra/config.yaml", "*.yaml", "*.yml", "*.toml", "configs/*.toml",
 )  # fmt: skip
 """Where settings lie, best first; of several of a kind the last counts. From args.json on they may be anything."""
 _OF_RUN_LOG = {"model_name_or_path": "base", "num_processes": "processes", "max_steps": "max_steps"}
@@ -115,7 +115,7 @@ def _read(
     beside = trl.Beside(
         version or settings.get("trl_version") or _version(folders),
         n_steps,
-        _base(folders),
+        next((base for folder in folders if (base := base_on_card(folder))), None),
         _object(folders, "config.json"),
         _object(folders, "adapter_config.json"),
         _kept(folders),
@@ -132,14 +132,30 @@ def _claimed(file: Path) -> bool:
 
 def _file(folder: str | Path) -> Path | None:
     """The file with settings in a folder."""
-    folder = as_path(folder)
+    return next(_files(as_path(folder)), None)
+
+
+def _files(folder: Path) -> Iterator[Path]:
     for pattern in _FILES:
         for file in sorted(
             folder.glob(pattern), key=lambda file: [_numbers(Path(p)) for p in file.parts], reverse=True
         ):
             if _FILES.index(pattern) < _FILES.index("checkpoint-*/args.json") or _claimed(file):
-                return file
-    return None
+                yield file
+
+
+def bases_in_settings(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Models that files with settings in a folder name as the one that training started from, and the files.
+
+    Settings that cannot be replayed name it, too.
+    """
+    for file in _files(folder):
+        with suppress(TsaeError):
+            settings = _load(file)
+            if trainer := trainer_of(settings):
+                # prime-rl has its words with and without this beginning.
+                names = (Words(settings, file, trainer, own).take("run")["base"] for own in ("", "trainer."))
+                yield from ((name, file) for name in names if isinstance(name, str))
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -193,14 +209,6 @@ def _version(folders: list[Path]) -> str | None:
         for folder in folders:
             if found := re.search(pattern, _text(folder / name), re.MULTILINE):
                 return found[1]
-    return None
-
-
-def _base(folders: list[Path]) -> str | None:
-    """The base in the head of the run's README.md."""
-    for folder in folders:
-        if found := re.match(r"---\n(?:.*\n)*?base_model: *(\S.*)\n", _text(folder / "README.md")[:4000]):
-            return found[1].strip("'\" ")
     return None
 
 

@@ -77,7 +77,7 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
         str(file),
         "trl",
         beside.version,
-        words.get("model_name_or_path", "_name_or_path") or next((base for base in bases if base), None),
+        words.take("run")["base"] or next((base for base in bases if base), None),
         int(words.number("seed")),
         "bfloat16" if words.flag("bf16") else "float32",
         _weights(words, beside, notes),

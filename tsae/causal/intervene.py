@@ -38,8 +38,9 @@ from tsae.causal.controls import FeatureScales, matched_features, overlap
 from tsae.causal.edits import Donor, FeatureEdit, Rewriting
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.bridge import TransformerLensReader
-from tsae.checkpoints.hooks import check_sites, decoder_blocks, rewritten
+from tsae.checkpoints.hooks import decoder_blocks, rewritten
 from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.sites import check_sites
 from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import with_behaviours

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsae.checkpoints.hooks import Predictions, body_output, check_sites, positions, predictions
+from tsae.checkpoints.hooks import Predictions, body_output, positions, predictions
 from tsae.checkpoints.loading import Checkpoint
+from tsae.checkpoints.sites import check_sites
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:

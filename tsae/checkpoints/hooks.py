@@ -17,44 +17,18 @@ logits.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tsae.errors import TsaeError, refuse
+from tsae.checkpoints.sites import Site, check_sites
+from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SITE = re.compile(r"blocks\.(\d+)\.hook_resid_(pre|post)")
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place in the residual stream."""
-
-    layer: int
-    """Block index, from 0."""
-    point: str
-    """"pre" or "post"."""
-
-    @property
-    def name(self) -> str:
-        return f"blocks.{self.layer}.hook_resid_{self.point}"
-
-    @classmethod
-    def parse(cls, name: str) -> Site:
-        """Read a TransformerLens name. Raises TsaeError for any other name."""
-        match = _SITE.fullmatch(name)
-        if match is None:
-            fix = "Use blocks.{L}.hook_resid_post or blocks.{L}.hook_resid_pre, such as blocks.14.hook_resid_post."
-            raise TsaeError(f"unknown site {name!r}", where="sites", fix=fix)
-        return cls(layer=int(match[1]), point=match[2])
 
 
 def decoder_blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
@@ -65,15 +39,6 @@ def decoder_blocks(model: PreTrainedModel) -> torch.nn.ModuleList:
         what = f"found no list of {depth} decoder blocks in {type(model).__name__}"
         raise TsaeError(what, where=model.config._name_or_path, fix="Use a decoder-only Hugging Face causal LM.")
     return lists[0]
-
-
-def check_sites(sites: Sequence[str], n_layers: int, where: str) -> list[Site]:
-    """Parse site names and check that the model has these blocks."""
-    parsed = [Site.parse(name) for name in sites]
-    beyond = next((site.name for site in parsed if site.layer >= n_layers), None)
-    what = f"{beyond} does not exist: the model has blocks 0 to {n_layers - 1}" if beyond else "no sites given"
-    refuse(where, (beyond or not parsed, what, "Choose a block that the model has, such as blocks.1.hook_resid_post."))
-    return parsed
 
 
 class PastLastSite(Exception):

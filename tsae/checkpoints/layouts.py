@@ -133,9 +133,21 @@ def _runs(path: Path, deepest: int) -> Iterator[Path]:
                 yield from _runs(sub, deepest - 1)
 
 
+def named_otherwise(run: Path) -> list[str]:
+    """Checkpoints beside the step folders of a run that are left out, since their names count something else.
+
+    A run of checkpoint-N may hold an epoch_M, too, which is one of its steps again.
+    """
+    numbered = _numbered(run)
+    return sorted(sub.name for (rank, _), sub in numbered if rank > min(rank for (rank, _), _ in numbered))
+
+
+def _numbered(run: Path) -> list[tuple[tuple[int, int], Path]]:
+    return [(number, sub) for sub in _subfolders(run) if (number := _number(sub.name)) and _is_checkpoint(sub)]
+
+
 def _of_run(run: Path) -> list[StepFolder]:
-    numbered = [(number, sub) for sub in _subfolders(run) if (number := _number(sub.name)) and _is_checkpoint(sub)]
-    # A run of checkpoint-N may hold an epoch_M, too, which is one of its steps again.
+    numbered = _numbered(run)
     first = min((rank for (rank, _), _ in numbered), default=0)
     found = [_model_in(run, step, sub) for (rank, step), sub in numbered if rank == first]
     whole = {folder.step for folder in found if folder.shards is None}

@@ -21,14 +21,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from yaml import YAMLError
+
 from tsae.base import display
 from tsae.base.files import as_path, reading, write_json
 from tsae.base.filters import several
-from tsae.base.untrusted import parse_json
+from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.checkpoints import layouts
 from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint
@@ -44,6 +47,8 @@ from tsae.checkpoints.weight_files import (
 )
 from tsae.errors import TsaeError, refuse
 
+_LONGEST_CARD = 1 << 20
+"""Characters."""
 _FIELDS = ("id", "path", "run", "step", "trained_on", "revision", "subfolder")
 
 
@@ -218,23 +223,37 @@ class CheckpointSeries:
         return cls(checkpoints=tuple(checkpoints), name=str(content.get("name", file.parent.name)))._checked()
 
 
-def named_base(series: CheckpointSeries, run: Path) -> tuple[str, str] | None:
-    """The base that a configuration or model card names, and which file names it."""
-    places = (Path(c.path) / below for c in series for below in ("", "huggingface"))
-    folders = [*(place for place in places if place.is_dir()), run]
+def folders_of_run(series: CheckpointSeries, run: Path) -> list[Path]:
+    """Folders in which more of a run lies: those of its checkpoints, those around them, and the run's own."""
+    run, paths = run.resolve(), [Path(c.path) for c in series if Path(c.path).is_dir()]
+    inner = (place for path in paths for place in (path, path / "huggingface", *path.parents))
+    return list(dict.fromkeys([*(place for place in inner if place.is_relative_to(run)), run]))
+
+
+def named_bases(series: CheckpointSeries, run: Path) -> Iterator[tuple[str, Path]]:
+    """Models that configurations and then model cards name as the base, and which file names each."""
+    folders = folders_of_run(series, run)
     for folder in folders:
-        file = folder / "config.json"
         name = config_of(folder).get("_name_or_path")
-        # A resumed run names its own checkpoint.
-        if name and isinstance(name, str) and not Path(name).resolve().is_relative_to(run.resolve()):
-            return name, f"by {file.relative_to(run) if file.is_relative_to(run) else file}"
+        if name and isinstance(name, str):
+            yield name, folder / "config.json"
     for folder in folders:
-        card = folder / "README.md"
-        if card.is_file():
-            head = card.read_text(encoding="utf-8", errors="replace").partition("\n---")[0]
-            match = re.search(r"^base_model:[ \t]*[\"']?([^\s\"'\[]+)", head, re.MULTILINE)
-            if match and not Path(match[1]).resolve().is_relative_to(run.resolve()):
-                return match[1], "by its model card"
+        if name := base_on_card(folder):
+            yield name, folder / "README.md"
+
+
+def base_on_card(folder: Path) -> str | None:
+    """The base that the head of a model card, a README.md, names; None where it names none or several."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return None
+    with card.open(encoding="utf-8", errors="replace") as stream:
+        head = stream.read(_LONGEST_CARD).partition("\n---")[0]
+    with suppress(YAMLError):
+        content = parse_yaml(head.removeprefix("---"))
+        found = content.get("base_model") if isinstance(content, dict) else None
+        names = found if isinstance(found, list) else [found]
+        return names[0] if len(names) == 1 and isinstance(names[0], str) else None
     return None
 
 
@@ -280,6 +299,10 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
         if is_model:
             notes.append(f"the model in {path} itself is left out: its checkpoints are the series.")
         layouts.refuse_shards(path, folders)
+        for run in dict.fromkeys(folder.run for folder in folders):
+            if others := layouts.named_otherwise(run):
+                names = f"{', '.join(others[:3])}{', …' * (len(others) > 3)}"
+                notes.append(f"left out, as the steps of {run.name} are counted by other folders: {names}.")
         if shards := [folder for folder in folders if folder.shards]:
             steps = ", ".join(str(folder.step) for folder in shards)
             notes.append(f"left out, as their weights are {shards[0].shards}: steps {steps} of {shards[0].run.name}.")

@@ -69,7 +69,8 @@ def folder_of(checkpoint: CheckpointRecord, *, needs: str = "weights") -> Path:
 
     Args:
         checkpoint: whose path is a folder, a GGUF file or a Hugging Face id.
-        needs: "weights" or "tokenizer": what the cache must hold of a repository to do without the network.
+        needs: "weights" or "tokenizer": what the cache must hold of a repository to do without the network. With
+            "config" no weights are fetched or merged: the folder has configuration and tokenizer.
 
     Raises:
         TsaeError: where there is no such folder, or a repository is neither cached nor can be downloaded.
@@ -83,6 +84,37 @@ def folder_of(checkpoint: CheckpointRecord, *, needs: str = "weights") -> Path:
     if not fsdp_shards(folder):
         return folder
     return merged(folder) if needs == "weights" else folder / BESIDE  # tokens need no weights
+
+
+def weights_of(checkpoint: CheckpointRecord) -> tuple[int, str]:
+    """Bytes of a checkpoint's weights, and whether they are "fetched" or "merged" first, or neither. Does neither.
+
+    Raises:
+        TsaeError: where it has no weights that are read.
+    """
+    folder, path = folder_of(checkpoint, needs="config"), Path(checkpoint.path)
+    if is_hub_id(checkpoint.path) and not _has_weights(folder):
+        return _size_on_hub(checkpoint), "fetched"
+    shards = fsdp_shards(path / (checkpoint.subfolder or "")) if path.is_dir() else []
+    files = shards or ([folder] if is_gguf(folder) else weight_files(folder))
+    return sum(file.stat().st_size for file in files), "merged" if shards else ""
+
+
+def _size_on_hub(checkpoint: CheckpointRecord) -> int:
+    from huggingface_hub import HfApi
+
+    with as_tsae_error("the Hub does not list its files", checkpoint.path, "Check the name, and the network."):
+        told = HfApi().model_info(checkpoint.path, revision=checkpoint.revision, files_metadata=True).siblings or []
+    place = Path(checkpoint.subfolder or "")
+    sizes = [
+        file.size or 0
+        for file in told
+        if (name := Path(file.rfilename)).parent == place
+        and (name.match("model*.safetensors") or name.name == ADAPTER_WEIGHTS)
+    ]
+    what, fix = "holds no weights in safetensors", "Convert its pickled weights first, or give another model."
+    refuse(checkpoint.path, (not sizes, what, fix))
+    return sum(sizes)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -247,7 +279,7 @@ def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
     request: dict[str, Any] = {
         "repo_id": checkpoint.path,
         "revision": checkpoint.revision,
-        "allow_patterns": [below + name for name in _DOWNLOADS],
+        "allow_patterns": [below + name for name in _DOWNLOADS if needs != "config" or "safetensors" not in name],
         # A star of these patterns matches subfolders too, each of which may hold a model of its own.
         "ignore_patterns": [f"{below}*/*"],
     }
@@ -256,7 +288,8 @@ def _from_cache(checkpoint: CheckpointRecord, needs: str) -> Path:
     with as_tsae_error("neither a folder here nor in the Hugging Face cache, and cannot be downloaded", where, fix):
         with suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(**request, local_files_only=True)) / below
-            if _has_weights(folder) if needs == "weights" else has_tokenizer(folder):
+            there = {"weights": _has_weights(folder), "config": (folder / "config.json").is_file()}
+            if there.get(needs, True) and (needs == "weights" or has_tokenizer(folder)):
                 return folder
         folder = Path(snapshot_download(**request)) / below
     if not folder.is_dir() or (needs == "weights" and not _has_weights(folder)):
@@ -270,19 +303,25 @@ _LAST = "trainer_state.json"
 """The Hugging Face Trainer writes it after weights and optimizer."""
 
 
-def unfinished(folders: Sequence[Path]) -> dict[Path, str]:
+def unfinished(folders: Sequence[Path], *, state: bool = True) -> dict[Path, str]:
     """The checkpoints of one training that are not complete, and what is missing.
 
     Complete is a checkpoint with a configuration that can be read, and with all weight files in the length that their
-    heads announce; and with a trainer_state.json, if another checkpoint has one.
+    heads announce; and with a tokenizer and, where the trainer's `state` matters, a trainer_state.json, if another
+    checkpoint has one.
     """
-    last = any((folder / _LAST).is_file() for folder in folders)
-    found = {folder: _missing(folder, last=last) for folder in folders}
+    last = state and any((folder / _LAST).is_file() for folder in folders)
+    tokens = any(map(has_tokenizer, folders))
+    found = {folder: _missing(folder, last=last, tokens=tokens) for folder in folders}
     return {folder: missing for folder, missing in found.items() if missing}
 
 
-def _missing(folder: Path, *, last: bool) -> str:
+def _missing(folder: Path, *, last: bool, tokens: bool) -> str:
     try:
+        if fsdp_shards(folder):
+            read_object(folder / BESIDE / "config.json", "")
+            return ""
+        refuse(folder, (tokens and not has_tokenizer(folder), "holds no tokenizer", None))
         for name in (ADAPTER_CONFIG if is_adapter(folder) else "config.json", *((_LAST,) if last else ())):
             read_object(folder / name, "")
         short = next((file.name for file in weight_files(folder) if not _whole(file)), None)

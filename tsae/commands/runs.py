@@ -29,14 +29,17 @@ class Run:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.claims.evidence import attribution_in
-        from tsae.report.attribution import attribution_text
-        from tsae.report.story.findings import findings_content
-        from tsae.report.terminal import print_findings
-        from tsae.run import analyze_run
+        from tsae.doctor import check
 
         with as_json(self.json) as write:
-            diff = analyze_run(self.config)
+            check(self.config)  # before what is imported for the work
+            from tsae.claims.evidence import attribution_in
+            from tsae.report.attribution import attribution_text
+            from tsae.report.story.findings import findings_content
+            from tsae.report.terminal import print_findings
+            from tsae.run import analyze_checked
+
+            diff = analyze_checked(self.config)
             print_findings(diff)
             attribution, _ = attribution_in(self.config.to)
             if attribution is not None:
@@ -57,17 +60,14 @@ class Doctor:
     """File for the findings as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.base.untrusted import one_line
         from tsae.doctor import examine
 
         found = []
         with as_json(self.json) as write:
             for finding in examine(self.run):
                 found.append(finding)
-                print(f"{finding.subject:<12} {finding.state:<8} {one_line(finding.what)}", flush=True)
-                if finding.fix:
-                    print(f"{'':<12} {'':<8} -> {one_line(finding.fix)}", flush=True)
-            write({"findings": [finding._asdict() for finding in found]})
+                print(*finding.lines(), sep="\n", flush=True)
+            write({"findings": [dict(zip(finding._fields[:4], finding, strict=False)) for finding in found]})
         if missing := [finding.subject for finding in found if finding.state == "missing"]:
             raise TsaeError(f"the run lacks {', '.join(missing)}", where=self.run.path, fix="Add what is named above.")
 

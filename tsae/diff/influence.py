@@ -43,8 +43,9 @@ from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
 from tsae.base.filters import need_features, several, strongest
 from tsae.base.table_export import Tables, read_tables, table_files
-from tsae.checkpoints.hooks import Site, attach, check_sites, decoder_blocks, positions
+from tsae.checkpoints.hooks import attach, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
+from tsae.checkpoints.sites import Site, check_sites
 from tsae.checkpoints.tokenizers import load_tokenizer
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
 from tsae.diff.config import InfluenceConfig

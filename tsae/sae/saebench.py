@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tsae.checkpoints.hooks import Site
+from tsae.checkpoints.sites import Site
 from tsae.errors import TsaeError
 from tsae.sae.exchange.saelens_files import ForeignConfig
 from tsae.sae.model import TemporalSAE

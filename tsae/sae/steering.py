@@ -25,7 +25,8 @@ from tsae.base.files import as_path, reading, replacing
 from tsae.base.filters import need_features
 from tsae.base.tensors import write_tensors
 from tsae.base.untrusted import parse_json
-from tsae.checkpoints.hooks import attach, check_sites, decoder_blocks, site_names
+from tsae.checkpoints.hooks import attach, decoder_blocks, site_names
+from tsae.checkpoints.sites import check_sites
 from tsae.errors import TsaeError, needing
 from tsae.sae.model import TemporalSAE
 
