@@ -301,8 +301,8 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
         layouts.refuse_shards(path, folders)
         for run in dict.fromkeys(folder.run for folder in folders):
             if others := layouts.named_otherwise(run):
-                names = f"{', '.join(others[:3])}{', …' * (len(others) > 3)}"
-                notes.append(f"left out, as the steps of {run.name} are counted by other folders: {names}.")
+                shown = f"{', '.join(others[:3])}{', …' * (len(others) > 3)}"
+                notes.append(f"left out, as the steps of {run.name} are counted by other folders: {shown}.")
         if shards := [folder for folder in folders if folder.shards]:
             steps = ", ".join(str(folder.step) for folder in shards)
             notes.append(f"left out, as their weights are {shards[0].shards}: steps {steps} of {shards[0].run.name}.")
