@@ -344,7 +344,8 @@ def every_table(diff: FeatureDiff, names: list[str]) -> FeatureDiff:
         behaviours=named(diff.behaviours, "policy"),
         families=families.assign(n_features=3, difference=0.1, note="", **delta, **interval),
         predicted=predicted.assign(
-            run=names[0], step=10, gradient="natural", realised_on="all", matched=False, n_features=6, rho=0.4,
+            run=names[0], step=10, gradient="natural", realised_on="all", n_features=6, rho=0.4,
+            matched=predicted.predicted_on == "hard",
             ceiling=0.9, rho_halves=0.3, note="", **interval,
         ),
         dynamics=dynamics.assign(

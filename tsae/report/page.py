@@ -22,7 +22,7 @@ from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
-from tsae.report.story.statements import noise_text, predictions, step_features, tests, with_stand_in
+from tsae.report.story.statements import Statement, noise_text, predictions, step_features, tests, with_stand_in
 from tsae.report.text import capitalised, shortened
 from tsae.rollouts.bands import bands_label
 from tsae.sae.quality.stability import FOUND_AGAIN
@@ -73,8 +73,6 @@ def render(
         found.insert(-1, with_stand_in(diff, statement(attribution)))
     if claims is not None:
         found.insert(-1, expected(diff, claims))
-    # Beside the picture stand the sentences on the runs that it shows; where there are none, all but the gates.
-    beside = [f for f in found if f.checkpoint or f.warns] or found[:-1]
     pairs = facts.opposed_pairs(diff)
     to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)
@@ -88,12 +86,12 @@ def render(
         diff=diff,
         lead=lead(diff),
         warning=gates.stand_in_warning(diff),
-        beside=beside,
-        below=[f for f in found if f not in beside],
+        told=found,
+        limit=_common_limit(found),
         spoken=" ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found),
         overview_caption=overview_caption(diff),
         sections=list(_sections(diff, attribution, claims)),
-        told=[] if claims is None else told_claims(claims),
+        claims=[] if claims is None else told_claims(claims),
         one_run=ONE_RUN,
         linked=lambda sentence: linked(diff, sentence),
         runs=diff.final_checkpoints,
@@ -114,6 +112,12 @@ def render(
         predictions=predictions,
         found_again=FOUND_AGAIN,
     )
+
+
+def _common_limit(found: list[Statement]) -> str:
+    """What limits the verdicts on several runs, where it is the same; else empty, and each says its own."""
+    limits = [one.sentences[1] for one in found if one.lights]
+    return limits[0].replace("One run", "One run each") if len(limits) > 1 and len(set(limits)) == 1 else ""
 
 
 def _readable(diff: FeatureDiff) -> FeatureDiff:

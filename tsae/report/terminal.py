@@ -18,9 +18,9 @@ from tsae.diff.influence import Influence
 from tsae.diff.reinforcement import Reinforcement
 from tsae.report import tables
 from tsae.report.story import facts
-from tsae.report.story.findings import feature_sentences, tested
+from tsae.report.story.findings import tested, verdicts
 from tsae.report.story.gates import bands_warning, gates, stand_in_warning
-from tsae.report.story.statements import contrasts, found_in, survivors
+from tsae.report.story.statements import Statement, contrasts, found_in, survivors
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
 from tsae.rollouts.bands import bands_label
@@ -28,15 +28,12 @@ from tsae.sae.quality.evaluation import Evaluation
 
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
-    """Behaviours by checkpoint, what runs moved, outcomes, families, steps, and the gates."""
+    """The verdict on every run, behaviours, what runs moved, outcomes, families, steps, and the gates."""
     if warning := stand_in_warning(diff):
         print(f"\n{textwrap.fill(visible(warning), 118)}")
     if warning := bands_warning(diff):
         print(f"\n{textwrap.fill(visible(warning), 118)}\n{table_text(tables.problems_by_step(diff))}")
-    parts = [behaviour_text(diff.behaviours, bands_label(diff.info.get("bands")))]
-    for checkpoint in diff.final_checkpoints:
-        told = visible(f"{checkpoint}: {' '.join(feature_sentences(diff, checkpoint))}")
-        parts.append(textwrap.fill(told, 118, subsequent_indent="  "))
+    parts = [*map(_verdict_text, verdicts(diff)), behaviour_text(diff.behaviours, bands_label(diff.info.get("bands")))]
     opposed = tables.opposed(diff)[:2]
     parts += [table_text(pair, n) for pair in opposed]
     if not opposed:
@@ -48,6 +45,14 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
     for part in [*parts, gates_text(diff, evaluation)]:
         if part:
             print(f"\n{part}")
+
+
+def _verdict_text(found: Statement) -> str:
+    """The sentence, the lights, a line each, and the features."""
+    first, limit, *features = found.sentences
+    lights = [f"{light.question}: {light.answer}. {' '.join(light.sentences)}" for light in found.lights]
+    lines = [f"{found.heading}: {first} {limit}", *(f"  {line}" for line in [*lights, *features])]
+    return "\n".join(textwrap.fill(visible(line), 118, subsequent_indent="    ") for line in lines)
 
 
 def behaviour_text(table: pd.DataFrame, label: str = "") -> str:

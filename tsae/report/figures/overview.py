@@ -18,10 +18,11 @@ from tsae.report.figures import layout
 from tsae.report.figures.features import drawn_runs
 from tsae.report.figures.layout import HOVER, LOWERED, NEUTRAL, RAISED, Mark
 from tsae.report.story import facts
+from tsae.report.story.statements import surviving, survivors
 from tsae.report.text import figure_text, number, percent
 
 _MAX_RUNS, _MAX_ROWS, _MAX_LINES, _LEFT = 4, 9, 8, 178
-_ROW, _TOP, _BOTTOM = 27, 84, 44  # pixels
+_ROW, _TOP, _BOTTOM = 27, 100, 44  # pixels
 # Between panels: axis labels and a heading.
 _GAP = 64
 
@@ -44,8 +45,8 @@ def overview_caption(diff: FeatureDiff) -> str:
             "failures of the same problem (Δ, in standard deviations over base trajectories), with its interval."
         )
     below = (
-        "a dot is one feature that moved, placed by Δ: its shift in standard deviations over base trajectories; "
-        "numbers count dots"
+        "a dot is one feature that moved, placed by Δ: its shift in standard deviations over base trajectories; dark "
+        "ones survive the controls for length, position and tokens; numbers count dots"
         if facts.has_classes(diff)
         else "the features that moved most, with Δ (in standard deviations over base trajectories) and its interval"
     )
@@ -77,7 +78,7 @@ def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:
     heads = {"<b>behaviour</b>": len(lines), "<b>features that respond to</b>": len(rows)}
     heads = {head: n for head, n in heads.items() if n} or {"": 1}
     figure, cells, height = layout.panels(
-        [_header(diff, run) for run in runs],
+        [_header(diff, run, moved[run]) for run in runs],
         len(runs),
         panel=[n * _ROW + 12 for n in heads.values()],
         gap=_GAP,
@@ -99,7 +100,7 @@ def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:
     return layout.finish(figure, height=height + _TOP + _BOTTOM, left=_LEFT, top=_TOP, bottom=_BOTTOM, showlegend=False)
 
 
-def _header(diff: FeatureDiff, run: str) -> str:
+def _header(diff: FeatureDiff, run: str, moved: pd.DataFrame) -> str:
     """A run's name, band, length of responses and number of features that moved, a line each."""
     lines = [f"<b>{figure_text(run, 28)}</b>"]
     if band := facts.trained_on(diff, run):
@@ -111,6 +112,8 @@ def _header(diff: FeatureDiff, run: str) -> str:
     if contrast is not None:
         found = f"{contrast.n_discoveries} of {contrast.n_tested} features moved"
         lines.append("features: not drawn" if contrast.note else found)
+        if survivors(moved):
+            lines.append(f"{len(surviving(moved)) or 'none'} of them survive all controls")
     return "<br>".join(lines)
 
 
@@ -176,11 +179,18 @@ def _strip(figure: go.Figure, classes: Sequence[str], moved: pd.DataFrame, cell:
         parts.append(mine.assign(height=y + offset))
         counts += [(y, sign, n) for sign in (-1, 1) if (n := int((np.sign(mine.delta) == sign).sum()))]
     shown = pd.concat(parts)
+    left = set(surviving(shown).feature)
     points = go.Scatter(
         x=shown.delta.tolist(),
         y=shown.height.tolist(),
         mode="markers",
-        marker={"size": 7, "color": list(map(_colour, shown.delta)), "opacity": 0.62, "line": {"width": 0}},
+        marker={
+            "size": 7,
+            "color": list(map(_colour, shown.delta)),
+            "opacity": [0.95 if feature in left else 0.35 for feature in shown.feature],
+            "line": {"width": [1.2 if feature in left else 0 for feature in shown.feature], "color": NEUTRAL},
+        },
+        customdata=shown.feature.tolist(),
         text=[
             f"feature {r.feature}<br>{figure_text(f'{r.responds_to}, {100 * r.share:.0f} % of its activation')}<br>"
             f"{number(r.reference)} → {number(r.mean)}, shift {number(r.difference, sign=True)} "

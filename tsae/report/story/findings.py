@@ -14,27 +14,24 @@ from tsae.base.statistics import too_few
 from tsae.diff.dynamics import FLAT
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.story.gates import bands_note, bands_warning, belief, flag_reason
+from tsae.report.story.gates import bands_note, bands_warning, belief
 from tsae.report.story.statements import (
     Statement,
     along_steps,
     contrasts,
     found_in,
     main_contrast,
-    noise_sentence,
     predictions,
+    survive_in_both,
+    surviving,
     survivors,
     tests,
     with_stand_in,
 )
+from tsae.report.story.verdict import UNMEASURED, unreadable, verdict
 from tsae.report.text import capitalised, count, interval, listed, number, percent
 
-_VERBS = {1: "rose", -1: "fell", 0: "did not clearly change"}
 _MAX_TESTS = 3
-_POLICY_HALF = (
-    "What the policies do now is the half that is missing here: with `tsae run … --sample 4 --to OTHER` both answer "
-    "the same problems anew."
-)
 
 
 def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
@@ -44,8 +41,8 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
     last, where they are known: what was predicted, how it went along steps, and what was tested causally.
     """
     runs = diff.final_checkpoints
-    compared = [*(_run(diff, checkpoint) for checkpoint in runs[: limit - 1]), _opposed(diff)]
-    found = [with_stand_in(diff, statement) for statement in compared if statement]
+    found = verdicts(diff)[: limit - 1]
+    found += [with_stand_in(diff, statement) for statement in [_opposed(diff)] if statement]
     found += [statement for statement in [None if runs else _outcomes(diff)] if statement]
     later = [with_stand_in(diff, statement) for statement in (_predicted(diff), _along_steps(diff)) if statement]
     warning = bands_warning(diff)
@@ -64,7 +61,10 @@ def findings_content(diff: FeatureDiff) -> dict[str, Any]:
     """What a diff found, for a program: sentences, behaviours, contrasts, discoveries with their evidence, gates."""
     beside = {"baselines": diff.baselines, "predicted": diff.predicted}
     return {
-        "findings": [{"heading": f.heading, "sentences": f.sentences, "note": f.note} for f in findings(diff)],
+        "findings": [
+            {"heading": f.heading, "sentences": f.sentences, "note": f.note, "lights": [l._asdict() for l in f.lights]}
+            for f in findings(diff)
+        ],
         "q": diff.q,
         "readers": diff.info["readers"],
         "minimum_effect": diff.minimum_effect,
@@ -95,83 +95,59 @@ def lead(diff: FeatureDiff) -> str:
     return f"{names} compared with {facts.compared_with(diff)}{size}, {through}."
 
 
+def verdicts(diff: FeatureDiff) -> list[Statement]:
+    """A statement on every run: its verdict, and what is known of its features."""
+    return [with_stand_in(diff, _run(diff, checkpoint)) for checkpoint in diff.final_checkpoints]
+
+
 def _run(diff: FeatureDiff, checkpoint: str) -> Statement:
-    behaviours = _behaviour_sentences(diff, checkpoint)
-    sentences = [*behaviours, *feature_sentences(diff, checkpoint)]
+    found = verdict(diff, checkpoint)
     band = facts.trained_on(diff, checkpoint)
-    if why := flag_reason(diff, next(r for r in diff.info["readers"] if r["id"] == checkpoint)):
-        why = "does not see much of this checkpoint" if "left out" in why else "reconstructs this checkpoint badly"
-        sentences.append(f"The SAE {why}: its feature shifts are not to be trusted.")
     return Statement(
         heading=checkpoint,
-        note=f"trained on {band}" if band else "",
-        sentences=tuple(sentences) or ("Nothing could be compared with the base.",),
-        evidence="behaviours" if behaviours else "shifts",
+        note=f"trained on {band}" if band in facts.BANDS else "",
+        sentences=(found.sentence, found.limit, *_feature_sentences(diff, checkpoint)),
+        evidence="behaviours" if found.lights[0].answer != UNMEASURED else "shifts",
         checkpoint=checkpoint,
+        lights=found.lights,
     )
 
 
-def _behaviour_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
-    sentences = []
-    if accuracy := _accuracy_clauses(diff, checkpoint):
-        sentences.append(f"Accuracy {'; '.join(accuracy)}.")
-    others = [
-        f"{facts.behaviour_name(name)} {_VERBS[facts.direction(both[1])]} {_from_to(diff, name, *both)}"
-        for name in facts.behaviours_of(diff)
-        if name != "accuracy" and (both := facts.change_of(diff, checkpoint, "all", name)) is not None
-    ]
-    if others:
-        sentences.append(f"{capitalised('; '.join(others))}.")
-    sampled = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, checkpoint)]
-    if not sentences and all(sampled):
-        sentences.append(f"It answered no problem that {diff.base} answered, so that what they wrote is not compared.")
-    if not (accuracy or others) and diff.info.get("second_look") is not None:
-        sentences.append(_POLICY_HALF)
-    return sentences
-
-
-def _accuracy_clauses(diff: FeatureDiff, checkpoint: str) -> list[str]:
-    clauses: dict[int, list[str]] = {1: [], -1: [], 0: []}
-    bands = [b for b in facts.BANDS if facts.behaviour(diff, checkpoint, b, "accuracy") is not None] or ["all"]
-    for band in bands:
-        if both := facts.change_of(diff, checkpoint, band, "accuracy"):
-            numbers = _from_to(diff, "accuracy", *both)
-            clauses[facts.direction(both[1])].append(numbers if band == "all" else f"on {band} {numbers}")
-    return [f"{_VERBS[way]} {listed(items)}" for way, items in clauses.items() if items]
-
-
-def _from_to(diff: FeatureDiff, name: str, before: pd.Series, after: pd.Series) -> str:
-    """Both means, and the paired change with its interval."""
-    share = facts.is_share(diff, name)
-    factor, unit = (100.0, " %") if share else (1.0, " tokens" if name == "response_length" else "")
-    shown = percent if share else number
-    change, low, high = (factor * after[column] for column in ("change", "change_low", "change_high"))
-    ends = too_few(int(after["n_paired"])) if pd.isna(low) else interval(low, high, sign=True, like=change)
-    return f"({shown(before['mean'])} → {shown(after['mean'])}{unit}, {number(change, sign=True)} {ends})"
-
-
-def feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
-    """How many features a run moved, what is left of them under the controls, and the largest shifts."""
+def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
+    """How many features a run moved, what the controls leave of them, and the clearest of what is left."""
     contrast = main_contrast(diff, checkpoint)
     if contrast is None:
         return []
+    if bad := unreadable(diff, checkpoint):
+        return [f"{bad} Nothing is said of its features."]
     if contrast.note:
         return [f"Its feature shifts were not drawn: {contrast.note}."]
-    moved, detectable = found_in(diff, contrast), f"{contrast.n_differs} differ detectably"
+    moved = found_in(diff, contrast)
     how = "" if contrast.part == "total" else f" {facts.PART_NAMES[contrast.part]}"
     counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({facts.least_text(diff)})"
     if moved.empty:
-        return [f"{counts}; {detectable}{', none of them clearly by that much' * bool(contrast.n_differs)}."]
+        detectable = f"{contrast.n_differs} differ detectably" + ", none of them clearly by that much" * bool(
+            contrast.n_differs
+        )
+        return [f"{counts}; {detectable}."]
     sides = {"raised": moved[moved.delta > 0], "lowered": moved[moved.delta < 0]}
-    clearest = [f"{word} {_told(diff, e)}" for word, side in sides.items() for e in facts.records(side.head(1))]
-    controls = survivors(moved)
+    known = f"{counts}: {len(sides['raised'])} raised, {len(sides['lowered'])} lowered."
     if contrast.part == "same_trajectories":
-        controls = "Both read the same text: length, position and tokens cannot explain it."
-    known = f"{counts}: {len(sides['raised'])} raised, {len(sides['lowered'])} lowered; {detectable}."
-    return [
-        " ".join(part for part in (known, noise_sentence(diff, checkpoint), controls) if part),
-        f"Largest: {'; '.join(clearest)}.",
-    ]
+        return [
+            f"{known} Both read the same text: length, position and tokens cannot explain it.",
+            *_clearest(diff, moved),
+        ]
+    if not (controls := survivors(moved)):
+        return [f"{known} No control for length, position or tokens was measured.", *_clearest(diff, moved)]
+    left = surviving(moved)
+    return [f"{known} {controls}", *(_clearest(diff, left) or ["No feature is named, since none survives them all."])]
+
+
+def _clearest(diff: FeatureDiff, features: pd.DataFrame) -> list[str]:
+    """The clearest feature on either side."""
+    sides = {"raised": features[features.delta > 0], "lowered": features[features.delta < 0]}
+    clearest = [f"{word} {_told(diff, e)}" for word, side in sides.items() for e in facts.records(side.head(1))]
+    return [f"Clearest of these {len(features)}: {'; '.join(clearest)}."] if clearest else []
 
 
 def _told(diff: FeatureDiff, effect: Any) -> str:
@@ -185,12 +161,14 @@ def _opposed(diff: FeatureDiff) -> Statement | None:
     if not pairs:
         told = f"No feature was raised by one run and lowered by another ({facts.least_text(diff)})."
         return Statement("Opposite directions", (told,), "opposed")
-    clauses = [
-        f"{up} raised and {down} lowered {count(len(features), 'feature')}, most clearly "
-        f"{facts.named(diff, int(features.index[0]))}"
-        for up, down, features in pairs
-        if {up, down} == set(pairs[0][:2])
-    ]
+    clauses = []
+    for up, down, features in pairs:
+        if {up, down} == set(pairs[0][:2]):
+            left = survive_in_both(diff, up, down, features)
+            clearest = f", {len(left)} of them past all controls in both" if len(left) < len(features) else ""
+            if len(left):
+                clearest += f", most clearly {facts.named(diff, int(left[0]))}"
+            clauses.append(f"{up} raised and {down} lowered {count(len(features), 'feature')}{clearest}")
     return Statement(
         "Opposite directions", (f"{'; '.join(clauses)}.",), "opposed", note=f"{facts.least_text(diff)} in both"
     )
@@ -218,20 +196,21 @@ def _outcomes(diff: FeatureDiff) -> Statement | None:
 
 
 def _predicted(diff: FeatureDiff) -> Statement | None:
-    """Prediction and policy part on all problems, for each run."""
+    """Prediction and policy part on the band that a run was trained on."""
     table = predictions(diff)
-    whole = table[(table.part == "policy") & (table.predicted_on == "all") & (table.realised_on == "all")]
-    whole = whole[(whole.note == "") & (whole.gradient == "natural")]
+    own = table[(table.part == "policy") & table.get("matched", False) & (table.realised_on == "all")]
+    own = own[(own.note == "") & (own.gradient == "natural")]
     clauses = [
-        f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} (p {r.p:.2g})"
-        for r in facts.records(whole)
+        f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} of at most {number(r.ceiling)}"
+        for r in facts.records(own)
     ]
     if not clauses:
         return None
     told = (
-        f"What the rewards of {diff.base}'s own rollouts reinforce, set against the shifts that runs made through new "
-        f"responses; rank correlation over features: {'; '.join(clauses)}."
+        f"What the rewards of {diff.base}'s own responses reinforce on the band that a run was trained on, beside what "
+        "the run moved. Rank correlation over features, and the most that noise allows: "
     )
+    told += f"{'; '.join(clauses)}."
     return Statement("Predicted against realised", (told,), "predicted")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -16,6 +16,20 @@ from tsae.report.text import capitalised, count, listed, number, visible
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _AFTER_CONTROL = {"length": "at like length", "position": "at like position", "token": "given the token"}
+
+
+class Light(NamedTuple):
+    """One of the three answers of a verdict (`tsae.report.story.verdict`)."""
+
+    question: str
+    word: str
+    """The question, where there is no room for it."""
+    answer: str
+    """yes, no, not decided or not measured."""
+    sentences: tuple[str, ...]
+    """What it rests on, or what is missing and the command that adds it."""
+    evidence: str
+    """Id of the page's section that shows it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class Statement:
     """The run that it is about."""
     warns: bool = False
     """Whether it has to be read before all others."""
+    lights: tuple[Light, ...] = ()
+    """Of the verdict on a run, whose first sentence is the verdict and whose second its limit."""
 
 
 def with_stand_in(diff: FeatureDiff, statement: Statement) -> Statement:
@@ -87,7 +103,7 @@ def caveats(row: Any) -> tuple[Caveat, ...]:
 
 
 def survivors(found: pd.DataFrame) -> str:
-    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token.”
+    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token, and 8 in all three.”
 
     Empty where nothing was measured.
     """
@@ -99,7 +115,22 @@ def survivors(found: pd.DataFrame) -> str:
     for control, verdict in verdicts.items():
         part = "" if compared[control] == len(found) else f" of {compared[control]} comparable"
         cells.append(f"{(verdict == SURVIVES).sum()}{part} {_AFTER_CONTROL[control]}")
-    return f"Of these {len(found)} the controls leave {', '.join(cells)}."
+    left = len(surviving(found)) or "none"
+    return f"Of these {len(found)} the controls leave {', '.join(cells)}, and {left} in all three."
+
+
+def surviving(found: pd.DataFrame) -> pd.DataFrame:
+    """The features that survive every control."""
+    return found[found[[f"survives_{control}" for control in CONTROLS]].eq(SURVIVES).all(axis=1)]
+
+
+def survive_in_both(diff: FeatureDiff, up: str, down: str, features: pd.DataFrame) -> list[int]:
+    """Those of some features that survive every control in the main shifts of two runs; all where none was measured."""
+    left = []
+    for run in (up, down):
+        table = facts.main_shift(diff, run)
+        left.append(set(surviving(table).feature) if survivors(table) else set(table.feature))
+    return [int(feature) for feature in features.index if all(feature in of for of in left)]
 
 
 @dataclass(frozen=True)
@@ -156,20 +187,6 @@ NOT_RUN = "null for changed weights: not run, since it reads the models (give --
 def noise_lines(info: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """One line a checkpoint, from ``FeatureDiff.info["noise"]``."""
     return [f"{visible(id)}: {_line(record)}" for id, record in info.items()]
-
-
-def noise_sentence(diff: FeatureDiff, checkpoint: str) -> str:
-    """What noise of the size of a checkpoint's update moves; empty where that was not measured."""
-    record = (diff.info.get("noise") or {}).get(checkpoint)
-    if record is None:
-        return ""
-    if record["note"]:
-        return f"No null for changed weights: {record['note']}."
-    worst = max(zip(record["noise_moved"], record["noise_tested"], strict=True), key=lambda pair: pair[0] / pair[1])
-    return (
-        f"Noise of its update's size moves at most {worst[0]} of {worst[1]}, where it moves {record['n_moved']} of "
-        f"{record['n_tested']} (same text, {count(record['n_problems'], 'problem')})."
-    )
 
 
 def noise_text(diff: FeatureDiff) -> tuple[str, ...]:

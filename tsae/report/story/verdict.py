@@ -1,0 +1,319 @@
+"""The verdict on a run: what changed, in one sentence, and three lights with what each of them rests on.
+
+A light says yes, no, not decided or not measured.
+
+- *What it writes changed*: the paired change of a behaviour passes Holm's test over all of them. No, if every interval
+  of a change is narrow around 0.
+- *What it computes on the same text changed*: features moved where both read the same text (so that length, position
+  and tokens are the same), more of them than noise as large as the update moves. No, if none moved where half a
+  standard deviation would have been found.
+- *Tested causally*: an edit of features did more, or no more, than the same edit of random features. Only after such a
+  test does a sentence use a verb of causes.
+
+Where a gate is closed, its sentence takes the place of the finding: a log that contradicts itself, weights that are the
+base's, a reader that the SAE reconstructs badly, noise that moves as many features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from tsae.base.statistics import FEWEST, too_few
+from tsae.diff.feature_diff import FeatureDiff
+from tsae.report.story import facts
+from tsae.report.story.statements import Light, contrasts, tests
+from tsae.report.text import capitalised, count, listed, number, percent
+
+YES, NO, UNDECIDED, UNMEASURED = "yes", "no", "not decided", "not measured"
+WRITES = ("What it writes changed", "writes")
+COMPUTES = ("What it computes on the same text changed", "same text")
+TESTED = ("Tested causally", "causes")
+NARROW = 0.05
+"""A change whose whole interval is within this share of responses (or of the length) counts as none."""
+_FINDABLE = 0.5
+"""|Δ| that a contrast has to be able to find before “none moved” means no."""
+_PHRASES = {
+    "direct_answer": ("answers more often without steps", "writes out its steps more often"),
+    "skipped_steps": ("skips more steps", "skips fewer steps"),
+    "response_length": ("writes longer responses", "writes shorter responses"),
+    "truncated": ("is cut off more often", "is cut off less often"),
+    "looping": ("loops more often", "loops less often"),
+    "repeated_answer": ("repeats its answer more often", "repeats its answer less often"),
+    "unanswered": ("leaves more problems without an answer", "leaves fewer problems without an answer"),
+}
+_SAMPLE = "Sample both on the same problems: `tsae run … --sample 4 --to OTHER`."
+
+
+class Change(NamedTuple):
+    """A behaviour of the base and of a run, with their paired change."""
+
+    name: str
+    band: str
+    before: float
+    after: float
+    change: float
+    low: float
+    high: float
+    n: int
+    is_share: bool
+
+    @property
+    def size(self) -> float:
+        """In shares of responses, or of the base's length."""
+        return abs(self.change) if self.is_share else abs(self.change) / max(abs(self.before), 1e-9)
+
+    @property
+    def is_narrow(self) -> bool:
+        unit = 1.0 if self.is_share else max(abs(self.before), 1e-9)
+        return max(abs(self.low), abs(self.high)) <= NARROW * unit
+
+    @property
+    def numbers(self) -> str:
+        """“(45 → 84 %)”."""
+        if self.is_share:
+            return f"({percent(self.before)} → {percent(self.after)} %)"
+        unit = " tokens" if self.name == "response_length" else ""
+        return f"({number(self.before)} → {number(self.after)}{unit})"
+
+    @property
+    def named(self) -> str:
+        """“accuracy on medium (45 → 84 %)”."""
+        where = "" if self.band == "all" else f" on {self.band}"
+        return f"{facts.behaviour_name(self.name)}{where} {self.numbers}"
+
+
+class Verdict(NamedTuple):
+    """What a run's statement says."""
+
+    sentence: str
+    limit: str
+    lights: tuple[Light, Light, Light]
+
+
+def verdict(diff: FeatureDiff, run: str) -> Verdict:
+    """The verdict on a run's last checkpoint."""
+    known = measured_changes(diff, run)
+    clear = clear_changes(known, float(diff.info["config"]["confidence"]))
+    writes, computes, tested = _writes(diff, run, known, clear), _computes(diff, run), _tested(diff, run)
+    after = _after(diff, run)
+    if same_weights(diff, run):
+        sentence = f"{after}, the weights are the base's: nothing was trained, and what differs is chance in sampling."
+    elif writes.answer == YES:
+        sentence = f"{after}, the model {listed(_clauses(known, clear))}."
+    else:
+        sentence = f"{after}, {_unchanged(diff, known, writes)}; {_same_text(computes)}."
+    if writes.answer == YES and not any(change.name == "accuracy" for change in known):
+        sentence += " Whether it solves more is not known: no response has a reward or an outcome."
+    limit = {
+        YES: f"One run. Tested causally: {tested.sentences[0]}",
+        NO: "One run. The edited features did no more than random ones: what causes the change is not known.",
+    }.get(tested.answer, "One run; what causes the change is not tested.")
+    limit = "One run." if same_weights(diff, run) else limit
+    return Verdict(_gate(diff) + sentence, limit, (writes, computes, tested))
+
+
+def measured_changes(diff: FeatureDiff, run: str) -> list[Change]:
+    """Accuracy by band (over everything where there are no bands, or where they are training steps), other behaviours
+    over everything."""
+    bands = [] if (diff.info.get("bands") or {}).get("refused") else list(facts.BANDS)
+    found = []
+    for name in facts.behaviours_of(diff):
+        split = [band for band in bands if facts.change_of(diff, run, band, name)] if name == "accuracy" else []
+        for band in split or ["all"]:
+            if both := facts.change_of(diff, run, band, name):
+                before, after = both
+                change, low, high = (float(after[end]) for end in ("change", "change_low", "change_high"))
+                ends, of = (
+                    (float(before["mean"]), float(after["mean"])),
+                    (int(after["n_paired"]), facts.is_share(diff, name)),
+                )
+                found.append(Change(name, band, *ends, change, low, high, *of))
+    return found
+
+
+def clear_changes(changes: Sequence[Change], confidence: float) -> list[Change]:
+    """The changes that pass Holm's test (1979) over all of them, in their order.
+
+    Intervals are Student's over problems, so that each gives back its p. With five intervals side by side, one leaves
+    out 0 by chance in two of ten runs.
+    """
+    known = [change for change in changes if change.n >= FEWEST and np.isfinite(change.low)]
+    p = []
+    for change in known:
+        error = (change.high - change.low) / 2 / student.ppf(0.5 + confidence / 2, change.n - 1)
+        certain = 0.0 if change.change else 1.0
+        p.append(2 * student.sf(abs(change.change) / error, change.n - 1) if error > 0 else certain)
+    passed: list[Change] = []
+    for rank, place in enumerate(np.argsort(p, kind="stable")):
+        if p[place] > (1 - confidence) / (len(known) - rank):
+            break
+        passed.append(known[place])
+    return [change for change in changes if change in passed]
+
+
+def same_weights(diff: FeatureDiff, run: str) -> bool:
+    """Whether the run's weights are the base's."""
+    record = (diff.info.get("noise") or {}).get(run) or {}
+    return record.get("update_norm") == 0
+
+
+def _gate(diff: FeatureDiff) -> str:
+    """What has to be read before the sentence, where the log contradicts itself."""
+    checks = [name for name, check in (diff.info.get("second_look") or {}).items() if check["disagrees"]]
+    return f"The rollout log contradicts itself ({listed(checks)}), and what follows may be wrong. " if checks else ""
+
+
+def _after(diff: FeatureDiff, run: str) -> str:
+    base, reader = diff.info["readers"][0], next(r for r in diff.info["readers"] if r["id"] == run)
+    on, step = reader.get("trained_on"), reader.get("step")
+    if on in facts.BANDS:
+        return f"After training on {on} problems"
+    if on and on not in (reader.get("run"), run):
+        return f"After training on {on}"
+    if step and base.get("step"):
+        return f"From step {base['step']} to step {step}"
+    return f"After {count(step, 'step')} of training" if step else "After training"
+
+
+def _clauses(known: Sequence[Change], clear: Sequence[Change]) -> list[str]:
+    """The largest change of style, then accuracy by direction, the largest first."""
+    style = sorted((c for c in clear if c.name != "accuracy"), key=lambda c: (not c.is_share, -c.size))
+    clauses = [_style(change) for change in style[:1]]
+    accuracy = sorted((c for c in known if c.name == "accuracy"), key=lambda c: -c.size)
+    for word, side in (("more", 1), ("fewer", -1)):
+        mine = [c for c in accuracy if c in clear and np.sign(c.change) == side]
+        parts = [f"{'' if c.band == 'all' else c.band} {{}}{c.numbers}".strip() for c in mine]
+        if parts:
+            named = [part.format("") for part in parts[:-1]] + [parts[-1].format("problems ")]
+            clauses.append(f"solves {word} {listed(named)}")
+    if accuracy and not any(c in clear for c in accuracy):
+        first = accuracy[0]
+        where = "" if first.band == "all" else f" on {first.band} problems"
+        open_ = f"shows no clear change in accuracy ({percent(first.before)} → {percent(first.after)} %{where})"
+        narrow = f"stays within {percent(NARROW)} points in accuracy"
+        clauses.append(narrow if all(c.is_narrow for c in accuracy) else open_)
+    return clauses
+
+
+def _style(change: Change) -> str:
+    more, less = _PHRASES.get(change.name, (f"shows more {facts.behaviour_name(change.name)}",) * 2)
+    phrase = more if change.change > 0 else less.replace("shows more", "shows less")
+    shown = f"direct answers {change.numbers[1:-1]}" if change.name == "direct_answer" else change.numbers[1:-1]
+    return f"{phrase} ({shown})"
+
+
+def _unchanged(diff: FeatureDiff, known: Sequence[Change], writes: Light) -> str:
+    """What is known of the responses where no change is."""
+    if writes.answer == UNMEASURED:
+        return "what the model writes is not compared with the base"
+    first = next((change for change in known if change.name == "accuracy"), known[0])
+    if writes.answer == NO:
+        return f"what the model writes did not change ({first.named})"
+    few = f", {too_few(first.n)}" if first.n < FEWEST else ""
+    return f"it is not decided whether what the model writes changed ({first.named}{few})"
+
+
+def _same_text(computes: Light) -> str:
+    told = {YES: "it changed", NO: "it did not change", UNDECIDED: "that is not decided", UNMEASURED: "not measured"}
+    return f"what it computes on the same text: {told[computes.answer]}"
+
+
+def _writes(diff: FeatureDiff, run: str, known: Sequence[Change], clear: Sequence[Change]) -> Light:
+    evidence = "behaviours"
+    if not known:
+        both = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, run)]
+        why = f"{run} answered no problem that {diff.base} answered." if all(both) else f"{run} wrote nothing here."
+        return Light(*WRITES, UNMEASURED, (why, _SAMPLE), evidence)
+    if same_weights(diff, run):
+        return Light(*WRITES, NO, ("The weights are the base's.",), evidence)
+    if clear:
+        told = f"{len(clear)} of {count(len(known), 'measure')} changed: {listed([c.named for c in clear])}."
+        return Light(*WRITES, YES, (told,), evidence)
+    if all(change.is_narrow for change in known):
+        told = f"All {count(len(known), 'interval')} of a change lie within ±{percent(NARROW)} points."
+        return Light(*WRITES, NO, (told,), evidence)
+    n = max(change.n for change in known)
+    if n < FEWEST:
+        return Light(*WRITES, UNDECIDED, (f"{capitalised(too_few(n))}.", _SAMPLE), evidence)
+    wide = max(known, key=lambda change: (change.high - change.low) * (1 if change.is_share else 0))
+    told = f"No change is clear on {n} problems, and intervals are wide: {wide.named}. More problems decide it."
+    return Light(*WRITES, UNDECIDED, (told,), evidence)
+
+
+def _computes(diff: FeatureDiff, run: str) -> Light:
+    evidence = "shifts"
+    keys = {"checkpoint": run, "part": "same_trajectories", "band": "all", "outcome": "all"}
+    c = next(iter(contrasts(diff, kind="shift", **keys)), None)
+    if same_weights(diff, run):
+        return Light(*COMPUTES, NO, ("The weights are the base's.",), evidence)
+    if bad := unreadable(diff, run):
+        return Light(*COMPUTES, UNDECIDED, (bad,), "gates")
+    if c is None or c.note:
+        why = f"{run} did not read the base's responses." if c is None else f"{capitalised(c.note)}."
+        return Light(*COMPUTES, UNMEASURED, (why, "Let both read the same: `tsae capture … --plan all`."), evidence)
+    same = f"the same {count(c.n_trajectories // 2, 'response')} to {count(c.n_problems, 'problem')}"
+    moved = f"{c.n_discoveries or 'None'} of {c.n_tested} features moved on {same} ({facts.least_text(diff)})."
+    if not c.n_discoveries:
+        if c.detectable_delta <= _FINDABLE:
+            return Light(*COMPUTES, NO, (f"{moved} A shift of {number(c.detectable_delta)} would be found.",), evidence)
+        least = "No shift" if np.isinf(c.detectable_delta) else f"Only a shift of {number(c.detectable_delta)} or more"
+        return Light(*COMPUTES, UNDECIDED, (f"{moved} {least} would be found with so few problems.",), evidence)
+    record = (diff.info.get("noise") or {}).get(run)
+    if record is None:
+        more = "What noise as large as the update moves was not measured: give `tsae diff` --series and --sae."
+        return Light(*COMPUTES, UNDECIDED, (moved, more), "gates")
+    if record["note"]:
+        return Light(*COMPUTES, UNDECIDED, (moved, f"Noise cannot be set beside it: {record['note']}."), "gates")
+    noise, tested = max(zip(record["noise_moved"], record["noise_tested"], strict=True), key=lambda x: x[0] / x[1])
+    mine = record["n_moved"] / record["n_tested"]
+    on = f"on the {count(record['n_problems'], 'problem')} that were read with noise"
+    beside = f"Noise as large as the update moves {noise} of {tested}; the run {record['n_moved']} of "
+    beside = f"{beside}{record['n_tested']} {on}."
+    if mine <= 2 * noise / tested:
+        return Light(*COMPUTES, UNDECIDED, (moved, beside), "gates")
+    return Light(*COMPUTES, YES, (moved, beside), evidence)
+
+
+def unreadable(diff: FeatureDiff, run: str) -> str:
+    """That the SAE does not show what the base or the run computes; empty where it does."""
+    for reader in diff.info["readers"]:
+        if reader["id"] in (diff.base, run) and reader["flagged"]:
+            fve, least = reader["fve"], diff.info["config"]["min_fve"]
+            if fve is not None and fve >= least:
+                return f"The SAE leaves out {percent(reader['outlier_share'])} % of the tokens of {reader['id']}."
+            share = "nothing" if fve is None else f"{percent(fve)} %"
+            return f"The SAE explains {share} of the variance of {reader['id']}; {percent(least)} % are needed."
+    return ""
+
+
+def _tested(diff: FeatureDiff, run: str) -> Light:
+    """By the behaviour that a test speaks of first: direct answers where they were measured, else the first one."""
+    evidence = "causal"
+    mine = [test for test in tests(diff) if run in (test["checkpoint"], test.get("donor"))]
+    told: dict[str, list[str]] = {YES: [], NO: [], UNDECIDED: []}
+    for test in mine:
+        rows = {(row["condition"], row["behaviour"]): row for row in test.get("changes") or []}
+        names = facts.behaviour_order(name for condition, name in rows if condition == "features")
+        if not names:
+            continue
+        name = "direct_answer" if "direct_answer" in names else names[0]
+        row = rows["features", name]
+        change = number(100 * row["change"], sign=True)
+        what = f"{facts.test_name(test)}: {facts.behaviour_name(name)} {change} points"
+        low, high = row.get("beyond_low"), row.get("beyond_high")
+        if low is None or high is None or pd.isna(low) or pd.isna(high):
+            told[UNDECIDED].append(f"{capitalised(what)}, with too few random features to compare with.")
+        elif low <= 0 <= high:
+            told[NO].append(f"{capitalised(what)}, no more than with random features.")
+        else:
+            told[YES].append(f"{capitalised(what)}, more than with random features.")
+    for answer, sentences in told.items():
+        if sentences:
+            return Light(*TESTED, answer, tuple(sentences[:2]), evidence)
+    missing = ("No features were edited.", "Test them: the same `tsae run` with --causal, or `tsae causal`.")
+    return Light(*TESTED, UNMEASURED, missing, evidence)
