@@ -75,6 +75,14 @@ def refused_in_a_thread(to: Path) -> str:
         return str(pool.submit(lambda: output_lock(to).__enter__()).exception())
 
 
+def locks(folder: Path) -> set[str]:
+    """Names of the locks in a folder, each of which has a file that names its owner."""
+    names = {path.name for path in folder.iterdir()}
+    found = {name for name in names if name.endswith(".lock")}
+    assert names == found | {f"{name}.owner" for name in found}
+    return found
+
+
 def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
     to = tmp_path / "deep" / "features"
     first = holder(to)
@@ -82,7 +90,7 @@ def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
         output_lock(to).__enter__()
     first.communicate()
     with output_lock(to):
-        assert [path.name for path in to.parent.iterdir()] == [".features.lock"]
+        assert {path.name for path in to.parent.iterdir()} == {".features.lock", ".features.lock.owner"}
     assert list(to.parent.iterdir()) == []
 
 
@@ -123,7 +131,7 @@ def test_a_killed_writer_is_no_obstacle(tmp_path: Path) -> None:
     for killed in (first, part):
         killed.send_signal(signal.SIGKILL)
         killed.communicate()
-    assert {path.name for path in tmp_path.iterdir()} == {".features.lock", ".other.part-1.lock"}
+    assert locks(tmp_path) == {".features.lock", ".other.part-1.lock"}
     with output_lock(tmp_path / "other"):
         pass
     with output_lock(to):
@@ -156,7 +164,7 @@ def test_the_part_that_finishes_last_takes_the_whole(tmp_path: Path) -> None:
     to = tmp_path / "acts"
     other = holder(to, "1/3")
     with output_lock(to, Part(2, 3)), output_lock(to):
-        assert {path.name for path in tmp_path.iterdir()} == {f".acts{x}.lock" for x in ("", ".part-0", ".part-2")}
+        assert locks(tmp_path) == {f".acts{x}.lock" for x in ("", ".part-0", ".part-2")}
     other.communicate()
     assert list(tmp_path.iterdir()) == []
 
@@ -199,7 +207,7 @@ def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: p
     volume.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with output_lock(volume):
-        assert [path.name for path in volume.iterdir()] == [".volume.lock"]
+        assert locks(volume) == {".volume.lock"}
 
 
 def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +220,7 @@ def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_disk_that_is_full_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:

@@ -92,7 +92,9 @@ def test_what_was_finished_is_not_encoded_again(
     assert not (tmp_path / "features" / "pieces").exists()
 
 
-@pytest.mark.parametrize("full", ["numpy.savez", "os.pwrite", "tsae.features.feature_table.write_rows"])
+@pytest.mark.parametrize(
+    "full", ["numpy.savez", "tsae.features.sparse_matrices._write", "tsae.features.feature_table.write_rows"]
+)
 def test_a_full_disk_is_said_and_the_same_command_goes_on(
     full: str, sae: TemporalSAE, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -104,8 +104,12 @@ def test_what_scipy_has_and_a_matrix_on_disk_has_not(tmp_path: Path) -> None:
 
 def test_a_disk_that_writes_only_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a nearly full one may. Missing codes would read as zeros."""
-    whole_write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, place: whole_write(file, data[:7], place))
+
+    class Part(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    monkeypatch.setattr(stored, "open", lambda path, mode, buffering: Part(path, mode), raising=False)
     matrix = random_matrix((50, 6), 0.5, 0)
     found = on_disk(tmp_path / "one", matrix, 100)
     assert found.columns is not None

@@ -7,6 +7,7 @@ computed. `as_reader` loads a checkpoint and gives it hooks.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +34,7 @@ from tsae.checkpoints.tokenizers import (
     tokenizer_fingerprint,
     tokens_by_id,
 )
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
@@ -327,6 +328,8 @@ def check_server(server: StatesConfig | None) -> StatesConfig:
     Raises:
         TsaeError: where there is none, or its address or folder is missing.
     """
+    what = "reads files that a vLLM server holds locks of, which is possible on Linux and macOS alone"
+    refuse("the backend vllm", (os.name == "nt", what, "Leave --backend vllm out, or run the command on Linux."))
     if server is None or not server.url or server.folder is None:
         what = "needs the address of a vLLM server and the folder into which it writes hidden states"
         fix = f"Give --server.url and --server.folder; start the server as: {START}."

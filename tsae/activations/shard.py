@@ -17,7 +17,7 @@ import numpy as np
 
 from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.artefact import file_hash
-from tsae.base.files import partial_name, reading
+from tsae.base.files import flush_to_disk, partial_name, reading
 from tsae.base.hdf5 import HDF5Writer, Place, words
 from tsae.base.hdf5 import places as stored_places
 from tsae.base.mirror import needed
@@ -281,8 +281,7 @@ class ShardWriter:
     def finish(self) -> str:
         """Flush to disk, open again, and rename; returns the file's SHA-256."""
         self._writer.close()
-        with self._partial.open("rb") as stream:
-            os.fsync(stream.fileno())
+        flush_to_disk(self._partial)
         _, places = opened(self._partial)
         for site in self.sites:
             mapped(self._partial, places, f"activations/{site}")

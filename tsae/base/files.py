@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -170,11 +171,38 @@ def append_line(file: str | Path, line: str, fix: str) -> None:
     need_no_link(path)
     with writing(path, fix):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as stream:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        with open(os.open(path, flags, 0o666), "r+b") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - 1))
             torn = stream.read(1) not in (b"", b"\n")
             stream.write(("\n" if torn else "").encode() + line.encode() + b"\n")
+
+
+_SEEKING = threading.Lock()
+
+
+def read_at(descriptor: int, view: memoryview, place: int) -> int:
+    """Read bytes at a place of a file into a buffer, from any thread, and return how many there were."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], place)
+    with _SEEKING:  # Windows: all threads share one position.
+        os.lseek(descriptor, place, os.SEEK_SET)
+        piece = os.read(descriptor, min(len(view), 1 << 24))
+    view[: len(piece)] = piece
+    return len(piece)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk; nothing where it does not exist."""
+    folder = path.is_dir()
+    if not path.exists() or (folder and os.name == "nt"):  # Windows opens no folders, and flushes none.
+        return
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)  # Windows flushes only what may be written.
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def once_a_state(read: Callable[[str], T]) -> Callable[[str | Path], T]:

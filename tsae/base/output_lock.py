@@ -1,7 +1,8 @@
 """One writer at a time: a lock beside an output, which the operating system takes away from a process that dies.
 
 The lock of ``out/features`` is the file ``out/.features.lock``; that of its second part is
-``out/.features.part-1.lock``.
+``out/.features.part-1.lock``. Who holds it stands in ``out/.features.lock.owner``: on Windows nobody can read a file
+that is locked.
 """
 
 from __future__ import annotations
@@ -100,19 +101,26 @@ def _held(file: Path, to: Path, *, wait: bool = False) -> Iterator[None]:
     try:
         if own:
             with writing(to.parent, "Make room there, or give another path."):
-                file.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+                _owner_file(file).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
                 state = os.stat(file)
         yield
     finally:
+        if own:
+            with suppress(OSError):
+                _owner_file(file).unlink()
         with suppress(OSError):  # Windows removes no open file; somebody may have removed it by hand
             if own and (state is None or os.path.samestat(os.stat(file), state)):
                 file.unlink()
         lock.release()
 
 
+def _owner_file(lock: Path) -> Path:
+    return lock.with_name(f"{lock.name}.owner")
+
+
 def _owner(file: Path) -> str:
     try:
-        found = file.read_text()[:200]
+        found = _owner_file(file).read_text(encoding="utf-8")[:200]
     except (OSError, ValueError):
         found = ""
     return found if found.startswith("process ") else ""

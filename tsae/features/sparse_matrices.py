@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ import h5py
 import numpy as np
 import scipy.sparse as sp
 
-from tsae.base.files import as_path
+from tsae.base.files import as_path, read_at
 from tsae.base.hdf5 import HDF5Writer, places, words
 from tsae.errors import TsaeError
 
@@ -50,7 +51,7 @@ class StoredFile:
             self.attributes: dict[str, str] = {}
             """By "group/name"."""
             file.visititems(self._add)
-        self._file = os.open(self.path, os.O_RDONLY)
+        self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._file)
 
     def _add(self, name: str, found: h5py.Dataset | h5py.Group) -> None:
@@ -84,7 +85,7 @@ class StoredFile:
             return found
         view, place = found.data.cast("B"), offset + start * dtype.itemsize
         while len(view):  # one read gives two gigabytes at most
-            n = os.preadv(self._file, [view], place)
+            n = read_at(self._file, view, place)
             self.need(n > 0, "it has become shorter while it was read")
             view, place = view[n:], place + n
         return found
@@ -353,8 +354,7 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
         indices[-1:], values[-1:] = 0, 0  # the first write sets the whole dataset's place
         file.flush()
         to_indices, to_values = indices.id.get_offset(), values.id.get_offset()
-    target = os.open(path, os.O_WRONLY)
-    try:
+    with open(path, "r+b", buffering=0) as target:
         filled = (4 * ends[:-1]).tolist()  # in bytes: both kinds of entries have four
         for first, block in row_blocks(rows):
             columns = block.tocsc()
@@ -364,16 +364,14 @@ def write_columns(path: Path, group: str, rows: Rows, counts: np.ndarray) -> Non
                     _write(target, row[start:stop], to_indices + filled[column])
                     _write(target, data[start:stop], to_values + filled[column])
                     filled[column] += 4 * (stop - start)
-    finally:
-        os.close(target)
 
 
-def _write(target: int, array: np.ndarray, place: int) -> None:
+def _write(target: FileIO, array: np.ndarray, place: int) -> None:
     """Write all of an array: on a disk that is nearly full, one call may write a part without an error."""
     view = array.data.cast("B")
+    target.seek(place)
     while len(view):
-        n = os.pwrite(target, view, place)
-        view, place = view[n:], place + n
+        view = view[target.write(view) :]
 
 
 def _datasets(group: h5py.Group, n_lines: int, nnz: int) -> tuple[h5py.Dataset, h5py.Dataset, h5py.Dataset]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tsae.base.artefact import MANIFEST, file_hash, is_whole, read_manifest, read_record, write_record
-from tsae.base.files import as_path, read_object, reading, write_text
+from tsae.base.files import as_path, flush_to_disk, read_object, reading, write_text
 from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError, public
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -167,13 +166,13 @@ class RunFolder:
                 partial.mkdir(parents=True)
                 file = partial / "state.safetensors"
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, file)
-                _flush(file)
+                flush_to_disk(file)
                 write_record(partial / "state.json", {**state, "tensors": {file.name: file_hash(file)}})
                 for path in (partial / "state.json", partial, self.path):
-                    _flush(path)
-                _flush(self.path / "metrics.jsonl")
+                    flush_to_disk(path)
+                flush_to_disk(self.path / "metrics.jsonl")
                 partial.rename(whole)
-                _flush(self.checkpoints)
+                flush_to_disk(self.checkpoints)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -201,7 +200,7 @@ class RunFolder:
             config = {"sae": self.sae, "training": self.training}
             model._save(self.path, there=["metrics.jsonl"], config=config, inputs=self.inputs)
             for name in ("sae.safetensors", "config.json", "training.json", "metrics.jsonl", MANIFEST):
-                _flush(self.path / name)
+                flush_to_disk(self.path / name)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def _latest(self) -> Path | None:
@@ -265,13 +264,3 @@ def _read_state(file: Path) -> dict[str, Any]:
             return {**content, "config": None}
         dict(content["config"]["training"]), content["config"]["sae"], content["inputs"]  # what `_identity` reads
     return content
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk, if it exists."""
-    if path.exists():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
