@@ -371,7 +371,7 @@ def windows(bench: Bench, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def peak_anonymous() -> Iterator[list[float]]:
-    """MB of memory that is no file's, at its peak within the block, looked at a hundred times a second."""
+    """MB of memory that is not a file's, at its peak within the block, looked at a hundred times a second."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:

@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Resume:
-    """The names of passed tests lie in build/passed/COMMIT. A tree with changes is no commit: all of its tests run."""
+    """The names of passed tests lie in build/passed/COMMIT. In a tree with changes all of its tests run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.called: set[str] = set()

@@ -101,7 +101,7 @@ def test_readers_read_what_the_plan_says(
     paired = capture(series, three, [SITE], to=tmp_path / "a", config=replace(SMALL, plan="paired"), progress=False)
     assert sorted(rows_of(paired, "base")) == list(range(27))
     assert sorted(rows_of(paired, "easy-10")) == list(range(18))
-    # A policy that is no checkpoint of the series: everyone reads everything.
+    # A policy that is not a checkpoint of the series: everyone reads everything.
     everyone = capture(series, three, [SITE], to=tmp_path / "b", config=SMALL, progress=False)
     assert sorted(rows_of(everyone, "easy-10")) == list(range(27))
     foreign, config = make_rollouts(("elsewhere",), n_problems=2), replace(SMALL, plan="paired")

@@ -444,7 +444,7 @@ def test_what_a_server_needs(engine: Engine, base: CheckpointSeries, texts: Roll
 
     refused("needs the address of a vLLM server and the folder")
     refused("needs the address of a vLLM server and the folder", folder=None)
-    refused("is no folder. Give the server's shared_storage_path", folder=tmp_path / "nowhere")
+    refused("is not a folder. Give the server's shared_storage_path", folder=tmp_path / "nowhere")
     refused(r"does not answer, asked 1 times", url=f"http://127.0.0.1:{free_port()}/v1", retries=0)
     refused("is given, and the backend is huggingface", replace(CONFIG, backend="huggingface"), check=2)
     with pytest.raises(TsaeError, match='token_statistics=True needs another backend than "vllm"'):

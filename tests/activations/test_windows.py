@@ -350,7 +350,7 @@ def test_what_cannot_be_balanced_is_refused(unequal: tuple[ActivationStore, list
     unknown, _ = numbered_store(tmp_path / "unknown", [Text([1], [2] * 9) for _ in range(12)])
     with pytest.raises(TsaeError, match=r"the outcome of 12 trajectories is unknown.*Leave those trajectories out"):
         Windows(unknown, SITE, balance=("outcome",))
-    # Of three bands the store has two: the third is no cell, and takes no share.
+    # Of three bands the store has two: the third is not a cell, and takes no share.
     bands = Windows(unequal[0], SITE, balance=("band",)).mixture.cells
     assert [cell.labels["band"] for cell in bands] == ["easy", "hard"]
     for wrong in (("readers",), ("reader", "reader")):

@@ -342,7 +342,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         _with(lambda log: log.select(np.arange(len(log)) % 4 != 1)),
         "the gradient of step 1 has the norm|the trainer logged other",
     ),
-    "an advantage that is no number": (_with(_nan), "the gradient of step 2 is not finite"),
+    "an advantage that is not a number": (_with(_nan), "the gradient of step 2 is not finite"),
     "steps that are missing": (
         _with(lambda log: log.with_column("step", [None, *log.frame["step"].tolist()[1:]])), "rows have no whole number"
     ),

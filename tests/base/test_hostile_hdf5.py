@@ -79,7 +79,7 @@ ATTACKS: dict[Callable[[h5py.File, str, Path], None], str] = {
     virtual: "names another file, which is not read",
     compressed: "is not stored contiguously",
     never_written: "is not stored contiguously",
-    of_words: "is no array of numbers",
+    of_words: "is not an array of numbers",
     circle: "is nested too deeply",
 }
 

@@ -1,4 +1,4 @@
-"""One writer at a time: the second is told who the first is, and a dead one is no obstacle."""
+"""One writer at a time: the second is told who the first is, and a dead one is not in the way."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_value_heads_and_masks_are_left_out_by_all_that_read_weights(llama: Path
     }
     assert series["masks"].notes == series["plain"].notes == ()
     assert series["heads"].notes == (
-        "heads-00001: score.weight and 1 more weights are no part of its text model: left out.",
+        "heads-00001: score.weight and 1 more weights are not part of its text model: left out.",
     )
     right = logits(series["plain"])
     for name in ("heads", "masks"):

@@ -418,7 +418,7 @@ def test_histograms_count_every_active_token_of_the_span() -> None:
     table, _ = source(["a", "b", "c"])
     counts, top = histograms(table, "response")
     assert top.tolist() == [3.0] * 6
-    # Two responses with activations 1, 2 and 3; the prompt's 0 is no activation.
+    # Two responses with activations 1, 2 and 3; the prompt's 0 is not an activation.
     assert {int(i): int(n) for i, n in enumerate(counts[0]) if n} == {8: 2, 16: 2, 23: 2}
     counts, _ = histograms(replace(table, codes=table.codes * 0), "response")
     assert counts.sum() == 0

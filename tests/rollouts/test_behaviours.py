@@ -167,7 +167,7 @@ def test_formats(text: str, expected: str) -> None:
 
 
 def test_spaces_before_an_answer_take_no_time() -> None:
-    """What follows is no answer, so that every way to share out the spaces was tried, with 500 characters each."""
+    """What follows is not an answer, so that every way to share out the spaces was tried, with 500 characters each."""
     start = time.process_time()
     assert final_answers("answer is" + " " * 20_000 + "x" * 600 + "\n") == []
     assert final_answers("the answer is : \n  5.")[0].value == "5"
@@ -316,10 +316,10 @@ def test_behaviours_may_be_any_numbers(values: list[Any]) -> None:
 
 @pytest.mark.parametrize("steps", ["many", float("inf"), -3, 10**400, [1]])
 def test_required_steps_that_are_no_numbers_are_refused(steps: Any) -> None:
-    with pytest.raises(TsaeError, match="required steps are no finite numbers of 0 or more"):
+    with pytest.raises(TsaeError, match="required steps are not finite numbers of 0 or more"):
         with_behaviours(rollouts_of([{"response": "A: 26"}]), required_steps=lambda *_: steps)
     if isinstance(steps, float):
-        with pytest.raises(TsaeError, match="required steps are no finite numbers of 0 or more"):
+        with pytest.raises(TsaeError, match="required steps are not finite numbers of 0 or more"):
             with_behaviours(rollouts_of([{"response": "A: 26", "required_steps": steps}]))
 
 

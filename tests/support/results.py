@@ -42,7 +42,7 @@ def contrast(kind: str, checkpoint: str, part: str, band: str, outcome: str = "a
 
 
 def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, Any]]:
-    """One row a feature; features have the standard deviation 0.5 at base, and a difference of 0 is no discovery."""
+    """One row a feature; features have the standard deviation 0.5 at base, and a difference of 0 is not a discovery."""
     names = ("kind", "checkpoint", "run", "step", "part", "band", "outcome")
     return [
         {

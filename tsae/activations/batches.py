@@ -229,7 +229,7 @@ class Windows:
         return self._order(0)
 
     def _inside(self, place: np.ndarray) -> np.ndarray:
-        """(n,) bool: tokens that are no outliers."""
+        """(n,) bool: tokens that are not outliers."""
         return np.asarray(self._outliers[place >> 3] >> (place & 7).astype(np.uint8) & 1 == 0)
 
     @cached_property

@@ -80,7 +80,7 @@ class StatesReader:
         assert server.folder is not None
         self.server, self.dtype = server, dtype
         self.folder = server.folder.resolve()
-        refuse(server.folder, (not self.folder.is_dir(), "is no folder", "Give the server's shared_storage_path."))
+        refuse(server.folder, (not self.folder.is_dir(), "is not a folder", "Give the server's shared_storage_path."))
         self.ids = {site: (found := Site.parse(site)).layer + (found.point == "post") for site in sites}
         self.layers = sorted(set(server.layers or self.ids.values()))
         missing = next((site for site, id in self.ids.items() if id not in self.layers), None)

@@ -44,7 +44,7 @@ def places(file: h5py.File) -> dict[str, Place]:
         if plan.get_external_count() or plan.get_layout() == h5py.h5d.VIRTUAL:
             raise ValueError(f"/{name} names another file, which is not read")
         if not isinstance(dataset.shape, tuple) or dataset.dtype.hasobject:
-            raise ValueError(f"/{name} is no array of numbers")
+            raise ValueError(f"/{name} is not an array of numbers")
         offset, n_bytes = dataset.id.get_offset(), dataset.dtype.itemsize * math.prod(dataset.shape)
         if n_bytes and offset is None:
             raise ValueError(f"/{name} is not stored contiguously")

@@ -42,7 +42,7 @@ class Part:
         """
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None:
-            raise TsaeError(f"{text!r} is no part", where="--part", fix=_PARTS)
+            raise TsaeError(f"{text!r} is not a part", where="--part", fix=_PARTS)
         return cls(int(found[1]) - 1, int(found[2]))
 
     def __str__(self) -> str:

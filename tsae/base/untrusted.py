@@ -92,7 +92,7 @@ def check_zip(file: str | Path | IO[bytes], *, most: int | None = None) -> None:
 
     Raises:
         ValueError: where a member is larger, or is compressed.
-        zipfile.BadZipFile: where it is no archive.
+        zipfile.BadZipFile: where it is not an archive.
     """
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():

@@ -55,7 +55,7 @@ class RouterReader:
             by layer, as text, (B, T, n_experts) bool: the experts that a token goes to; at padding they mean nothing.
 
         Raises:
-            TsaeError: where a router gives no choices, or NaN or infinity on a token that is no padding.
+            TsaeError: where a router gives no choices, or NaN or infinity on a token that is not padding.
         """
         found: dict[str, torch.Tensor] = {}
         real = attention_mask.flatten().bool()
@@ -104,7 +104,7 @@ def _chosen(parts: Sequence[torch.Tensor], top_k: int | None, real: torch.Tensor
     """(n_tokens, n_experts) bool: which experts a router chose. `real` marks the tokens that are not padding.
 
     Raises:
-        ValueError: where these are no choices; it says what they are.
+        ValueError: where these are not choices; it says what they are.
     """
     n_tokens = len(real)
     if not parts or not parts[0].is_floating_point() or parts[0].numel() % n_tokens:

@@ -191,7 +191,7 @@ class CheckpointSeries:
             heads, files = beside_the_model(folder)
             if heads:
                 notes.append(
-                    f"{id}: {heads[0]} and {len(heads) - 1} more weights are no part of its text model: left out."
+                    f"{id}: {heads[0]} and {len(heads) - 1} more weights are not part of its text model: left out."
                 )
             if files:
                 notes.append(f"{id}: beside the weights that are read lie others, which are not: {', '.join(files)}.")

@@ -145,7 +145,7 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
         check: (prompt, response) -> whether each step of the response is right, for the claims on steps.
 
     Raises:
-        TsaeError: where the folder is no run's or what is in it is damaged, and for an unknown letter.
+        TsaeError: where the folder is not a run's or what is in it is damaged, and for an unknown letter.
     """
     for key in only:
         refuse("claims", (key not in CLAIMS, f"no claim {key!r}; there are {', '.join(CLAIMS)}", "Give its letter."))

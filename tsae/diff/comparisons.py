@@ -68,7 +68,7 @@ class Rows:
         """The rows of a table, over the config's span.
 
         Raises:
-            TsaeError: where a mean activation is no finite number.
+            TsaeError: where a mean activation is not a finite number.
         """
         frame = features.rollouts.frame.iloc[features.trajectory]
         n_tokens = features.counts(features.span_mask(config.span))

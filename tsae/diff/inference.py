@@ -12,7 +12,7 @@ test, Murphy & Myors 1999). The deviation is taken as known: with 100 base traje
 - *interval*: symmetric studentised bootstrap over problems (`tsae.base.statistics`);
 - *p, paired differences*: sign flips. Under the null the two sides of a problem are exchangeable, so flipping the sign
   of its difference changes nothing. Flips keep the sum of squares, so this is the test of Student's t too: effects that
-  differ between problems and average to 0 are no discovery. For the test of the size, differences are first moved to
+  differ between problems and average to 0 are not a discovery. For the test of the size, differences are first moved to
   the boundary of the null;
 - *p, success − failure*: the larger of two. Labels permuted within problems: with one success among eight failures a
   problem's difference is skewed under the null, and sign flips would be wrong. And sign flips: where outcome effects

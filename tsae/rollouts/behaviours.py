@@ -311,7 +311,7 @@ def _skipped(frame: pd.DataFrame, required_steps: RequiredSteps | None, where: s
     except (TypeError, ValueError, OverflowError):
         required = np.array([-1.0])
     if ((required < 0) | np.isinf(required)).any():
-        what = "required steps are no finite numbers of 0 or more"
+        what = "required steps are not finite numbers of 0 or more"
         fix = "Give the number of operations that a solution needs, None where it is not known."
         raise TsaeError(what, where=where, fix=fix)
     written = np.array([operations(text) for text in frame.response])

@@ -142,7 +142,7 @@ def name_columns(
         name, equals, value = item.partition("=")
         if name not in known or not equals or not value or name in named:
             wrong = "is named a second time" if name in named else f"is none of {', '.join(known)}"
-            what = f"{name!r} {wrong}" if equals and value else f"{item!r} is no FIELD=NAME"
+            what = f"{name!r} {wrong}" if equals and value else f"{item!r} is not of the form FIELD=NAME"
             raise TsaeError(what, where="--column", fix="Say, for example, --column response=output.")
         named[name] = value
     return ColumnNames(**named)
@@ -204,7 +204,7 @@ class ImportConfig:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            what = f"template_arguments={self.template_arguments[:200]!r} is no JSON object"
+            what = f"template_arguments={self.template_arguments[:200]!r} is not a JSON object"
             raise TsaeError(what, where="ImportConfig", fix="""Give one, such as '{"enable_thinking": false}'.""")
 
 

@@ -53,7 +53,7 @@ def same_expression(response: str, answer: str) -> bool:
     """
     gold = expressions(answer) or expressions(f"${answer}$")
     if not gold:
-        what = f"the reference answer {answer[:40]!r} is no mathematical expression"
+        what = f"the reference answer {answer[:40]!r} is not a mathematical expression"
         fix = "Correct it, or check answers with last_number or a function of your own."
         raise TsaeError(what, where="verifier math", fix=fix)
     return equal(gold, expressions(response))

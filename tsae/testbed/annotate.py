@@ -14,7 +14,7 @@ parses it from left to right:
    "other", and so is the rest of the step, up to its ``;`` or ``#``. Tokens after the first ``<eos>``, and padding at
    the end, are "other" and None.
 
-Every token of any sequence of strings gets a label; only a prompt that is no chain is refused.
+Every token of any sequence of strings gets a label; only a prompt that is not a chain is refused.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def reformulate_operands(problem: Problem, *, ambiguous: Ambiguous = "drop") -> 
         ambiguous: leave out a digit that the answer does not settle, or keep it with all right answers.
 
     Raises:
-        TsaeError: where the prompt is no chain, or the answer is not the chain's.
+        TsaeError: where the prompt is not a chain, or the answer is not the chain's.
     """
     chain = _checked(problem)
     found = []
@@ -67,7 +67,7 @@ def reformulate_backward(
             all.
 
     Raises:
-        TsaeError: where the prompt is no chain, the answer is not the chain's, or the range is empty.
+        TsaeError: where the prompt is not a chain, the answer is not the chain's, or the range is empty.
     """
     fewest, most = n_ops
     if not 1 <= fewest <= most:

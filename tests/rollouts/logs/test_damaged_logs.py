@@ -121,7 +121,7 @@ def test_half_a_line_at_the_end_can_be_left_out(policy: Checkpoint, tmp_path: Pa
     found = read(tmp_path / "log", policy, skip=("cut",))
     assert responses(found) == ["#1", "#2", "#3", "#4"] * 2
     assert found.info["log"]["skipped"] == {"cut": 2}
-    # A bad line that has an end is no half line, nor is a last line that lacks its line break alone.
+    # A bad line that has an end is not half a line, nor is a last line that lacks its line break alone.
     for data, message in ((LINES[:-20] + b"\n", "5: not a line of JSON"), (b"{\n" + LINES, "1: not a line of JSON")):
         refused(message, read, written(tmp_path / "bad.jsonl", data), policy, skip=("cut",))
     assert len(read(written(tmp_path / "whole.jsonl", LINES[:-1]), policy)) == 5

@@ -93,7 +93,7 @@ def test_a_thinking_switch_that_the_log_does_not_show_is_asked_for(tokenizers: A
     assert prompts_of(found, "qwen3") == [rendered("qwen3", USER, enable_thinking=False)] * 2
     assert not any("enable_thinking" in note for note in summary.notes)
     for wrong in ("enable_thinking", "[1]", "[" * 100_000):
-        refused("is no JSON object", ImportConfig, template_arguments=wrong)
+        refused("is not a JSON object", ImportConfig, template_arguments=wrong)
 
 
 def test_texts_that_are_no_conversation_stay_as_they_are(tokenizers: Any, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_answers_are_compared_as_expressions() -> None:
         assert same(response, answer)
     for response, answer in (("1/3", "0.5"), ("no answer", "0.5"), ("", "2"), (r"$\{1,2\}$", "2")):
         assert not same(response, answer)
-    refused("the reference answer '' is no mathematical expression", same, "1", "")
+    refused("the reference answer '' is not a mathematical expression", same, "1", "")
 
 
 def test_without_its_package_the_math_verifier_says_what_to_install(

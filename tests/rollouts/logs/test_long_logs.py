@@ -328,7 +328,7 @@ def test_what_is_left_out_can_be_decided_later(
             imported(path, policy, tmp_path / "r.parquet", skip=("empty",))
     assert 0 < before < len(read)
     whole = len(read)
-    # A part without what now is an error is no part of this import.
+    # A part without what now is an error is not part of this import.
     refused(r"log\.jsonl:21: the response is empty", imported, path, policy, tmp_path / "r.parquet")
     assert len(read) == whole
     _, said = imported(path, policy, tmp_path / "r.parquet", skip=("empty", "too-long"))

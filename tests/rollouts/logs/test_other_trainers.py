@@ -488,7 +488,7 @@ def test_columns_are_named_one_by_one() -> None:
     assert name_columns(("response=a=b", "prompt=q")) == ColumnNames(prompt="q", response="a=b")
     for wrong, message in (
         (("answers=x",), "'answers' is none of prompt, response"),
-        (("response",), "'response' is no FIELD=NAME"),
+        (("response",), "'response' is not of the form FIELD=NAME"),
         (("prompt=a", "prompt=b"), "'prompt' is named a second time"),
     ):
         refused(message, name_columns, wrong)
@@ -506,7 +506,7 @@ def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
         refused(
             r"^the table: (has several columns 'q'|row 0: column 'prompt' cannot be read)", Rollouts.read, bad, chat
         )
-    # A name is no path.
+    # A name is not a path.
     assert Rollouts.read(frame, chat, ImportConfig(columns=names, run="../a/b")).policies[0] == ("../a/b-00003")
     found = Rollouts.read(frame, chat, ImportConfig(columns=names, run="mine"))
     reads_as(found, [RIGHT, WRONG])
