@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from support.cli import run
+from support.servers import hub_here
 from tsae import testbed
 from tsae.config import RunConfig
-from tsae.doctor import Finding, examine
+from tsae.doctor import Finding, OneCheckpoint, check, examine, find_series
+from tsae.errors import TsaeError
+from tsae.watching import watch
 
 BASE = str(testbed.series().base.path)
 
@@ -76,6 +81,100 @@ def test_a_stand_in_for_the_base_and_thin_bands(mixed: Path, tmp_path: Path) -> 
     assert "stands in for the base" in found["base"].what
     assert found["bands"].state == "note"
     assert "--bands-from" in found["bands"].fix
+
+
+NAMING = {
+    "verl": ("global_step_{}/actor/huggingface", ".hydra/config.yaml", "actor_rollout_ref: {{model: {{path: {}}}}}"),
+    "verl, relative": ("global_step_{}", "config.yaml", "actor_rollout_ref: {{model: {{path: ./{}}}}}"),
+    "NeMo-RL": ("step_{}/policy/weights", "step_5/config.yaml",
+                "policy: {{model_name: {}}}\ngrpo: {{max_num_steps: 9}}\nloss_fn: {{ratio_clip_min: 0.2}}"),
+    "open-instruct": ("run_checkpoints/step_{}", "wandb/run-1/files/config.yaml",
+                      "model_name_or_path: {{value: {}}}\nnum_unique_prompts_rollout: {{value: 8}}"),
+    "prime-rl": ("weights/step_{}", "configs/rl.toml",
+                 "[trainer.model]\nname = '{}'\n[orchestrator]\ngroup_size = 8"),
+    "ms-swift": ("v0-20260101-120000/checkpoint-{}", "v0-20260101-120000/args.json",
+                 '{{"rlhf_type": "grpo", "num_generations": 8, "model": "{}"}}'),
+    "OpenRLHF": ("global_step{}_hf", "recipe.yml", "{{pretrain: {}, init_kl_coef: 0.01}}"),
+    "TRL": ("checkpoint-{}", "recipe.yaml", "{{model_name_or_path: {}, num_generations: 8}}"),
+    "a list on the card": ("checkpoint-{}", "README.md", "---\nbase_model:\n- {}\n---\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", NAMING)
+def test_the_base_that_a_trainers_own_files_name(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, place, settings = NAMING[trainer]
+    monkeypatch.chdir(tmp_path)
+    base, file = tmp_path / "models" / "start", tmp_path / "run" / place
+    shutil.copytree(BASE, base)
+    for step in (5, 9):
+        shutil.copytree(testbed.series()["hard-050"].path, tmp_path / "run" / folder.format(step))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(settings.format(base.relative_to(tmp_path) if "relative" in trainer else base))
+    series, origin = find_series(RunConfig(Path("run")))
+    assert [c.step for c in series] == [0, 5, 9]
+    assert Path(series.base.path) == base
+    assert f"(by {place})" in origin
+    # Of a folder that is gone, one sentence says which it was; a lone step has no base then.
+    shutil.rmtree(base)
+    series, origin = find_series(RunConfig(Path("run")))
+    assert [c.step for c in series] == [5, 9]
+    assert f"; {place} names " in origin
+    assert "start as the base, which cannot be used (" in origin
+    shutil.rmtree(tmp_path / "run" / folder.format(9))
+    with pytest.raises(OneCheckpoint, match=f"holds one checkpoint, and {place} names .*start as the base, which"):
+        find_series(RunConfig(Path("run")))
+
+
+def test_a_base_on_the_hub_is_looked_up_and_not_fetched(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_here(monkeypatch, tmp_path / "cache") as hub:
+        hub.add("org/start", Path(BASE))
+        shutil.copytree(mixed / "checkpoint-16", mixed / "checkpoint-8")
+        (mixed / "README.md").write_text("---\nbase_model: org/start\n---\n")
+        found = examined(mixed, tmp_path)
+        assert found["base"] == Finding("base", "ok", "the base is org/start (by README.md)")
+        size = (Path(BASE) / "model.safetensors").stat().st_size
+        assert f"base's weights ({size / 1e6:,.0f} MB) are fetched first, and kept" in found["disk"].what
+        assert not list((tmp_path / "cache").rglob("*.safetensors"))
+        (mixed / "README.md").write_text("---\nbase_model: org/gone\n---\n")
+        found = examined(mixed, tmp_path)
+        assert found["base"].state == "note"
+        assert "README.md names org/gone as the base, which cannot be used (" in found["base"].what
+        assert found["base"].fix.startswith("--base MODEL")
+
+
+def test_options_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def refused(match: str, **options: object) -> None:
+        config = RunConfig(path=testbed.mixed_run(), to=tmp_path / "out", base=BASE, **options)
+        with pytest.raises(TsaeError, match=match):
+            check(config, said.append)
+        assert said
+        assert not config.to.exists()
+
+    refused(r"unknown site 'layer 1'.*blocks\.14", site="layer 1")
+    refused("blocks.3.hook_resid_post does not exist: the model has blocks 0 to 2", site="blocks.3.hook_resid_post")
+    refused("no problem is in the band 'harder'", diff={"bands": ("easy", "harder")})
+    refused("--device: gpu is asked for, and torch does not find it here", device="gpu")
+    refused("no such file: --bands-from nowhere", bands_from="nowhere")
+    refused("no checkpoint 'late'", checkpoints=("late",))
+    with pytest.raises(TsaeError, match="--device: cuda:99 is asked for"):
+        watch(RunConfig(path=testbed.mixed_run(), to=tmp_path / "out", base=BASE, device="cuda:99"))
+
+
+def test_what_an_analysis_needs_is_said_before_it_begins(tmp_path: Path) -> None:
+    """In a process of its own: without torch and transformers, which take seconds to import."""
+    script = f"""
+import sys
+from tsae.cli import main
+main(["doctor", {str(testbed.mixed_run())!r}, "--base", {BASE!r}, "--to", {str(tmp_path / "out")!r}])
+print(*sorted({{"torch", "transformers", "scipy.stats", "sae_lens"}} & set(sys.modules)), "are imported")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "are imported"
+    assert "\ntime         ok " in done.stdout
 
 
 def test_bands_from_elsewhere(mixed: Path, tmp_path: Path) -> None:

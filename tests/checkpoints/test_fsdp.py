@@ -19,7 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from support.refusals import refuses
 from tsae.checkpoints.fsdp import fsdp_shards
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.checkpoints.weight_files import folder_of
+from tsae.checkpoints.weight_files import folder_of, weights_of
+from tsae.config import RunConfig
+from tsae.doctor import find_series
 from tsae.errors import TsaeError
 
 
@@ -67,7 +69,10 @@ def test_shards_are_merged_once_and_read_like_the_model(llama: Path, tmp_path: P
     assert [(c.id, c.step) for c in series] == [("base", 0), ("dapo-00010", 10)]
     assert series.notes == ()
     series["dapo-00010"].load_tokenizer()
-    assert not (tmp_path / "cache").exists()  # tokens need no weights
+    size = sum(file.stat().st_size for file in actor.glob("*.pt"))
+    assert weights_of(series["dapo-00010"]) == (size, "merged")
+    assert find_series(RunConfig(tmp_path / "dapo", base=str(llama)))[0].notes == ()
+    assert not (tmp_path / "cache").exists()  # neither tokens nor the check need weights
     with ThreadPoolExecutor(4) as pool:  # as workers of one command do
         (folder,) = set(pool.map(folder_of, [series["dapo-00010"]] * 4))
     assert folder.is_relative_to(tmp_path / "cache")

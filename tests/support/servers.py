@@ -165,7 +165,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 files = hub.repositories[repository]
                 if what == "tree":
                     return self.answer([_entry(file, data) for file, data in sorted(files.items())])
-                told = {"id": name, "sha": hub.sha(repository), "siblings": [{"rfilename": file} for file in files]}
+                told = {"id": name, "sha": hub.sha(repository), "siblings": []}
+                told["siblings"] = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
                 return self.answer({**told, "private": False, "tags": [], "downloads": 0, "likes": 0})
             if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(refs|commits)(?:/main)?", path):
                 return self.answer(hub.listed[found[1]][found[2]])

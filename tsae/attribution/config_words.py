@@ -84,15 +84,15 @@ class Words:
         """The same as yes or no."""
         return str(self.get(*names, default=default)).lower() in ("true", "1", "yes")
 
-    def take(self, section: str) -> dict[str, Any]:
-        """Values of the fields of a section of the trainer's table, by their names.
+    def take(self, section: str, *only: str) -> dict[str, Any]:
+        """Values of the fields of a section of the trainer's table, or of some of them, by their names.
 
         An entry is the trainer's word, or several with | between, of which the first that is there counts. Alone it is
         a number that the file has to hold. In a list a default follows, which says whether the value is a number, a
         whole number, yes or no, or a list of numbers. With "" it is a number or None, and with "?" anything or None.
         Third is what each value means, where others are refused.
         """
-        return {ours: self._taken(entry) for ours, entry in self.table[section].items()}
+        return {ours: self._taken(of) for ours, of in self.table[section].items() if not only or ours in only}
 
     def _taken(self, entry: str | list[Any]) -> Any:
         if isinstance(entry, str):

@@ -154,7 +154,7 @@ def bases_in_settings(folder: Path) -> Iterator[tuple[str, Path]]:
             settings = _load(file)
             if trainer := trainer_of(settings):
                 # prime-rl has its words with and without this beginning.
-                names = (Words(settings, file, trainer, own).take("run")["base"] for own in ("", "trainer."))
+                names = (Words(settings, file, trainer, own).take("run", "base")["base"] for own in ("", "trainer."))
                 yield from ((name, file) for name in names if isinstance(name, str))
 
 
