@@ -377,6 +377,41 @@ def test_a_checkpoint_that_is_written_anew_is_read_anew(tmp_path: Path, monkeypa
     assert all(found.state == "intact" for found in verify([training.config.to]))
 
 
+@pytest.mark.slow
+def test_a_stand_in_for_the_base_that_is_rotated_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks, and while it is read: the earliest checkpoint that is left takes its place."""
+    training, lines, really = Training(tmp_path, 25, 50), list[str](), capturing.capture_shard
+    training.config = replace(training.config, base=None)
+
+    def bases() -> tuple[str, list[str]]:
+        diff = tsae.FeatureDiff.load(training.config.to / "diff")
+        return diff.base, diff.checkpoints
+
+    assert look_once(training.config, lines) == 1
+    assert bases() == ("hard-00025", ["hard-00050"])
+    page = (training.config.to / "report.html").read_text()
+    assert "<title>What training changed: hard, against step 25, since the base is missing</title>" in page
+    training.save(100)
+    shutil.rmtree(training.run / "checkpoint-25")
+    assert look_once(training.config, lines) == 1
+    assert bases() == ("hard-00050", ["hard-00100"])
+    assert "hard-00025, which stood in for the base, was removed: hard-00050 takes its place" in lines
+
+    def captured(reader: Any, where: Any, rollouts: Any, piece: Any, *rest: Any) -> Any:
+        if (training.run / "checkpoint-50").is_dir():
+            shutil.rmtree(training.run / "checkpoint-50")
+        return really(reader, where, rollouts, piece, *rest)
+
+    monkeypatch.setattr(capturing, "capture_shard", captured)
+    training.log(100)
+    training.save(150)
+    until = WatchConfig(once=False, quiet=0.0, every=0.0, until=150)
+    assert len(list(watch(training.config, until, say=lines.append))) == 1
+    assert any(line.startswith("looking again: hard-00050 was removed or changed") for line in lines)
+    assert bases() == ("hard-00100", ["hard-00150"])
+    assert all(found.state == "intact" for found in verify([training.config.to]))
+
+
 def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match="fresh rollouts are not sampled while a training goes on"):
         watch(RunConfig(tmp_path, to=tmp_path / "out", sample=2))
