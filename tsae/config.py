@@ -33,7 +33,7 @@ class RunConfig:
     resumed."""
     base: str | None = None
     """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
-    checkpoints' configuration or their model card name; else the earliest checkpoint takes its place."""
+    checkpoints' configuration, a model card or the trainer's settings name; else the earliest checkpoint stands in."""
     log: UserPath | None = None
     """The rollout log; by default the run's folder completions, or else the log in the run's folder."""
     checkpoints: tuple[str, ...] = ()

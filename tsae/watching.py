@@ -34,6 +34,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.doctor import OneCheckpoint, check_device, check_options, find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
+from tsae.report.story.facts import stand_in
 from tsae.report.text import visible
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
@@ -79,9 +80,10 @@ class Update:
         many = f"{len(ids)} checkpoints, {ids[0]} to {ids[-1]}" if len(ids) > _NAMED else ", ".join(ids)
         new = f"new: {many}; " if ids else ""
         last = "" if self.step is None else f" up to step {self.step:,}"
+        told = f"; {stand_in(self.diff)}" if stand_in(self.diff) else ""
         explained = ", ".join(f"{id} {'unknown' if fve is None else f'{fve:.3f}'}" for id, fve in self.fve.items())
         return (
-            f"{new}{self.new_trajectories:,} new of {self.trajectories:,} trajectories{last}; FVE {explained}; "
+            f"{new}{self.new_trajectories:,} new of {self.trajectories:,} trajectories{last}; FVE {explained}{told}; "
             f"{self.seconds:.0f} s; reload {self.page}"
         )
 

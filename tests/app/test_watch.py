@@ -389,6 +389,7 @@ def test_a_stand_in_for_the_base_that_is_rotated_away(tmp_path: Path, monkeypatc
 
     assert look_once(training.config, lines) == 1
     assert bases() == ("hard-00025", ["hard-00050"])
+    assert "; against step 25, since the base is missing; " in lines[-1]
     page = (training.config.to / "report.html").read_text()
     assert "<title>What training changed: hard, against step 25, since the base is missing</title>" in page
     training.save(100)

@@ -321,7 +321,9 @@ def _missing(folder: Path, *, last: bool, tokens: bool) -> str:
         if fsdp_shards(folder):
             read_object(folder / BESIDE / "config.json", "")
             return ""
-        refuse(folder, (tokens and not has_tokenizer(folder), "holds no tokenizer", None))
+        # An adapter has that of its base.
+        lacks = tokens and not is_adapter(folder) and not has_tokenizer(folder)
+        refuse(folder, (lacks, "holds no tokenizer", None))
         for name in (ADAPTER_CONFIG if is_adapter(folder) else "config.json", *((_LAST,) if last else ())):
             read_object(folder / name, "")
         short = next((file.name for file in weight_files(folder) if not _whole(file)), None)
