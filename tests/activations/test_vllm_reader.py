@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,7 +52,7 @@ class Engine(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.model = Checkpoint("served", str(checkpoint)).load_model()
         self.folder, self.layers = folder, layers
-        self.bodies = list[dict[str, Any]]()
+        self.bodies, self.pages = list[dict[str, Any]](), dict[str, Any]()
         self.change: Callable[[Files], Files] = lambda files: files
         self.name: Callable[[Path], object] = str
         self.content: Callable[[bytes], bytes] = lambda content: content
@@ -99,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
     def do_GET(self) -> None:
-        self._answer(200, {"data": [{"id": "tiny"}]})
+        pages = {"/v1/models": {"data": [{"id": "tiny"}]}, **self.server.pages}
+        self._answer(200, pages[self.path]) if self.path in pages else self._answer(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -349,6 +351,31 @@ def test_another_layer_is_refused(
     server = engine.config(layers=layers)
     with pytest.raises(TsaeError, match=rf"{SITE} is layer 2 of vLLM, and the server gives {layers[0]}"):
         capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=server, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "runner", "refused"),
+    [
+        ("0.17.1", None, r"is vLLM 0\.17\.1, and vLLM gives hidden states since 0\.18"),
+        ("0.18.0", None, ""),
+        ("0.27.1", True, r"0\.27\.1 with model runner V2.*0\.28.*Start it with VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("0.27.1", False, ""),
+        ("0.27.1", None, ""),  # it does not say which runner it uses
+        ("0.33.0", True, ""),
+        ("0.29.0rc1.dev3+g1234", True, ""),
+        ("dev", None, ""),
+    ],
+)
+def test_the_servers_version_and_runner(
+    version: str, runner: bool | None, refused: str, engine: Engine, base: CheckpointSeries, texts: Rollouts,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    engine.pages = {"/version": {"version": version}}
+    if runner is not None:
+        engine.pages["/server_info?config_format=json"] = {"vllm_env": {"VLLM_USE_V2_MODEL_RUNNER": runner}}
+    with pytest.raises(TsaeError, match=refused) if refused else nullcontext():
+        capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
+    assert bool(engine.bodies) == (not refused)
 
 
 def test_files_that_cannot_be_read_or_are_elsewhere(

@@ -10,6 +10,9 @@ writes one file a request. For every trajectory:
 4. Layers stand in ascending order, whatever the order in the server's settings: states are collected while the model
    runs. Id i is what enters block i, which is what leaves block i - 1; 0 are the embeddings.
 
+Before the first trajectory the server is asked which version it is, and in vLLM's development mode which model runner
+it uses (`check_version`): runner V2 gives states since 0.28 only, and is the default since 0.25.1.
+
 Engines have given shortened states (vLLM issue 44485: cached prefixes) and other requests' states (speculators issue
 279: batches), and the rest looks right then. So every request has a cache of its own (``cache_salt``), and the
 checkpoint itself reads a sample of every shard again (`Sample`).
@@ -20,6 +23,7 @@ All this is from vLLM's source and documentation. It has not yet been run agains
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,14 +47,18 @@ from tsae.rollouts.inference_server import Endpoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+V1 = "VLLM_USE_V2_MODEL_RUNNER=0"
+"""What makes a server use its model runner V1."""
 START = (
     'vllm serve CHECKPOINT --no-enable-prefix-caching --no-enable-chunked-prefill --speculative-config \'{"method": '
     '"extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": '
     '{"eagle_aux_hidden_state_layer_ids": [15]}}}\' --kv-transfer-config \'{"kv_connector": '
     '"ExampleHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": '
-    '"/dev/shm/states"}}\''
+    f'"/dev/shm/states"}}}}\' (vLLM 0.25.1 to 0.27 with {V1} in front)'
 )
 """How a server is started whose layer 15, what leaves block 14, is captured."""
+_FIRST, _V2_ABLE = (0, 18), (0, 28)
+"""Versions of vLLM that give hidden states at all, and with model runner V2."""
 _MEDIAN, _FAR, _RARE = 16, 48, 0.001
 """The median token's state may be so many units of the coarser precision away from the checkpoint's own, and further
 than the second number only a thousandth of the sample's tokens. The unit is at least that of TF32, with which GPUs may
@@ -95,6 +103,7 @@ class StatesReader:
         around = {id + step for id in self.ids.values() for step in (-1, 0, 1)}
         self.own = HuggingFaceReader(model, [_site_of(id) for id in sorted(around) if 0 <= id <= depth])
         self.endpoint = Endpoint(server)
+        check_version(self.endpoint)
 
     def read(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """As `HuggingFaceReader.read`: for every site (B, T, d_model), on the CPU.
@@ -146,7 +155,7 @@ class StatesReader:
             path = Path("/")
         if not path.is_relative_to(self.folder):
             what = f"names no file of hidden states in {self.folder}, but {path}"
-            fix = f"Give its shared_storage_path as --server.folder, the same on both sides. Start it as: {START}."
+            fix = f"Give its shared_storage_path as --server.folder, the same on both sides. Start it as: {START}"
             raise TsaeError(what, where=self.endpoint.url, fix=fix)
         return path
 
@@ -197,6 +206,27 @@ class StatesReader:
     ) -> NoReturn:
         """Say what is wrong with the states of a text."""
         raise Misread(text, f"the server's states {what}", self.endpoint.url, fix)
+
+
+def check_version(endpoint: Endpoint) -> None:
+    """Refuse a vLLM that gives no hidden states; pass one that does not say which it is.
+
+    Raises:
+        TsaeError: for a version before 0.18, and for model runner V2 before 0.28.
+    """
+    told = str(endpoint.about("version").get("version", ""))[:40]
+    found = re.match(r"(\d+)\.(\d+)", told)
+    if found is None:
+        return
+    version = int(found[1]), int(found[2])
+    what = f"is vLLM {told}, and vLLM gives hidden states since 0.18"
+    refuse(endpoint.url, (version < _FIRST, what, "Update vLLM, or use --backend huggingface."))
+    if version < _V2_ABLE:
+        runner = (endpoint.about("server_info?config_format=json").get("vllm_env") or {}).get(
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )
+        what = f"is vLLM {told} with model runner V2, which gives hidden states since 0.28"
+        refuse(endpoint.url, (runner in (True, 1, "1"), what, f"Start it with {V1} in its environment."))
 
 
 class Sample:

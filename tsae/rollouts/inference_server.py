@@ -255,6 +255,17 @@ class Endpoint:
         """(status, JSON) of the answer to messages; `model` is added. See `complete`."""
         return self._asked("POST", "chat/completions", {"model": self.model, **body})
 
+    def about(self, name: str) -> dict[str, Any]:
+        """What vLLM says of itself beside its /v1, such as ``version``; nothing where the server has no such page."""
+        import requests
+
+        try:
+            status, text, _ = self._once("GET", f"{self.url.removesuffix('/v1')}/{name}", None)
+            found = parse_json(text) if status == 200 else {}
+        except (requests.RequestException, ValueError):
+            found = {}
+        return found if isinstance(found, dict) else {}
+
     def refusal(self, status: int, body: Any) -> TsaeError:
         """The error for a completion that the server refuses."""
         return TsaeError(
@@ -311,7 +322,7 @@ class Endpoint:
         import requests
 
         end = time.monotonic() + self.config.timeout
-        url, timeout = f"{self.url}/{path}", self.config.timeout
+        url, timeout = path if "://" in path else f"{self.url}/{path}", self.config.timeout
         with self._session.request(
             method, url, json=content, timeout=timeout, allow_redirects=False, stream=True
         ) as answer:
