@@ -1,1 +1,1 @@
-"""The subcommands: each a dataclass whose fields are its options, and whose action in `actions` does the work."""
+"""The subcommands: each a dataclass whose fields are its options, and whose `execute` does the work."""
