@@ -161,6 +161,8 @@ def _complete_and_not(run: Path, without: frozenset[Path] = frozenset()) -> tupl
 
 def _check_base(checkpoint: Checkpoint) -> None:
     """Refuse a base that is not a whole model with a tokenizer. Fetches and merges no weights."""
+    gone = not is_hub_id(checkpoint.path) and not Path(checkpoint.path).exists()
+    refuse(checkpoint.path, (gone, "there is no such folder", None))
     folder = folder_of(checkpoint, needs="config")
     adapts, tokens = is_adapter(folder), is_gguf(folder) or has_tokenizer(folder)
     refuse(folder, (adapts, "is an adapter", None), (not tokens, "holds no tokenizer", None))

@@ -119,7 +119,7 @@ def test_the_base_that_a_trainers_own_files_name(trainer: str, tmp_path: Path, m
     series, origin = find_series(RunConfig(Path("run")))
     assert [c.step for c in series] == [5, 9]
     assert f"; {place} names " in origin
-    assert "start as the base, which cannot be used (" in origin
+    assert "start as the base, which cannot be used (there is no such folder)" in origin
     shutil.rmtree(tmp_path / "run" / folder.format(9))
     with pytest.raises(OneCheckpoint, match=f"holds one checkpoint, and {place} names .*start as the base, which"):
         find_series(RunConfig(Path("run")))
