@@ -235,6 +235,9 @@ def test_folders_of_verl(llama: Path, tmp_path: Path) -> None:
     assert CheckpointSeries.load(llama, tmp_path).notes == (
         "left out, as their weights are FSDP shards: steps 150 of dapo.",
     )
+    (lone,) = step = CheckpointSeries.load(tmp_path / given[0])
+    assert (lone.id, lone.step) == ("dapo-00050", 50)  # and never "base", by which bands would be measured on it
+    assert "stands in for the base" in step.notes[0]
     alone = CheckpointSeries.load(*(tmp_path / place for place in given))
     assert alone.base.step == 50
     assert "stands in for the base" in alone.notes[0]

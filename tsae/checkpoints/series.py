@@ -264,8 +264,9 @@ _HUB = re.compile(r"(?P<path>[^/@]+/[^/@]+)(@(?P<revision>refs/pr/\d+|[^/]+))?(/
 def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Checkpoint], tuple[str, ...]]:
     """The checkpoints that the sources name, one of which is the base; and what was assumed.
 
-    The base is the first of several sources, if that is one whole model and not a step of the others' run. Otherwise
-    it is the model that adapters name, then the earliest checkpoint; then a note says so.
+    The base is the first of several sources, if that is one whole model and not a step of the others' run; or a model
+    alone, unless it is a step. Otherwise it is the model that adapters name, then the earliest checkpoint; then a note
+    says so.
     """
     notes: list[str] = []
     parts = [_expand(source, notes, without) for source in sources]
@@ -274,7 +275,8 @@ def _find(sources: Sequence[str], without: Collection[Path]) -> tuple[list[Check
     refuse(", ".join(sources) or "CheckpointSeries.load", (not found, what, "Give a folder of checkpoints."))
     # On the hub, only loading tells what is an adapter.
     adapters = [checkpoint for checkpoint in found if is_adapter(Path(checkpoint.path))]
-    own_run = found[0].step > 0 and any(_place(c).run == _place(found[0]).run for c in found[1:])
+    same_run = any(_place(c).run == _place(found[0]).run for c in found[1:])
+    own_run = found[0].step > 0 and (same_run or len(found) == 1)
     if len(parts[0]) == 1 and found[0] not in adapters and (len(parts) > 1 or len(found) == 1) and not own_run:
         return [replace(found[0], id="base", run=None, step=0), *_with_ids(found[1:])], tuple(notes)
     found = _with_ids(found)
