@@ -38,7 +38,7 @@ from tsae.checkpoints.weight_files import (
 from tsae.config import RunConfig
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.band_source import bands_from, read_source
-from tsae.rollouts.bands import band_counts, bands_label, found_how, kind_of_bands
+from tsae.rollouts.bands import band_counts, kind_of_bands
 from tsae.rollouts.config import BandCutoffs, ImportConfig
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.entry import Entry
@@ -393,14 +393,12 @@ def _of_log(log: _Log, success: str) -> Iterator[Finding]:
 def _from_elsewhere(log: _Log, config: RunConfig) -> Iterator[Finding]:
     """Bands by another model's pass rates, or by the data set's levels, where they are asked for."""
     try:
-        given = read_source(config.source)
+        known = read_source(config.source)
         asked = {(e.problem_id or str(e.prompt), e.level): shown_prompt(e.prompt or "") for e in log.entries}
         rows = [(id, prompt, level) for (id, level), prompt in asked.items()]
         problems = pd.DataFrame(rows, columns=["id", "prompt", "level"])
-        for bands, told in bands_from(given, problems.id, problems, config.log or config.path):
-            if told.startswith("problems: ") and "bands are" not in told:
-                told += f"; {found_how(bands.info)}"
-            yield Finding(kind_of_bands(bands.info), "ok", f"{bands_label(bands.info)}: {told}")
+        for bands, told in bands_from(config.source, known, problems.id, problems, config.log or config.path):
+            yield Finding(kind_of_bands(bands.info), "ok", told)
     except TsaeError as error:
         yield _missing(config.source.kinds[0] if config.source.kinds else "bands", error)
 

@@ -42,8 +42,8 @@ from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
 from tsae.report.story import facts
 from tsae.report.text import visible
-from tsae.rollouts.band_source import Given, asked_problems, bands_from, read_source
-from tsae.rollouts.bands import Bands, band_counts, band_problems, kind_of_bands
+from tsae.rollouts.band_source import asked_problems, bands_from, read_source
+from tsae.rollouts.bands import Bands, band_counts, band_problems, kind_of_bands, of_steps
 from tsae.rollouts.config import BandSource, ImportConfig, SamplingConfig
 from tsae.rollouts.fresh_rollouts import (
     answered_anew,
@@ -132,7 +132,7 @@ def analyze_state(
 ) -> FeatureDiff:
     """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
     sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
-    given = read_source(config.source)
+    known = read_source(config.source)
     series, origin = find_series(config, frozenset() if state is None else state.without)
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
     log, only = find_run_log(config), None if state is None else state.log
@@ -171,7 +171,7 @@ def analyze_state(
         published=sae, kept=None if state is None or state.kept is None else state.trained,
         codes=None if state is None else state.cache / ".codes", questions=questions, progress=progress,
         config=config, series=series, log=log, importing=importing, success=success, sizes=sizes, state=state,
-        record=record, drawing=drawing, given=given,
+        record=record, drawing=drawing, known=known,
     )  # fmt: skip
     results = carry_out(work.stages(work.rollouts()), record, lines.say, say)
     return with_results(results)
@@ -253,7 +253,7 @@ class _Run(Pipeline):
     record: RunRecord
     drawing: Mapping[str, Any]
     """The options that decide which rollouts are read."""
-    given: Given | None
+    known: pd.DataFrame
     """What is known of the problems from elsewhere."""
 
     @property
@@ -369,10 +369,11 @@ class _Run(Pipeline):
         config, whole = self.config, self.whole
         own, told = band_problems(outline, whole, base=self.series.base.id, measured_on=measured_on, seed=config.seed)
         found: dict[str, tuple[Bands | None, str]] = {"own": (own, told)}
-        if self.given is not None:
+        if config.source.kinds:
             problems = asked_problems(whole, config.source.bands_column)
-            for bands, line in bands_from(self.given, outline.problem_id, problems, whole):
-                found[kind_of_bands(bands.info)] = bands, line
+            for bands, line in bands_from(config.source, self.known, outline.problem_id, problems, whole):
+                steps = "" if config.sample else f"; {of_steps(bands, outline, config.seed)}"
+                found[kind_of_bands(bands.info)] = bands, line + steps
         chosen = (*config.source.kinds, "own")[0] if config.by == "auto" else config.by
         order = sorted(found, key=lambda kind: kind == chosen)
         lines = [("" if kind == chosen else f"kept beside, {kind}: ") + found[kind][1] for kind in reversed(order)]

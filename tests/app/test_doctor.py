@@ -185,7 +185,8 @@ def test_bands_from_elsewhere(mixed: Path, tmp_path: Path) -> None:
     asked = {"difficulty": tmp_path / "data.parquet", "difficulty_column": "rate", "difficulty_model": "X"}
     found = examined(mixed, tmp_path, base=BASE, source=asked)
     assert found["difficulty"].state == "ok"
-    assert f"difficulty for model X: problems: easy {(data.rate >= 0.75).sum()}, " in found["difficulty"].what
+    assert f"problems: easy {(data.rate >= 0.75).sum()}, " in found["difficulty"].what
+    assert "bands are the difficulty for model X (rate of data.parquet)" in found["difficulty"].what
     assert "1 problems have no band" in found["difficulty"].what
     assert "by the log's own pass rates" in found["bands"].what
     found = examined(mixed, tmp_path, base=BASE, source={**asked, "difficulty_column": "no"})

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pytest
 
-import tsae
 from support.cli import run
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import bands_label, found_how
+from tsae.rollouts.band_source import asked_problems, bands_from, read_source
+from tsae.rollouts.bands import bands_label, found_how, of_steps
 from tsae.rollouts.config import BandSource
 from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
@@ -172,7 +173,34 @@ def test_the_commands(rollouts: Rollouts, tmp_path: Path, capsys: pytest.Capture
     assert "Bands are the difficulty for model rate" in capsys.readouterr().out
 
 
-def test_fresh_samples_keep_every_kind_of_band(rollouts: Rollouts) -> None:
+def test_the_parts_of_a_table_keep_every_kind_of_band(rollouts: Rollouts) -> None:
     both = rollouts.with_source(BandSource(bands_column="level"))
     some = both.select(both.frame.problem_id.isin(["p0", "p7", "p29"]).to_numpy())
-    assert tsae.Rollouts.concat([some, some]).by("own").info["bands"] == rollouts.info["bands"]
+    assert Rollouts.concat([some, some]).by("own").info["bands"] == rollouts.info["bands"]
+
+
+def test_a_curriculum_by_the_data_sets_levels_is_its_steps(rollouts: Rollouts) -> None:
+    """A run that asks easy problems first: then a difference between bands is one between steps."""
+    both = rollouts.with_source(BandSource(bands_column="level"))
+    (bands, _), rank = bands_of(both), both.frame.problem_id.str[1:].astype(int)
+    in_turn = both.frame.assign(step=rank % 5)  # the level is i % 5 + 1
+    assert of_steps(bands, in_turn, 0).startswith("bands and training steps cannot be told apart: the training step")
+    assert "of the differences of difficulty" in bands.info["refused"]
+    (bands, _), mixed = bands_of(both), both.frame.assign(step=rank // 5)
+    assert of_steps(bands, mixed, 0).startswith("the training step explains 0% of the differences of difficulty")
+    assert "refused" not in bands.info
+
+
+def bands_of(rollouts: Rollouts) -> Any:
+    problems = asked_problems([rollouts.table], "level")
+    source = BandSource(bands_column="level")
+    return bands_from(source, read_source(source), rollouts.frame.problem_id, problems, "log")[0]
+
+
+def test_a_file_at_a_url(rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
+    lines = "".join(json.dumps({"id": f"p{i}", "rate": rate}) + "\n" for i, rate in enumerate(rates()))
+    fsspec.filesystem("memory").pipe_file("/data/set.jsonl", lines.encode())
+    found = rollouts.with_source(BandSource(difficulty="memory://data/set.jsonl", difficulty_column="rate"))
+    assert found.info["bands"]["source"]["file"] == "set.jsonl"
+    assert problem_bands(found.frame).value_counts().to_dict() == {"easy": 10, "medium": 10, "hard": 10}

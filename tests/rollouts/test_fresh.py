@@ -11,7 +11,7 @@ import pytest
 
 from support.builders import BOS
 from support.logs import refused
-from tsae.rollouts.config import SamplingConfig
+from tsae.rollouts.config import BandSource, SamplingConfig
 from tsae.rollouts.fresh_rollouts import answered_anew, choose_verifier, drawn_problems, fresh_rollouts, with_answers
 from tsae.rollouts.problems import Problem, read_problems, write_problems
 from tsae.rollouts.table import Rollouts
@@ -75,6 +75,15 @@ def test_bands_of_the_log_stay(series: Any, tmp_path: Path) -> None:
     assert anew.info["stages"]["bands"].startswith(
         "those of the log; of the problems that are answered: easy 1, medium"
     )
+    # Bands from elsewhere stay, and the log's own beside them.
+    level = log.with_column("level", ["3", "1", "2"] * 2).with_source(BandSource(bands_column="level"))
+    anew = answered_anew([series["base"]], level, CONFIG, pieces=tmp_path / "level", progress=False)
+    assert dict(zip(anew.frame.problem_id, anew.frame.band, strict=True)) == {
+        "p0": "hard",
+        "p1": "easy",
+        "p2": "medium",
+    }
+    assert dict(zip(anew.frame.problem_id, anew.by("own").frame.band, strict=True)) == found
     of_steps = Rollouts(log.table, {**log.info, "bands": {**info, "refused": "They are steps."}}, log.origin)
     anew = answered_anew([series["base"]], of_steps, CONFIG, pieces=tmp_path / "p", progress=False)
     assert not anew.info["stages"]["bands"].startswith("those of the log")

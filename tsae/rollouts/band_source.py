@@ -18,45 +18,39 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tsae.base.mirror import local
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import Bands, by_cutoffs, cut_bands
+from tsae.rollouts.bands import Bands, by_cutoffs, cut_bands, found_how
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, BandSource
 from tsae.rollouts.logs.log_files import find_files
 from tsae.rollouts.logs.readers import read_rows
 from tsae.rollouts.parquet import read_pieces
 from tsae.rollouts.schema import BANDS, problem_bands
 
-_IDS = ("problem_id", "id", "unique_id", "uuid", "question_id", "index")
+_IDS = ("problem_id", "id", "unique_id", "uuid", "question_id")
 _PROMPTS = ("problem", "prompt", "question", "query", "instruction", "input")
 """Columns of a file that may say which problem a row is; the first of each that is there counts."""
 _LEARNED, _LEAST = 8, 12
 """Prompts from which the text around the problems is learned, and letters of the shortest problem that shows it."""
 
 
-class Given(NamedTuple):
-    """What a file, or the log, says of its problems."""
+def read_source(source: BandSource) -> pd.DataFrame:
+    """Read the file of a source.
 
-    rows: pd.DataFrame
-    """One row a problem or more: id, prompt, rate (NaN where unknown), level (None where unknown)."""
-    source: BandSource
-    levels_of_log: bool
-    """Whether levels are those of the log."""
-
-
-def read_source(source: BandSource) -> Given | None:
-    """Read the file of a source; None where none is asked for.
+    Returns:
+        one row a problem or more: id, prompt, rate (NaN where unknown), level (None where unknown, and everywhere if
+        the file has no such column); no row where there is no file.
 
     Raises:
         TsaeError: where it is missing, lacks a column, or holds something else than pass rates.
     """
     if source.difficulty is None:
-        return Given(pd.DataFrame(), source, True) if source.bands_column else None
+        return pd.DataFrame()
     path = local(source.difficulty)
     if not path.exists():
         raise TsaeError("no such file", where=path, fix="Give the data set's file (--difficulty).")
@@ -82,7 +76,7 @@ def read_source(source: BandSource) -> Given | None:
         what = f"does not say which problem a row is: it has {', '.join(map(str, names))}"
         fix = f"Call the column with ids problem_id, or that with texts problem (or {', '.join(_PROMPTS[1:])})."
         raise TsaeError(what, where=path, fix=fix)
-    return Given(pd.DataFrame(rows, columns=["id", "prompt", "rate", "level"]), source, of_log)
+    return pd.DataFrame(rows, columns=["id", "prompt", "rate", "level"])
 
 
 def asked_problems(tables: Path | Iterable[Any], column: str | None = None) -> pd.DataFrame:
@@ -103,7 +97,8 @@ def asked_problems(tables: Path | Iterable[Any], column: str | None = None) -> p
 
 
 def bands_from(
-    given: Given | None,
+    source: BandSource,
+    known: pd.DataFrame,
     problem_id: pd.Series,
     problems: pd.DataFrame,
     where: str | Path,
@@ -112,7 +107,8 @@ def bands_from(
     """Bands from elsewhere, and a line about each; those that are contrasted by default come first.
 
     Args:
-        given: of `read_source`.
+        source: of the bands; without columns there are none.
+        known: of `read_source`.
         problem_id: of every trajectory.
         problems: of `asked_problems`.
         where: the rollouts, named in messages.
@@ -121,14 +117,12 @@ def bands_from(
     Raises:
         TsaeError: where no problem is known there, one has several values, or levels have no order.
     """
-    if given is None:
-        return []
-    source, found = given.source, []
+    found = []
     file = "" if source.difficulty is None else source.difficulty.name
-    matched = _match(problems.drop_duplicates("id"), given.rows, file) if file else {}
+    matched = _match(problems.drop_duplicates("id"), known, file) if file else {}
     how = {} if not file else {"matched": len(matched), "by_id": sum(by_id for _, by_id in matched.values())}
     if source.difficulty_column is not None:
-        rates = {id: _one(id, given.rows.rate.iloc[rows], file) for id, (rows, _) in matched.items()}
+        rates = {id: _one(id, known.rate.iloc[rows], file) for id, (rows, _) in matched.items()}
         label = f"difficulty for model {source.difficulty_model or source.difficulty_column}"
         about = {"kind": "difficulty", "label": label, "file": file, "column": source.difficulty_column, **how}
         rate = problem_id.map({id: value for id, value in rates.items() if value is not None}).astype(float)
@@ -143,14 +137,13 @@ def bands_from(
             raise TsaeError(f"gives no bands by {source.difficulty_column}: {told}", where=file, fix=fix)
         found.append((bands, told))
     if source.bands_column is not None:
-        if given.levels_of_log:
-            known = problems[problems.level.notna()].groupby("id")["level"].agg(list)
-            about, place = {}, str(where)
+        about = {"kind": "level", "label": "level of the data set", "column": source.bands_column}
+        if known.empty or known.level.isna().all():  # those of the log
+            levels = problems[problems.level.notna()].groupby("id")["level"].agg(list).to_dict()
         else:
-            known = pd.Series({id: given.rows.level.iloc[rows].dropna().tolist() for id, (rows, _) in matched.items()})
-            about, place = {"file": file, **how}, file
-        level = {id: _one(id, values, place) for id, values in known.items() if len(values)}
-        about |= {"kind": "level", "label": "level of the data set", "column": source.bands_column}
+            levels = {id: known.level.iloc[rows].dropna().tolist() for id, (rows, _) in matched.items()}
+            about |= {"file": file, **how}
+        level = {id: _one(id, values, str(about.get("file", where))) for id, values in levels.items() if values}
         found.append(_with_levels(problem_id, level, source, about, where))
     return found
 
@@ -181,7 +174,7 @@ def _with_levels(
         what = f"no problem has one of the levels {', '.join(of)}; there are {', '.join(counts) or 'none'}"
         raise TsaeError(what, where=where, fix="Name a column with levels (--bands-column), and its levels.")
     told = "; ".join(f"{name} {n.get(name, 0):,} ({', '.join(bands.get(name, ()))})" for name in BANDS if name in bands)
-    return found, f"problems: {told}"
+    return found, f"problems: {told}; {found_how(found.info)}"
 
 
 def _ordered(counts: Mapping[str, int], column: str, where: Any) -> dict[str, list[str]]:
@@ -277,15 +270,13 @@ def _field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _rate(value: Any, source: BandSource, where: str) -> float:
-    """A pass rate: a number from 0 to 1, 3/8 or 37.5 %; NaN for none."""
+    """A pass rate: a number from 0 to 1, or 3/8; NaN for none."""
     if value is None or value != value or value == "":
         return np.nan
     of = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", value) if isinstance(value, str) else None
     try:
         if of is not None:
             rate = int(of[1]) / int(of[2])
-        elif isinstance(value, str) and value.strip().endswith("%"):
-            rate = float(value.strip()[:-1]) / 100
         else:
             rate = (
                 float(value)

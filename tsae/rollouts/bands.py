@@ -317,19 +317,39 @@ class Confounding:
         return {"table": table, "statistic": share, "p": p, "n_problems": self.n_problems, "sentence": str(self)}
 
 
-def confounding(frame: pd.DataFrame, seed: int = 0) -> Confounding:
+def of_steps(bands: Bands, outline: pd.DataFrame, seed: int) -> str:
+    """Say how far training steps explain bands from elsewhere, and refuse their contrasts where they do."""
+    rank = problem_bands(bands.rows).map(dict(zip(BANDS, (1.0, 0.5, 0.0), strict=True))).dropna()
+    banded = outline.assign(band=bands.rows.band.to_numpy())
+    measured = confounding(banded[banded.problem_id.isin(rank.index)], seed, rank)
+    told = str(measured).replace("pass rate", "difficulty")
+    if measured.told_apart:
+        return told
+    told = (
+        f"bands and training steps cannot be told apart: {told}; {measured.late}. A difference between bands would be "
+        "one between steps. Let all checkpoints answer anew (--sample)"
+    )
+    bands.info["refused"] = told
+    bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": told}
+    return told
+
+
+def confounding(frame: pd.DataFrame, seed: int = 0, difficulty: pd.Series | None = None) -> Confounding:
     """Measure how far the training step explains the problems' pass rates.
 
     Args:
         frame: trajectories with the columns problem_id, policy, outcome and band; and step, if it is known; otherwise
             the policies' order of appearance replaces it. Unknown outcomes are left out.
         seed: of the draws.
+        difficulty: of every problem, in place of its pass rate here; unknown outcomes then count.
     """
-    frame = frame[frame.outcome != "unknown"]
+    frame = frame[frame.outcome != "unknown"] if difficulty is None else frame
     known = "step" in frame.columns and bool(frame["step"].notna().all())
     step = frame["step"].astype(float) if known else pd.Series(pd.factorize(frame.policy)[0] + 1.0, index=frame.index)
     problem = frame.problem_id
     rates = (frame.outcome == "success").groupby(problem, sort=False).mean()
+    if difficulty is not None:
+        rates = difficulty.reindex(rates.index)
     steps = step.groupby(problem, sort=False).mean().loc[rates.index]
     band = problem_bands(frame).loc[rates.index]
     group, labels = _step_groups(steps.to_numpy())

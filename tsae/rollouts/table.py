@@ -40,7 +40,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import joined_facts
 from tsae.errors import TsaeError
 from tsae.rollouts.band_source import asked_problems, bands_from, read_source
-from tsae.rollouts.bands import BAND_COLUMNS, Bands, bands_info, find_bands, kind_of_bands
+from tsae.rollouts.bands import BAND_COLUMNS, Bands, bands_info, bands_label, find_bands, kind_of_bands
 from tsae.rollouts.config import BandCutoffs, BandQuantiles, BandsBy, BandSource, ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.parquet import list_lengths, mapped, read_info, read_pieces, row_groups, write_table
@@ -187,6 +187,7 @@ class Rollouts(TokenParts, Tables):
         counts = frame.outcome.value_counts()
         outcomes = ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
         facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": outcomes}
+        facts |= {"bands": label} if (label := bands_label(self.info.get("bands"))) else {}
         note = "rollouts.show(problem) shows the responses to one; rollouts.frame is the table."
         return display.card("Rollouts", facts, ("pass rate over trajectories, mean length", table), note=note)
 
@@ -390,7 +391,7 @@ class Rollouts(TokenParts, Tables):
         problems = asked_problems([self.table], source.bands_column)
         found = self
         for bands, _ in reversed(
-            bands_from(read_source(source), self.frame.problem_id, problems, self.origin, cutoffs)
+            bands_from(source, read_source(source), self.frame.problem_id, problems, self.origin, cutoffs)
         ):
             found = found.in_bands(bands)
         return found
@@ -431,8 +432,9 @@ class Rollouts(TokenParts, Tables):
         for column in BAND_COLUMNS:
             found = found.with_column(column, bands.rows[column].to_numpy())
         gone = [name for name in found.table.column_names if name in {f"{column}/{kind}" for column in BAND_COLUMNS}]
-        info = {**self.info, "bands": bands.info, "bands_beside": beside}
-        return Rollouts(found.table.drop_columns(gone), info if beside else _without(info), self.origin)
+        info = {name: value for name, value in self.info.items() if name != "bands_beside"}
+        info |= {"bands": bands.info, **({"bands_beside": beside} if beside else {})}
+        return Rollouts(found.table.drop_columns(gone), info, self.origin)
 
     def with_advantages(self, kind: Literal["grpo", "dr_grpo", "rloo"] = "grpo") -> Rollouts:
         """Set group-relative advantages; see `tsae.rollouts.rewards.group_advantages`.
@@ -445,10 +447,6 @@ class Rollouts(TokenParts, Tables):
             what = f"{rewards.null_count} trajectories have no reward"
             raise TsaeError(what, where=self.origin, fix="Fill rewards, or drop the rows.")
         return self.with_column("advantage", group_advantages(rewards.to_numpy(), group_names(self.frame), kind))
-
-
-def _without(info: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in info.items() if name != "bands_beside"}
 
 
 def _users_level() -> int:
