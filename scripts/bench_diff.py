@@ -312,13 +312,16 @@ def plain_interval(each: np.ndarray, weights: np.ndarray, config: DiffConfig) ->
 
 
 def plain_scale(means: np.ndarray, frame: pd.DataFrame, checkpoint: str, config: DiffConfig) -> float:
-    """Standard deviation over base trajectories; pooled with the checkpoint's where the base hardly has the feature."""
-    of = {policy: means[(frame.policy == policy).to_numpy()] for policy in ("base", checkpoint)}
+    """Standard deviation over base trajectories; pooled with the checkpoint's where the base hardly has the feature; at
+    least half of that over both."""
+    base, other = (means[(frame.policy == policy).to_numpy()] for policy in ("base", checkpoint))
     active = frame.problem_id[(frame.policy == "base").to_numpy() & (means > 0)].nunique()
-    if active >= config.min_problems:
-        return float(of["base"].std(ddof=1))
-    sides = (of["base"], of[checkpoint])
-    return float(np.sqrt(sum(x.var(ddof=1) * (len(x) - 1) for x in sides) / sum(len(x) - 1 for x in sides)))
+    variance = base.var(ddof=1)
+    if active < config.min_problems:
+        sides = (base, other)
+        variance = sum(x.var(ddof=1) * (len(x) - 1) for x in sides) / sum(len(x) - 1 for x in sides)
+    both = (base.var(ddof=1) + other.var(ddof=1)) / 2 + (other.mean() - base.mean()) ** 2 / 4
+    return float(np.sqrt(max(variance, both / 4)))
 
 
 def plain_p(sides: Sides, each: np.ndarray, means: np.ndarray, least: float, error: float, t: np.ndarray) -> float:

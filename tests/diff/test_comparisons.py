@@ -149,12 +149,16 @@ def test_sizes_are_in_deviations_over_base_trajectories() -> None:
     base, run = (np.std(own[reader], axis=0, ddof=1) for reader in ("base", "run"))
     freedom = [len(own["base"]) - 1, len(own["run"]) - 1]
     pooled = np.sqrt((freedom[0] * base**2 + freedom[1] * run**2) / sum(freedom))
-    for checkpoint, theirs in (("run", pooled), ("base", base)):
+    means = [np.mean(own[reader], axis=0) for reader in ("base", "run")]
+    floor = np.sqrt((base**2 + run**2) / 2 + (means[1] - means[0]) ** 2 / 4) / 2
+    for checkpoint, theirs, least in (("run", pooled, floor), ("base", base, base / 2)):
         shifts = diff.shifts[diff.shifts.checkpoint == checkpoint]
         assert set(shifts.kind) == ({"outcome", "interaction"} | ({"shift"} if checkpoint == "run" else set()))
         silent = shifts.feature >= 5
-        assert (shifts.scale == np.where(silent, "pooled", "base")).all()
         deviation = np.where(silent, theirs[shifts.feature], base[shifts.feature])
+        floored = least[shifts.feature] > deviation
+        assert (shifts.scale == np.where(floored, "floored", np.where(silent, "pooled", "base"))).all()
+        deviation = np.maximum(deviation, least[shifts.feature])
         for size, of in (("delta", "difference"), ("delta_low", "low"), ("delta_high", "high")):
             np.testing.assert_allclose(shifts[size] * deviation, shifts[of], rtol=1e-4, atol=1e-7)
     assert {5, 6, 7} <= set(diff.shifts.feature[diff.shifts.checkpoint == "run"])
@@ -379,3 +383,23 @@ def test_damaged_facts_on_bands_are_refused(bands: Any) -> None:
         comparisons(table, Rows.of(table, QUICK), QUICK)
     with pytest.raises(TsaeError, match="in no known way"):
         feature_diff(table, QUICK, progress=False)
+
+
+def test_a_feature_that_the_base_hardly_has_gets_a_size_that_people_can_hold() -> None:
+    """By hand. Base: means of 0 and 0.002 in turn, so 0.001 on average. Run: 0.2 and 0.6 in turn. Over both, the
+    variance is (v₀ + v₁) / 2 + (0.4 − 0.001)² / 4, with v₀ = 0.001² · 24 / 23 and v₁ = 0.2² · 24 / 23: 0.0209 + 0.0398
+    = 0.0607. So the deviation is 0.246, its half 0.123, and Δ = 0.399 / 0.123 = 3.24 in place of 391."""
+    records = [answer(f"p{p}", policy, True) for policy in ("base", "run") for p in range(24)]
+    rollouts = Rollouts.from_records(records)
+    values = np.concatenate([np.tile([0.0, 0.002], 12), np.tile([0.2, 0.6], 12)])
+    codes = np.zeros((96, 1))  # a token of the prompt and one of the response
+    codes[1::2, 0] = values
+    readers = [("base", np.arange(48)), ("run", np.arange(48))]
+    table = feature_table(rollouts, np.concatenate([codes, codes]), readers)
+    diff = feature_diff(table, QUICK, progress=False)
+    (row,) = diff.table(kind="shift", part="total", outcome="all").to_dict("records")
+    unit = np.sqrt((24 / 23 * (0.001**2 + 0.2**2)) / 2 + 0.399**2 / 4) / 2
+    assert row["delta"] == pytest.approx(0.399 / unit, rel=1e-5) == pytest.approx(3.24, abs=0.01)
+    assert row["scale"] == "floored"
+    assert (row["active_reference"], row["active"]) == pytest.approx((0.5, 1.0))
+    assert row["auroc"] == 1.0

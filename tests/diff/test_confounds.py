@@ -14,7 +14,7 @@ from support.results import answer
 from tsae.diff import confounds
 from tsae.diff.comparisons import Rows, comparisons
 from tsae.diff.config import DiffConfig
-from tsae.diff.confounds import SURVIVES, TOO_FEW
+from tsae.diff.confounds import CANNOT_TELL, FAILS, SURVIVES, TOO_FEW
 from tsae.diff.feature_diff import FeatureDiff, feature_diff
 from tsae.rollouts.table import Rollouts
 
@@ -191,3 +191,32 @@ def test_interactions_and_parts_say_that_they_were_not_controlled(diff: FeatureD
     assert set(other.table().survives_token) == {"not measured"}
     bare = replace(diff, confounds=pd.DataFrame())
     assert set(bare.table().survives_token) == {"not measured"}
+
+
+@pytest.mark.parametrize(("direct", "verdict"), [((2, 2), CANNOT_TELL), ((2, 16), FAILS)])
+def test_length_does_not_refute_what_it_cannot_tell_from_style(direct: tuple[int, int], verdict: str) -> None:
+    """A feature of direct answers. Successes answer directly in six of eight responses, failures in two. Where direct
+    answers are short and others long, responses of like length are of one style; where a length says nothing of the
+    style, the control is a fair one, and here finds that length, not style, makes the feature."""
+    rng = np.random.default_rng(0)
+    records, codes = [], []
+    for problem in range(30):
+        for sample in range(16):
+            right = sample % 2 == 0
+            shows = sample // 2 < (6 if right else 2)
+            length = int(direct[sample % 4 // 2]) if shows else 16
+            if verdict == FAILS:
+                length = 2 if shows == (sample % 3 > 0) else 16
+            active = shows if verdict == CANNOT_TELL else length == 2
+            codes += [np.zeros((1, 1)), rng.normal(0, 0.01, size=(length, 1)) + 1.0 * active]
+            records.append({**answer(f"p{problem}", "base", right, length=length), "direct_answer": float(shows)})
+    rollouts = Rollouts.from_records(records, {"behaviours": ["direct_answer"]})
+    table = feature_table(rollouts, np.concatenate(codes), [("base", np.arange(len(records)))])
+    found = feature_diff(table, QUICK, progress=False).confounds.set_index("control")
+    assert found.verdict["length"] == verdict
+    assert found["style"]["length"] == "direct_answer"
+    assert (found.style_auroc["length"] >= 0.95) == (verdict == CANNOT_TELL)
+    if (
+        verdict == CANNOT_TELL
+    ):  # of eight responses on a side six and two are short: two and two have one of like length
+        assert found.overlap["length"] == pytest.approx(0.5)

@@ -177,7 +177,10 @@ def test_auroc_against_mann_whitney_in_every_problem(monkeypatch: pytest.MonkeyP
     for limit in (64_000_000, 1):
         monkeypatch.setattr("tsae.diff.comparisons._AUROC_BYTES", limit)
         found = within_problem_auroc(sp.csc_array(values), np.arange(values.shape[1]), a, b, problem, problems)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+        for side, share in zip((a, b), found[1:], strict=True):
+            active = [(values[side[problem[side] == i]] > 0).mean(0) for i in problems]
+            np.testing.assert_allclose(share, np.mean(active, axis=0), rtol=1e-6)
 
 
 def test_auroc_counts_as_many_wins_as_there_are() -> None:
@@ -186,7 +189,7 @@ def test_auroc_counts_as_many_wins_as_there_are() -> None:
     found = within_problem_auroc(
         sp.csc_array(values), np.array([0]), np.arange(3), np.arange(3, 303), np.zeros(303, dtype=int), np.array([0])
     )
-    assert found.tolist() == [1.0]
+    assert [part.tolist() for part in found] == [[1.0], [1.0], [0.0]]
 
 
 def test_interactions_keep_their_level_where_bands_vary_differently() -> None:

@@ -107,7 +107,7 @@ def test_a_run_is_told_with_its_numbers() -> None:
     )
     assert "4 of 6 tested features moved (|Δ| > 0.1, q ≤ 0.05): 3 raised, 1 lowered." in told
     assert "No control for length, position or tokens was measured. Clearest of these 4: " in told
-    assert "raised 0 “operand” Δ +1.80 [+1.60, +2.00]; lowered 2 “answer” Δ −1.40 [−1.60, −1.20]." in told
+    assert "raised 0 “operand” Δ +1.80 sd [+1.60, +2.00], active in 40 % → 60 % of responses; lowered 2 “ans" in told
 
 
 def link(feature: int) -> str:
@@ -115,7 +115,8 @@ def link(feature: int) -> str:
 
 
 def test_findings_link_the_features_that_they_name(page: Page) -> None:
-    assert f"raised {link(0)} “operand” Δ +1.80 [+1.60, +2.00]; lowered {link(2)} “answer” Δ −1.40" in page.html
+    assert f"raised {link(0)} “operand” Δ +1.80 sd [+1.60, +2.00], active in" in page.html
+    assert f"lowered {link(2)} “answer” Δ −1.40 sd" in page.html
     assert f"lowered 2 features, most clearly {link(0)} “operand”" in page.html
     assert "4 of 6 tested features moved" in page.html
 
@@ -191,7 +192,7 @@ def test_no_runs() -> None:
     told = sentences(made, "Success against failure")
     assert "Hard problems: 4 of 6 tested features differ" in told
     assert "30 problems with both outcomes, 4 left out" in told
-    assert "Largest: 2 “answer” Δ −0.80 [−1.00, −0.60] in successes." in told
+    assert "Clearest: 2 “answer” Δ −0.80 sd [−1.00, −0.60], active in 40 % of failures → 60 % of successes." in told
     assert lead(made).startswith("Successes against failures of the same problem, as base reads them")
     page = Page(rendered(made))
     assert "overview" in page.drawn

@@ -53,7 +53,7 @@ def effects(keys: dict[str, Any], differences: list[float]) -> list[dict[str, An
             "q": 0.004 if x else 0.95,
             "p_differs": 0.0005 if x else 0.8,
             "q_differs": 0.002 if x else 0.85,
-            "scale": "base",
+            "scale": "base", "active": 0.6, "active_reference": 0.4,
         }
         for feature, x in enumerate(differences)
     ]  # fmt: skip

@@ -30,13 +30,21 @@ _ROWS = 512  # whose squares are summed at once
 
 
 class Scale(NamedTuple):
-    """The unit of Δ in a checkpoint's contrasts."""
+    """The unit of Δ in a checkpoint's contrasts: a standard deviation, with a floor.
+
+    The deviation is that over base trajectories. A feature that is *silent* at base (active in fewer than min_problems
+    of the base's problems, or with the same mean in all of its trajectories) says too little of it there: its deviation
+    is pooled with that over the checkpoint's trajectories.
+
+    The floor is half of the deviation over the trajectories of both, as many of either. So a feature that the base has
+    with almost no variance gets no Δ of hundreds: between the two means m₀ and m₁, the deviation over both is at least
+    |m₁ − m₀| / 2, and |Δ| at most 4.
+    """
 
     deviation: np.ndarray
-    """(n_features,) standard deviation over base trajectories; where silent, pooled with that of the checkpoint."""
-    silent: np.ndarray
-    """(n_features,) bool: active in fewer than min_problems of the base's problems, or with the same mean in all of its
-    trajectories, so that the base says too little of the deviation."""
+    """(n_features,)"""
+    kind: np.ndarray
+    """(n_features,) base, pooled or floored: which of the three it is."""
 
 
 @dataclass(frozen=True)
@@ -129,26 +137,29 @@ def _need_finite(values: Matrix, where: str | Path) -> None:
 
 
 def scales(rows: Rows, base: np.ndarray, others: Sequence[np.ndarray], config: DiffConfig) -> list[Scale]:
-    """The deviation over the base's rows, for each of the others; of a silent feature, pooled with the other's rows."""
+    """The unit of Δ for each of the others; see `Scale`."""
     problems = np.unique(rows.problem[base])
     active = (side_means(rows.values, base, rows.problem, problems) > 0).sum(0)
-    of_base = _variance(rows.values, base)
+    base_mean, of_base = _moments(rows.values, base)
     silent = (active < config.min_problems) | (of_base == 0)
     found = []
     for other in others:
-        of_other = of_base if np.array_equal(other, base) else _variance(rows.values, other)
+        mean, of_other = (base_mean, of_base) if np.array_equal(other, base) else _moments(rows.values, other)
         freedom = [max(len(side) - 1, 0) for side in (base, other)]
         pooled = (freedom[0] * of_base + freedom[1] * of_other) / max(sum(freedom), 1)
-        found.append(Scale(np.sqrt(np.where(silent, pooled, of_base)), silent))
+        variance = np.where(silent, pooled, of_base)
+        floor = ((of_base + of_other) / 2 + np.square(mean - base_mean) / 4) / 4 if len(other) else 0.0
+        kind = np.where(floor > variance, "floored", np.where(silent, "pooled", "base"))
+        found.append(Scale(np.sqrt(np.maximum(variance, floor)), kind))
     return found
 
 
-def _variance(values: Matrix, rows: np.ndarray) -> np.ndarray:
-    """(n_features,) variance over some rows, by n − 1; 0 where it is only rounding."""
+def _moments(values: Matrix, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n_features,) mean and variance over some rows, by n − 1; a variance that is only rounding is 0."""
     n = len(rows)
     total, square = np.zeros((2, values.shape[1]))
     if n < 2:
-        return total
+        return total, square
     for start in range(0, n, _ROWS):
         block = values[rows[start : start + _ROWS]]
         data = block.data.astype(np.float64)
@@ -156,7 +167,7 @@ def _variance(values: Matrix, rows: np.ndarray) -> np.ndarray:
         square += np.bincount(block.indices, weights=data * data, minlength=len(total))
     mean, square = total / n, square / n
     variance = (square - mean**2) * n / (n - 1)
-    return np.where(variance > 1e-9 * square, variance, 0.0)
+    return mean, np.where(variance > 1e-9 * square, variance, 0.0)
 
 
 def _is_pooled(
@@ -430,11 +441,26 @@ def _of_problems(rows: np.ndarray, problem: np.ndarray, problems: np.ndarray) ->
 
 def within_problem_auroc(
     columns: Columns, feature: np.ndarray, a: np.ndarray, b: np.ndarray, problem: np.ndarray, problems: np.ndarray
-) -> np.ndarray:
-    """(n_features,) mean over problems of `problem_aurocs`, of some columns."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over problems of `problem_aurocs`, and of the share of each side's rows in which a feature is active.
+
+    Returns:
+        three (n_features,), of some columns.
+    """
     block = max(1, _AUROC_BYTES // (4 * columns.shape[0]))
-    blocks = (columns[:, feature[start : start + block]].toarray() for start in range(0, len(feature), block))
-    return np.concatenate([problem_aurocs(part, a, b, problem, problems).mean(0) for part in blocks])
+    found = []
+    for start in range(0, len(feature), block):
+        dense = columns[:, feature[start : start + block]].toarray()
+        shares = [_active_share(dense, side, problem, problems) for side in (a, b)]
+        found.append((problem_aurocs(dense, a, b, problem, problems).mean(0), *shares))
+    auroc, active_a, active_b = map(np.concatenate, zip(*found, strict=True))
+    return auroc, active_a, active_b
+
+
+def _active_share(dense: np.ndarray, side: np.ndarray, problem: np.ndarray, problems: np.ndarray) -> np.ndarray:
+    rows, where = _of_problems(side, problem, problems)
+    weight = 1 / (np.bincount(where, minlength=len(problems))[where] * len(problems))
+    return np.asarray(weight @ (dense[rows] > 0))
 
 
 def problem_aurocs(

@@ -13,6 +13,10 @@ problems*: other problems may have another effect, with or without a control. An
 interval excludes 0 on the side of the effect and at least half of the effect is left: similar lengths are not equal
 lengths, and a clear feature shows what remains. If the comparable problems do not show half of the effect even without
 the control, they cannot tell.
+
+Nor can length where it is the same variable as a style: if length alone says which responses show a behaviour (AUROC of
+.95 or more), responses of like length are responses of one style, and a feature of the style cannot survive. Such a
+feature is not refuted; the verdict is "cannot tell". `overlap` says how much there is to compare.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 from einops import rearrange, reduce
+from scipy.stats import mannwhitneyu
 
 from tsae.base.statistics import group_interval
 from tsae.diff.comparisons import CONTRAST, Comparison, Rows, difference_weights, group_difference, some_columns
@@ -34,10 +40,15 @@ from tsae.diff.threads import in_threads
 from tsae.features.contexts import id_codes
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import grouped_sums, no_code, stretches, sums_by_code, weighted_sums
+from tsae.rollouts.behaviours import measures
 
 CONTROLS = ("length", "position", "token")
 SURVIVES, FAILS, TOO_FEW, NOT_MEASURED = "survives", "does not survive", "too few problems", "not measured"
+CANNOT_TELL = "cannot tell"
+_ONE_VARIABLE = 0.95  # AUROC of length for a style
+_RARE = 0.02  # A style that fewer responses show, or lack, is not what differs.
 _NUMBERS = ("difference", "low", "high", "n_problems", "plain", "kept", "verdict")
+_OF_LENGTH = ("style", "style_auroc", "overlap")
 _KEPT = 0.5
 _SHOWN = 0.5  # of the effect, that the comparable problems show without the control
 _OFTEN = 0.1  # of the problems have a token id, from which on a dense product is faster than a sparse one
@@ -55,14 +66,16 @@ def confound_table(
     Returns:
         the contrast's keys, rows (as in the contrast table) and feature, control, the controlled difference with its
         interval (NaN if too few problems are comparable), n_problems that are comparable, plain (their difference
-        without the control), kept (controlled / plain, 0 if plain is 0) and verdict.
+        without the control), kept (controlled / plain, 0 if plain is 0) and verdict. Of the length control also style:
+        the behaviour that length tells best, style_auroc: how well, and overlap: the share of responses that have one
+        of like length to the same problem on the other side.
     """
-    tokens = _Tokens.of(features, config)
+    tokens, styles = _Tokens.of(features, config), _styles(features)
     drawn = [c for c in contrasts if c.inference is not None and c.of.outcome == "all" and c.of.part in _CONTROLLED]
     wanted = [(contrast, control) for contrast in drawn for control in CONTROLS]
-    jobs = [partial(_control, features, rows, tokens, *each, config) for each in wanted]
+    jobs = [partial(_control, features, rows, tokens, styles, *each, config) for each in wanted]
     parts = list(in_threads(jobs, config.threads))
-    empty = pd.DataFrame(columns=[*CONTRAST, "feature", "control", *_NUMBERS, "rows"])
+    empty = pd.DataFrame(columns=[*CONTRAST, "feature", "control", *_NUMBERS, "rows", *_OF_LENGTH])
     return pd.concat(parts, ignore_index=True) if parts else empty
 
 
@@ -98,18 +111,27 @@ def _half_octave(n: np.ndarray) -> np.ndarray:
 
 
 def _control(
-    features: FeatureTable, rows: Rows, tokens: _Tokens, contrast: Contrast, control: str, config: DiffConfig
+    features: FeatureTable,
+    rows: Rows,
+    tokens: _Tokens,
+    styles: pd.DataFrame,
+    contrast: Contrast,
+    control: str,
+    config: DiffConfig,
 ) -> pd.DataFrame:
     """A row a feature that the contrast tested."""
     assert contrast.inference is not None
     of, feature, effect = contrast.of, contrast.feature, contrast.inference.difference
-    keys = {**of.key, "feature": feature, "control": control}
+    of_length = _of_length(of, rows, tokens, styles) if control == "length" else ("", np.nan, np.nan)
+    style, auroc, overlap = of_length
+    keys: dict[str, Any] = {**of.key, "feature": feature, "control": control, "rows": of.fingerprint}
+    keys |= {"style": style, "style_auroc": auroc, "overlap": overlap}
     parts, groups, comparable = of.bands or (of,), [], []
     for part in parts:
         problems, differences = _controlled(features, rows, tokens, part, control, config.seed)
         if len(problems) < config.min_problems:
             nothing = {**dict.fromkeys(_NUMBERS, np.nan), "n_problems": 0, "verdict": TOO_FEW}
-            return pd.DataFrame({**keys, **nothing, "rows": of.fingerprint})
+            return pd.DataFrame({**keys, **nothing})
         groups.append(some_columns(differences, feature))
         comparable.append(problems)
     mean, low, high = group_interval(groups, config.n_bootstrap, config.confidence, config.seed)
@@ -123,9 +145,36 @@ def _control(
     kept = np.divide(mean, plain, out=np.zeros(len(plain)), where=plain != 0)
     shown = (np.sign(plain) == np.sign(effect)) & (np.abs(plain) >= _SHOWN * np.abs(effect))
     survives = np.where(effect > 0, low > 0, high < 0) & (kept >= _KEPT)
-    verdict = np.where(shown, np.where(survives, SURVIVES, FAILS), TOO_FEW)
+    lost = CANNOT_TELL if auroc >= _ONE_VARIABLE else FAILS
+    verdict = np.where(shown, np.where(survives, SURVIVES, lost), TOO_FEW)
     numbers = {"difference": mean, "low": low, "high": high, "n_problems": sum(map(len, groups)), "plain": plain}
-    return pd.DataFrame({**keys, **numbers, "kept": kept, "verdict": verdict, "rows": of.fingerprint})
+    return pd.DataFrame({**keys, **numbers, "kept": kept, "verdict": verdict})
+
+
+def _styles(features: FeatureTable) -> pd.DataFrame:
+    """Of every row of the table the behaviours that a response shows or does not; success and length are not styles."""
+    measured = measures(features.rollouts).drop(columns=["accuracy", "truncated"], errors="ignore")
+    yes_or_no = [name for name, values in measured.items() if values.dropna().isin([0, 1]).all()]
+    return measured[yes_or_no].iloc[features.trajectory].reset_index(drop=True)
+
+
+def _of_length(of: Comparison, rows: Rows, tokens: _Tokens, styles: pd.DataFrame) -> tuple[str, float, float]:
+    """The style that length tells best, how well (AUROC, ½ to 1), and the share of responses with one as long."""
+    both, best = of.rows, ("", np.nan)
+    for name, values in styles.iloc[both].items():
+        known = values.notna().to_numpy()
+        shows, length = values[known].to_numpy() == 1, tokens.length[both][known]
+        if known.any() and _RARE <= shows.mean() <= 1 - _RARE:
+            auroc = mannwhitneyu(length[shows], length[~shows], method="asymptotic").statistic
+            auroc = auroc / (shows.sum() * (~shows).sum())
+            best = max(best, (str(name), max(auroc, 1 - auroc)), key=lambda pair: np.nan_to_num(pair[1]))
+    cells = [
+        pd.Series(1, index=pd.MultiIndex.from_arrays([rows.problem[side], _half_octave(tokens.length[side])]))
+        for side in (of.a, of.b)
+    ]
+    a, b = (cell.groupby(level=[0, 1]).size() for cell in cells)
+    common = pd.concat([a, b], axis=1).min(axis=1, skipna=False).sum()
+    return *best, float(common / min(len(of.a), len(of.b)))
 
 
 def _controlled(

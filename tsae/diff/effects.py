@@ -75,6 +75,9 @@ class Contrast:
     auroc: np.ndarray | None = None
     """(n_tested,) chance that a trajectory of the first side has a larger mean activation than one of the second side
     of the same problem; of an interaction, that a problem of the first band has a larger outcome effect."""
+    active: np.ndarray | None = None
+    """(2, n_tested) share of the trajectories of either side in which the feature is active, a mean over problems; NaN
+    for an interaction."""
     detectable_delta: float = np.nan
     """The |Δ| that is found 8 times in 10 (`tsae.diff.inference`)."""
     note: str = ""
@@ -99,11 +102,13 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
     if of.bands is None:
         reference = effects[0].b.mean(0)[feature]
         mean = reference + inference.difference
-        auroc = within_problem_auroc(rows.columns, feature, of.a, of.b, rows.problem, of.problems)
+        auroc, *often = within_problem_auroc(rows.columns, feature, of.a, of.b, rows.problem, of.problems)
+        active = np.stack(often)
     else:
         a, b = ((effect.a - effect.b)[:, feature] for effect in effects)
         wins = mannwhitneyu(a, b, method="asymptotic").statistic  # of which the p-value is not taken
         mean, reference, auroc = a.mean(0), b.mean(0), wins / (len(a) * len(b))
+        active = np.full((2, len(feature)), np.nan)
     detectable = detectable_delta(
         tuple(len(part.problems) for part in of.bands or (of,)),
         float(np.median(inference.error)),
@@ -113,7 +118,7 @@ def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:
         n_discoveries=int((inference.q <= config.q).sum()),
         method=config.fdr,
     )
-    return Contrast(of, feature, inference, mean, reference, auroc, detectable)
+    return Contrast(of, feature, inference, mean, reference, auroc, active, detectable)
 
 
 class Effects(NamedTuple):
@@ -279,9 +284,10 @@ def shift_table(features: FeatureTable, rows: Rows, drawn: Sequence[Contrast]) -
             continue
         columns = {**_keys(features, c.of), "feature": c.feature, "mean": c.mean_a, "reference": c.mean_b}
         columns |= {name: getattr(c.inference, name) for name in _NUMBERS}
-        silent = rows.scales[c.of.checkpoint].silent[c.feature]
-        parts.append(pd.DataFrame({**columns, "scale": np.where(silent, "pooled", "base"), "auroc": c.auroc}))
-    names = [*_KEYS, "feature", "mean", "reference", *_NUMBERS, "scale", "auroc"]
+        assert c.active is not None
+        columns |= {"scale": rows.scales[c.of.checkpoint].kind[c.feature], "auroc": c.auroc}
+        parts.append(pd.DataFrame({**columns, "active": c.active[0], "active_reference": c.active[1]}))
+    names = [*_KEYS, "feature", "mean", "reference", *_NUMBERS, "scale", "auroc", "active", "active_reference"]
     return pd.concat(parts, ignore_index=True)[names] if parts else pd.DataFrame(columns=names)
 
 

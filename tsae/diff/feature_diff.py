@@ -16,7 +16,7 @@ import pandas as pd
 from tsae.base import display
 from tsae.base.artefact import Kind, versions, write_artefact
 from tsae.base.files import as_path, reading
-from tsae.base.filters import need_features, several, strongest
+from tsae.base.filters import need_features, several
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.checkpoints.tokenizers import text_of
@@ -184,8 +184,10 @@ class FeatureDiff(Tables):
                     features
     p_differs, q_differs  of the null Δ = 0: whether there is any difference
     scale           base; pooled where the feature is silent at base (active in fewer than min_problems problems, or the
-                    same in all trajectories): Δ is then in the deviation within base and checkpoint
+                    same in all trajectories): Δ is then in the deviation within base and checkpoint; floored where
+                    half of the deviation over both together is larger: |Δ| is at most 4
     auroc           chance that the first side of a problem has the larger value; of an interaction, over problems
+    active, active_reference    share of the trajectories of either side in which the feature is active, over problems
     """
     contrasts: pd.DataFrame
     """One row a contrast:
@@ -310,13 +312,16 @@ class FeatureDiff(Tables):
         return [id for _, id in last.values()]
 
     def top(self, n: int = 10, **keys: Any) -> pd.DataFrame:
-        """The n discoveries with the largest |Δ| of the selected contrasts; by default of all main shifts."""
+        """The n discoveries of the selected contrasts, by default of all main shifts, that separate both sides best.
+
+        By AUROC, whose distance from ½ no feature has by being rare; then by |Δ|.
+        """
         if keys:
             table = self.table(discoveries=True, **keys)
         else:
             parts = [self.main_shift(checkpoint, discoveries=True) for checkpoint in self.checkpoints]
             table = pd.concat(parts, ignore_index=True) if parts else self.table(discoveries=True, kind="shift")
-        return strongest(table, "delta", n)
+        return table.iloc[np.lexsort((-table.delta.abs(), -(table.auroc - 0.5).abs()))].head(n).reset_index(drop=True)
 
     def main_part(self, checkpoint: str) -> str | None:
         """The shift that speaks for a checkpoint: total, or same_trajectories where total cannot be drawn.

@@ -127,7 +127,7 @@ def reinforcement(
     (scale,) = scales(rows, rows.by_reader[base, rows.own(base)], [picked], config)
     # A feature that does not vary has no covariance: its Δ is 0 in any unit.
     deviation = np.where(scale.deviation > 0, scale.deviation, 1.0)[tested]
-    scaled_by = np.where(scale.silent, "pooled", "base")[tested]
+    scaled_by = scale.kind[tested]
     n_problems, tables = len(problems), []
     for gradient in samples.relative:
         moved = samples.moved(dense, gradient)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.diff.comparisons import CONTRAST
-from tsae.diff.confounds import CONTROLS, FAILS
+from tsae.diff.confounds import CANNOT_TELL, CONTROLS, FAILS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.document import number_array, packed
 from tsae.report.examples import Contexts, contexts, histograms
@@ -168,9 +168,10 @@ def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
     rows = diff.shifts.groupby(_KEYS, sort=False).indices
     failed = {}
     if len(diff.confounds):
-        bad = diff.confounds[diff.confounds.verdict == FAILS]
+        bad = diff.confounds[diff.confounds.verdict.isin([FAILS, CANNOT_TELL])]
         for key, part in bad.groupby(_KEYS, sort=False):
             code = part.control.map({control: 1 << i for i, control in enumerate(CONTROLS)})
+            code = code.where(part.verdict == FAILS, 1 << len(CONTROLS))
             failed[key] = code.groupby(part.feature).sum().to_dict()
     written = []
     for contrast in facts.records(shown[_KEYS]):

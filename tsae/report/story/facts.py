@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations, zip_longest
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from tsae.diff.confounds import CONTROLS, FAILS
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.text import interval, number
+from tsae.report.text import interval, number, percent
 
 BANDS = ("easy", "medium", "hard")
 PART_NAMES = {
@@ -79,9 +80,14 @@ def records(table: pd.DataFrame) -> list[Any]:
 
 
 def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
-    """The n discoveries with the largest |Δ|; ties go to the lower feature."""
+    """The n discoveries that separate the two sides best: AUROC furthest from ½, then the largest |Δ|.
+
+    A rare feature has no such AUROC by its rarity, and ties go to the lower feature.
+    """
     found = table[table.q <= q]
-    return found.loc[found.delta.abs().sort_values(ascending=False, kind="stable").index].head(n)
+    apart = (found.auroc - 0.5).abs() if "auroc" in found.columns else found.delta.abs()
+    order = np.lexsort((-found.delta.abs(), -apart))
+    return found.iloc[order].head(n)
 
 
 def moved_features(diff: FeatureDiff, n: int) -> list[int]:
@@ -98,8 +104,19 @@ def standardised(row: pd.Series) -> tuple[float, float, float]:
 
 
 def effect_text(row: Any) -> str:
-    """“+0.42 [0.31, 0.53]”: Δ and its interval."""
-    return f"{number(row.delta, sign=True)} {interval(row.delta_low, row.delta_high, sign=True, like=row.delta)}"
+    """“+0.42 sd [0.31, 0.53]”: Δ in standard deviations, and its interval."""
+    return f"{number(row.delta, sign=True)} sd {interval(row.delta_low, row.delta_high, sign=True, like=row.delta)}"
+
+
+def often_text(row: Any, of_reference: str = "", of: str = " of responses") -> str:
+    """“, active in 12 % → 79 % of responses”; where that hardly differs, in how many pairs one side is higher."""
+    before, after = getattr(row, "active_reference", np.nan), getattr(row, "active", np.nan)
+    if pd.isna(before) or pd.isna(after):
+        return ""
+    if abs(after - before) >= 0.05:
+        return f", active in {percent(before)} %{of_reference} → {percent(after)} %{of}"
+    higher, share = ("higher", row.auroc) if row.auroc >= 0.5 else ("lower", 1 - row.auroc)
+    return f", active in {percent(after)} %{of}, {higher} in {percent(share)} % of pairs"
 
 
 def least_text(diff: FeatureDiff) -> str:

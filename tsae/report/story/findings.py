@@ -21,6 +21,7 @@ from tsae.report.story.statements import (
     contrasts,
     found_in,
     main_contrast,
+    overlap_sentence,
     predictions,
     survive_in_both,
     surviving,
@@ -140,7 +141,9 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     if not (controls := survivors(moved)):
         return [f"{known} No control for length, position or tokens was measured.", *_clearest(diff, moved)]
     left = surviving(moved)
-    return [f"{known} {controls}", *(_clearest(diff, left) or ["No feature is named, since none survives them all."])]
+    overlap = overlap_sentence(diff, kind="shift", checkpoint=checkpoint, part=contrast.part, band="all")
+    named = _clearest(diff, left) or ["No feature is named, since none survives them all."]
+    return [f"{known} {controls}", *([overlap] if overlap else []), *named]
 
 
 def _clearest(diff: FeatureDiff, features: pd.DataFrame) -> list[str]:
@@ -150,8 +153,8 @@ def _clearest(diff: FeatureDiff, features: pd.DataFrame) -> list[str]:
     return [f"Clearest of these {len(features)}: {'; '.join(clearest)}."] if clearest else []
 
 
-def _told(diff: FeatureDiff, effect: Any) -> str:
-    return f"{facts.named(diff, effect.feature)} Δ {facts.effect_text(effect)}"
+def _told(diff: FeatureDiff, effect: Any, *sides: str) -> str:
+    return f"{facts.named(diff, effect.feature)} Δ {facts.effect_text(effect)}{facts.often_text(effect, *sides)}"
 
 
 def _opposed(diff: FeatureDiff) -> Statement | None:
@@ -190,8 +193,10 @@ def _outcomes(diff: FeatureDiff) -> Statement | None:
             f"same problem ({facts.least_text(diff)}; {count(c.n_problems, 'problem')} with both outcomes, "
             f"{c.n_left_out} left out)."
         )
-        largest = [f"Largest: {_told(diff, effect)} in successes." for effect in facts.records(moved.head(1))]
-        sentences.append(" ".join(part for part in [told, survivors(moved), *largest] if part))
+        controls = survivors(moved)
+        named = facts.records((surviving(moved) if controls else moved).head(1))
+        clearest = [f"Clearest: {_told(diff, e, ' of failures', ' of successes')}." for e in named]
+        sentences.append(" ".join(part for part in [told, controls, *clearest] if part))
     return Statement("Success against failure", tuple(sentences), "outcomes") if sentences else None
 
 

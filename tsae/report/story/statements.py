@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
+from tsae.diff.confounds import CANNOT_TELL, CONTROLS, FAILS, SURVIVES
 from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.text import capitalised, count, listed, number, visible
+from tsae.report.text import capitalised, count, listed, number, percent, visible
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _AFTER_CONTROL = {"length": "at like length", "position": "at like position", "token": "given the token"}
@@ -108,15 +108,38 @@ def survivors(found: pd.DataFrame) -> str:
     Empty where nothing was measured.
     """
     verdicts = {control: found[f"survives_{control}"] for control in CONTROLS}
-    compared = {control: int(verdict.isin([SURVIVES, FAILS]).sum()) for control, verdict in verdicts.items()}
+    compared = {control: int(of.isin([SURVIVES, FAILS, CANNOT_TELL]).sum()) for control, of in verdicts.items()}
     if not any(compared.values()):
         return ""
     cells = []
     for control, verdict in verdicts.items():
         part = "" if compared[control] == len(found) else f" of {compared[control]} comparable"
-        cells.append(f"{(verdict == SURVIVES).sum()}{part} {_AFTER_CONTROL[control]}")
-    left = len(surviving(found)) or "none"
-    return f"Of these {len(found)} the controls leave {', '.join(cells)}, and {left} in all three."
+        open_ = f" (it cannot tell of {n})" if (n := int((verdict == CANNOT_TELL).sum())) else ""
+        cells.append(f"{(verdict == SURVIVES).sum()}{part} {_AFTER_CONTROL[control]}{open_}")
+    left, others = len(surviving(found)) or "none", ""
+    if (verdicts["length"] == CANNOT_TELL).any():
+        n = int((verdicts["position"].eq(SURVIVES) & verdicts["token"].eq(SURVIVES)).sum())
+        others = f"; {n} in the other two, without length"
+    return f"Of these {len(found)} the controls leave {', '.join(cells)}, and {left} in all three{others}."
+
+
+def overlap_sentence(diff: FeatureDiff, **keys: str) -> str:
+    """That length and style are one variable in a contrast, and how many lengths overlap; else empty."""
+    table = diff.confounds
+    if "overlap" not in table.columns:
+        return ""
+    mine = table[(table.control == "length") & (table.verdict == CANNOT_TELL)]
+    for name, value in keys.items():
+        mine = mine[mine[name] == value]
+    if mine.empty:
+        return ""
+    one = mine.iloc[0]
+    style, overlap = facts.behaviour_name(one["style"]), percent(one.overlap)
+    return (
+        f"Length and style are one variable here: length alone says which responses show {style} (AUROC "
+        f"{one.style_auroc:.2f}), and {overlap} % of responses have one of like length on the other side. A feature of "
+        "the style cannot survive that control, and is not refuted by it."
+    )
 
 
 def surviving(found: pd.DataFrame) -> pd.DataFrame:

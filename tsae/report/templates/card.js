@@ -1,7 +1,7 @@
 // The card of a feature: its effects with intervals, how it is distributed, what it writes, and examples.
 const AROUND = [40, 24]; // tokens shown before and after the strongest one until an example is unfolded
 const TOKEN_LIMIT = 300; // characters of one token shown until then
-const CONTROLS = ["length", "position", "token"];
+const CONTROLS = ["length", "position", "token", "length: cannot tell"];
 const OUTCOMES = { success: "✓ success", failure: "✗ failure" };
 const GROUPS = { strongest: "Strongest", "90–100 %": "Top tenth of the rest", "50–90 %": "Above the median", "0–50 %": "Below the median" };
 
