@@ -420,7 +420,8 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     assert total.feature.tolist() == list(range(10))
     assert (total.difference.to_numpy()[[0, 9]] * [-1, 1] > 0.5).all()
     top = diff.top(3)
-    assert top.delta.abs().tolist() == sorted(total[total.q <= 0.05].delta.abs(), reverse=True)[:3]
+    apart = (total[total.q <= 0.05].auroc - 0.5).abs()
+    assert (top.auroc - 0.5).abs().tolist() == sorted(apart, reverse=True)[:3]
     assert (total.moved == (total.q <= 0.05)).all()
     assert (diff.table(discoveries=True).q <= 0.05).all()
     one = diff.feature(4).table()

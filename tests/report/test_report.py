@@ -264,7 +264,7 @@ def test_the_picture_says_what_the_tables_say() -> None:
     assert figure is not None
     by_mode = [trace for trace in figure.data if trace.mode == "markers" and len(trace.x) == 4]
     assert sorted(by_mode[0].x) == pytest.approx([-1.4, 0.4, 1.0, 1.8])
-    assert any("80" in str(trace.text) for trace in figure.data if trace.mode == "markers+text")
+    assert any("80" in str(trace.text) for trace in figure.data if trace.mode == "text")
 
 
 def test_parts_add_up_in_the_decomposition() -> None:

@@ -129,22 +129,29 @@ def _behaviours(
         x = [100 * before["mean"], 100 * after["mean"]]
         figure.add_trace(go.Scatter(x=x, y=[y, y], mode="lines", line=line, opacity=0.55, hoverinfo="skip"), **cell)
         side = "right" if after["mean"] >= before["mean"] else "left"
-        for who, point, mode, symbol, size, ink in (
-            (diff.base, before, "markers", "circle-open", 9, NEUTRAL),
-            (run, after, "markers+text", "circle", 10, colour),
+        for who, point, symbol, size, ink in (
+            (diff.base, before, "circle-open", 9, NEUTRAL),
+            (run, after, "circle", 10, colour),
         ):
             hover = (
                 f"{figure_text(who)}<br>{figure_text(label)}: {percent(point['mean'])} % "
                 f"[{percent(point['low'])}, {percent(point['high'])}]<br>{int(point['n_problems'])} problems"
             )
             ends = tuple(100 * point[end] for end in ("mean", "low", "high"))
-            mark = layout.dots([Mark(y, ends, "")], (ink, symbol), size=size, mode=mode)
+            mark = layout.dots([Mark(y, ends, "")], (ink, symbol), size=size)
             mark.marker.line = {"width": 2, "color": ink}
-            mark.update(
-                text=[f"  {percent(point['mean'])}  "], textposition=f"middle {side}", textfont={"size": 11},
-                hovertemplate=f"{hover}<extra></extra>",
-            )  # fmt: skip
+            mark.update(hovertemplate=f"{hover}<extra></extra>")
             figure.add_trace(mark, **cell)
+        # The number stands beyond mark and interval.
+        end = max(after["mean"], after["high"]) if side == "right" else min(after["mean"], after["low"])
+        beyond = after["mean"] if pd.isna(end) else end
+        figure.add_trace(
+            go.Scatter(
+                x=[100 * beyond], y=[y], mode="text", text=[f"  {percent(after['mean'])}  "],
+                textposition=f"middle {side}", textfont={"size": 11}, hoverinfo="skip",
+            ),
+            **cell,
+        )  # fmt: skip
     # Room for the number beside a mark at either end; fit.js keeps it in pixels.
     figure.update_layout(meta={**figure.layout.meta, "pad": 48})
     figure.update_xaxes(range=[-25, 125], tickvals=[0, 50, 100], ticktext=["0 %", "50 %", "100 %"], **cell)

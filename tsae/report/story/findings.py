@@ -168,7 +168,7 @@ def _opposed(diff: FeatureDiff) -> Statement | None:
     for up, down, features in pairs:
         if {up, down} == set(pairs[0][:2]):
             left = survive_in_both(diff, up, down, features)
-            clearest = f", {len(left)} of them past all controls in both" if len(left) < len(features) else ""
+            clearest = f", {len(left) or 'none'} of them past all controls in both" if len(left) < len(features) else ""
             if len(left):
                 clearest += f", most clearly {facts.named(diff, int(left[0]))}"
             clauses.append(f"{up} raised and {down} lowered {count(len(features), 'feature')}{clearest}")
