@@ -49,6 +49,8 @@ from tsae.rollouts.schema import BANDS
 
 _SECONDS = 2.0
 """In which rows of the log are read."""
+_SHOWN = 12
+"""Steps of a run that are named one by one."""
 _FEWEST = 8
 """Problems of a band, below which little can be said of it."""
 _CORE, _GPU = 3e10, 2e14
@@ -116,8 +118,8 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
     """
     path = config.path
     partial = _complete_and_not(path, without)[1]
-    names = {folder: os.path.relpath(folder, path.resolve()) for folder in partial}
-    notes = tuple(f"left out, as it is not complete: {names[folder]} ({why})" for folder, why in partial.items())
+    told = ", ".join(f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items())
+    notes = (f"left out, as not complete: {told}.",) if told else ()
 
     def loaded(*sources: str | Path) -> CheckpointSeries:
         series = CheckpointSeries.load(*sources, path, without=without | partial.keys())
@@ -143,8 +145,9 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
             refused.append(f"{by} names {name} as the base, which cannot be used ({error.what.rstrip('.')})")
         else:
             return _comparable(series, path), f"the base is {name} (by {by})"
-    told = "".join(f"; {one}" for one in refused[:2])
-    return _comparable(found, path, told), f"{found.base.id} stands in for the base, which is not there{told} (--base)"
+    others = "".join(f"; {one}" for one in refused[:2])
+    origin = f"{found.base.id} stands in for the base, which is not there{others} (--base)"
+    return _comparable(found, path, others), origin
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -172,7 +175,7 @@ def _check_base(checkpoint: Checkpoint) -> None:
 def _named(series: CheckpointSeries, run: Path) -> Iterator[tuple[str, str]]:
     """Models that files of the run name as the one that training started from, and which file does; each once."""
     seen = set()
-    settings = (pair for folder in folders_of_run(series, run) for pair in bases_in_settings(folder))
+    settings = (pair for folder in folders_of_run(series.final(), run) for pair in bases_in_settings(folder))
     for name, file in (*named_bases(series, run), *settings):
         local = name.isprintable() and len(name) <= _LONGEST_NAME and as_path(name).resolve()
         # A resumed run names its own checkpoint.
@@ -336,8 +339,12 @@ def _missing(subject: str, error: TsaeError) -> Finding:
 
 
 def _steps(series: CheckpointSeries) -> str:
-    runs = (f"{run}: steps {', '.join(str(c.step) for c in series if c.run == run)}" for run in series.runs)
-    return "; ".join(runs)
+    told = []
+    for run in series.runs:
+        steps = [c.step for c in series if c.run == run]
+        few = f"steps {', '.join(map(str, steps))}"
+        told.append(f"{run}: {few if len(steps) <= _SHOWN else f'{len(steps)} steps, {steps[0]} to {steps[-1]}'}")
+    return "; ".join(told)
 
 
 def _read(form: Any, files: Any, importing: ImportConfig) -> _Log:
@@ -429,6 +436,9 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
         yield Finding("attribution", "note", what, "tsae.rl.TsaeCallback(trainer) logs both")
     elif settings.dropout:
         yield Finding("attribution", "note", "the training dropped activations, which a replay cannot repeat")
+    elif series.base.step:
+        what = f"after step {series.base.step} only, since the base is missing"
+        yield Finding("attribution", "note", what, _BASE)
     else:
         yield Finding("attribution", "ok", "base, log and settings are there; the replay says whether they agree")
 

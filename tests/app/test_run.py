@@ -341,7 +341,7 @@ def test_a_checkpoint_that_is_rotated_away_is_named_and_the_others_are_used(
         f"looking again: checkpoint-{step}" for step in (150, 100)
     ]
     said = json.loads((tmp_path / "out" / "stages.json").read_text())["series"]
-    assert "left out, as it is not complete: checkpoint-100 (holds no weights; expected model.safetensors)" in said
+    assert "left out, as not complete: checkpoint-100 (holds no weights; expected model.safetensors)" in said
 
 
 def test_a_checkpoint_that_is_half_written_is_left_out_with_a_note(trl_run: Path, tmp_path: Path) -> None:
@@ -352,9 +352,9 @@ def test_a_checkpoint_that_is_half_written_is_left_out_with_a_note(trl_run: Path
     series, origin = find_series(RunConfig(run))
     assert [c.step for c in series] == [25, 50]
     assert "run-00025 stands in" in origin
-    assert series.notes[:2] == (
-        "left out, as it is not complete: checkpoint-100 (holds no tokenizer)",
-        "left out, as it is not complete: checkpoint-150 (model.safetensors is not all there)",
+    assert series.notes[0] == (
+        "left out, as not complete: checkpoint-100 (holds no tokenizer), "
+        "checkpoint-150 (model.safetensors is not all there)."
     )
     shutil.copytree(trl_run / "checkpoint-50", run / "epoch_1")
     assert (
@@ -1125,7 +1125,7 @@ def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_p
         check=True, capture_output=True, timeout=900,
     )  # fmt: skip
     lines, diff = analysed(TINY, path=run, to=tmp_path / "out")
-    told = "" if kind == "lora" else " (by its model card)"
+    told = "" if kind == "lora" else " (by README.md)"
     assert f"3 checkpoints; the base is org/arithmetic{told}; compared with it: grpo-00002" in lines[0]
     rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
     assert rollouts.policies == ["base", "grpo-00001"]

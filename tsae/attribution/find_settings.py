@@ -136,12 +136,14 @@ def _file(folder: str | Path) -> Path | None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    """Files with settings in a folder, one of a kind, the best first."""
     for pattern in _FILES:
         for file in sorted(
             folder.glob(pattern), key=lambda file: [_numbers(Path(p)) for p in file.parts], reverse=True
         ):
             if _FILES.index(pattern) < _FILES.index("checkpoint-*/args.json") or _claimed(file):
                 yield file
+                break  # of several of a kind the last counts
 
 
 def bases_in_settings(folder: Path) -> Iterator[tuple[str, Path]]:
