@@ -30,7 +30,7 @@ from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord, Stage, carry_out
 from tsae.testbed import eval_problems, mixed_run, verify
 from tsae.testbed import series as shipped_series
-from tsae.testbed.annotate import FAMILIES, right_steps, token_classes, with_behaviours
+from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
 _SHOWN = 3

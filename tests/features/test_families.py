@@ -301,7 +301,7 @@ def test_families_need_classes() -> None:
     with pytest.raises(TsaeError, match="no token has a class of a family; there are 'prompt'"):
         families_of(story(n_problems=6), {"x": ("y",)})
     assert find_families("tsae.features.mathematics:math_classes") is FAMILIES
-    assert find_families("tsae.testbed.annotate:token_classes") is testbed.FAMILIES
+    assert find_families("tsae.testbed.classes:token_classes") is testbed.FAMILIES
     with pytest.raises(TsaeError, match="names no annotator with FAMILIES"):
         find_families("json:loads")
 

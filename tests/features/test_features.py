@@ -214,7 +214,7 @@ def test_every_response_token_gets_its_class(annotated: FeatureTable) -> None:
 def test_annotators_that_give_too_few_classes_are_refused(annotated: FeatureTable) -> None:
     with pytest.raises(TsaeError, match=r"annotator: gave 1 classes for the \d+ response tokens of trajectory 0"):
         annotate_tokens(annotated, lambda prompt, tokens: ["same"], STRINGS)
-    assert find_annotator("tsae.testbed.annotate:token_classes").__name__ == "token_classes"
+    assert find_annotator("tsae.testbed.classes:token_classes").__name__ == "token_classes"
     with pytest.raises(TsaeError, match="annotator: cannot find"):
         find_annotator("tsae.testbed.annotate:nope")
 

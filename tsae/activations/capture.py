@@ -67,9 +67,8 @@ from tsae.base.distributed import join
 from tsae.base.files import clear_first
 from tsae.base.mirror import local, published, removed, shown, there
 from tsae.base.output_lock import output_lock
-from tsae.base.part import Part, begin
+from tsae.base.part import Part, begin, world_size
 from tsae.base.progress import progress_bar
-from tsae.base.torchrun import world_size
 from tsae.checkpoints.loading import need_unchanged, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError, refuse

@@ -48,7 +48,7 @@ from tsae.activations.reading_plan import cut, open_base, open_reader
 from tsae.activations.shard import DTYPES, Piece, Shard, as_float32, as_stored
 from tsae.activations.store import Source
 from tsae.activations.windows import Rows, cut_windows, token_places
-from tsae.base.torchrun import world_size
+from tsae.base.part import world_size
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import need_unchanged

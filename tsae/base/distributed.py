@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tsae.base.torchrun import local_rank, world_size
+from tsae.base.part import local_rank, world_size
 from tsae.errors import TsaeError
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from tsae.base.files import writing
-from tsae.base.part import Part
-from tsae.base.torchrun import first_process
+from tsae.base.part import Part, first_process
 from tsae.errors import TsaeError
 
 _PATIENCE_S = 0.2

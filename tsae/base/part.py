@@ -1,9 +1,14 @@
-"""Part: which share of a stage's work a process does, where the processes know nothing of each other."""
+"""Which share of a stage's work a process does.
+
+Processes that know nothing of each other are given a Part each. Those of one torchrun learn their number from the
+environment.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,3 +106,18 @@ def remove_work(file: Path) -> None:
         if path != file:
             removed(path)
     removed(file.parent)
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Place of this process among those of its machine, from 0."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def first_process() -> bool:
+    """Whether this process is the first, which prints and writes for all."""
+    return os.environ.get("RANK", "0") == "0"

@@ -12,8 +12,7 @@ import tsae
 from tsae.activations.config import CaptureConfig, StatesConfig, Subset
 from tsae.base.artefact import command_text
 from tsae.base.mirror import shown
-from tsae.base.part import Part
-from tsae.base.torchrun import first_process
+from tsae.base.part import Part, first_process
 from tsae.base.validation import config
 from tsae.commands.common import as_json, chosen_readers, load_series, say_wrote, with_address
 from tsae.commands.spreading import Spread

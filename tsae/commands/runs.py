@@ -120,7 +120,7 @@ class Claims:
     """Letters of the claims to test; by default all. Some alone are not kept in the folder."""
     check: str | None = None
     """module:function (prompt, response) -> whether each step of the response is right, for the claims on steps, such
-    as tsae.testbed.annotate:right_steps."""
+    as tsae.testbed.classes:right_steps."""
     json: Path | None = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 

@@ -15,8 +15,7 @@ import tsae
 from tsae.activations.config import LiveConfig, Subset
 from tsae.base.mirror import published
 from tsae.base.output_lock import output_lock
-from tsae.base.part import Part
-from tsae.base.torchrun import first_process
+from tsae.base.part import Part, first_process
 from tsae.base.validation import config
 from tsae.commands.common import as_json, chosen_readers, load_series, print_part, say_wrote
 from tsae.commands.spreading import Spread
