@@ -28,6 +28,8 @@ from tsae.attribution.loss import PolicyLoss, RewardKL
 from tsae.attribution.order import Plan, Update
 from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
+from tsae.report.attribution import attribution_text
+from tsae.rollouts.config import BandSource
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.table import Rollouts
 from tsae.testbed import make_tokenizer
@@ -143,6 +145,22 @@ def test_a_kl_penalty_in_the_rewards_is_computed(trained: tuple[GrpoLoop, Path],
     assert any("and the divergence from the reference" in note for note in found.info["notes"])
     assert np.isfinite(found.facts.advantage).all()
     assert not found.targets.flagged.any()
+
+
+def test_bands_from_elsewhere_are_called_so(llama: Path, run: Path, found: Attribution, tmp_path: Path) -> None:
+    assert "Bands are the level of the data set." in attribution_text(found, 1)  # in place of bands that the log lacks
+    log = Rollouts.read(run / "rollouts.parquet")
+    rows = [{"id": id, "rate": (0.1, 0.5, 0.9)[i % 3]} for i, id in enumerate(log.frame.problem_id.unique())]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = BandSource(difficulty=tmp_path / "data.jsonl", difficulty_column="rate", difficulty_model="X")
+    both = log.with_source(BandSource(bands_column="level")).with_source(source)
+    bands = replace(QUICK, groups=("band",), effects=False, tokens_of=0, shown=0)
+    by = {kind: attribute(llama, run, tmp_path / kind, both.by(kind), config=bands) for kind in ("difficulty", "level")}
+    assert "Bands are the difficulty for model X." in attribution_text(by["difficulty"], 1)
+    assert "Bands are the level of the data set." in attribution_text(by["level"], 1)
+    for kind, one in by.items():
+        sizes = one.groups[one.groups.kind == "band"].drop_duplicates("group").set_index("group").n
+        assert sizes.to_dict() == both.by(kind).frame.band.value_counts().to_dict()
 
 
 def test_shares_add_up_to_what_happened(found: Attribution, trained: tuple[GrpoLoop, Path]) -> None:

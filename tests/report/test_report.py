@@ -52,6 +52,25 @@ def page() -> Page:
     return Page(rendered(make()))
 
 
+def test_bands_from_elsewhere_are_called_so_wherever_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"kind": "difficulty", "label": f"difficulty for model {MARKUP}", "file": "data.jsonl", "column": "rate"}
+    made = make()
+    diff = replace(made, info={**made.info, "bands": {**made.info["bands"], "separate": True, "source": source}})
+    text = html_text(f"difficulty for model {MARKUP}")
+    shown = rendered(diff)
+    assert f"Easy, medium and hard are the {text}, not what the base finds so." in shown
+    assert f"Pass rate of {text}, easy ≥" in shown
+    assert f"Behaviour by {text}" in shown
+    assert shown.count(text) > 6  # the tables' heads
+    assert MARKUP not in shown
+    print_findings(diff)
+    assert f"Behaviour on each band ({visible(f'difficulty for model {MARKUP}')})" in capsys.readouterr().out
+    level = {**source, "kind": "level", "label": "level of the data set"}
+    bands = {"reference": None, "separate": True, "unbanded": 2, "source": level}
+    shown = rendered(replace(made, info={**made.info, "bands": bands}))
+    assert "Bands are the level of the data set (rate of data.jsonl); 2 problems have no band." in shown
+
+
 def unpacked(part: str) -> Any:
     """What the page's script makes of it."""
     return json.loads(zlib.decompress(base64.b64decode(part)))

@@ -32,7 +32,7 @@ from tsae.attribution.log_fit import check_settings
 from tsae.attribution.order import Plan, batches_of, counted, plan_updates, read_history
 from tsae.attribution.path import Controls, Replayed, replay, train_on
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.sample_kinds import has_bands, sample_kinds
+from tsae.attribution.sample_kinds import has_bands, label_of_bands, sample_kinds
 from tsae.attribution.settings import RunSettings
 from tsae.attribution.shares import Shares, TokenShares, shares
 from tsae.attribution.simulation import fits, simulate
@@ -45,7 +45,6 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import token_strings
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
-from tsae.rollouts.bands import bands_info
 from tsae.rollouts.behaviours import with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
@@ -141,7 +140,7 @@ def attribute(
             "replay": judged.record(len(path.steps)),
             "gate": judged.gate,
             "trained_on": problems is None,
-            "bands": bands_info(rollouts.info, rollouts.origin),
+            "bands": label_of_bands(rollouts),
             "notes": notes,
         },
         source=rollouts,

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tsae.errors import TsaeError
+from tsae.rollouts.bands import bands_label
 from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.rewards import group_names
 from tsae.rollouts.schema import BANDS
@@ -60,6 +61,13 @@ def sample_kinds(rollouts: Rollouts, wanted: Sequence[str], used: np.ndarray) ->
 def has_bands(rollouts: Rollouts) -> bool:
     """Whether there are bands, or levels in place of them."""
     return bool(_bands(rollouts))
+
+
+def label_of_bands(rollouts: Rollouts) -> str:
+    """What the bands are, where they are not the policies' own (`tsae.rollouts.bands.bands_label`)."""
+    if rollouts.frame.band.isna().all():
+        return "level of the data set" if has_bands(rollouts) else ""
+    return bands_label(rollouts.info.get("bands"))
 
 
 def band_of(rollouts: Rollouts) -> np.ndarray:

@@ -18,7 +18,6 @@ from tsae.report.figures.layout import finish, label_rows, panels, tiles
 from tsae.report.story.statements import Statement
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import capitalised, count, figure_text, percent, shortened, visible
-from tsae.rollouts.bands import bands_label
 from tsae.rollouts.schema import BANDS
 
 OTHER_RUNS = "Without them, alone: the change in a run without these samples, or with these only."
@@ -101,8 +100,8 @@ def lead(found: Attribution) -> str:
 def meaning(found: Attribution) -> tuple[str, ...]:
     """What the numbers are."""
     measured = found.info["trained_on"] and any(_RIGHT in name for name in found.targets.target)
-    label = bands_label(found.info.get("bands"))
-    of = [f"Easy, medium and hard are the {label}."] if label else []
+    label = found.info.get("bands")
+    of = [f"Bands are the {label}."] if label else []
     return (*MEANING, *of, *([TRAINED_ON] if measured else []))
 
 
