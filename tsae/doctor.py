@@ -41,7 +41,7 @@ from tsae.rollouts.band_source import bands_from, read_source
 from tsae.rollouts.bands import band_counts, kind_of_bands
 from tsae.rollouts.config import BandCutoffs, ImportConfig
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs.entry import Entry
+from tsae.rollouts.logs.entry import Entry, some_of
 from tsae.rollouts.logs.log_files import NoLog, find_files
 from tsae.rollouts.logs.outcome_rules import with_outcome
 from tsae.rollouts.logs.tokens import shown_prompt
@@ -67,6 +67,10 @@ State = Literal["ok", "note", "missing"]
 
 class OneCheckpoint(TsaeError):
     """There is nothing to compare a checkpoint with."""
+
+    def __init__(self, what: str, series: CheckpointSeries, path: Path) -> None:
+        super().__init__(what, where=path, fix="Give that model (--base).")
+        self.series = series
 
 
 class Finding(NamedTuple):
@@ -117,9 +121,12 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
         TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
     """
     path = config.path
-    partial = _complete_and_not(path, without)[1]
-    told = ", ".join(f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items())
+    complete, partial = _complete_and_not(path, without)
+    some = [f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items()]
+    told = some_of(some, 3)
     notes = (f"left out, as not complete: {told}.",) if told else ()
+    fix = "Wait until one is written, or save it again with model.save_pretrained(folder), which writes safetensors."
+    refuse(path, (told and not complete, f"no checkpoint is complete: {told}", fix))
 
     def loaded(*sources: str | Path) -> CheckpointSeries:
         series = CheckpointSeries.load(*sources, path, without=without | partial.keys())
@@ -151,14 +158,13 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Folders of the checkpoints in a run's folder that can be read; all, where none is complete."""
+    """Folders of the checkpoints in a run's folder that can be read."""
     return _complete_and_not(run)[0]
 
 
 def _complete_and_not(run: Path, without: frozenset[Path] = frozenset()) -> tuple[list[Path], dict[Path, str]]:
     folders = [folder for folder in (step_folders(run) if run.is_dir() else []) if folder not in without]
     partial = unfinished(folders, state=False)
-    partial = partial if len(partial) < len(folders) else {}  # loading them says what is wrong with all
     return [folder for folder in folders if folder not in partial], partial
 
 
@@ -186,12 +192,8 @@ def _named(series: CheckpointSeries, run: Path) -> Iterator[tuple[str, str]]:
 
 def _comparable(series: CheckpointSeries, path: Path, told: str = "") -> CheckpointSeries:
     if len(series) < 2:
-        nothing = "nothing says which model training started from"
-        raise OneCheckpoint(
-            f"holds one checkpoint, and {told.removeprefix('; ') or nothing}",
-            where=path,
-            fix="Give that model (--base).",
-        )
+        why = told.removeprefix("; ") or "nothing says which model training started from"
+        raise OneCheckpoint(f"holds one checkpoint, and {why}", series, path)
     return series
 
 
@@ -247,9 +249,10 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     try:
         series, origin = find_series(config)
     except OneCheckpoint as error:
-        series = CheckpointSeries.load(config.path)
+        series = error.series
         yield Finding("base", "missing", error.what, _BASE, error)
-        yield Finding("checkpoints", "ok", ", ".join(c.path for c in series))
+        told = [note.rstrip(".") for note in series.notes if "stands in" not in note]
+        yield Finding("checkpoints", "ok", "; ".join([series.base.path, *told]))
     except TsaeError as error:
         yield _missing("checkpoints", error)
     else:

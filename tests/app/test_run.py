@@ -357,9 +357,12 @@ def test_a_checkpoint_that_is_half_written_is_left_out_with_a_note(trl_run: Path
         "checkpoint-150 (model.safetensors is not all there)."
     )
     shutil.copytree(trl_run / "checkpoint-50", run / "epoch_1")
-    assert (
-        "left out, as the steps of run are counted by other folders: epoch_1." in find_series(RunConfig(run))[0].notes
-    )
+    notes = find_series(RunConfig(run))[0].notes
+    assert "left out, as the steps of run are counted by other folders: epoch_1." in notes
+    for step in (25, 50):
+        (run / f"checkpoint-{step}" / "config.json").unlink()
+    with pytest.raises(TsaeError, match=r"no checkpoint is complete: checkpoint-25 \(holds no config\.json\), check"):
+        find_series(RunConfig(run, base=str(trl_run.parent / "base")))
 
 
 def test_the_base_is_the_folder_that_the_settings_name(trl_run: Path, tmp_path: Path) -> None:

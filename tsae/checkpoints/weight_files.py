@@ -325,6 +325,7 @@ def _missing(folder: Path, *, last: bool, tokens: bool) -> str:
         lacks = tokens and not is_adapter(folder) and not has_tokenizer(folder)
         refuse(folder, (lacks, "holds no tokenizer", None))
         for name in (ADAPTER_CONFIG if is_adapter(folder) else "config.json", *((_LAST,) if last else ())):
+            refuse(folder, (not (folder / name).is_file(), f"holds no {name}", None))
             read_object(folder / name, "")
         short = next((file.name for file in weight_files(folder) if not _whole(file)), None)
         return f"{short} is not all there" if short else ""
