@@ -225,7 +225,7 @@ def test_a_run_that_only_read_others_trajectories() -> None:
     drawn = made.contrasts.part.isin(["same_trajectories", "success_minus_failure"])
     nobody = made.behaviours.assign(policy="someone else")
     made = replace(made, shifts=made.shifts[of_readers], contrasts=made.contrasts[drawn], behaviours=nobody)
-    assert "tested features moved on the same trajectories" in sentences(made, "up-run")
+    assert "On the same trajectories, 4 of 6 tested features moved" in sentences(made, "up-run")
     assert "Accuracy" not in sentences(made, "up-run")
     assert "decomposition-figure" not in Page(rendered(made)).drawn
 

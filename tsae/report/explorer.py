@@ -29,7 +29,7 @@ FLAG_WORDS = {
     "would move it.",
     "not found again": "Other seeds' SAEs do not have it: it may be of this one dictionary.",
 }
-_NUMBERS = ("reference", "mean", "difference", "delta", "delta_low", "delta_high", "q")
+_NUMBERS = ("reference", "mean", "difference", "delta", "delta_low", "delta_high", "q", "active_reference", "active")
 _KEYS = list(CONTRAST)
 
 

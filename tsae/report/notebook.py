@@ -24,6 +24,7 @@ from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import row_blocks
 from tsae.report.document import macro
 from tsae.report.story.facts import bands_of, compared_with
+from tsae.report.story.findings import verdicts
 from tsae.report.text import count, number, visible
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
@@ -164,11 +165,14 @@ def _plain(value: Any) -> str | Spark:
 
 _ROWS = 100
 _KEPT = ["checkpoint", "feature", "group", "responds_to"]
-_NUMBERS = ["delta", "delta_low", "delta_high", "q", "survives_length", "survives_position", "survives_token"]
+_NUMBERS = ["delta", "delta_low", "delta_high", "active_reference", "active", "q"]
+_NUMBERS += ["survives_length", "survives_position", "survives_token"]
 
 
 def diff_card(diff: FeatureDiff) -> str:
-    """A feature diff at a glance: its largest shifts in a table that a click on a head sorts."""
+    """A feature diff at a glance: the verdict on every run, and shifts in a table that a click on a head sorts."""
+    told = verdicts(diff)
+    lights = [{"run": one.heading, **{of.question: of.answer for of in one.lights}} for one in told]
     drawn = diff.contrasts[(diff.contrasts.band == "all") & (diff.contrasts.outcome == "all")]
     drawn = drawn[["kind", "checkpoint", "part", "n_problems", "n_tested", "n_discoveries", "n_null"]]
     top = diff.top(_ROWS)
@@ -182,8 +186,10 @@ def diff_card(diff: FeatureDiff) -> str:
             "base": compared_with(diff),
             "compared": diff.checkpoints,
             "q ≤": f"{diff.q:g}",
+            **{one.heading: " ".join(one.sentences[:2]) for one in told},
         },
-        ("largest shifts (delta: standard deviations over base trajectories)", shown),
+        ("clearest shifts (delta: standard deviations over base trajectories)", shown),
+        ("verdicts", pd.DataFrame(lights)),
         ("contrasts over all problems", drawn),
         ("reconstruction per reader", pd.DataFrame(diff.info["readers"])[["id", "fve", "flagged"]]),
         note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",

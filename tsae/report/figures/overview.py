@@ -201,7 +201,8 @@ def _strip(figure: go.Figure, classes: Sequence[str], moved: pd.DataFrame, cell:
         text=[
             f"feature {r.feature}<br>{figure_text(f'{r.responds_to}, {100 * r.share:.0f} % of its activation')}<br>"
             f"{number(r.reference)} → {number(r.mean)}, shift {number(r.difference, sign=True)} "
-            f"[{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>Δ {facts.effect_text(r)}"
+            f"[{number(r.low, sign=True)}, {number(r.high, sign=True)}]<br>"
+            f"Δ {facts.effect_text(r)}{facts.often_text(r)}"
             for r in facts.records(shown)
         ],
         **HOVER,

@@ -124,8 +124,8 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     if contrast.note:
         return [f"Its feature shifts were not drawn: {contrast.note}."]
     moved = found_in(diff, contrast)
-    how = "" if contrast.part == "total" else f" {facts.PART_NAMES[contrast.part]}"
-    counts = f"{len(moved) or 'None'} of {contrast.n_tested} tested features moved{how} ({facts.least_text(diff)})"
+    counts = f"{len(moved) or 'none'} of {contrast.n_tested} tested features moved ({facts.least_text(diff)})"
+    counts = f"{capitalised(facts.PART_NAMES[contrast.part])}, {counts}"
     if moved.empty:
         detectable = f"{contrast.n_differs} differ detectably" + ", none of them clearly by that much" * bool(
             contrast.n_differs

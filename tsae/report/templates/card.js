@@ -1,7 +1,7 @@
 // The card of a feature: its effects with intervals, how it is distributed, what it writes, and examples.
 const AROUND = [40, 24]; // tokens shown before and after the strongest one until an example is unfolded
 const TOKEN_LIMIT = 300; // characters of one token shown until then
-const CONTROLS = ["length", "position", "token", "length: cannot tell"];
+const CONTROLS = ["length", "position", "token", "length?"];
 const OUTCOMES = { success: "✓ success", failure: "✗ failure" };
 const GROUPS = { strongest: "Strongest", "90–100 %": "Top tenth of the rest", "50–90 %": "Above the median", "0–50 %": "Below the median" };
 
@@ -123,28 +123,29 @@ const effectTable = (data, caption, heads, rows) => {
   for (const [contrast, effect, at] of rows) {
     if (contrast.block !== block) {
       block = contrast.block;
-      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 6 }, block)));
+      lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 7 }, block)));
     }
     const change = effect.delta[at];
     const tone = effect.q[at] <= data.info.q ? (change > 0 ? "up" : "down") : "still";
-    const lost = CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
+    const lost = tone === "still" ? [] : CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
     lines.push(element("tr", {},
       element("th", { scope: "row" }, contrast.where),
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
         element("small", {}, intervalText(effect.delta_low[at], effect.delta_high[at], change))),
+      element("td", { class: "warn" }, element("small", {}, lost.join(", "))),
       element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
         svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
         svg("line", { x1: x(effect.delta_low[at] ?? change), x2: x(effect.delta_high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
       element("td", { class: "n" }, qText(effect.q[at])),
       element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
-      element("td", { class: "warn" }, element("small", {}, lost.join(", ")))));
+      element("td", { class: "n" }, effect.active[at] === null ? "" : `${percentText(effect.active_reference[at])} → ${percentText(effect.active[at])} %`)));
   }
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     element("table", { class: "effects" }, element("caption", {}, caption),
       element("thead", {}, element("tr", {}, element("th", { scope: "col" }, heads[0]), element("th", { scope: "col", class: "n" }, heads[1]),
-        element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"), element("th", { scope: "col", class: "n" }, heads[2]),
-        element("th", { scope: "col" }, "not beyond"))),
+        element("th", { scope: "col", title: "Controls that it does not survive; length?: length and style are one variable, and the control cannot tell" }, "not beyond"), element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"),
+        element("th", { scope: "col", class: "n" }, heads[2]), element("th", { scope: "col", class: "n", title: "Share of responses" }, "active in"))),
       element("tbody", {}, ...lines)));
 };
 
