@@ -18,7 +18,9 @@ from tsae.activations.manifest import check_store
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
 from tsae.base.artefact import is_whole, manifest_of
+from tsae.base.files import plain
 from tsae.base.output_lock import output_lock
+from tsae.base.part import digest_of
 from tsae.causal.findings import Tested, planned_tests
 from tsae.causal.intervention import Intervention, folders_of_tests
 from tsae.checkpoints.loading import weights_fingerprint
@@ -343,6 +345,7 @@ class Pipeline:
         return Stage(
             "claims", CLAIMS, {"tests": tests, "check": self.check is not None}, make,
             lambda diff, *_: Claims.load(self.to, diff), ("diff", *self.questions),
+            fingerprint=lambda claims: digest_of(plain(claims.as_dict())),  # without the command that wrote them
             lines=lambda claims, diff, *_: {"claims": expected(diff, claims).sentences[0]},
         )  # fmt: skip
 
