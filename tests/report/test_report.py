@@ -668,7 +668,7 @@ def test_a_stand_in_for_the_base_is_said_in_the_title_and_in_every_statement_tha
     page = rendered(diff, "My run")
     assert f"<title>My run, {told}</title>" in page
     assert f"<h1>My run, {told}</h1>" in page
-    assert '<p class="warn">The base is missing, and base takes its place: ' in page
+    assert '<p class="warn banner">The base is missing, and base takes its place: ' in page
     print_findings(diff)
     assert capsys.readouterr().out.startswith("\nThe base is missing, and base takes its place")
     shown = contrasts_text(diff, "shift", "up-run", 3)
