@@ -210,7 +210,8 @@ def _style(change: Change) -> str:
 def _unchanged(diff: FeatureDiff, known: Sequence[Change], writes: Light) -> str:
     """What is known of the responses where no change is."""
     if writes.answer == UNMEASURED:
-        return "what the model writes is not compared with the base"
+        step = facts.stand_in(diff).partition(",")[0].removeprefix("against ")
+        return f"what the model writes is not compared with {step or 'the base'}"
     first = next((change for change in known if change.name == "accuracy"), known[0])
     if writes.answer == NO:
         return f"what the model writes did not change ({first.named})"
