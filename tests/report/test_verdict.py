@@ -121,19 +121,20 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     "no change": (
         situation(*STEADY, moved=0),
         "After training on medium problems, what the model writes did not change (accuracy on easy (50 → 50 %)); what "
-        f"it computes on the same text: it did not change. {ONE_RUN}",
+        f"it computes on the same text did not change. {ONE_RUN}",
         (N, N, M),
     ),
     "too few problems": (
         situation(OPEN, n=3, same_text="3 problems have such trajectories on both sides; 8 are needed"),
         "After training on medium problems, it is not decided whether what the model writes changed (accuracy "
-        "(56 → 33 %), too few problems (3; 8 are needed)); what it computes on the same text: not measured. " + ONE_RUN,
+        "(56 → 33 %), too few problems (3; 8 are needed)); what it computes on the same text is not measured. "
+        + ONE_RUN,
         (U, M, M),
     ),
     "wide intervals": (
         situation(OPEN, moved=0, findable=1.4),
         "After training on medium problems, it is not decided whether what the model writes changed (accuracy "
-        f"(56 → 33 %)); what it computes on the same text: that is not decided. {ONE_RUN}",
+        f"(56 → 33 %)); whether what it computes on the same text changed is not decided. {ONE_RUN}",
         (U, U, M),
     ),
     "one of six leaves out 0 by chance": (
@@ -143,7 +144,7 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
             *((name, "all", 0.5, 0.51, 0.06) for name in ("direct_answer", "skipped_steps", "looping")),
         ),
         "After training on medium problems, it is not decided whether what the model writes changed (accuracy on easy "
-        f"(50 → 55 %)); what it computes on the same text: it changed. {ONE_RUN}",
+        f"(50 → 55 %)); what it computes on the same text changed. {ONE_RUN}",
         (U, Y, M),
     ),
     "a stand-in for the base": (
@@ -202,7 +203,7 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     "a log whose steps share no problems": (
         situation(same_text=""),
         "After training on medium problems, what the model writes is not compared with the base; what it computes on "
-        f"the same text: it changed. {ONE_RUN}",
+        f"the same text changed. {ONE_RUN}",
         (M, Y, M),
     ),
     "a log that contradicts itself": (

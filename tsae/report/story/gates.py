@@ -9,7 +9,7 @@ import pandas as pd
 
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
-from tsae.report.story.statements import contrasts, survivors
+from tsae.report.story.statements import contrasts
 from tsae.report.text import count, listed, percent
 from tsae.rollouts.bands import bands_label, found_how
 from tsae.sae.quality.stability import FOUND_AGAIN
@@ -42,8 +42,6 @@ class Gates:
     without_span: str
     """Trajectories without a token of the span, by reader."""
     nulls: tuple[str, ...]
-    controls: tuple[str, ...]
-    """What outlives them: of every run's main shift, and of the base's outcomes."""
     stability: str
     n_tested: int
     """Features that were tested causally."""
@@ -64,7 +62,6 @@ def gates(diff: FeatureDiff) -> Gates:
         outliers=", ".join(f"{id} {percent(share)} %" for id, share in shares.items()) if any(shares.values()) else "",
         without_span=", ".join(f"{id} {n:,}" for id, n in (info.get("without_span") or {}).items()),
         nulls=_nulls(diff),
-        controls=_controls(diff),
         stability=_stability(diff),
         n_tested=len({feature for test in info.get("causally_tested") or [] for feature in test["features"]}),
         disagrees=tuple(name for name, check in (info.get("second_look") or {}).items() if check["disagrees"]),
@@ -79,17 +76,6 @@ def flag_reason(diff: FeatureDiff, reader: dict[str, Any]) -> str:
     if reader["fve"] is None or reader["fve"] < config["min_fve"]:
         return f"below {config['min_fve']:g}"
     return f"more than {percent(config['max_outliers'])} % of tokens left out"
-
-
-def _controls(diff: FeatureDiff) -> tuple[str, ...]:
-    runs = diff.final_checkpoints
-    found = [(f"Shift of {run}", diff.main_shift(run, discoveries=True)) for run in runs]
-    outcomes = diff.table(discoveries=True, kind="outcome", checkpoint=diff.base, band="all")
-    return tuple(
-        f"{what}: {count(len(table), 'feature')} found. {left}"
-        for what, table in [*found, ("Success − failure", outcomes)]
-        if len(table) and (left := survivors(table))
-    )
 
 
 def _nulls(diff: FeatureDiff) -> tuple[str, ...]:
@@ -135,17 +121,6 @@ def belief(diff: FeatureDiff) -> tuple[str, ...]:
         sentences.append(f"Flagged for bad reconstruction or many tokens left out: {listed(found.flagged)}.")
     tested = f"{count(found.n_tested, 'feature')} causally tested, the others not: correlation."
     return (*sentences, *found.nulls, tested if found.n_tested else "Correlation throughout: not causally tested.")
-
-
-def controls_text(diff: FeatureDiff, found: Gates) -> str:
-    """What the controls leave, or why there is nothing to say."""
-    if diff.confounds.empty:
-        return "Not measured."
-    if found.controls:
-        return " ".join(found.controls)
-    if any(len(diff.main_shift(run, discoveries=True)) for run in diff.final_checkpoints):
-        return "Both sides of every shift found here read the same text, which no control can tell apart."
-    return "Nothing was found to control."
 
 
 def bands_text(diff: FeatureDiff) -> str:

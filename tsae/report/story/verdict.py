@@ -220,15 +220,22 @@ def _unchanged(diff: FeatureDiff, known: Sequence[Change], writes: Light) -> str
 
 
 def _same_text(computes: Light) -> str:
-    told = {YES: "it changed", NO: "it did not change", UNDECIDED: "that is not decided", UNMEASURED: "not measured"}
-    return f"what it computes on the same text: {told[computes.answer]}"
+    what = "what it computes on the same text"
+    return {
+        YES: f"{what} changed",
+        NO: f"{what} did not change",
+        UNDECIDED: f"whether {what} changed is not decided",
+        UNMEASURED: f"{what} is not measured",
+    }[computes.answer]
 
 
 def _writes(diff: FeatureDiff, run: str, known: Sequence[Change], clear: Sequence[Change]) -> Light:
     evidence = "behaviours"
     if not known:
         both = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, run)]
-        why = f"{run} answered no problem that {diff.base} answered." if all(both) else f"{run} wrote nothing here."
+        why = (
+            f"{run} answered no problem that {diff.base} answered." if all(both) else f"There is no response of {run}."
+        )
         return Light(*WRITES, UNMEASURED, (why, _SAMPLE), evidence)
     if same_weights(diff, run):
         return Light(*WRITES, NO, ("The weights are the base's.",), evidence)

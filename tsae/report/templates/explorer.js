@@ -80,13 +80,15 @@ const startExplorer = async () => {
     const link = element("a", { href: "#feature-" + row.feature }, String(row.feature));
     const flags = data.columns.flags[row.feature];
     const label = data.columns.label ? data.columns.label[row.feature] : "";
-    return element("tr", { class: row.feature === state.open ? "open" : null },
+    const line = element("tr", { class: row.feature === state.open ? "open" : null },
       element("th", { scope: "row" }, link),
       element("td", {}, element("bdi", {}, row.responds), label ? element("bdi", {}, element("small", {}, ` ${label}`)) : null, flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
       element("td", { class: "n " + kind }, row.delta === null ? "not tested" : arrow + numberText(row.delta, true)),
       element("td", { class: "n" }, row.delta === null ? "" : numberText(row.difference, true)),
       element("td", { class: "n" }, row.delta === null ? "" : qText(row.q)),
       data.numbers.stability ? element("td", { class: "n" }, numberText(row.stability)) : null);
+    line.addEventListener("click", () => { location.hash = "feature-" + row.feature; });
+    return line;
   };
 
   const list = () => {
