@@ -25,11 +25,15 @@ from tsae.features.expert_use import expert_use, experts
 from tsae.features.feature_table import FeatureTable
 
 RUN = "run-1"
+RECENT = hasattr(transformers, "ZayaConfig")
+"""Earlier versions also have routers of DeepSeek's kind that give scores alone."""
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "deepseek_v3", "llama4"])
 def test_choices_are_those_that_the_experts_were_given(architecture: str, tmp_path: Path) -> None:
     model: Any = ModelLoader().load(Checkpoint("x", str(save_model(tmp_path / "model", architecture))))
+    if architecture == "deepseek_v3" and not RECENT:
+        pytest.skip("this version's router gives scores alone")
     routers = RouterReader(model)
     assert list(routers.routers) == {"llama4": [1], "deepseek_v3": [1, 2]}.get(architecture, [0, 1, 2])
     given: dict[str, torch.Tensor] = {}
@@ -77,6 +81,7 @@ def test_a_router_that_gives_scores_alone_is_refused() -> None:
         routers.read(IDS, torch.ones_like(IDS))
 
 
+@pytest.mark.skipif(not RECENT, reason="this version of transformers lacks the model")
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_router_within_a_router_is_none_and_a_skipping_token_has_no_expert(skip: bool) -> None:
     model = untrained(transformers.ZayaConfig(**ZAYA))

@@ -123,7 +123,7 @@ def test_errors_name_rows_and_columns_of_the_table_given(policy: Checkpoint) -> 
         ({"prompt": "1", "response": "2"}, "row 0: is of type dict, expected a row as a dict, or a table"),
         ([{"prompt": "1"}, 3], "row 1: is of type int, expected a row"),
         (3, "row 0: is of type int, expected"),
-        (plain().level.astype("string[pyarrow]"), "is of type Series, not a table"),
+        (plain().level.astype("string[pyarrow]"), "is of type Series, not a table|row 0: is of type str"),
         ([{"prompt": "1", "response": []}], "row 0: the response is empty"),
         (plain()[:0], "holds no trajectories"),
         (pd.concat([plain(), plain()[["reward"]]], axis=1), "has several columns 'reward'"),
