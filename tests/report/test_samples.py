@@ -128,16 +128,16 @@ def test_the_finding_is_the_three_bands() -> None:
     # Shares of hard samples: −0.9 (4 + 5 + 10 + 11 − 20) / 6.
     assert told.sentences[:4] == (
         "Behaviour, direct answer: 0.5 → −0.4 nats (−0.9).",
-        "Easy samples (4): share +0.9; without them −2.7, alone +0.45 (replayed).",
-        "Medium samples (4): share −0.3; without them −0.3, alone −0.15 (replayed).",
-        "Hard samples (4): share −1.5; without them +2.1, alone −0.75 (replayed).",
+        "Easy samples (4): share +0.9 nats; in a run without them −2.7 nats, with them alone +0.45 nats (replayed).",
+        "Medium samples (4): share −0.3 nats; in a run without them −0.3 nats, with them alone −0.15 nats (replayed).",
+        "Hard samples (4): share −1.5 nats; in a run without them +2.1 nats, with them alone −0.75 nats (replayed).",
     )
     assert "one run" in told.sentences[4]
     assert "third" not in " ".join(told.sentences)
     # What was not replayed is not told.
     found = make_attribution()
     shares = with_tables(found, groups=found.groups.assign(without=np.nan, alone=np.nan, how=""))
-    assert statement(shares).sentences[1] == "Easy samples (4): share +0.9."
+    assert statement(shares).sentences[1] == "Easy samples (4): share +0.9 nats."
     unbanded = with_tables(found, groups=found.groups[found.groups.kind != "band"])
     assert statement(unbanded).sentences[1].startswith("The log has no bands")
 

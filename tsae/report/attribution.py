@@ -50,6 +50,8 @@ class Moved:
     """For readers."""
     change: str
     """From what to what, and by how much."""
+    unit: str
+    """Of the numbers, with a space before it; empty for activations."""
     unexplained: str
     """What shares leave of the change, in per cent."""
     flagged: bool
@@ -130,6 +132,7 @@ def moved(found: Attribution, name: str) -> Moved:
         name,
         shown_name(found, name),
         f"{amount(row.before, sign=False)} → {amount(row.after, sign=False)}{unit} ({amount(row.realised)})",
+        unit,
         f"{percent(abs(row.remainder))} %",
         bool(row.flagged),
         found.bands[found.bands.target == name],
@@ -219,19 +222,18 @@ def statement(found: Attribution) -> Statement:
     one = moved(found, names[0])
     told = [f"{capitalised(one.name)}: {one.change}."]
     for row in one.bands.itertuples():
-        told.append(f"{capitalised(str(row.band))} samples ({row.n:,}): share {amount(row.share)}{_other_run(row)}.")
+        share = f"share {amount(row.share)}{one.unit}{_other_run(row, one.unit)}"
+        told.append(f"{capitalised(str(row.band))} samples ({row.n:,}): {share}.")
     told.append(
-        "The log has no bands, so that samples cannot be told apart by difficulty."
-        if one.bands.empty
-        else f"{OTHER_RUNS} {ONE_RUN}"
+        "The log has no bands, so that samples cannot be told apart by difficulty." if one.bands.empty else ONE_RUN
     )
     return Statement(heading, tuple(told), "samples")
 
 
-def _other_run(row: Any) -> str:
-    """“; without them +0.2, alone +0.4 (replayed)”, as far as they are known."""
-    known = {"without them": row.without, "alone": row.alone}
-    parts = [f"{what} {amount(value)}" for what, value in known.items() if np.isfinite(value)]
+def _other_run(row: Any, unit: str) -> str:
+    """“; in a run without them +0.2 nats, with them alone +0.4 nats (replayed)”, as far as they are known."""
+    known = {"in a run without them": row.without, "with them alone": row.alone}
+    parts = [f"{what} {amount(value)}{unit}" for what, value in known.items() if np.isfinite(value)]
     return f"; {', '.join(parts)} ({row.how})" if parts else ""
 
 
