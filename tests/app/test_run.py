@@ -156,7 +156,7 @@ def test_everything_from_the_folder_alone(finished: Finished) -> None:
     assert "What training changed: hard" in page
     assert f"compared with base on {rollouts.n_problems} problems" in page
     assert "answered no problem that base answered" in page
-    assert "Sample both on the same problems: `tsae run … --sample 4 --to OTHER`" in html.unescape(page)
+    assert "Sample both on the same problems: <code>tsae run … --sample 4 --to OTHER</code>" in html.unescape(page)
     assert "again with <code>--causal</code>" in page
 
     # Every response is one of the log, under its own problem and with its own reward.
