@@ -397,7 +397,7 @@ def test_files_that_cannot_be_read_or_are_elsewhere(
     refused(r"which cannot be read \(.*No such file.*\) while reader base reads trajectory \d+", writes=False)
     refused(r"which cannot be read \(.*No such file", writes=False, locks=False)
     refused(r"which cannot be read \(is still being written\)", delay=0.5)
-    refused(r"which cannot be read \(.*(not fully covered|MetadataIncompleteBuffer)", content=lambda content: content[:-8])
+    refused(r"which cannot be read \(.*(not fully covered|IncompleteBuffer)", content=lambda content: content[:-8])
     refused(r"no file of hidden states in .*states-0, but .*secret.*shared_storage_path", name=lambda _: str(secret))
     refused("no file of hidden states in", name=lambda path: f"{path.parent}/../secret.safetensors")
     refused("no file of hidden states in", name=lambda path: str(path.with_name("link.safetensors")))
