@@ -66,6 +66,7 @@ SPARE: dict[str, tuple[Callable[[Any], object], int]] = {
 }
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("name", SPARE)
 def test_tokens_that_no_text_holds_change_nothing(name: str, llama: Path, tmp_path: Path) -> None:
     """Whether the log was tokenised with the base's tokenizer or the run's."""

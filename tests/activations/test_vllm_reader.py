@@ -38,6 +38,8 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SITE = "blocks.1.hook_resid_post"
 CONFIG = CaptureConfig(backend="vllm", shard_tokens=150, batch_tokens=128)
 Files = dict[str, torch.Tensor]

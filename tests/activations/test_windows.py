@@ -79,6 +79,7 @@ def allowed(tokens: list[Token], partner: str, span: str, ends: tuple[int, ...])
     return may
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("partner", "ends", "span"),
     [
@@ -226,6 +227,7 @@ def cell_of(store: ActivationStore, token: Token, balance: tuple[str, ...]) -> t
     return tuple(values[axis] for axis in balance)
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("balance", [("reader",), ("run",), ("run", "band"), ("outcome", "reader")])
 def test_every_cell_gives_an_epoch_the_same_number_of_tokens(
     unequal: tuple[ActivationStore, list[Token]], balance: Any

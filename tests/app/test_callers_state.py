@@ -23,6 +23,8 @@ from support.builders import D_MODEL
 from tsae.base.usual_state import in_usual_state, usual_state
 from tsae.cli import main
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SITE = "blocks.1.hook_resid_post"
 
 

@@ -284,6 +284,7 @@ def test_difficulty_is_measured_along_the_run(shell: Shell, tmp_path: Path) -> N
     assert tsae.Rollouts.read(tmp_path / "b.parquet").info["bands"]["quantiles"] == {"easy": 0.1, "hard": 0.1}
 
 
+@pytest.mark.slow(ci=True)
 def test_features_are_tested_causally(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     features = tsae.FeatureTable.load(pipeline / "features")
     fired = np.asarray(features.codes[np.flatnonzero(features.span_mask("response"))].sum(axis=0)).ravel()
@@ -518,6 +519,7 @@ def test_colours_are_for_terminals() -> None:
 BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("shell_name", "begin"),
     [("bash", "complete -F"), ("zsh", "#compdef tsae"), ("fish", "complete --no-files --command 'tsae'")],
@@ -580,6 +582,7 @@ READERS = [
 ]
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("command", "status", "unbuffered"),
     [pytest.param(*each, marks=[] if i in (0, 6) else pytest.mark.slow) for i, each in enumerate(READERS)],

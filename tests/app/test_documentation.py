@@ -116,6 +116,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("blocks", SECTIONS)
 def test_every_command_parses(blocks: list[tuple[str, str]]) -> None:
     for language, content in blocks:

@@ -370,6 +370,7 @@ def leaves(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found or [before]
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("trainer", [*SHIPPED, *WRITTEN])
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_logs_of_trainers_are_read_in_order_or_refused(trainer: str, amount: int, chat: Checkpoint) -> None:

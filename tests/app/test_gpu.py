@@ -28,7 +28,7 @@ from tsae.rollouts.problems import Problem
 from tsae.rollouts.table import Rollouts
 from tsae.sae.training.loss import temporal_loss
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow(ci=True)]
 SITE = "blocks.1.hook_resid_post"
 
 

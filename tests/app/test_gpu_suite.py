@@ -77,6 +77,7 @@ def test_another_package_takes_its_own_step_beside_ours(tmp_path: Path) -> None:
     assert {other["peer"] for other in others} == {"dictionary-learning", "eai-sparsify"}
 
 
+@pytest.mark.slow(ci=True)
 def test_a_part_that_takes_too_long_keeps_its_rows(tmp_path: Path) -> None:
     tables, log = tmp_path / "tables.md", tmp_path / "log.txt"
     writes = f"import time; open({str(tables)!r}, 'w').write('\\n## Train\\n\\n| 1 |\\n'); print('row', flush=True)"

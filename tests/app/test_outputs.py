@@ -163,6 +163,7 @@ FOLDER_COMMANDS = {
 }
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("name", FOLDER_COMMANDS)
 def test_a_folder_is_known_by_its_manifest(name: str, here: Path) -> None:
     own, command = Path("own"), FOLDER_COMMANDS[name]

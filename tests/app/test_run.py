@@ -598,6 +598,7 @@ def test_interrupted_after_every_stage(finished: Finished, tiny: RunConfig, tmp_
     assert contents(tmp_path / "out") == contents(finished[0])
 
 
+@pytest.mark.slow(ci=True)
 def test_what_a_kill_at_the_very_end_of_a_stage_left_is_cleared_away(
     finished: Finished, tiny: RunConfig, tmp_path: Path
 ) -> None:

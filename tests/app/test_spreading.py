@@ -64,6 +64,7 @@ def test_logs_of_a_job_lie_where_the_output_does() -> None:
             slurm_script(command, Spread(parts=2), Path(f"a{sign}b"))
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(("starts", "again"), [(0, True), (1, True), (2, False)])
 def test_a_task_asks_to_start_again_before_its_time_is_over(starts: int, again: bool, tmp_path: Path) -> None:
     """Bash runs the script; a part is stood for by a command that waits, and SLURM by its signal and by `scontrol`."""

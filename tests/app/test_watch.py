@@ -38,6 +38,8 @@ from tsae.stages import read_run
 from tsae.verify import verify
 from tsae.watching import watch
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SHIPPED = tsae.testbed.series_path()
 ONCE = WatchConfig(once=True, quiet=0.0)
 FEW = tsae.DiffConfig(n_bootstrap=100, n_permutations=100, noise_draws=0)

@@ -80,6 +80,7 @@ def test_a_replay_ends_where_the_training_did(
     assert judged.within < 1e-5
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("penalty", [RewardKL(20.0), RewardKL(900.0, "k2"), RewardKL(20.0, clamp=10.0, to_go=True)])
 def test_a_kl_penalty_in_the_rewards_makes_the_advantages(penalty: RewardKL, llama: Path, tmp_path: Path) -> None:
     """Of a log without advantages: the penalty is that of the weights which sampled, in shares and effects as well."""
@@ -225,6 +226,7 @@ def halves(n: int) -> np.ndarray:
     return np.array([random, ~random])
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("case", ["as TRL does", "KL", "sequence", "Adam"])
 def test_a_part_is_the_training_on_that_part(case: str, trained: Callable[..., GrpoLoop], tmp_path: Path) -> None:
     """Other samples' summands are taken away, and ratios are to the run's own log-probabilities."""
@@ -239,6 +241,7 @@ def test_a_part_is_the_training_on_that_part(case: str, trained: Callable[..., G
     assert far(path.end, expected, loop) > 0.1
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("case", ["as TRL does", "KL"])
 def test_simulated_trainings_are_near_to_real_ones(case: str, tmp_path: Path) -> None:
     name, settings = CASES[case]

@@ -110,6 +110,7 @@ def test_a_folder_has_one_lock_whatever_link_leads_there(tmp_path: Path) -> None
     first.communicate()
 
 
+@pytest.mark.slow(ci=True)
 def test_one_that_takes_it_or_gives_it_back_at_this_moment_is_named_too(tmp_path: Path) -> None:
     """Eight processes take it again and again: never two at once, and whoever has to wait is told for whom."""
     to = tmp_path / "features"

@@ -21,6 +21,8 @@ from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SOME = ["q_proj", "v_proj", "down_proj"]
 
 

@@ -69,6 +69,7 @@ def answers(path: Path, model: Any, prompts: list[list[int]]) -> tuple[list[Any]
     return [list(response.ids) for response in found], torch.cat(seen)
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES + BATCHED)
 def test_a_text_beside_a_longer_one_is_read_and_continued_as_alone(architecture: str, tmp_path: Path) -> None:
     path = save_model(tmp_path / architecture, architecture)

@@ -116,6 +116,7 @@ LORA: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(("architecture", "options"), LORA, ids=[f"{a}-{'-'.join(o)}" for a, o in LORA])
 def test_adapters_drift_as_the_merged_models_do(architecture: str, options: dict[str, Any], tmp_path: Path) -> None:
     from peft import PeftModel

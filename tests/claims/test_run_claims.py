@@ -593,6 +593,7 @@ def test_files_and_hidden_folders_are_no_causal_tests(tmp_path: Path) -> None:
     assert [file.parent.name for file in files_of_page(folder) if file.name == "causal.json"] == ["one", "two"]
 
 
+@pytest.mark.slow(ci=True)
 def test_an_attribution_of_another_log_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ran(tmp_path / "run", None, log=answers("base", LEVEL, step=1))
     assert attribution_in(folder) == (None, "")

@@ -89,6 +89,7 @@ def test_planted_effects_are_found_and_little_else(repeats: int, n_problems: int
         assert rates[name]["token_level_false"] > 0.15, rates[name]
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(("repeats", "n_problems"), [(30, 45), pytest.param(300, 24, marks=pytest.mark.slow)])
 def test_nothing_is_found_where_there_is_nothing(repeats: int, n_problems: int) -> None:
     """The false share of a null world is the chance of finding anything at all."""

@@ -334,6 +334,7 @@ def limited(sae: TemporalSAE, store: ActivationStore, above: float = 3.0) -> Tem
     return made.requires_grad_(False)
 
 
+@pytest.mark.slow(ci=True)
 def test_outliers_change_no_discovery(sae: TemporalSAE, many: ActivationStore, tmp_path: Path) -> None:
     """Half a percent of tokens times 100: left out of training, evaluation and edits, so of all means too."""
     import tsae

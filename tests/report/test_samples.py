@@ -35,6 +35,8 @@ from tsae.report.attribution import attributed as section_of
 from tsae.report.story import facts
 from tsae.report.text import html_text
 
+pytestmark = pytest.mark.slow(ci=True)
+
 
 def with_tables(found: Attribution, **tables: Any) -> Attribution:
     return replace(found, **tables)

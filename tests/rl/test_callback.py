@@ -118,6 +118,7 @@ def check_against(seen: Sequence[dict[str, Any]], log: Rollouts, steps: Sequence
         assert sorted(expected) == sorted([table[name][row] for name in names] for row in mine)
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("messages", [False, True])
 def test_the_log_has_what_the_loss_was_computed_from(base: Path, tmp_path: Path, messages: bool) -> None:
     plain = make_trainer(base, tmp_path / "plain", messages=messages, max_steps=5, **SEVERAL)

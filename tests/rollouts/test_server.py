@@ -169,6 +169,7 @@ def test_an_overloaded_server_is_asked_again(policy: Checkpoint, served: Served)
     assert plain.table.equals(sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False).table)
 
 
+@pytest.mark.slow(ci=True)
 def test_what_was_answered_is_kept(policy: Checkpoint, served: Served, tmp_path: Path) -> None:
     whole = sample(policy, PROBLEMS, CONFIG, server=served.config, progress=False)
     served.bodies.clear()

@@ -303,6 +303,7 @@ def test_a_perfect_sae_recovers_everything(store: ActivationStore, series: Any) 
     assert list(found.loss_table().reader) == store.readers
 
 
+@pytest.mark.slow(ci=True)
 def test_adapters_are_spliced_over_a_base_that_is_loaded_once(
     llama: Path, sae: TemporalSAE, fingerprint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,6 +461,7 @@ def fve_and_roughness(runs: list[np.ndarray], found: list[np.ndarray]) -> tuple[
     return 1 - np.square(x - y).sum() / np.square(x - x.mean(0)).sum(), (moved / total) ** 0.5
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("roughness", [0.1, 0.4, 0.8])
 def test_the_slow_bound_is_the_best_of_all_reconstructions(
     runs: list[np.ndarray], slow: SlowVariance, roughness: float

@@ -43,7 +43,10 @@ STILL = replace(SHORT, learning_rate=1e-12)
 """Steps that move nothing."""
 
 # sae_lens imports a deprecated module of transformer_lens.
-pytestmark = pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow(ci=True),
+    pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

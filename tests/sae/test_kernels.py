@@ -19,7 +19,7 @@ from tsae.sae.training import kernels, sparse_codes  # noqa: E402
 from tsae.sae.training.loss import temporal_loss  # noqa: E402
 from tsae.sae.training.trainer import adam, update  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow(ci=True)]
 N, D, M, HIGH = 13, 48, 200, 40
 
 

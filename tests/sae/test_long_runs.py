@@ -173,6 +173,7 @@ def test_a_finished_training_is_loaded(store: ActivationStore, whole: Path, monk
         train(store, replace(CONFIG, k=4), to=whole, training=SHORT, progress=False)
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("sae", "training", "message"),
     [

@@ -34,6 +34,7 @@ def case(kind: str) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[int, i
     return x, weights, groups, k
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(("precision", "kernels"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 @pytest.mark.parametrize(
     "kind",

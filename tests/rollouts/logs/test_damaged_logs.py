@@ -240,6 +240,7 @@ def test_a_long_text_that_a_parquet_file_repeats(tmp_path: Path, llama: Path, mo
     stands_for_more(path, llama, "row 0 has more than 1 MiB")
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.usefixtures("little_memory")
 def test_pieces_of_rollouts_are_no_larger_than_a_row(tmp_path: Path) -> None:
     path = long_texts(tmp_path / "rollouts.parquet", rows=2000, size=1 << 24)

@@ -93,6 +93,7 @@ def last_line(log: Path) -> tuple[Path, list[str]]:
     return file, file.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("name", "share"),
     [(name, 0.05) for name in OPTIONS if name != "trl"]
@@ -229,6 +230,7 @@ def test_a_sum_of_rewards_needs_all_of_them(change: str, chat: Checkpoint, tmp_p
     assert read(tmp_path / "run", chat, tmp_path / "found.parquet", **config)[1].total["trajectories"] > 8
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "trl"])
 def test_a_renamed_column_is_missed(name: str, chat: Checkpoint, tmp_path: Path) -> None:
     """As a newer version may rename one: the log is refused, or what it now lacks is said."""

@@ -514,6 +514,7 @@ def lines_of(step: int) -> list[str]:
     return [json.dumps(row) + "\n" for row in rows]
 
 
+@pytest.mark.slow(ci=True)
 def test_parts_that_were_read_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", _STEP)
     read: list[str] = []

@@ -529,6 +529,7 @@ HELD = {
 }
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("name", HELD)
 def test_what_the_trainers_wrote_is_what_was_sampled(name: str, tmp_path: Path) -> None:
     """All logs are of the same samples, of which AReaL's has the truth."""

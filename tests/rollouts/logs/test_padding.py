@@ -52,6 +52,7 @@ def sequences(found: Rollouts) -> tuple[list[list[int]], list[list[int]]]:
     return found.table["prompt_ids"].to_pylist(), found.table["response_ids"].to_pylist()
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("pad", [PAD, EOS, 11, -100, -1])
 @pytest.mark.parametrize("sides", ["lr", "rr", "ll"])
 def test_what_pads_a_batch_is_left_out(policy: Checkpoint, tmp_path: Path, sides: str, pad: int) -> None:
@@ -307,6 +308,7 @@ def test_a_batch_that_was_logged_at_two_steps_is_counted(policy: Checkpoint) -> 
     assert found.frame.step.tolist() == [1] * 4 + [3]
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_a_policy_that_repeats_itself_keeps_its_rows(policy: Checkpoint, words: int) -> None:
     for seed in range(4):

@@ -31,6 +31,8 @@ from tsae.rollouts.logs.entry import Entry, Findings, place_hash
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.rewards import group_advantages
 
+pytestmark = pytest.mark.slow(ci=True)
+
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ '#' if m['role'] == 'user' else '*' }}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>;{% if enable_thinking is defined and not enable_thinking %}=={% endif %}"

@@ -206,6 +206,7 @@ def import_prompt(name: str, prompt: str, tmp_path: Path, **config: Any) -> tupl
     return row["prompt_ids"], "; ".join(summary.notes)
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize(
     ("shape", "asks"), [("user", True), ("user", False), ("system", True), ("system and turns", True)]
 )
@@ -244,6 +245,7 @@ def test_the_templates_own_system_message_may_have_been_left_out(tmp_path: Path)
     assert "prompts have no system message, though the chat template writes one of its own" in notes
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_questions_still_go_through_the_template(name: str, tmp_path: Path) -> None:
     tokenizer, special = make_tokenizer(name), TEMPLATES[name][1]
