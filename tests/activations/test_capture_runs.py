@@ -351,6 +351,7 @@ def test_parts_in_any_order_make_the_store_of_one(again: Again, whole: Path, tmp
     assert contents(folder) == contents(whole)
 
 
+@pytest.mark.slow(ci=True)
 def test_what_parts_left_is_completed_by_other_parts(again: Again, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "acts"
     again(folder, part=Part(2, 5))
@@ -373,6 +374,7 @@ def test_a_part_of_another_capture_is_refused(again: Again, whole: Path, tmp_pat
     refuses(r"the record 00001\.json of base is that of base/00000\.h5", lambda: again(folder, part=Part(1, 2)))
 
 
+@pytest.mark.slow(ci=True)
 def test_a_shard_of_another_capture_is_refused(again: Again, whole: Path, tmp_path: Path) -> None:
     """Parts ran on two machines, one of them with another precision, and were copied into one folder."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -392,6 +394,7 @@ def test_a_shard_of_another_capture_is_refused(again: Again, whole: Path, tmp_pa
     assert contents(here) == contents(whole)
 
 
+@pytest.mark.slow(ci=True)
 def test_a_completed_manifest_whose_records_were_not_removed(
     again: Again, series: CheckpointSeries, whole: Path, tmp_path: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_training_prints_what_it_mixed_and_what_ends_a_step(shell: Shell, pipeli
     assert mixture == [{"tokens": info["tokens_in_store"], "weight": 1.0}]
 
 
+@pytest.mark.slow(ci=True)
 def test_samples_that_push_features_are_named(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     command = "reinforcement --features {p}/features --to {t}/found --n-permutations 100 --n-bootstrap 100"
     printed = shell(f"{command} --diff {{p}}/diff")
@@ -234,6 +235,7 @@ def test_samples_that_push_features_are_named(shell: Shell, pipeline: Path, tmp_
     assert "holds nothing that base sampled; policies are run-5" in shell.fails(f"{given} {{t}}/run.parquet")
 
 
+@pytest.mark.slow(ci=True)
 def test_the_same_commands_write_the_same_bytes(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     shell("capture --series {p}/series --rollouts {p}/rollouts.parquet --to {t}/a")
     for file in (pipeline / "acts").rglob("*.h5"):

@@ -70,6 +70,7 @@ def uses(function: ast.FunctionDef, parents: dict[ast.AST, ast.AST], name: str) 
         yield use
 
 
+@pytest.mark.slow(ci=True)
 def test_every_function_that_takes_a_path_expands_it_or_hands_it_on() -> None:
     """By the types of the parameters, so that none is forgotten: no `Path(path)`, path.name or open(path) before it is
     one of this machine."""

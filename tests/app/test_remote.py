@@ -30,6 +30,8 @@ from tsae.rollouts.generation import Generator
 from tsae.rollouts.problems import Problem, write_problems
 from tsae.sae.quality.stability import Stability
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SITE = "blocks.1.hook_resid_post"
 CONFIG = tsae.CaptureConfig(shard_tokens=60)
 

@@ -34,6 +34,7 @@ tensors.write_tensors(sys.argv[1], {"a": torch.ones(2)})
 """
 
 
+@pytest.mark.slow(ci=True)
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "a.safetensors"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], check=False)

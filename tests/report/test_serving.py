@@ -26,6 +26,8 @@ from tsae.errors import TsaeError
 from tsae.report.examples import contexts
 from tsae.report.serving import ServedRun, server
 
+pytestmark = pytest.mark.slow(ci=True)
+
 
 @pytest.fixture(scope="module")
 def diff() -> FeatureDiff:

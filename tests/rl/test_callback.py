@@ -171,6 +171,7 @@ def test_the_log_has_what_the_loss_was_computed_from(base: Path, tmp_path: Path,
     assert "hub_token" not in settings["arguments"]
 
 
+@pytest.mark.slow(ci=True)
 def test_a_resumed_training_counts_nothing_twice(base: Path, tmp_path: Path) -> None:
     """Killed after step 4, resumed from checkpoint 2, in the middle of a generation."""
     options = {**SEVERAL, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
@@ -255,6 +256,7 @@ def the_targets() -> NextToken:
     return NextToken(ids, ["one", "two"] * 3, TOKEN_IDS["#"], what="direct")
 
 
+@pytest.mark.slow(ci=True)
 def test_shares_are_recorded_and_a_guard_is_called_before_clipping(base: Path, tmp_path: Path) -> None:
     trainer = make_trainer(base, tmp_path / "free")
     free = TsaeCallback(trainer, targets=the_targets(), refresh=1)

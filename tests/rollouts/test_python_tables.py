@@ -90,6 +90,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], Any]] = {
 }
 
 
+@pytest.mark.slow(ci=True)
 @pytest.mark.filterwarnings("ignore:1 prompts have several problem ids")
 def test_any_table_gives_what_a_plain_frame_gives(policy: Checkpoint) -> None:
     expected = Rollouts.read(plain(), policy).table

@@ -468,6 +468,7 @@ MANY = [Problem(f"q{i}", f"{i % 10}*{i // 10}+3?", "1") for i in range(8)]
 LONG = SamplingConfig(n_samples=4, max_new_tokens=40, batch_size=64)
 
 
+@pytest.mark.slow(ci=True)
 def test_responses_of_another_policy_are_refused(llama: Path, tmp_path: Path, served: Served) -> None:
     other = Checkpoint("other", str(save_perturbed(llama, tmp_path / "other", amount=0.4)))
     with pytest.raises(TsaeError, match=r"its responses are not samples of this checkpoint: .* nats likelier"):

@@ -22,6 +22,8 @@ from tsae.sae.quality.evaluation import evaluate
 from tsae.sae.training.train import train
 from tsae.verify import verify
 
+pytestmark = pytest.mark.slow(ci=True)
+
 CONFIG = SAEConfig(d_sae=96, k=5, temporal_weight=0.0, groups=(1.0,))
 TRAINING = TrainingConfig(tokens=256 * 500, batch_tokens=256, learning_rate=3e-3)
 

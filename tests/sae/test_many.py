@@ -234,6 +234,7 @@ def test_two_processes_train_several(one_site: ActivationStore, tmp_path: Path) 
 # --- the command line
 
 
+@pytest.mark.slow(ci=True)
 def test_seeds_from_the_command_line(
     one_site: ActivationStore, alone: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

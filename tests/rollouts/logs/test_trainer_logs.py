@@ -507,6 +507,7 @@ def test_formats_are_told_by_name_and_by_columns_alone(folder: str, tmp_path: Pa
     assert find_log(LOGS / folder, ImportConfig(format=form.name))[1] == files
 
 
+@pytest.mark.slow(ci=True)
 def test_every_log_is_the_same_when_its_format_is_named(chat: Checkpoint, tmp_path: Path) -> None:
     for folder, name in FORMAT_OF.items():
         config = {"outcome": "digits"} if name == "trl" else {"outcome": "correct"} if name == "prime-rl" else {}
