@@ -125,7 +125,10 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
     some = [f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items()]
     told = some_of(some, 3)
     notes = (f"left out, as not complete: {told}.",) if told else ()
-    fix = "Wait until one is written, or save it again with model.save_pretrained(folder), which writes safetensors."
+    fix = (
+        "Wait, if one is being written. Else export one in Hugging Face's format, as safetensors (shards of Megatron: "
+        "python -m verl.model_merger merge --backend megatron, or the trainer's own script)."
+    )
     refuse(path, (told and not complete, f"no checkpoint is complete: {told}", fix))
 
     def loaded(*sources: str | Path) -> CheckpointSeries:

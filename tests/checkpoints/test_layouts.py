@@ -56,7 +56,37 @@ LAYOUTS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, list[int]]]] = {
     "AReaL": (
         {f"checkpoints/me/gsm8k/trial0/default/epoch{e}epochstep{s}globalstep{g}": MODEL
          for e, s, g in ((0, 9, 9), (1, 9, 19))},
-        {"checkpoints/me/gsm8k/trial0/default": [9, 19]},
+        {"checkpoints/me/gsm8k/trial0/default": [10, 20]},
+    ),
+    "AReaL, PPO from step 0": (
+        {f"trial0/{role}/epoch0epochstep{n}globalstep{n}": MODEL for n in (0, 1) for role in ("default", "critic")},
+        {"trial0/default": [1, 2]},
+    ),
+    "torchtune": ({"epoch_0": MODEL, "epoch_1": MODEL}, {"": [1, 2]}),
+    "slime": ({f"hf/rollout_{n}": MODEL for n in (0, 1)}, {"hf": [1, 2]}),
+    "slime, by number": (
+        {"hf/49": MODEL, "hf/99": MODEL, "iter_0000050": ("__0_0.distcp",), "rollouts/3": ()}, {"hf": [49, 99]},
+    ),
+    "slime, beside its shards": (
+        {"iter_0000050": ("__0_0.distcp",), "iter_0000050_hf": MODEL, "iter_0000100_hf": MODEL}, {"": [50, 100]},
+    ),
+    "verl as it was": ({f"{role}/global_step_100": MODEL for role in ("actor", "critic")}, {"actor": [100]}),
+    "verl, merged Megatron": (
+        {f"global_step_{n}/{place}": files for n in (5, 10) for place, files in (
+            ("actor/huggingface", CONFIG), ("actor/hf_model", MODEL), ("actor/dist_ckpt", ("__0_0.distcp",)),
+        )},
+        {"": [5, 10]},
+    ),
+    "verl, merged": ({"global_step_5/merged_hf_model": MODEL, "global_step_5/actor/huggingface": CONFIG}, {"": [5]}),
+    "ROLL": ({"checkpoint-20/actor_train": MODEL, "checkpoint-20/critic_train": MODEL}, {"": [20]}),
+    "ART": ({"models/agent/checkpoints/0001": ADAPTER, "models/agent/checkpoints/0002": ADAPTER},
+            {"models/agent/checkpoints": [1, 2]}),
+    "prime-rl, LoRA": (
+        {"weights/step_39": ADAPTER, "run_default/broadcasts/step_40": ADAPTER}, {"weights": [39]},
+    ),
+    "nano-aha-moment": (
+        {"ckpt_000050/hf_model": MODEL, "ckpt_000050/deepspeed/global_step50": ("mp_rank_00_model_states.pt",)},
+        {"": [50]},
     ),
     "numbered folders": ({"iter_0000050": MODEL, "iter_0000100": MODEL, "log_3": ()}, {"": [50, 100]}),
     "epochs beside steps": ({"checkpoint-50": MODEL, "epoch_1": MODEL}, {"": [50]}),
@@ -90,7 +120,8 @@ def test_runs_and_steps_of_a_trainer(trainer: str, tmp_path: Path) -> None:
     ({"global_step_5/actor": ("model_world_size_8_rank_0.pt",), "global_step_5/actor/huggingface": CONFIG},
      r"1 checkpoints, all as FSDP shards.*verl\.model_merger merge --backend fsdp --local_dir \S*global_step_5/actor "),
     ({"step_5/policy/weights": ("__0_0.distcp", ".metadata")}, r"convert_dcp_to_hf\.py --config \S*step_5/config\."),
-    ({"_actor/global_step5": ("mp_rank_00_model_states.pt",)}, r"zero_to_fp32\.py \S*_actor/global_step5 "),
+    ({"_actor/global_step5": ("mp_rank_00_model_states.pt",)},
+     r"\S*_actor/zero_to_fp32\.py \S*_actor \S+ -t global_step5 "),
 ])  # fmt: skip
 def test_shards_name_the_command_that_merges_them(
     layout: dict[str, tuple[str, ...]], says: str, tmp_path: Path
@@ -111,3 +142,9 @@ def test_a_run_that_a_link_names_too_is_one(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_checkpoint_has_no_step(tmp_path: Path) -> None:
     assert step_of(tmp_path / "llama") is None
     assert step_folders(laid_out(tmp_path, {"a/step_5": (), "v0": MODEL, ".hidden/checkpoint-5": MODEL})) == []
+
+
+def test_a_model_beside_its_own_shards_is_a_model(tmp_path: Path) -> None:
+    files = {"checkpoint-10": MODEL, "checkpoint-10/global_step10": ("mp_rank_00_model_states.pt",)}
+    assert step_folders(laid_out(tmp_path, files) / "checkpoint-10") == []
+    assert [each.step for each in step_folders(tmp_path)] == [10]

@@ -23,22 +23,34 @@ _NAMES = (
     # transformers, TRL, ms-swift (below v0-20250101-120000/)
     r"checkpoint-(\d{1,18})",
     # verl global_step_50; OpenRLHF global_step50_hf, and global_step50 of DeepSpeed
-    r"global_?step_?(\d{1,18})(?:_hf)?",
-    # AReaL
+    r"global_?step_?(\d{1,18})(?:[-_]hf)?",
+    # open-instruct, prime-rl, NeMo-RL: step_50; and others' iter_0000050, iter_0000050_hf, update-3, ba50 (Composer)
+    r"(?:step|iter|iteration|update|ckpt|checkpoint|ba)[-_]?(\d{1,18})(?:[-_]hf)?",
+    # AReaL; slime's rollout_49; torchtune's epoch_0
     r"epoch\d+epochstep\d+globalstep(\d{1,18})",
-    # open-instruct, prime-rl, NeMo-RL: step_50; slime: rollout_50; and others' iter_0000050, update-3, epoch_2
-    r"(?:step|iter|iteration|update|rollout|ckpt|checkpoint|epoch)[-_]?(\d{1,18})",
+    r"(?:rollout|epoch)[-_]?(\d{1,18})",
+    # ART, PipelineRL: 0001
+    r"(\d{1,18})",
 )
 """By what a step folder is called; the first pattern that fits a folder of a run is that of the run."""
 _STEP = [re.compile(name) for name in _NAMES]
+_FROM_ZERO = (3, 4)
+"""Patterns of names that count from 0 what is done when the folder is written: their step is one more."""
+_BARE = len(_NAMES) - 1
+"""The pattern of a number alone, which is a step only where the model lies in that very folder."""
+_NOT_THE_POLICY = ("critic", "_critic", "critic_train", "reward_model", "broadcasts")
+"""Folders beside a run's checkpoints with models that are not the trained policy (OpenRLHF, AReaL, ROLL), or what
+prime-rl sends to its inference servers."""
 
 _PLACES = (
     "",
     # verl: whole weights where its settings save hf_model, adapters always
-    "actor/huggingface", "actor/lora_adapter", "actor",
+    "actor/huggingface", "actor/hf_model", "merged_hf_model", "actor/lora_adapter", "actor",
     # NeMo-RL
     "policy/weights/model/consolidated", "policy/weights/consolidated", "policy/weights/model", "policy/weights",
-    "policy", "hf", "huggingface", "model", "consolidated", "weights",
+    "policy",
+    # ROLL; others
+    "actor_train", "hf", "huggingface", "hf_model", "model", "consolidated", "weights",
 )  # fmt: skip
 """Where in a step folder a model may lie, the most complete first."""
 
@@ -50,10 +62,11 @@ _SHARDS = {
 _MERGE = {
     "FSDP shards": "python -m verl.model_merger merge --backend fsdp --local_dir {shards} "
     "--target_dir {shards}/huggingface",
-    "a distributed checkpoint of torch": "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shards} "
-    "{step}/weights.pt (NeMo-RL: examples/converters/convert_dcp_to_hf.py --config {step}/config.yaml "
-    "--dcp-ckpt-path {shards} --hf-ckpt-path {step}/hf)",
-    "ZeRO shards of DeepSpeed": "python {shards}/zero_to_fp32.py {shards} {step}/hf --safe_serialization "
+    "a distributed checkpoint of torch": "examples/converters/convert_dcp_to_hf.py --config {step}/config.yaml "
+    "--dcp-ckpt-path {shards} --hf-ckpt-path {step}/hf of NeMo-RL, or tools/convert_torch_dist_to_hf.py --input-dir "
+    "{shards} --output-dir {step}/hf of slime; other trainers have such a script of their own",
+    # DeepSpeed writes the script beside the folder of the shards, which it calls a tag.
+    "ZeRO shards of DeepSpeed": "python {above}/zero_to_fp32.py {above} {step}/hf -t {tag} --safe_serialization "
     "(OpenRLHF: train with --save_hf_ckpt)",
 }
 """The trainer's own command that makes whole weights of shards."""
@@ -80,16 +93,19 @@ def step_of(path: Path) -> tuple[int, Path] | None:
         parts = Path(place).parts
         if path.parts[len(path.parts) - len(parts) :] == parts:
             folder = Path(*path.parts[: len(path.parts) - len(parts)])
-            if (step := _number(folder.name)) is not None:
-                return step[1], folder.parent
+            if (number := _number(folder.name)) and (number[0] < _BARE or not place):
+                return number[1], folder.parent
     return None
 
 
 def step_folders(path: Path) -> list[StepFolder]:
     """The checkpoints of the run, or the runs, in a folder: resolved, by run and step. Or the folder's own model."""
     path = path.resolve()
-    if (number := _number(path.name)) and not _is_model(path) and _holds(path):
-        return [_model_in(path.parent, number[1], path)]
+    if number := _number(path.name):
+        if _has_weights(path):  # beside it may lie shards of the same model
+            return []
+        if not _is_model(path) and _is_checkpoint(path):
+            return [_model_in(path.parent, number[1], path)]
     runs = {run.resolve(): run for run in _runs(path, _DEEPEST)}  # a run that a link names, too, is one
     return sorted(found for run in runs for found in _of_run(run))
 
@@ -105,23 +121,25 @@ def refuse_shards(path: Path, folders: list[StepFolder]) -> None:
         last = folders[-1]
         where = next(sub for sub in (last.model, *last.model.rglob("*")) if sub.is_dir() and _shards(sub))
         kind = last.shards or ""
-        raise TsaeError(
-            f"holds {len(folders)} checkpoints, all as {kind}, which are not read",
-            where=path,
-            fix=f"Merge them, this one by: {_MERGE[kind].format(shards=where, step=last.model)}",
-        )
+        command = _MERGE[kind].format(shards=where, above=where.parent, tag=where.name, step=last.model)
+        what = f"holds {len(folders)} checkpoints, all as {kind}, which are not read"
+        raise TsaeError(what, where=path, fix=f"Merge them, this one by: {command}")
 
 
 def _number(name: str) -> tuple[int, int] | None:
     """Which pattern a folder's name has, and the step in it."""
     for rank, pattern in enumerate(_STEP):
         if match := pattern.fullmatch(name):
-            return rank, int(match[1])
+            return rank, int(match[1]) + (rank in _FROM_ZERO)
     return None
 
 
 def _subfolders(path: Path) -> list[Path]:
-    return [sub for sub in path.iterdir() if sub.is_dir() and not sub.name.startswith(".")]
+    return [
+        sub
+        for sub in path.iterdir()
+        if sub.is_dir() and not sub.name.startswith(".") and sub.name not in _NOT_THE_POLICY
+    ]
 
 
 def _runs(path: Path, deepest: int) -> Iterator[Path]:
@@ -156,7 +174,14 @@ def _of_run(run: Path) -> list[StepFolder]:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a numbered folder is a checkpoint; one of transformers is even before anything is written into it."""
-    return bool(_STEP[0].fullmatch(folder.name)) or _holds(folder)
+    number = _number(folder.name)
+    if number is not None and number[0] == _BARE:
+        return _is_model(folder)
+    return number is not None and (number[0] == 0 or _holds(folder))
+
+
+def _has_weights(folder: Path) -> bool:
+    return _is_model(folder) and any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
 
 
 def _holds(folder: Path) -> bool:
@@ -166,7 +191,7 @@ def _holds(folder: Path) -> bool:
 def _model_in(run: Path, step: int, folder: Path) -> StepFolder:
     models = [folder / place for place in _PLACES if _is_model(folder / place)]
     for model in models:
-        if any(any(model.glob(pattern)) for pattern in _WEIGHTS):
+        if _has_weights(model):
             return StepFolder(run, step, model, None)
     if fsdp_shards(folder / "actor"):
         return StepFolder(run, step, folder / "actor", None)
