@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.reduction
 from typing import Any
 
 import pytest
@@ -93,6 +94,13 @@ def test_schedules_are_those_of_transformers(name: str, shape: dict[str, Any], w
         assert optimiser.rate(step) == pytest.approx(made.param_groups[0]["lr"], rel=1e-12, abs=1e-18), step
         made.step()
         schedule.step()
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "polynomial"])
+def test_settings_go_to_other_processes(schedule: Any) -> None:
+    sent = Optimiser("adamw", 1e-3, schedule, 5, 20)
+    assert multiprocessing.reduction.ForkingPickler.dumps(sent)
+    assert 0 < sent.rate(9) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -180,12 +180,16 @@ class Optimiser:
             return self.learning_rate * self._factor(done)
         return self.learning_rate * float(np.interp(float(done), *np.array(self.points, dtype=float).T))
 
-    @cached_property
-    def _factor(self) -> Callable[[int], float]:
+    def _factor(self, done: int) -> float:
         """The factor of the learning rate after so many steps of the schedule."""
-        if (closed := _CLOSED.get(self.schedule)) and not self.shape:
-            warmup, left = self.warmup, (self.n_steps or 0) - self.warmup
-            return lambda done: done / max(1, warmup) if done < warmup else closed(done - warmup, left)
+        if self.shape or (closed := _CLOSED.get(self.schedule)) is None:
+            return self._of_transformers(done)
+        if done < self.warmup:
+            return done / max(1, self.warmup)
+        return closed(done - self.warmup, (self.n_steps or 0) - self.warmup)
+
+    @cached_property
+    def _of_transformers(self) -> Callable[[int], float]:
         import torch
         from transformers import get_scheduler
 
