@@ -90,7 +90,7 @@ def run_until_write(store: Path, folder: Path, n: int) -> None:
     for owner, name in (
         (run_folder, "save_file"),
         (run_folder, "write_record"),
-        (run_folder, "_flush"),
+        (run_folder, "flush_to_disk"),
         (os, "replace"),
         (os, "unlink"),
         (os, "rmdir"),
