@@ -39,6 +39,8 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"]
 CONFIG = CaptureConfig(shard_tokens=100, batch_tokens=64)
 

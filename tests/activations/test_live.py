@@ -30,6 +30,8 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 
+pytestmark = pytest.mark.slow(ci=True)
+
 SITE = "blocks.1.hook_resid_post"
 CONFIG = tsae.LiveConfig(buffer_tokens=400, batch_tokens=128)
 TRAINING = TrainingConfig(tokens=6000, batch_tokens=100, learning_rate=3e-3, save_every_steps=5)

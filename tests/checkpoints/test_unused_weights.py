@@ -23,6 +23,8 @@ from tsae.checkpoints.drift import update_of, weight_drift
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 
+pytestmark = pytest.mark.slow(ci=True)
+
 Weights = dict[str, torch.Tensor]
 
 

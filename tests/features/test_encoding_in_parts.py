@@ -26,6 +26,8 @@ from tsae.features import encode as encoding
 from tsae.features.encode import encode, encode_part
 from tsae.sae.model import TemporalSAE
 
+pytestmark = pytest.mark.slow(ci=True)
+
 
 @pytest.fixture(scope="module")
 def shards(llama: Path, fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:

@@ -27,7 +27,10 @@ from tsae.sae.quality.stability import Stability
 from tsae.verify import verify
 
 # huggingface_hub gives its HTTP client a file as it should not.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow(ci=True),
+    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,8 @@ from tsae.rollouts.problems import Problem, write_problems
 from tsae.rollouts.rewards import find_verifier
 from tsae.rollouts.sampling import Response, sample, sample_part
 
+pytestmark = pytest.mark.slow(ci=True)
+
 PROBLEMS = [Problem(f"p{i}", f"{i}+{i + 1}*3?", str(i)) for i in range(6)]
 CONFIG = SamplingConfig(n_samples=4, max_new_tokens=12, batch_size=5)
 
