@@ -383,7 +383,7 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _exchange(to: Path) -> None:
-    """Replace the analysis by the finished update. If a kill interrupted this, it is completed."""
+    """Replace the analysis by the finished update. Completes an exchange that a kill interrupted."""
     new, old = to / _NEXT, to / _OLD
     if (new / _READY).is_file():
         old.mkdir(exist_ok=True)

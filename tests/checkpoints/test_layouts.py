@@ -148,3 +148,12 @@ def test_a_model_beside_its_own_shards_is_a_model(tmp_path: Path) -> None:
     files = {"checkpoint-10": MODEL, "checkpoint-10/global_step10": ("mp_rank_00_model_states.pt",)}
     assert step_folders(laid_out(tmp_path, files) / "checkpoint-10") == []
     assert [each.step for each in step_folders(tmp_path)] == [10]
+
+
+def test_numbered_runs_are_no_steps(tmp_path: Path) -> None:
+    files = {"1": MODEL, "1/checkpoint-8": MODEL, "2": MODEL, "2/checkpoint-8": MODEL, "3": MODEL}
+    found = [(each.run.name, each.step) for each in step_folders(laid_out(tmp_path, files))]
+    assert found == [("1", 8), ("2", 8)]
+    assert [each.step for each in step_folders(tmp_path / "1")] == [8]
+    assert step_of(tmp_path / "3") is None
+    assert [each.step for each in step_folders(laid_out(tmp_path / "checkpoint-1", {"checkpoint-50": MODEL}))] == [50]

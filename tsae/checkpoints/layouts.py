@@ -37,7 +37,9 @@ _STEP = [re.compile(name) for name in _NAMES]
 _FROM_ZERO = (3, 4)
 """Patterns of names that count from 0 what is done when the folder is written: their step is one more."""
 _BARE = len(_NAMES) - 1
-"""The pattern of a number alone, which is a step only where the model lies in that very folder."""
+"""The pattern of a number alone. Runs may be numbered, too. So it is a step only in a folder of one of these names, and
+only with the model directly in it."""
+_OF_STEPS = ("checkpoints", "intermediate", "hf")
 _NOT_THE_POLICY = ("critic", "_critic", "critic_train", "reward_model", "broadcasts")
 """Folders beside a run's checkpoints with models that are not the trained policy (OpenRLHF, AReaL, ROLL), or what
 prime-rl sends to its inference servers."""
@@ -93,7 +95,8 @@ def step_of(path: Path) -> tuple[int, Path] | None:
         parts = Path(place).parts
         if path.parts[len(path.parts) - len(parts) :] == parts:
             folder = Path(*path.parts[: len(path.parts) - len(parts)])
-            if (number := _number(folder.name)) and (number[0] < _BARE or not place):
+            number = _number(folder.name)
+            if number and (number[0] < _BARE or (not place and folder.parent.name in _OF_STEPS)):
                 return number[1], folder.parent
     return None
 
@@ -101,10 +104,10 @@ def step_of(path: Path) -> tuple[int, Path] | None:
 def step_folders(path: Path) -> list[StepFolder]:
     """The checkpoints of the run, or the runs, in a folder: resolved, by run and step. Or the folder's own model."""
     path = path.resolve()
-    if number := _number(path.name):
+    if (number := _number(path.name)) and number[0] < _BARE:
         if _has_weights(path):  # beside it may lie shards of the same model
             return []
-        if not _is_model(path) and _is_checkpoint(path):
+        if not _is_model(path) and _holds(path):
             return [_model_in(path.parent, number[1], path)]
     runs = {run.resolve(): run for run in _runs(path, _DEEPEST)}  # a run that a link names, too, is one
     return sorted(found for run in runs for found in _of_run(run))
@@ -176,7 +179,7 @@ def _is_checkpoint(folder: Path) -> bool:
     """Whether a numbered folder is a checkpoint; one of transformers is even before anything is written into it."""
     number = _number(folder.name)
     if number is not None and number[0] == _BARE:
-        return _is_model(folder)
+        return folder.parent.name in _OF_STEPS and _is_model(folder)
     return number is not None and (number[0] == 0 or _holds(folder))
 
 
