@@ -31,8 +31,6 @@ RECORDS = ROOT / "data" / "claims" / "runs.jsonl.gz"
 PREDICTIONS = ROOT / "data" / "claims" / "predictions.json"
 OF_LLM = ROOT / "data" / "llm" / "results.json"
 DOC = ROOT / "docs" / "claims.md"
-PREDICTED_IN = "84b694c"
-"""Commit of the predictions and of how each claim is measured."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,15 +99,15 @@ def write(records: Records, judgements: Mapping[str, Judgement]) -> None:
     """The tables of the page, between its marker lines."""
     predictions = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
     llm = json.loads(OF_LLM.read_text(encoding="utf-8"))["claims"] if OF_LLM.is_file() else {}
-    head, lines = ["", "claim", "prediction", "result", "verdict", "on SmolLM2"], []
+    head, lines = ["", "claim", "predicted", "result", "verdict", "on SmolLM2"], []
     for key, judgement in judgements.items():
-        claim, expected = judgement.claim, predictions[key]
+        claim = judgement.claim
         source = f"arXiv {claim.source}" if claim.source[0].isdigit() else claim.source
         said = f"**{claim.title}.** {claim.sentence} ({source})"
-        foreseen = f"{expected['verdict']}. {expected['expected']} ({expected.get('commit', PREDICTED_IN)})"
         result = "<br>".join(f"{part.statement} {shown(part)}" for part in judgement.parts)
         result += f"<br>*{judgement.caveat}*" if judgement.caveat else ""
-        lines.append([f"**{key}**", said, foreseen, result, judgement.verdict, llm.get(key, {}).get("verdict", "–")])
+        of_llm = llm.get(key, {}).get("verdict", "–")
+        lines.append([f"**{key}**", said, predictions[key]["verdict"], result, judgement.verdict, of_llm])
     fill(DOC, "claims", markdown(head, lines))
     fill(DOC, "dictionaries", dictionary_table(records))
 
