@@ -23,7 +23,7 @@ from tsae.attribution.find_settings import bases_in_settings, find_settings, rea
 from tsae.base.files import as_path
 from tsae.base.untrusted import one_line
 from tsae.checkpoints.loading import Checkpoint
-from tsae.checkpoints.series import CheckpointSeries, folders_of_run, named_bases, step_folders
+from tsae.checkpoints.series import CheckpointSeries, folders_of_run, named_bases
 from tsae.checkpoints.sites import Site, check_sites
 from tsae.checkpoints.weight_files import (
     config_of,
@@ -32,7 +32,6 @@ from tsae.checkpoints.weight_files import (
     is_adapter,
     is_gguf,
     is_hub_id,
-    unfinished,
     weights_of,
 )
 from tsae.config import RunConfig
@@ -41,7 +40,7 @@ from tsae.rollouts.band_source import bands_from, read_source
 from tsae.rollouts.bands import band_counts, kind_of_bands
 from tsae.rollouts.config import BandCutoffs, ImportConfig
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs.entry import Entry, some_of
+from tsae.rollouts.logs.entry import Entry
 from tsae.rollouts.logs.log_files import NoLog, find_files
 from tsae.rollouts.logs.outcome_rules import with_outcome
 from tsae.rollouts.logs.tokens import shown_prompt
@@ -65,11 +64,11 @@ State = Literal["ok", "note", "missing"]
 """`tsae run` refuses what is missing; of a note it says on the page what is then left out or less sure."""
 
 
-class OneCheckpoint(TsaeError):
-    """There is nothing to compare a checkpoint with."""
+class NoBase(TsaeError):
+    """There is nothing to compare the checkpoints with."""
 
     def __init__(self, what: str, series: CheckpointSeries, path: Path) -> None:
-        super().__init__(what, where=path, fix="Give that model (--base).")
+        super().__init__(what, where=path, fix="Give the model that training started from (--base).")
         self.series = series
 
 
@@ -111,7 +110,7 @@ class _Log(NamedTuple):
 def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tuple[CheckpointSeries, str]:
     """The checkpoints of a run, and a few words on which model is the base and what names it.
 
-    Checkpoints that are not complete are left out, and the series notes it. Fetches and merges no weights.
+    Fetches and merges no weights.
 
     Args:
         config: of the run.
@@ -121,19 +120,9 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
         TsaeError: where there are no checkpoints, the base is missing, or nothing can be compared with it.
     """
     path = config.path
-    complete, partial = _complete_and_not(path, without)
-    some = [f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items()]
-    told = some_of(some, 3)
-    notes = (f"left out, as not complete: {told}.",) if told else ()
-    fix = (
-        "Wait, if one is being written. Else export one in Hugging Face's format, as safetensors (shards of Megatron: "
-        "python -m verl.model_merger merge --backend megatron, or the trainer's own script)."
-    )
-    refuse(path, (told and not complete, f"no checkpoint is complete: {told}", fix))
 
     def loaded(*sources: str | Path) -> CheckpointSeries:
-        series = CheckpointSeries.load(*sources, path, without=without | partial.keys())
-        return replace(series, notes=(*notes, *series.notes))
+        return CheckpointSeries.load(*sources, path, without=without)
 
     if config.base is not None:
         series = loaded(config.base)
@@ -145,7 +134,7 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
             _check_base(found.base)
         except TsaeError as error:
             what = f"names {found.base.path} as its base, which cannot be used: {error}"
-            raise TsaeError(what, where=path, fix="Give the model that training started from (--base).") from error
+            raise NoBase(what, found, path) from error
         return _comparable(found, path), f"the base is {found.base.path}"
     for name, by in _named(found, path):
         try:
@@ -158,17 +147,6 @@ def find_series(config: RunConfig, without: frozenset[Path] = frozenset()) -> tu
     others = "".join(f"; {one}" for one in refused[:2])
     origin = f"{found.base.id} stands in for the base, which is not there{others} (--base)"
     return _comparable(found, path, others), origin
-
-
-def complete_checkpoints(run: Path) -> list[Path]:
-    """Folders of the checkpoints in a run's folder that can be read."""
-    return _complete_and_not(run)[0]
-
-
-def _complete_and_not(run: Path, without: frozenset[Path] = frozenset()) -> tuple[list[Path], dict[Path, str]]:
-    folders = [folder for folder in (step_folders(run) if run.is_dir() else []) if folder not in without]
-    partial = unfinished(folders, state=False)
-    return [folder for folder in folders if folder not in partial], partial
 
 
 def _check_base(checkpoint: Checkpoint) -> None:
@@ -196,7 +174,7 @@ def _named(series: CheckpointSeries, run: Path) -> Iterator[tuple[str, str]]:
 def _comparable(series: CheckpointSeries, path: Path, told: str = "") -> CheckpointSeries:
     if len(series) < 2:
         why = told.removeprefix("; ") or "nothing says which model training started from"
-        raise OneCheckpoint(f"holds one checkpoint, and {why}", series, path)
+        raise NoBase(f"holds one checkpoint, and {why}", series, path)
     return series
 
 
@@ -251,11 +229,11 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     series, log = None, None
     try:
         series, origin = find_series(config)
-    except OneCheckpoint as error:
+    except NoBase as error:
         series = error.series
         yield Finding("base", "missing", error.what, _BASE, error)
         told = [note.rstrip(".") for note in series.notes if "stands in" not in note]
-        yield Finding("checkpoints", "ok", "; ".join([series.base.path, *told]))
+        yield Finding("checkpoints", "ok", "; ".join([_steps(series) or series.base.path, *told]))
     except TsaeError as error:
         yield _missing("checkpoints", error)
     else:

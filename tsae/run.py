@@ -32,11 +32,11 @@ from tsae.base.mirror import local, removed
 from tsae.base.part import digest_of
 from tsae.causal.findings import Tested, causal_tests
 from tsae.causal.intervention import folders_of_tests
-from tsae.checkpoints.series import CheckpointSeries
+from tsae.checkpoints.series import CheckpointSeries, complete_checkpoints
 from tsae.config import RunConfig
 from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.doctor import check, complete_checkpoints, find_run_log, find_series
+from tsae.doctor import check, find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
@@ -63,6 +63,8 @@ from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord, Stage, StageLines, carry_out, read_run
 
+_LOOKS = 3
+"""At a run whose checkpoints are removed while they are read."""
 _FIRINGS = 1000
 """Times that a latent fires in one pass over the store, on average. Rarer ones are hardly learned or compared."""
 _SAMPLING = "sampling"
@@ -109,14 +111,16 @@ def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str]
 
 def analyze_checked(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
     """Analyse a run after `tsae.doctor.check`. A checkpoint that goes meanwhile is left out, and a line says so."""
+    looks = 0
     while True:
+        looks += 1
         before = complete_checkpoints(config.path)
         try:
             return analyze_state(config, None, progress=progress, say=say)
         except (TsaeError, OSError) as error:
             there = complete_checkpoints(config.path)
             gone = [os.path.relpath(folder, config.path.resolve()) for folder in before if folder not in there]
-            if not gone:
+            if not gone or looks == _LOOKS:
                 raise
             why = "a trainer with save_total_limit keeps its last checkpoints only"
             what = f"looking again: {', '.join(gone)} was removed or changed while it was read ({why}): {error}"

@@ -31,7 +31,7 @@ from tsae.checkpoints.series import CheckpointSeries, step_folders
 from tsae.checkpoints.weight_files import unfinished
 from tsae.config import RunConfig, WatchConfig
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.doctor import OneCheckpoint, check_device, check_options, find_run_log, find_series
+from tsae.doctor import NoBase, check_device, check_options, find_run_log, find_series
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.story.facts import stand_in
@@ -209,7 +209,7 @@ class _Watch:
         sizes = {file.path: sizes[file.path] for file in of_log}
         try:
             state = self._state(log, frozenset(partial), sizes, before)
-        except OneCheckpoint as error:
+        except NoBase as error:
             why = f"{error.what}; the next checkpoint can be compared with it, or give its model (--base)"
             raise _Wait(why) from error
         same = before is not None and all(sorted(before[n]) == sorted(state.facts[n]) for n in ("series", "log"))

@@ -15,7 +15,7 @@ from support.cli import run
 from support.servers import hub_here
 from tsae import testbed
 from tsae.config import RunConfig
-from tsae.doctor import Finding, OneCheckpoint, check, examine, find_series
+from tsae.doctor import Finding, NoBase, check, examine, find_series
 from tsae.errors import TsaeError
 from tsae.watching import watch
 
@@ -121,7 +121,7 @@ def test_the_base_that_a_trainers_own_files_name(trainer: str, tmp_path: Path, m
     assert f"; {place} names " in origin
     assert "start as the base, which cannot be used (there is no such folder)" in origin
     shutil.rmtree(tmp_path / "run" / folder.format(9))
-    with pytest.raises(OneCheckpoint, match=f"holds one checkpoint, and {place} names .*start as the base, which"):
+    with pytest.raises(NoBase, match=f"holds one checkpoint, and {place} names .*start as the base, which"):
         find_series(RunConfig(Path("run")))
 
 

@@ -441,9 +441,9 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     refuses("leaves the folder", lambda: CheckpointSeries.load(save_series(tmp_path / "inside", [BASE])))
 
 
-def test_trainer_folders_are_understood(tmp_path: Path) -> None:
+def test_trainer_folders_are_understood(llama: Path, tmp_path: Path) -> None:
     for step in (100, 20, 3):
-        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+        shutil.copytree(llama, tmp_path / "out" / f"checkpoint-{step}")
     (tmp_path / "out" / "completions").mkdir()
     found = CheckpointSeries.load(tmp_path / "out")
     assert [(c.id, c.run, c.step) for c in found] == [
@@ -456,12 +456,25 @@ def test_trainer_folders_are_understood(tmp_path: Path) -> None:
     assert named.base.path == "org/model"
     assert len(named) == 4
     assert named.notes == ()
+    # One that is not all there is left out. Of a run without any other, the model above it counts.
+    weights = tmp_path / "out" / "checkpoint-100" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    found = CheckpointSeries.load("org/model", tmp_path / "out")
+    assert [c.step for c in found] == [0, 3, 20]
+    assert found.notes == ("left out, as not complete: checkpoint-100 (model.safetensors is not all there).",)
+    for step in (20, 3):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
+    refuses(r"no checkpoint is complete: checkpoint-100 \(model\.saf", CheckpointSeries.load, tmp_path / "out")
+    shutil.copytree(llama, tmp_path / "out", dirs_exist_ok=True)
+    found = CheckpointSeries.load("org/model", tmp_path / "out")
+    assert [(c.run, c.path) for c in found] == [(None, "org/model"), ("out", str((tmp_path / "out").resolve()))]
+    assert "none of its checkpoints can be read: checkpoint-100 (model.safe" in found.notes[0]
 
 
-def test_folders_of_several_runs_are_understood(tmp_path: Path) -> None:
+def test_folders_of_several_runs_are_understood(llama: Path, tmp_path: Path) -> None:
     for run in ("easy", "hard"):
         for step in (0, 10):
-            (tmp_path / run / f"checkpoint-{step}").mkdir(parents=True)
+            shutil.copytree(llama, tmp_path / run / f"checkpoint-{step}")
     found = CheckpointSeries.load(tmp_path)
     assert found.base.step == 0
     assert found.runs[-1] == "hard"

@@ -169,10 +169,17 @@ def test_adapters_that_cannot_be_put_on_a_base(
     refuses(message, CheckpointSeries.load, adapter)
 
 
-def test_a_folder_with_an_adapter_and_a_model_is_refused(adapters: Path, tmp_path: Path) -> None:
-    both = Path(shutil.copytree(adapters / "base", tmp_path / "both"))
-    shutil.copy(adapters / "out" / "checkpoint-5" / "adapter_config.json", both)
+def test_a_folder_with_an_adapter_and_a_model_is_refused_unless_it_is_torchtunes(
+    adapters: Path, tmp_path: Path
+) -> None:
+    both = Path(shutil.copytree(adapters / "base", tmp_path / "epoch_0"))
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapters / "out" / "checkpoint-5" / file, both)
     refuses("holds both an adapter", CheckpointSeries.load, both)
+    (both / "adapter_model.pt").write_bytes(b"")
+    found = CheckpointSeries.load(tmp_path)
+    assert [(Path(c.path).name, c.step) for c in found] == [("base", 0), ("epoch_0", 1)]
+    assert any("lora_A" in name for name in found.checkpoints[1].load_model().state_dict())
 
 
 def test_an_adapter_has_its_own_tokenizer_or_its_bases(adapters: Path, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ LAYOUTS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, list[int]]]] = {
         {"trial0/default": [1, 2]},
     ),
     "torchtune": ({"epoch_0": MODEL, "epoch_1": MODEL}, {"": [1, 2]}),
+    "torchtune, LoRA merged": ({f"epoch_{n}": (*MODEL, *ADAPTER, "adapter_model.pt") for n in (0, 1)}, {"": [1, 2]}),
     "slime": ({f"hf/rollout_{n}": MODEL for n in (0, 1)}, {"hf": [1, 2]}),
     "slime, by number": (
         {"hf/49": MODEL, "hf/99": MODEL, "iter_0000050": ("__0_0.distcp",), "rollouts/3": ()}, {"hf": [49, 99]},
@@ -89,6 +90,10 @@ LAYOUTS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, list[int]]]] = {
         {"": [50]},
     ),
     "numbered folders": ({"iter_0000050": MODEL, "iter_0000100": MODEL, "log_3": ()}, {"": [50, 100]}),
+    "named models": (
+        {"Qwen3-4B-RL-step-50": MODEL, "Qwen3-4B-RL-step-100": MODEL, "SmolLM_checkpoint_5": MODEL, "log-step-9": ()},
+        {"Qwen3-4B-RL": [50, 100], "SmolLM": [5]},
+    ),
     "epochs beside steps": ({"checkpoint-50": MODEL, "epoch_1": MODEL}, {"": [50]}),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from support.cli import run
+from support.servers import hub_here
 from tsae.errors import TsaeError
 from tsae.rollouts.band_source import asked_problems, bands_from, read_source
 from tsae.rollouts.bands import bands_label, found_how, of_steps
@@ -201,6 +202,9 @@ def test_a_file_at_a_url(rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("TSAE_CACHE", str(tmp_path / "cache"))
     lines = "".join(json.dumps({"id": f"p{i}", "rate": rate}) + "\n" for i, rate in enumerate(rates()))
     fsspec.filesystem("memory").pipe_file("/data/set.jsonl", lines.encode())
-    found = rollouts.with_source(BandSource(difficulty="memory://data/set.jsonl", difficulty_column="rate"))
-    assert found.info["bands"]["source"]["file"] == "set.jsonl"
-    assert problem_bands(found.frame).value_counts().to_dict() == {"easy": 10, "medium": 10, "hard": 10}
+    with hub_here(monkeypatch, tmp_path / "hub") as hub:
+        hub.repositories["datasets/org/rates"] = {"data/set.jsonl": lines.encode()}
+        for url in ("memory://data/set.jsonl", "hf://datasets/org/rates/data/set.jsonl"):
+            found = rollouts.with_source(BandSource(difficulty=url, difficulty_column="rate"))
+            assert found.info["bands"]["source"]["file"] == "set.jsonl"
+            assert problem_bands(found.frame).value_counts().to_dict() == {"easy": 10, "medium": 10, "hard": 10}

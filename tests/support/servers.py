@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -170,8 +170,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return self.answer({**told, "private": False, "tags": [], "downloads": 0, "likes": 0})
             if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(refs|commits)(?:/main)?", path):
                 return self.answer(hub.listed[found[1]][found[2]])
-            if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-                repository, file = f"models/{found[1]}", found[3]
+            if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+                repository, file = f"{found[1] or 'models/'}{found[2]}", found[4]
                 data = hub.repositories.get(repository, {}).get(file)
                 if data is None:
                     code = "EntryNotFound" if repository in hub.repositories else "RepoNotFound"
@@ -191,6 +191,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             path, body = unquote(urlsplit(self.path).path), self.body()
             hub.tokens.add(self.headers.get("Authorization"))
+            if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/paths-info/[^/]+", path):
+                files = hub.repositories.get(f"{found[1]}/{found[2]}", {})
+                wanted = parse_qs(body.decode())["paths"]
+                return self.answer([_entry(name, files[name]) for name in wanted if name in files])
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 return self.answer({"error": "Invalid username or password."}, 401)
             if path == "/api/validate-yaml":

@@ -29,6 +29,8 @@ _NAMES = (
     # AReaL; slime's rollout_49; torchtune's epoch_0
     r"epoch\d+epochstep\d+globalstep(\d{1,18})",
     r"(?:rollout|epoch)[-_]?(\d{1,18})",
+    # MODEL-step-50, as people name what they keep: MODEL is the run
+    r".+[-_](?:step|checkpoint|ckpt)[-_]?(\d{1,18})(?:[-_]hf)?",
     # ART, PipelineRL: 0001
     r"(\d{1,18})",
 )
@@ -36,9 +38,9 @@ _NAMES = (
 _STEP = [re.compile(name) for name in _NAMES]
 _FROM_ZERO = (3, 4)
 """Patterns of names that count from 0 what is done when the folder is written: their step is one more."""
-_BARE = len(_NAMES) - 1
-"""The pattern of a number alone. Runs may be numbered, too. So it is a step only in a folder of one of these names, and
-only with the model directly in it."""
+_NAMED, _BARE = len(_NAMES) - 2, len(_NAMES) - 1
+"""The pattern with the run's name in it, and that of a number alone; the model is directly in such a folder. Runs may
+be numbered, too, so a number alone is a step only in a folder of one of these names."""
 _OF_STEPS = ("checkpoints", "intermediate", "hf")
 _NOT_THE_POLICY = ("critic", "_critic", "critic_train", "reward_model", "broadcasts")
 """Folders beside a run's checkpoints with models that are not the trained policy (OpenRLHF, AReaL, ROLL), or what
@@ -81,7 +83,7 @@ class StepFolder(NamedTuple):
     """A checkpoint of a run."""
 
     run: Path
-    """The folder that holds the run's step folders."""
+    """The folder that holds the run's step folders; see `_run_of`."""
     step: int
     model: Path
     """Where its model lies, complete or not."""
@@ -96,16 +98,16 @@ def step_of(path: Path) -> tuple[int, Path] | None:
         if path.parts[len(path.parts) - len(parts) :] == parts:
             folder = Path(*path.parts[: len(path.parts) - len(parts)])
             number = _number(folder.name)
-            if number and (number[0] < _BARE or (not place and folder.parent.name in _OF_STEPS)):
-                return number[1], folder.parent
+            if number and (number[0] < _NAMED or (not place and _is_named_step(folder, number[0]))):
+                return number[1], _run_of(folder, number[0])
     return None
 
 
 def step_folders(path: Path) -> list[StepFolder]:
     """The checkpoints of the run, or the runs, in a folder: resolved, by run and step. Or the folder's own model."""
     path = path.resolve()
-    if (number := _number(path.name)) and number[0] < _BARE:
-        if _has_weights(path):  # beside it may lie shards of the same model
+    if (number := _number(path.name)) and number[0] < _NAMED:
+        if has_weights(path):  # beside it may lie shards of the same model
             return []
         if not _is_model(path) and _holds(path):
             return [_model_in(path.parent, number[1], path)]
@@ -135,6 +137,16 @@ def _number(name: str) -> tuple[int, int] | None:
         if match := pattern.fullmatch(name):
             return rank, int(match[1]) + (rank in _FROM_ZERO)
     return None
+
+
+def _is_named_step(folder: Path, rank: int) -> bool:
+    return rank == _NAMED or (rank == _BARE and folder.parent.name in _OF_STEPS)
+
+
+def _run_of(folder: Path, rank: int) -> Path:
+    """The folder that holds a run's step folders; where their names have the run's, one of that name in it."""
+    name = re.sub(r"[-_](?:step|checkpoint|ckpt)[-_]?\d+(?:[-_]hf)?$", "", folder.name)
+    return folder.parent / name if rank == _NAMED else folder.parent
 
 
 def _subfolders(path: Path) -> list[Path]:
@@ -170,20 +182,21 @@ def _numbered(run: Path) -> list[tuple[tuple[int, int], Path]]:
 def _of_run(run: Path) -> list[StepFolder]:
     numbered = _numbered(run)
     first = min((rank for (rank, _), _ in numbered), default=0)
-    found = [_model_in(run, step, sub) for (rank, step), sub in numbered if rank == first]
-    whole = {folder.step for folder in found if folder.shards is None}
-    return [folder for folder in found if folder.shards is None or folder.step not in whole]
+    found = [_model_in(_run_of(sub, rank), step, sub) for (rank, step), sub in numbered if rank == first]
+    whole = {folder[:2] for folder in found if folder.shards is None}
+    return [folder for folder in found if folder.shards is None or folder[:2] not in whole]
 
 
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a numbered folder is a checkpoint; one of transformers is even before anything is written into it."""
     number = _number(folder.name)
-    if number is not None and number[0] == _BARE:
-        return folder.parent.name in _OF_STEPS and _is_model(folder)
+    if number is not None and number[0] >= _NAMED:
+        return _is_named_step(folder, number[0]) and _is_model(folder)
     return number is not None and (number[0] == 0 or _holds(folder))
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a model or an adapter with weights, complete or not."""
     return _is_model(folder) and any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
 
 
@@ -194,7 +207,7 @@ def _holds(folder: Path) -> bool:
 def _model_in(run: Path, step: int, folder: Path) -> StepFolder:
     models = [folder / place for place in _PLACES if _is_model(folder / place)]
     for model in models:
-        if _has_weights(model):
+        if has_weights(model):
             return StepFolder(run, step, model, None)
     if fsdp_shards(folder / "actor"):
         return StepFolder(run, step, folder / "actor", None)

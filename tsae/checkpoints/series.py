@@ -43,6 +43,7 @@ from tsae.checkpoints.weight_files import (
     is_gguf,
     is_hub_id,
     quantisation,
+    unfinished,
     vocabulary_size,
 )
 from tsae.errors import TsaeError, refuse
@@ -153,7 +154,7 @@ class CheckpointSeries:
                 ids (``org/model@revision/subfolder``), see `tsae.checkpoints.series`. The first of several is the
                 base. Otherwise the base is the model that adapters name, or ``checkpoint-0``, or the earliest
                 checkpoint, and `notes` says so.
-            without: folders of checkpoints that are left out, resolved; such as those that are being written.
+            without: folders of checkpoints that are left out, resolved, besides those that are not complete.
 
         Raises:
             TsaeError: where nothing is found, a path leaves its folder, an adapter is of another base, or there is
@@ -298,17 +299,31 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
     folders = layouts.step_folders(path) if path.is_dir() else []
     is_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if folders:
+        complete, partial = _complete_and_not(folders, without)
+        some = [f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items()]
+        left_out = "".join(f", {one}" for one in [*some[:3], *["…"] * (len(some) > 3)]).removeprefix(", ")
+        if is_model and not complete and layouts.has_weights(path):
+            why = left_out or f"their weights are {folders[-1].shards}"
+            notes.append(f"the series is the model in {path} itself, as none of its checkpoints can be read: {why}.")
+            return [_unnamed(path.resolve())]
+        layouts.refuse_shards(path, folders)
+        fix = (
+            "Wait, if one is being written. Else export one in Hugging Face's format, as safetensors (shards of "
+            "Megatron: python -m verl.model_merger merge --backend megatron, or the trainer's own script)."
+        )
+        refuse(path, (not complete, f"no checkpoint is complete: {left_out or 'all are being written'}", fix))
+        if left_out:
+            notes.append(f"left out, as not complete: {left_out}.")
         if is_model:
             notes.append(f"the model in {path} itself is left out: its checkpoints are the series.")
-        layouts.refuse_shards(path, folders)
         for run in dict.fromkeys(folder.run for folder in folders):
-            if others := layouts.named_otherwise(run):
+            if run.is_dir() and (others := layouts.named_otherwise(run)):
                 shown = f"{', '.join(others[:3])}{', …' * (len(others) > 3)}"
                 notes.append(f"left out, as the steps of {run.name} are counted by other folders: {shown}.")
         if shards := [folder for folder in folders if folder.shards]:
             steps = ", ".join(str(folder.step) for folder in shards)
             notes.append(f"left out, as their weights are {shards[0].shards}: steps {steps} of {shards[0].run.name}.")
-        return [_unnamed(folder.model) for folder in folders if not folder.shards and folder.model not in without]
+        return [_unnamed(folder) for folder in complete]
     if is_model or is_gguf(path):
         return [_unnamed(path.resolve())]
     hub = _HUB.fullmatch(source)
@@ -324,6 +339,19 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
 def step_folders(path: Path) -> list[Path]:
     """Where the checkpoints of a trainer's folder lie, or of the runs in it; resolved, by run and step."""
     return [folder.model for folder in layouts.step_folders(path) if folder.shards is None]
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Folders of the checkpoints in a run's folder that can be read."""
+    return _complete_and_not(layouts.step_folders(run) if run.is_dir() else [], ())[0]
+
+
+def _complete_and_not(
+    folders: Sequence[layouts.StepFolder], without: Collection[Path]
+) -> tuple[list[Path], dict[Path, str]]:
+    models = [folder.model for folder in folders if folder.shards is None and folder.model not in without]
+    partial = unfinished(models, state=False)
+    return [model for model in models if model not in partial], partial
 
 
 def _unnamed(path: str | Path, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
@@ -363,6 +391,8 @@ def _place(checkpoint: Checkpoint) -> _Place:
     path = path / (checkpoint.revision or "").replace("/", "-") / (checkpoint.subfolder or "")
     found = layouts.step_of(path)
     step, run = found or (None, path)
+    if checkpoint.revision and run.name not in path.parts:  # the name before a revision's step is not a run's
+        run = run.parent
     if found is None and checkpoint.revision and checkpoint.step:  # which the revision alone does not say
         step, run = checkpoint.step, Path(checkpoint.path) / (checkpoint.subfolder or "")
     return _Place(run.parts[1:] if run.is_absolute() else run.parts, step)

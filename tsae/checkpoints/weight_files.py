@@ -54,13 +54,16 @@ def is_hub_id(path: str) -> bool:
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds a PEFT adapter instead of a whole model; False for anything but a folder.
 
+    torchtune writes an adapter also for itself (adapter_model.pt), and the model that it is merged into beside it.
+
     Raises:
-        TsaeError: where it holds both.
+        TsaeError: where it holds a whole model too, and nothing says that this is the adapter merged.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         return False
     what = f"holds both an adapter ({ADAPTER_CONFIG}) and the weights of a whole model"
-    refuse(folder, (any(folder.glob("model*.safetensors")), what, "Keep one of them in this folder."))
+    both = any(folder.glob("model*.safetensors")) and not (folder / "adapter_model.pt").is_file()
+    refuse(folder, (both, what, "Keep one of them in this folder."))
     return True
 
 
