@@ -6,11 +6,17 @@ imported in `execute`, so that --help takes half a second.
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
+import re
+import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -25,7 +31,7 @@ from tsae.base.usual_state import usual_state
 from tsae.commands.activations import Capture, StoreCommand
 from tsae.commands.causes import Attribute, Causal, Influence
 from tsae.commands.diff import Diff, Drift, Explain, Reinforcement
-from tsae.commands.helptext import WrappedOutput, join_lines
+from tsae.commands.helptext import WrappedOutput, daily_options, join_lines, subcommands
 from tsae.commands.outputs import check_outputs, output
 from tsae.commands.report import Export, Push, Report, Serve
 from tsae.commands.rl import CreditCommand, Reformulate
@@ -53,49 +59,131 @@ class Completion:
     """The shell that the script is for."""
 
 
-_COMMANDS: dict[str, type] = {
-    # whole runs
-    "demo": Demo, "doctor": Doctor, "run": Run, "watch": Watch, "claims": Claims, "serve": Serve, "verify": Verify,
-    # the stages, in their order
-    "rollouts": RolloutsCommand, "capture": Capture, "store": StoreCommand, "train": Train, "evaluate": Evaluate,
-    "encode": Encode, "diff": Diff, "report": Report,
-    # further questions
-    "attribute": Attribute, "causal": Causal, "explain": Explain, "reinforcement": Reinforcement,
-    "influence": Influence, "crosscoder": Crosscoder, "drift": Drift,
-    # results for other tools, and for training
-    "export": Export, "push": Push, "reformulate": Reformulate, "credit": CreditCommand, "completion": Completion,
+_GROUPS: dict[str, dict[str, type]] = {
+    "A run": {
+        "demo": Demo, "doctor": Doctor, "run": Run, "watch": Watch, "report": Report, "serve": Serve,
+        "attribute": Attribute, "claims": Claims, "verify": Verify,
+    },
+    "Its stages alone, in their order; each reads what the one before wrote": {
+        "rollouts": RolloutsCommand, "capture": Capture, "store": StoreCommand, "train": Train, "evaluate": Evaluate,
+        "encode": Encode, "diff": Diff,
+    },
+    "Further questions": {
+        "causal": Causal, "explain": Explain, "reinforcement": Reinforcement, "influence": Influence,
+        "crosscoder": Crosscoder, "drift": Drift,
+    },
+    "Results for other tools, and for training": {
+        "export": Export, "push": Push, "reformulate": Reformulate, "credit": CreditCommand, "completion": Completion,
+    },
 }  # fmt: skip
-
-
-def _union(*, brief: bool) -> Any:
-    """The type that tyro parses: one of the commands. A brief one describes each by its first paragraph."""
-    kinds = []
-    for name, kind in _COMMANDS.items():
-        first = (kind.__doc__ or "").partition("\n\n")[0] if brief else None
-        kinds.append(Annotated[kind, subcommand(name, prefix_name=False, description=first)])
-    return Union[tuple(kinds)]  # noqa: UP007
-
-
-Command = _union(brief=False)
+"""The commands as `tsae --help` shows them."""
+_COMMANDS = {name: kind for group in _GROUPS.values() for name, kind in group.items()}
+Command: Any = Union[  # noqa: UP007
+    tuple(Annotated[kind, subcommand(name, prefix_name=False)] for name, kind in _COMMANDS.items())
+]
 
 
 def parse(args: Sequence[str]) -> Any:
     """The options of the command that arguments name.
 
     Raises:
-        SystemExit: after --help (0), and for options that do not parse (2).
-        TsaeError: where a config refuses its values.
+        SystemExit: after --help.
+        TsaeError: for a command or options that do not parse, and where a config refuses its values.
     """
-    helping = "-h" in args or "--help" in args
-    if helping or list(args[:1]) == ["completion"]:
+    words = ["--help" if word == "--help-all" else word for word in args]
+    helping = "-h" in words or "--help" in words
+    path, kind = _command(words)
+    if helping and kind is None:
+        _print_help()
+    if helping or path == ["completion"]:
         join_lines(Command)
     given: dict[str, Any] = {}
-    if list(args[:1]) == ["train"] and any(text.startswith("--start") for text in args):
+    if path == ["train"] and any(text.startswith("--start") for text in args):
         start = start_as_default(args)
         given = {} if start is None else {"default": start}
-    kinds = _union(brief=True) if args[:1] in (["-h"], ["--help"]) else Command
-    with redirect_stdout(WrappedOutput()) if helping else nullcontext():
-        return tyro.cli(kinds, prog="tsae", description=_DESCRIPTION, args=args, **given)
+    hiding = daily_options(kind) if helping and kind is not None and "--help-all" not in args else nullcontext(0)
+    errors = io.StringIO()
+    with hiding as hidden:
+        try:
+            with redirect_stdout(WrappedOutput()) if helping else redirect_stderr(errors):
+                return tyro.cli(Command, prog="tsae", args=words, **given)
+        except SystemExit as ended:
+            if ended.code == 2:
+                raise _mistake(path, words[len(path) :], errors.getvalue()) from None
+            if hidden:
+                print(f"{hidden} more options: tsae {' '.join(path)} --help-all")
+            raise
+
+
+def _command(words: Sequence[str]) -> tuple[list[str], type | None]:
+    """The words that name a command, and its class; None without one.
+
+    Raises:
+        TsaeError: for a name that is not there.
+    """
+    path: list[str] = []
+    kind, known = None, _COMMANDS
+    for word in words:
+        if word.startswith("-") or not known:
+            break
+        if word not in known:
+            what = f"there is no command `{' '.join(['tsae', *path, word])}`"
+            raise TsaeError(what, fix=f"{_near(word, known)}`{' '.join(['tsae', *path])} --help` lists them.")
+        kind = known[word]
+        path.append(word)
+        known = subcommands(kind)
+    return path, kind
+
+
+def _print_help() -> None:
+    """What tsae is, and its commands by group."""
+    width = min(100, shutil.get_terminal_size().columns)
+    print("usage: tsae COMMAND …\n", *(textwrap.fill(text, width) for text in _DESCRIPTION.split("\n\n")), sep="\n")
+    for title, group in _GROUPS.items():
+        print(f"\n{title}")
+        for name, kind in group.items():
+            first = " ".join((kind.__doc__ or "").partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+            print(textwrap.fill(first, width, initial_indent=f"  {name:<15}", subsequent_indent=" " * 17))
+    print("\n`tsae COMMAND --help` explains a command. `tsae --version` prints the version.")
+    raise SystemExit(0)
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    """The question whether the nearest name is meant; empty where none is near."""
+    inner = [name for name in known if name.endswith(f".{word.lstrip('-')}")]
+    near = inner[:1] or get_close_matches(word, known, 1)
+    return f"Did you mean `{near[0]}`? " if near else ""
+
+
+def _mistake(path: Sequence[str], words: Sequence[str], printed: str) -> TsaeError:
+    """What is wrong with the options of a command, in one paragraph.
+
+    Args:
+        path: words that name the command.
+        words: the others.
+        printed: what tyro says.
+    """
+    command, where = " ".join(["tsae", *path]), " ".join(["tsae", *path]) if path else None
+    out = io.StringIO()
+    with redirect_stdout(out), suppress(SystemExit):
+        parse([*path, "--help-all"])
+    known = set(re.findall(r"--[a-z][a-z0-9.-]*", " ".join(re.findall(r"^[│ ] +-.*", out.getvalue(), re.MULTILINE))))
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in known:
+            return TsaeError(f"there is no option {name}", where=where, fix=f"{_near(name, known)}{_lists(command)}")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", printed).splitlines()[1:]
+    told = itertools.takewhile(lambda line: not re.search("For full helptext|Argument helptext", line), lines)
+    shown = [line.strip("│ ") for line in told if re.search(r"\w", line) and not re.match("[│ ] {9}", line)]
+    what = " ".join(shown)  # without the help of options, which stands further in
+    what = what.replace(f"Missing from {command}: ", "missing: ").rstrip(".")
+    if what.startswith("Expected one of {"):
+        return TsaeError("a command is missing", where=where, fix=f"`{command} --help` lists them.")
+    return TsaeError(what[0].lower() + what[1:], where=where, fix=_lists(command))
+
+
+def _lists(command: str) -> str:
+    return f"`{command} --help` lists the options."
 
 
 def run(options: Any, words: Sequence[str] = ()) -> None:
@@ -207,11 +295,8 @@ def _need_working_folder() -> None:
 
 _DESCRIPTION = """What changed inside a language model trained with verifiable rewards, and which samples did that?
 
-`tsae demo` shows it on shipped checkpoints. `tsae doctor` says what a training run lacks, `tsae run` makes every stage
-on its folder, and `tsae watch` on one that is still training. The stages alone, in order: rollouts, capture, train,
-encode, diff, report; each reads what the one before wrote. Further questions to the results: `tsae attribute` finds the
-training samples that did it, `tsae causal` tests what a diff found, `tsae explain` labels features, `tsae claims` tests
-what the literature claims. `tsae verify` checks that results are whole, and names the command that makes them again.
+`tsae demo` shows it on shipped checkpoints. `tsae doctor RUN` says what a training run lacks, `tsae run RUN` analyses
+its folder. The other commands of the first group take the folder that `tsae run` wrote.
 
 Exit status: 0 done; 2 something that you can put right, in one paragraph; 130 interrupted, and the same command
 resumes; 1 anything else, with a traceback. With --json - only JSON goes to standard output."""

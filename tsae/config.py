@@ -10,7 +10,7 @@ from pydantic import Field
 from tyro.conf import OmitArgPrefixes, Positional
 
 from tsae.attribution.config import AttributionConfig, Kind
-from tsae.base.validation import Count, NotNegative, Positive, Seed, UserPath, config
+from tsae.base.validation import Count, Daily, NotNegative, Positive, Seed, UserPath, config
 from tsae.causal.config import CausalConfig
 from tsae.diff.config import DiffConfig
 from tsae.errors import refuse
@@ -28,15 +28,15 @@ class RunConfig:
 
     path: Positional[UserPath]
     """The trainer's output folder: checkpoints (models or LoRA adapters) and its rollout log."""
-    to: UserPath = Path("analysis")
+    to: Daily[UserPath] = Path("analysis")
     """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
     resumed."""
-    base: str | None = None
+    base: Daily[str | None] = None
     """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
     checkpoints' configuration, a model card or the trainer's settings name; else the earliest checkpoint stands in."""
-    log: UserPath | None = None
+    log: Daily[UserPath | None] = None
     """The rollout log; by default the run's folder completions, or else the log in the run's folder."""
-    checkpoints: tuple[str, ...] = ()
+    checkpoints: Daily[tuple[str, ...]] = ()
     """Ids of the readers beside the base; by default the last step of every run."""
     bands_from: UserPath | None = None
     """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), to measure bands on. By default
@@ -48,7 +48,7 @@ class RunConfig:
     """Whose bands are contrasted, if several are known: own, difficulty or level. By default those from elsewhere."""
     site: str | None = None
     """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
-    tokens: Count = 1_000_000
+    tokens: Daily[Count] = 1_000_000
     """Most tokens that each reader reads. From a longer log problems are drawn, as many from every band, with all their
     responses or at least 16. The store then holds about tokens · readers · d_model numbers."""
     sae: UserPath | None = None
@@ -61,7 +61,7 @@ class RunConfig:
     """Latents active per token; by default d_model / 12, at least 4 and at most 20."""
     training_tokens: Count | None = None
     """Tokens to train the SAE on; by default 4 times the store. A small store is read up to 20 times, to reach 1 M."""
-    device: str = "cpu"
+    device: Daily[str] = "cpu"
     """Torch device of capture and training: cpu, cuda, cuda:1, …"""
     seed: Seed = 0
     """Seed of everything random."""
@@ -69,7 +69,7 @@ class RunConfig:
     """How the log is read. Trajectories that do not fit are left out and counted (--skip)."""
     diff: DiffConfig = field(default_factory=DiffConfig)
     """Which contrasts are drawn. The run's seed takes the place of its seed."""
-    attribute: bool = True
+    attribute: Daily[bool] = True
     """Say which samples did that: the run is replayed from its base, its log and the settings that its trainer left.
     Otherwise one sentence names what is missing. Logs of more than --tokens are left out: it takes about ten times as
     long as the training's own updates took, without its sampling."""
@@ -81,13 +81,13 @@ class RunConfig:
     )
     """What is attributed: by default the features that the diff found to move furthest, if it found any. The run's
     device and seed take the place of its own."""
-    sample: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    sample: Daily[Annotated[int, Field(ge=1, le=100_000)] | None] = None
     """Let every reader answer the log's problems so often anew, and compare these responses instead of the log's: what
     the policies do, by band, and pass@k then do not depend on what the log holds. Of a log beyond --tokens, problems
     are drawn."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """Samples instead of this machine (--sample). It serves every reader under its id."""
-    causal: bool = False
+    causal: Daily[bool] = False
     """Also ablate, steer and transplant the features that every run most clearly raised, beside matched controls. Given
     later, this adds them to an analysis that is there."""
     tests: CausalConfig = field(default_factory=CausalConfig)
@@ -121,12 +121,12 @@ class RunConfig:
 class WatchConfig:
     """How a training is followed."""
 
-    every: NotNegative = 60.0
+    every: Daily[NotNegative] = 60.0
     """Seconds from one look at the training's folder to the next."""
-    until: Count | None = None
+    until: Daily[Count | None] = None
     """Stop when this step's checkpoint, or a later one, has been analysed. By default the command runs until it is
     interrupted."""
-    once: bool = False
+    once: Daily[bool] = False
     """Look once, analyse what is new, and stop: for scripts and cron."""
     quiet: NotNegative = 10.0
     """Seconds for which a checkpoint or a file of the log must not have changed to count as complete. Of a file of JSON
@@ -140,7 +140,7 @@ class WatchConfig:
 class DemoConfig:
     """Size and seed of the demo."""
 
-    to: UserPath = Path("demo")
+    to: Daily[UserPath] = Path("demo")
     """Folder for rollouts, activations, SAE, features, diff and report."""
     problems: Annotated[int, Field(ge=1, le=10_000)] = 60
     """Problems of each level (1, 4 to 6, and 10 to 14 operations)."""
@@ -148,11 +148,11 @@ class DemoConfig:
     """Responses per problem and checkpoint."""
     band_samples: Annotated[int, Field(ge=1, le=10_000)] = 24
     """Further responses of the base per problem, to measure bands on."""
-    steps: bool = False
+    steps: Daily[bool] = False
     """Also follow features along steps 25, 50, 100 and 150 of the runs. Takes about a minute more."""
-    attribute: bool = True
+    attribute: Daily[bool] = True
     """Also say which samples did that in a fourth, short run, on problems of all levels. Takes about half a minute."""
-    seed: Seed = 0
+    seed: Daily[Seed] = 0
     """Seed of everything random."""
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
     """Shape of the T-SAE."""

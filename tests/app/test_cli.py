@@ -74,14 +74,14 @@ def shell(pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """What --help prints of every command, in a terminal of 90 columns: wide enough for one column of boxes alone."""
+    """What --help-all prints of every command, in 90 columns: wide enough for one column of boxes alone."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "90")
         for command in [*COMMANDS, ["export"], ["completion"]]:
             out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # boxes are drawn in UTF-8 only
             with redirect_stdout(out), pytest.raises(SystemExit) as stopped:
-                main([*command, "--help"])
+                main([*command, "--help-all"])
             assert stopped.value.code == 0, command
             found[" ".join(command)] = out.buffer.getvalue().decode()
     return found
@@ -110,6 +110,41 @@ def test_help_is_wrapped_for_the_terminal_alone(helps: dict[str, str]) -> None:
                 n_wrapped += 1
                 assert len(f"{line.rstrip()} {following.split()[0]}") > len(line), (command, line, following)
     assert n_wrapped > 100
+
+
+def test_help_shows_what_matters_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def printed(*words: str) -> list[str]:
+        with pytest.raises(SystemExit):
+            main(list(words))
+        return capsys.readouterr().out.splitlines()
+
+    assert all(len(printed(*command, "--help")) < 90 for command in (["capture"], ["train"], ["diff"], ["watch"]))
+    short, whole = printed("run", "--help"), printed("run", "--help-all")
+    assert len(short) <= 60 < len(whole)
+    assert [any("--tokens" in line for line in lines) for lines in (short, whole)] == [True, True]
+    assert [any("--rewards" in line for line in lines) for lines in (short, whole)] == [False, True]
+    assert re.fullmatch(r"\d+ more options: tsae run --help-all", short[-1])
+    assert printed("--help").index("A run") < printed("--help").index("Further questions")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("runn", "there is no command `tsae runn`. Did you mean `run`?"),
+        ("rollouts sampel", "Did you mean `sample`?"),
+        ("rollouts", "tsae rollouts: a command is missing."),
+        ("run x --tokenss 3", "tsae run: there is no option --tokenss. Did you mean `--tokens`?"),
+        ("demo --d-sae 3", "Did you mean `--sae.d-sae`?"),
+        ("encode", "tsae encode: missing: --sae PATH --to PATH."),
+        ("run x --by foo", "Expected one of ('auto', 'own', 'difficulty', 'level')."),
+        ("run x --tokens many", "error parsing --tokens: invalid literal for int() with base 10: 'many'."),
+        ("run x y", "tsae run: unrecognized options: y."),
+    ],
+)
+def test_a_mistyped_command_is_answered_in_one_paragraph(command: str, message: str, shell: Shell) -> None:
+    assert message in shell.fails(command)
 
 
 def test_options_that_errors_name_exist(helps: dict[str, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tsae.base.validation import Count, Size, UserPath, config
+from tsae.base.validation import Count, Daily, Size, UserPath, config
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
 
@@ -34,7 +34,7 @@ class Subset:
 class ReadingConfig:
     """How checkpoints read trajectories."""
 
-    plan: Literal["auto", "paired", "all", "own"] = "auto"
+    plan: Daily[Literal["auto", "paired", "all", "own"]] = "auto"
     """Which reader reads which trajectories. "paired": the base reads all, others the base's and their own; the shift
     decomposition needs that. "all": every reader reads all. "own": every reader reads what it sampled; total shifts
     and dynamics need that. "auto": "paired" where checkpoints of the series sampled the rollouts, else "all"."""
@@ -44,11 +44,11 @@ class ReadingConfig:
     checkpoint reads a sample of the trajectories again."""
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the forward pass; "auto" is that of the checkpoint's file."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Daily[Literal["auto", "float32", "bfloat16", "float16"]] = "auto"
     """Stored precision; "auto" is that of the forward pass."""
     batch_tokens: Count = 16_384
     """Tokens of one forward pass, with padding. A shard that does not fit into memory is read with half as many."""
-    device: str = "cpu"
+    device: Daily[str] = "cpu"
     """Torch device: cpu, cuda, cuda:1, …; "auto" spreads a model that is too large for one over all GPUs, and the CPU
     (accelerate)."""
 
@@ -67,7 +67,7 @@ class CaptureConfig(ReadingConfig):
     steady_shards: bool = False
     """Let shards begin at certain problems, a quarter as large as shard_tokens on average. Then most shards stay what
     they are when trajectories are added or left out, and a later capture can copy them (`tsae watch`)."""
-    token_statistics: bool = False
+    token_statistics: Daily[bool] = False
     """Also store each token's log-probability and the entropy of its prediction, 8 bytes a token. All layers then run,
     and the head on every token: about twice the time of a capture at the middle layer of a 7B model."""
 

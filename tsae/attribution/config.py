@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from tsae.base.validation import Count, Positive, Seed, Size, config
+from tsae.base.validation import Count, Daily, Positive, Seed, Size, config
 from tsae.errors import refuse
 
 Kind = Literal[
@@ -28,16 +28,16 @@ Subject = Literal["features", "outcome", "behaviours"]
 class AttributionConfig:
     """What is attributed, and how much is computed for it."""
 
-    targets: tuple[Subject, ...] = get_args(Subject)
+    targets: Daily[tuple[Subject, ...]] = get_args(Subject)
     """What is attributed: features (needs an SAE); outcome: log-likelihood of right against wrong responses, by band;
     behaviours: the same of responses that show one, such as direct answers, against those that do not."""
     features: tuple[Size, ...] = ()
     """Features by number; by default those that moved most."""
-    n_features: Count = 8
+    n_features: Daily[Count] = 8
     """How many features, where none is named."""
     n_fixed: Annotated[int, Field(ge=2)] = 128
     """Responses over which features and likelihoods are averaged; every checkpoint reads the same."""
-    steps: tuple[Size, Count] | None = None
+    steps: Daily[tuple[Size, Count] | None] = None
     """Only the steps after one checkpoint up to another; by default the whole run. A stretch that does not begin at the
     run's first step needs optimizer.pt beside that checkpoint."""
     groups: tuple[Kind, ...] = get_args(Kind)
@@ -61,7 +61,7 @@ class AttributionConfig:
     """Tokens of a forward pass, with padding."""
     seed: Seed = 0
     """Of the choice of responses and samples."""
-    device: str = "cpu"
+    device: Daily[str] = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
     flag_remainder: Positive = 0.1
     """Share of a change that its samples may leave unexplained before it is flagged."""

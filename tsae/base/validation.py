@@ -33,6 +33,8 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Confidence = Annotated[float, Field(gt=0, le=0.999999)]
 """Confidence level of an interval. A value closer to 1 may be rounded to 1, and the ends are then NaN."""
+Daily = Annotated[T, "daily"]
+"""An option that `--help` shows also where a command has many; `--help-all` shows the others."""
 UserPath = Annotated[Path, BeforeValidator(lambda value: value if value is None else as_path(value))]
 """A path as `as_path` understands it."""
 

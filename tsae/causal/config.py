@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tsae.base.validation import Confidence, Count, Draws, Seed, config
+from tsae.base.validation import Confidence, Count, Daily, Draws, Seed, config
 from tsae.errors import refuse
 from tsae.rollouts.config import SamplingConfig
 
@@ -20,18 +20,18 @@ Mode = Literal["ablate", "mean", "clamp", "steer", "transplant"]
 class InterventionConfig:
     """What is done to features while a checkpoint generates."""
 
-    mode: Mode = "ablate"
+    mode: Daily[Mode] = "ablate"
     """ablate: to 0; mean: to its mean over such tokens of the checkpoint's own; clamp: to amount × the feature's
     typical activation; steer: amount × the typical activation is added; transplant: to what another checkpoint, which
     reads the same tokens, computes for it (--donor)."""
-    amount: float = 1.0
+    amount: Daily[float] = 1.0
     """For clamp and steer, in units of the feature's mean activation where it fires in responses; negative steers the
     other way."""
     tokens: Where = "predicting"
     """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
     takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
     are never edited, except the last token, which some chat templates end in."""
-    n_random: Annotated[int, Field(ge=1, le=10_000)] = 12
+    n_random: Daily[Annotated[int, Field(ge=1, le=10_000)]] = 12
     """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each is two
     conditions (and as many samples): with 12 sets there are 28, with 5 sets 14. An effect of 4 standard deviations of
     random sets is found 9 times in 10 with 12 sets, 3 times in 4 with 5; with one set nothing can be."""

@@ -13,7 +13,7 @@ from tsae.activations.config import CaptureConfig, StatesConfig, Subset
 from tsae.base.artefact import command_text
 from tsae.base.mirror import shown
 from tsae.base.part import Part, first_process
-from tsae.base.validation import config
+from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, chosen_readers, load_series, say_wrote, with_address
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError
@@ -36,9 +36,9 @@ class Capture:
     """Parquet file of rollouts, which the checkpoints read."""
     to: Path
     """Folder of the activation store."""
-    sites: tuple[str, ...] = ()
+    sites: Daily[tuple[str, ...]] = ()
     """TransformerLens names such as blocks.14.hook_resid_post; by default the output of the middle block."""
-    checkpoints: tuple[str, ...] = ()
+    checkpoints: Daily[tuple[str, ...]] = ()
     """Ids of the readers beside the base; by default the last step of every run."""
     part: str | None = None
     """Record only a part of the shards, such as 2/7. Parts know nothing of each other; the last one to finish completes

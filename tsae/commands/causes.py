@@ -10,7 +10,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 import tsae
 from tsae.attribution.config import AttributionConfig
 from tsae.base.plugins import find_function
-from tsae.base.validation import Count, config
+from tsae.base.validation import Count, Daily, config
 from tsae.causal.config import InterventionConfig
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
 from tsae.diff.config import InfluenceConfig
@@ -28,32 +28,32 @@ class Attribute:
     run: Positional[Path]
     """Folder of the run: checkpoints or series.json, and the trainer's settings (training_args.bin of TRL,
     .hydra/config.yaml of verl, wandb/ …)."""
-    to: Path
+    to: Daily[Path]
     """Folder for the results, and for the path of the replay while it is needed."""
-    rollouts: Path | None = None
+    rollouts: Daily[Path | None] = None
     """The run's log: a Parquet file that `tsae rollouts import` wrote, or the trainer's own. By default the log in the
     run's folder."""
-    series: tuple[str, ...] = ()
+    series: Daily[tuple[str, ...]] = ()
     """Checkpoints with the base first, where the run's folder lacks the base."""
-    sae: Path | None = None
+    sae: Daily[Path | None] = None
     """Folder that `tsae train` wrote: features become targets."""
     first_token: str | None = None
     """Text of one token: the probability that a response begins with it becomes a target."""
     name: str | None = None
     """Name of the run, where the series has several."""
-    settings: Path | None = None
+    settings: Daily[Path | None] = None
     """File or folder of the trainer's settings; by default they lie beside the checkpoints."""
     trainer_version: str | None = None
     """Version of the trainer, such as 0.18.1, whose defaults count where a recipe names none; by default what the run's
     README.md or Weights & Biases name."""
-    problems: Path | None = None
+    problems: Daily[Path | None] = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
     sample): accuracy and behaviours are attributed there. By default on the log's own problems."""
     by: BandsBy = "auto"
     """Whose bands, where the rollouts have several: own, difficulty (another model's) or level (the data set's)."""
-    top: Count = 10
+    top: Daily[Count] = 10
     """Samples to print; in the JSON, so many for each target and against it."""
-    json: Path | None = None
+    json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)
 
@@ -103,16 +103,16 @@ class Causal:
     """Folder that `tsae encode` wrote with this SAE: how often and how strongly features fire."""
     to: Path
     """Folder for outcomes.parquet, rollouts.parquet and causal.json."""
-    choose: tuple[int, ...] = ()
+    choose: Daily[tuple[int, ...]] = ()
     """Features by number."""
-    diff: Path | None = None
+    diff: Daily[Path | None] = None
     """Folder that `tsae diff` wrote: instead of numbers, the features that --raised raised and --lowered lowered. All
     of them are kept out of the random features."""
-    raised: str | None = None
+    raised: Daily[str | None] = None
     """With --diff: id of the checkpoint that raised the features."""
-    lowered: str | None = None
+    lowered: Daily[str | None] = None
     """With --diff: id of the checkpoint that lowered them."""
-    top: Count | None = None
+    top: Daily[Count | None] = None
     """With --diff: only this many of them, the clearest first."""
     store: Path | None = None
     """Folder that `tsae capture` wrote, for the condition mean_difference: from --lowered to --raised; in a transplant
@@ -120,14 +120,14 @@ class Causal:
     donor: str | None = None
     """With --mode transplant: id of the checkpoint whose features are put in. It reads along, and both models are held
     at once."""
-    problems: Path | None = None
+    problems: Daily[Path | None] = None
     """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands; by default the
     problems that the features were encoded on. Fresh problems are the fairer test."""
     verifier: str = "last_number"
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     describe: str | None = None
     """module:function of your own Rollouts -> Rollouts that adds columns and names them as behaviours."""
-    json: Path | None = None
+    json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[InterventionConfig] = field(default_factory=InterventionConfig)
 

@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 import tsae
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import write_text
-from tsae.base.validation import Size, config
+from tsae.base.validation import Daily, Size, config
 from tsae.commands.common import as_json, load_series, say_wrote, with_address
 from tsae.diff.config import DiffConfig, ExplainConfig
 from tsae.errors import refuse
@@ -61,11 +61,11 @@ class Diff:
 
     features: Path
     """Folder that `tsae encode` wrote."""
-    to: Path
+    to: Daily[Path]
     """Folder of the diff."""
-    tokenizer: Path | None = None
+    tokenizer: Daily[Path | None] = None
     """Checkpoint whose tokenizer names the tokens; without it tokens are shown by id."""
-    annotator: str | None = None
+    annotator: Daily[str | None] = None
     """module:function of an annotator (prompt, response tokens) -> one class per token, such as
     tsae.features.mathematics:math_classes."""
     families: bool = False
@@ -80,7 +80,7 @@ class Diff:
     insertion: Size = 0
     """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects: does a
     feature fire when its top tokens are inserted elsewhere? Runs the models: give --series and --sae."""
-    series: tuple[str, ...] = ()
+    series: Daily[tuple[str, ...]] = ()
     """Folder of checkpoints, or several checkpoints, the base first. With --sae also reads noise as large as each
     update (--noise-draws): what moves where nothing was learned. --insertion needs both."""
     device: str = "cpu"
@@ -89,12 +89,12 @@ class Diff:
     """File to write the clearest total shifts to, as a Markdown table."""
     stability: Path | None = None
     """The SAE's folder, if `tsae evaluate --seeds` ran after `tsae encode`; by default found beside the features."""
-    sae: Path | None = None
+    sae: Daily[Path | None] = None
     """The SAE's folder, for --series. With --tokenizer also shows which next tokens features promote."""
-    by: BandsBy = "auto"
+    by: Daily[BandsBy] = "auto"
     """Whose bands are contrasted, where the rollouts have several: own, difficulty (another model's) or level (the data
     set's). By default those that the rollouts were drawn by."""
-    json: Path | None = None
+    json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
 
@@ -214,13 +214,13 @@ class Explain:
 
     run: Positional[Path]
     """Folder that `tsae run` or `tsae demo` wrote, or one that `tsae diff` wrote."""
-    to: Path | None = None
+    to: Daily[Path | None] = None
     """Folder for the labels and the server's answers; by default explanations, beside the diff, where `tsae report`
     finds it."""
     features: Path | None = None
     """Folder that `tsae encode` wrote; by default features, beside the diff."""
-    server: EndpointConfig = field(default_factory=EndpointConfig)
-    json: Path | None = None
+    server: Daily[EndpointConfig] = field(default_factory=EndpointConfig)
+    json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[ExplainConfig] = field(default_factory=ExplainConfig)
 

@@ -1,8 +1,10 @@
-"""Field docstrings as running text in --help, with defaults shown once.
+"""What --help shows: the options that matter, and field docstrings as running text with defaults shown once.
 
 tyro takes the lines of a docstring from the source, where they are wrapped for the editor. In a terminal they would
 break at the same places. tyro prefers a field's metadata, so the joined text goes there. The docstring explains a
 default of None or of nothing ("by default …"): neither is shown again, nor None as a choice.
+
+Where a command has many options, --help shows those that are marked `Daily`, and --help-all shows every option.
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ import sys
 import textwrap
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import OmitArgPrefixes, Suppress, arg
 
+from tsae.base.validation import Daily
+
+_MANY = 25
+"""Options of a command that --help shows whole."""
 _WORDS = {Path: "PATH", str: "STR", int: "INT", float: "FLOAT"}
 
 
@@ -69,11 +77,63 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def _hide_default(kind: type, name: str, hint: Any) -> None:
-    inner = [part for part in typing.get_args(hint) if part is not type(None)]
-    optional = typing.get_origin(hint) in (types.UnionType, typing.Union) and len(inner) == 1
+    inner = [part for part in typing.get_args(_plain(hint)) if part is not type(None)]
+    optional = typing.get_origin(_plain(hint)) in (types.UnionType, typing.Union) and len(inner) == 1
     shown = arg(help_behavior_hint="", metavar=_metavar(inner[0]) if optional else None)
-    owner = next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {}))
-    owner.__annotations__[name] = Annotated[hint, shown]
+    _annotations(kind, name)[name] = Annotated[hint, shown]
+
+
+def _annotations(kind: type, name: str) -> dict[str, Any]:
+    """The annotations of the class that declares a field."""
+    return next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {})).__annotations__
+
+
+def subcommands(kind: type) -> dict[str, type]:
+    """The commands of a group, such as `tsae store`, by name; none of a command that does something itself."""
+    parts = typing.get_args(_plain(typing.get_type_hints(kind, include_extras=True).get("command")))
+    return {mark.name: _plain(part) for part in parts for mark in part.__metadata__ if hasattr(mark, "name")}
+
+
+@contextmanager
+def daily_options(kind: type) -> Iterator[int]:
+    """Leave out of the help what is not `Daily`, where a command has many options. Yields how many are left out."""
+    options = list(_options(kind))
+    many = len(options) > _MANY
+    left_out = [(owner, name) for owner, name, shown in options if many and not shown]
+    kept = {(owner, name): _annotations(owner, name)[name] for owner, name in left_out}
+    for owner, name in kept:
+        _annotations(owner, name)[name] = Annotated[typing.get_type_hints(owner, include_extras=True)[name], Suppress]
+    try:
+        yield len(left_out)
+    finally:
+        for (owner, name), hint in kept.items():
+            _annotations(owner, name)[name] = hint
+
+
+def _options(kind: type, within: tuple[type, str] | None = None) -> Iterator[tuple[type, str, bool]]:
+    """The options of a command: the class and the field that decide whether --help shows them, and whether it does.
+
+    Args:
+        within: the config that holds all of them, if it is shown or left out as a whole: its options have a prefix.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        marks, inner = getattr(hint, "__metadata__", ()), _plain(hint)
+        made = any(
+            getattr(mark, "constructor_factory", None) for mark in marks
+        )  # by a function, from options of its own
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type) and not made:
+            flat = OmitArgPrefixes in marks or any(getattr(mark, "name", None) == "" for mark in marks)
+            yield from _options(inner, within or (None if flat or _DAILY in marks else (kind, field.name)))
+        elif within:
+            yield *within, False
+        else:
+            needed = field.default is field.default_factory is dataclasses.MISSING
+            yield kind, field.name, needed or _DAILY in marks
+
+
+_DAILY = Daily.__metadata__[0]
 
 
 def _metavar(kind: Any) -> str | None:

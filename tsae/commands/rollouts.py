@@ -13,7 +13,7 @@ import tsae
 from tsae.base.mirror import local, published, refreshed, removed, url_of
 from tsae.base.part import Part
 from tsae.base.plugins import find_function
-from tsae.base.validation import config
+from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, load_series, print_part, say_wrote, with_address
 from tsae.commands.spreading import Spread
 from tsae.errors import refuse
@@ -57,11 +57,11 @@ class Sample:
     """JSON lines of id, prompt, answer and, optionally, level."""
     to: Path
     """Parquet file of rollouts to write."""
-    verifier: str = "last_number"
+    verifier: Daily[str] = "last_number"
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
-    checkpoints: tuple[str, ...] = ()
+    checkpoints: Daily[tuple[str, ...]] = ()
     """Ids to sample from; by default the base and the last step of every run."""
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: Daily[ServerConfig] = field(default_factory=ServerConfig)
     part: str | None = None
     """Sample only a part of the batches, such as 2/7. When all parts are done, the same command without this puts them
     together."""

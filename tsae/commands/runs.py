@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from tsae.base.output_lock import output_lock
 from tsae.base.plugins import find_function
-from tsae.base.validation import config
+from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, say_wrote
 from tsae.config import DemoConfig, RunConfig, WatchConfig
 from tsae.errors import TsaeError
@@ -25,7 +25,7 @@ class Run:
     """
 
     config: Annotated[RunConfig, arg(name="")]
-    json: Path | None = None
+    json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
@@ -56,7 +56,7 @@ class Doctor:
     """
 
     run: Annotated[RunConfig, arg(name="")]
-    json: Path | None = None
+    json: Daily[Path | None] = None
     """File for the findings as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
@@ -95,7 +95,7 @@ class Demo:
     """Run the whole pipeline on the shipped arithmetic checkpoints: a table of findings and a report."""
 
     config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
-    open: bool = False
+    open: Daily[bool] = False
     """Open the report in the browser."""
 
     def execute(self) -> None:

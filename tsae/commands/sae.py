@@ -16,7 +16,7 @@ from tsae.activations.config import LiveConfig, Subset
 from tsae.base.mirror import published
 from tsae.base.output_lock import output_lock
 from tsae.base.part import Part, first_process
-from tsae.base.validation import config
+from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, chosen_readers, load_series, print_part, say_wrote
 from tsae.commands.spreading import Spread
 from tsae.errors import TsaeError, refuse
@@ -50,16 +50,16 @@ class Train:
 
     to: Path
     """Folder for the SAE and its metrics; with --seeds or --sites, for one such folder each."""
-    start: Path | None = None
+    start: Daily[Path | None] = None
     """SAE to fine-tune instead of random weights, ours or of sae_lens. SAE options then default to its config."""
     init_from: Path | None = None
     """Published SAE from whose latents a T-SAE starts: a path, org/name on the Hugging Face Hub, or saelens:RELEASE/ID.
     It may be wider than --d-sae; the latents with the most energy are kept, and the lasting ones become high-level."""
-    seeds: tuple[int, ...] = ()
+    seeds: Daily[tuple[int, ...]] = ()
     """One SAE per seed of the initial weights, all trained on the same batches, which are read once."""
     sites: tuple[str, ...] = ()
     """TransformerLens names: SAEs for each site, one after another."""
-    store: Path | None = None
+    store: Daily[Path | None] = None
     """Folder that `tsae capture` wrote."""
     live: Live = field(default_factory=Live)
     tokenizer: Path | None = None
@@ -179,10 +179,10 @@ class Encode:
     or saelens:RELEASE/ID of sae_lens's list."""
     to: Path
     """Folder of the feature table."""
-    store: Path | None = None
+    store: Daily[Path | None] = None
     """Folder that `tsae capture` wrote."""
     live: Live = field(default_factory=Live)
-    device: str = "cpu"
+    device: Daily[str] = "cpu"
     """Torch device of the SAE: cpu, cuda, cuda:1, …; --live.device is that of the checkpoints."""
     part: str | None = None
     """Encode only a part of the shards, such as 2/7. When all parts are done, the same command without this
@@ -218,12 +218,12 @@ class Crosscoder:
     """Id of the checkpoint that is compared with the base, such as hard-150."""
     to: Path
     """Folder for the crosscoder."""
-    published: Path | None = None
+    published: Daily[Path | None] = None
     """Crosscoder of dictionary_learning (model_final.pt, ae.pt or model.safetensors) in place of a training; its first
     model is the base. It is written to --to in the form of tsae."""
     all_problems: bool = False
     """Judge on all problems, not only on those held out of training."""
-    json: Path | None = None
+    json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     sae: OmitArgPrefixes[SAEConfig] = field(default_factory=lambda: SAEConfig(groups=(1.0,), temporal_weight=0.0))

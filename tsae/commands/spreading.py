@@ -28,7 +28,7 @@ from unicodedata import category
 from pydantic import Field
 
 from tsae.base.progress import progress_bar
-from tsae.base.validation import config
+from tsae.base.validation import Daily, config
 from tsae.errors import TsaeError, needing, refuse
 
 TIED = "TSAE_TIED"
@@ -42,7 +42,7 @@ _KNOWN = ("num_cpus", "num_gpus", "memory", "accelerator_type")
 class Spread:
     """The work in parts, each a process of its own, on this machine or on a cluster."""
 
-    parts: Annotated[int, Field(ge=1, le=10_000)] = 1
+    parts: Daily[Annotated[int, Field(ge=1, le=10_000)]] = 1
     """Divide the work into so many parts. The result does not depend on how many there are. If one fails, it is started
     again, and resumes from what it has finished."""
     executor: Literal["local", "slurm", "ray"] = "local"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tsae.base.validation import Confidence, Count, Draws, Fraction, NotNegative, Seed, Size, config
+from tsae.base.validation import Confidence, Count, Daily, Draws, Fraction, NotNegative, Seed, Size, config
 from tsae.errors import TsaeError
 
 FalseDiscoveries = Literal["bh", "by"]
@@ -20,13 +20,13 @@ FalseDiscoveries = Literal["bh", "by"]
 class DiffConfig:
     """Which contrasts are drawn and how their uncertainty is estimated."""
 
-    span: Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"] = "response"
+    span: Daily[Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"]] = "response"
     """Tokens over which a trajectory's mean activation is taken; special tokens never count, nor tokens of a response
     that the policy did not sample. thinking and answer are the two parts of a response; trajectories without a token of
     the span are left out. last_prompt is the last token of the prompt, from which the first of the response is drawn.
     Within prompts only what training changed in reading them can differ: policy parts, outcomes and interactions are
     refused there."""
-    bands: tuple[str, ...] | None = None
+    bands: Daily[tuple[str, ...] | None] = None
     """Bands to split by; by default those of the rollouts, and none where the rollouts have none."""
     n_bootstrap: Draws = 1000
     """Bootstrap draws of problems, for intervals."""
@@ -35,14 +35,14 @@ class DiffConfig:
     than q · n_permutations features, more are drawn for those that only the number of draws keeps from discovery."""
     confidence: Confidence = 0.95
     """Confidence level of the intervals."""
-    minimum_effect: NotNegative = 0.1
+    minimum_effect: Daily[NotNegative] = 0.1
     """|Δ| up to which a feature did not move, in standard deviations of the feature over base trajectories: what is
     tested is whether it moved further. 0 tests whether it differs at all, which enough problems show of any change."""
-    q: Annotated[float, Field(ge=1e-6, lt=1)] = 0.05
+    q: Daily[Annotated[float, Field(ge=1e-6, lt=1)]] = 0.05
     """False-discovery rate at which a feature counts as a discovery."""
     fdr: FalseDiscoveries = "bh"
     """q-values over the features of a contrast: Benjamini–Hochberg, or Benjamini–Yekutieli (any dependence)."""
-    min_problems: Annotated[int, Field(ge=2)] = 8
+    min_problems: Daily[Annotated[int, Field(ge=2)]] = 8
     """A contrast with fewer problems is refused; a feature active in fewer problems of a contrast is not tested. With 8
     no p-value is below 2 / 2^8 = .008."""
     min_fve: float = 0.5
@@ -119,9 +119,9 @@ class InfluenceConfig:
 class ExplainConfig:
     """Which features get a label, what they are labelled from, how labels are tested, and what that may cost."""
 
-    n: Count = 20
+    n: Daily[Count] = 20
     """Features: those that moved most."""
-    choose: tuple[int, ...] = ()
+    choose: Daily[tuple[int, ...]] = ()
     """Features by number instead."""
     strongest: Count = 8
     """Contexts with the largest activations, at most one a trajectory; half as the base reads, half as the trained
@@ -138,7 +138,7 @@ class ExplainConfig:
     """Tokens of a context before its strongest one."""
     after: Size = 8
     """Tokens after it."""
-    min_score: Fraction = 0.7
+    min_score: Daily[Fraction] = 0.7
     """A label that scores less (mean of detection and fuzzing) is not shown. With 10 contexts of either kind in both
     tests, a label that says nothing reaches .7 once in about 100 features."""
     per_request: Count = 5

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 from tyro.conf import UseAppendAction, arg
 
-from tsae.base.validation import Confidence, Count, Draws, Positive, Seed, Size, UserPath, config
+from tsae.base.validation import Confidence, Count, Daily, Draws, Positive, Seed, Size, UserPath, config
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.known_logs import LogFormat
 
@@ -26,19 +26,19 @@ _Many = Annotated[int, Field(ge=1, le=10_000_000)]
 class SamplingConfig:
     """How responses are sampled."""
 
-    n_samples: _Many = 8
+    n_samples: Daily[_Many] = 8
     """Responses per problem (the group size)."""
-    temperature: Positive = 1.0
+    temperature: Daily[Positive] = 1.0
     """Softmax temperature; training rollouts use 1."""
-    max_new_tokens: _Many = 512
+    max_new_tokens: Daily[_Many] = 512
     """Tokens after which a response is cut off (finish_reason "length")."""
     batch_size: _Many = 256
     """Responses generated at once."""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """"chat" applies the tokenizer's chat template, "plain" does not; "auto" applies it where there is one."""
-    seed: Seed = 0
+    seed: Daily[Seed] = 0
     """The same seed, batch size and machine give the same responses."""
-    device: str = "cpu"
+    device: Daily[str] = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
 
 
@@ -50,9 +50,9 @@ KEY = "TSAE_SERVER_KEY"
 class EndpointConfig:
     """A server with the completions of the OpenAI API, and how to ask it."""
 
-    url: str = ""
+    url: Daily[str] = ""
     """Its address, such as http://localhost:8000/v1. A key is taken from $TSAE_SERVER_KEY and written nowhere."""
-    model: str | None = None
+    model: Daily[str | None] = None
     """The checkpoint's name there; by default the only one that it serves."""
     concurrency: Count = 64
     """Requests at a time."""

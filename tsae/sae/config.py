@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tsae.activations.config import Axis, Partner
-from tsae.base.validation import Count, Fraction, NotNegative, Positive, Seed, config
+from tsae.base.validation import Count, Daily, Fraction, NotNegative, Positive, Seed, config
 from tsae.errors import refuse
 
 InitialBias = Literal["geometric_median", "mean", "zero"]
@@ -19,9 +19,9 @@ Precision = Literal["float32", "bfloat16"]
 class SAEConfig:
     """What the T-SAE is and what it is trained for (Bhalla et al., arXiv 2511.05541)."""
 
-    d_sae: Annotated[int, Field(ge=2)] = 4096
+    d_sae: Daily[Annotated[int, Field(ge=2)]] = 4096
     """Width of the dictionary: number of latents."""
-    k: Count = 20
+    k: Daily[Count] = 20
     """Latents active per token, on average over a batch (BatchTopK)."""
     groups: tuple[Positive, ...] = (0.1, 0.9)
     """Shares of the latents in the Matryoshka groups, which add up to 1. The first group is the high-level one; every
@@ -91,11 +91,11 @@ class SAEConfig:
 class TrainingConfig:
     """How a T-SAE is trained on a store."""
 
-    site: str | None = None
+    site: Daily[str | None] = None
     """TransformerLens name; by default the store's only site."""
-    tokens: Annotated[int, Field(ge=1, le=100_000_000_000)] = 2_000_000
+    tokens: Daily[Annotated[int, Field(ge=1, le=100_000_000_000)]] = 2_000_000
     """Tokens to train on; the store is read again in another order when it has fewer."""
-    batch_tokens: Count = 2048
+    batch_tokens: Daily[Count] = 2048
     """Tokens of one step."""
     window: Annotated[int, Field(ge=2)] = 8
     """Adjacent tokens read together; with partner "previous" each window gives up to window − 1 pairs."""
@@ -130,14 +130,14 @@ class TrainingConfig:
     """Share of the steps, at the end, over which it falls linearly to 0."""
     initial_bias: InitialBias = "geometric_median"
     """Where the decoder bias starts: at the geometric median of a sample (Bricken et al. 2023), its mean, or zero."""
-    seed: Seed = 0
+    seed: Daily[Seed] = 0
     """Seed of the initial weights and, unless data_seed is given, of the data's order."""
     data_seed: Seed | None = None
     """Seed of the data's order and of the norms' sample; by default that of the weights. Trainings that share it share
     batches."""
-    device: str = "cpu"
+    device: Daily[str] = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
-    precision: Precision = "float32"
+    precision: Daily[Precision] = "float32"
     """Precision of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where
     dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes,
     similarities, losses and means stay float32. It is for GPUs: on a CPU it is not faster."""
