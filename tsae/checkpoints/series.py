@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from yaml import YAMLError
 
 from tsae.base import display
-from tsae.base.files import as_path, reading, write_json
+from tsae.base.files import as_path, read_object, reading, write_json
 from tsae.base.filters import several
 from tsae.base.untrusted import parse_json, parse_yaml
 from tsae.checkpoints import layouts
@@ -227,7 +227,7 @@ class CheckpointSeries:
 def folders_of_run(series: CheckpointSeries, run: Path) -> list[Path]:
     """Folders in which more of a run lies: those of its checkpoints, those around them, and the run's own."""
     run, paths = run.resolve(), [Path(c.path) for c in series if Path(c.path).is_dir()]
-    inner = (place for path in paths for place in (path, path / "huggingface", *path.parents))
+    inner = (place for path in paths for place in (path, path / "huggingface", path / "lora_adapters", *path.parents))
     return list(dict.fromkeys([*(place for place in inner if place.is_relative_to(run)), run]))
 
 
@@ -238,6 +238,9 @@ def named_bases(series: CheckpointSeries, run: Path) -> Iterator[tuple[str, Path
         name = config_of(folder).get("_name_or_path")
         if name and isinstance(name, str):
             yield name, folder / "config.json"
+    for folder in folders:  # prime-rl writes adapters into a folder of the model that they are merged into
+        if (file := folder / ADAPTER_CONFIG).is_file():
+            yield str(read_object(file, "Save the adapter again.").get("base_model_name_or_path") or ""), file
     for folder in folders:
         if name := base_on_card(folder):
             yield name, folder / "README.md"
