@@ -39,6 +39,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
 from tsae.causal.config import CausalConfig
 from tsae.causal.findings import planned_tests
+from tsae.claims.run_claims import claims_of
 from tsae.cli import main
 from tsae.config import RunConfig
 from tsae.diff.baselines import baselines
@@ -973,6 +974,7 @@ def test_bands_from_elsewhere_are_contrasted_and_the_own_kept_beside(
     assert levels.equals(answers.frame.band)  # five stars are hard
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "Easy, medium and hard are the difficulty for model X" in page
+    assert "Easy, medium and hard are the difficulty for model X here." in str(claims_of(out))
     given = f"--features {out / 'features'} --to {tmp_path / 'own'} --by own --n-bootstrap 100 --n-permutations 100"
     main(["diff", *given.split()])
     again = tsae.FeatureDiff.load(tmp_path / "own", features=tsae.FeatureTable.load(out / "features"))

@@ -26,6 +26,7 @@ from tsae.claims.judging import Judgement
 from tsae.claims.literature import CLAIMS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, refuse
+from tsae.rollouts.bands import bands_info, bands_label
 
 FILE = "claims.json"
 TESTS: dict[str, Callable[[Evidence], Judgement]] = {
@@ -68,7 +69,8 @@ class Claims(Tables):
     """One a claim, as `Judgement.record` gives it."""
     info: dict[str, Any] = field(default_factory=dict)
     """rollouts, labels: fingerprints of what the readers answered; sae: that of the weights, where known; versions;
-    check: the name of the function that said which steps are right, if one did."""
+    bands: what they are, where they come from elsewhere (`tsae.rollouts.bands.bands_label`); check: the name of the
+    function that said which steps are right, if one did."""
 
     def table(self) -> pd.DataFrame:
         """One row a claim and part: claim, title, verdict, statement, mean, low, high, n, unit, holds, needs, add and
@@ -154,8 +156,12 @@ def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | N
     inputs = evidence.of_answers
     with suppress(Missing):
         inputs = {**inputs_of(evidence.diff), **inputs}
+    label = ""
+    with suppress(Missing):
+        label = bands_label(bands_info(evidence.answers.info, evidence.answers.origin))
+    bands = {"bands": label} if label else {}
     named = {} if check is None else {"check": f"{check.__module__}:{getattr(check, '__qualname__', '')}"}
-    return Claims(records, {**inputs, "versions": versions(), **named})
+    return Claims(records, {**inputs, "versions": versions(), **bands, **named})
 
 
 def _judged(key: str, run: Evidence) -> Judgement:

@@ -70,7 +70,8 @@ def counted(claims: Claims) -> str:
     left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({keys[_OPEN]})" if of[_OPEN] else ""
     left += f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and (clauses or left) else ""
     shown = f"this run shows {listed(clauses)}" if clauses else f"this run {'shows' if left else 'can test'} none"
-    return f"Of {count(len(claims.records), 'claim')} about sample difficulty, {shown}{left}."
+    bands = f" Easy, medium and hard are the {claims.info['bands']} here." if claims.info.get("bands") else ""
+    return f"Of {count(len(claims.records), 'claim')} about sample difficulty, {shown}{left}.{bands}"
 
 
 def _part(of: dict[str, Any]) -> SimpleNamespace:
