@@ -1,6 +1,6 @@
 """Do the tests bite? Small faults are planted in the code, one at a time, and the tests that run that line must fail.
 
-1. The fast tests run once with coverage, which records the tests that run each line.
+1. The tests of `.ci/run` run once with coverage, which records the tests that run each line.
 2. Places in sae, features, diff, activations and rollouts are drawn at random, as many from every room, and at each one
    of cosmic-ray's operators: another comparison, another number, `and` for `or`, a loop without a turn, …
 3. Every mutant is tested in a copy of the repository by the tests that run its line: first those of its room, then the
@@ -35,6 +35,8 @@ import tyro
 from scipy.stats import binomtest
 
 ROOT = Path(__file__).resolve().parents[1]
+_TESTS = ("-m", "not slow or slow(ci=True)")
+"""Those of `.ci/run`."""
 ROOMS = ("activations", "diff", "features", "rollouts", "sae")
 LEFT_OUT = ("core/RemoveDecorator",)
 
@@ -107,11 +109,11 @@ def main(config: Config) -> None:
 
 
 def cover(to: Path, workers: int) -> None:
-    """Run the fast tests once, and record which test runs which line."""
+    """Run the tests once, and record which test runs which line."""
     settings = to.with_name("coveragerc")
     settings.write_text("[run]\nsource = tsae\nconcurrency = thread,multiprocessing\n")
-    command = ["-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "--cov=tsae", "--cov-context=test"]
-    command += [f"--cov-config={settings}", "--cov-report=", "-p", "no:cacheprovider"]
+    command = ["-m", "pytest", "-q", *_TESTS, "-n", str(workers), "--dist", "loadfile", "--cov=tsae"]
+    command += ["--cov-context=test", f"--cov-config={settings}", "--cov-report=", "-p", "no:cacheprovider"]
     environment = {**os.environ, "COVERAGE_FILE": str(to), "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment)
     if ran.returncode:
@@ -248,7 +250,7 @@ def in_function(source: str, line: int) -> bool:
 def passes(tests: list[str], place: Path, timeout: float) -> bool:
     listed = place / "mutant-tests.txt"
     listed.write_text("\n".join(tests))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{listed}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *_TESTS, "-p", "no:cacheprovider", f"@{listed}"]
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=timeout)
