@@ -32,6 +32,7 @@ TINY = {
     "check_attribution.py": "--quick",
     "check_changes.py": "--draws 20",
     "check_claims.py": "",
+    "check_english.py": "docs/index.md --since HEAD",
     "check_null.py": "--weights --to null --problems 12 --seeds 1 --samples 2",
     "check_statements.py": "--draws 2",
     "ordinary_runs.py": "lora ordinary/lora --steps 1 --per-level 4 --ids --labels --save-every-step",
