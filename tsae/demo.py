@@ -28,7 +28,7 @@ from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord, Stage, carry_out
-from tsae.testbed import eval_problems, mixed_run, verify
+from tsae.testbed import TASK, eval_problems, mixed_run, verify
 from tsae.testbed import series as shipped_series
 from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
@@ -49,7 +49,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     drawing = {name: getattr(config, name) for name in ("problems", "samples", "band_samples", "seed")}
     training = replace(config.training, seed=config.seed)
     work = _Demo(
-        to=to, readers=series, title="What easy, medium and hard training did to an arithmetic model",
+        to=to, readers=series, title="What easy, medium and hard training did to an arithmetic model", task=TASK,
         diff=tsae.DiffConfig(seed=config.seed), sae_settings={"sae": asdict(config.sae), "training": asdict(training)},
         steps=shipped_series() if config.steps else None, annotator=token_classes, families=FAMILIES, check=right_steps,
         questions={"attribution": drawing} if config.attribute else {}, progress=progress,

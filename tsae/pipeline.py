@@ -71,6 +71,8 @@ class Pipeline:
     readers: CheckpointSeries
     title: str
     """Of the page."""
+    task: str = ""
+    """What the problems ask for, in a few sentences, where that is known."""
     diff: DiffConfig
     sae_settings: Mapping[str, Any]
     """Options that decide which SAE is trained."""
@@ -246,7 +248,7 @@ class Pipeline:
                 series, sae, features, config, capturing=self.capturing, scratch=folder, progress=self.progress
             )
             diff = diff.with_noise(noise)
-            info: dict[str, Any] = {}
+            info: dict[str, Any] = {"task": self.task} if self.task else {}
             try:
                 diff = diff.with_reinforcement(tsae.reinforcement(features, config))
             except TsaeError as error:

@@ -31,15 +31,15 @@ def claims(**info: Any) -> Claims:
 
 def test_the_counts_and_the_order() -> None:
     assert counted(claims()) == (
-        "Of 4 claims about sample difficulty, this run shows 1 as claimed (a), 1 in part (o) and 1 not (b); 1 cannot "
-        "be tested on it."
+        "Of 4 claims about sample difficulty, this run shows 1 as claimed (“Inverted U”), 1 in part (“Sparser when "
+        "hard”) and 1 not (“Hard harms”); 1 cannot be tested on it."
     )
     assert [one.key for one in told_claims(claims())] == ["a", "b", "o", "h"]
     open_one = Judgement(CLAIMS["n"], (Part("It overtakes.", (0.2, -0.3, 0.05), "problems"),)).record()
     some = replace(claims(), records=(*claims().records, open_one))
-    assert counted(some).endswith("1 in part (o) and 1 not (b); 1 is undecided (n); 1 cannot be tested on it.")
+    assert counted(some).endswith("1 not (“Hard harms”); 1 is undecided (“Base overtakes”); 1 cannot be tested on it.")
     assert counted(replace(some, records=(open_one,))) == (
-        "Of 1 claim about sample difficulty, this run shows none; 1 is undecided (n)."
+        "Of 1 claim about sample difficulty, this run shows none; 1 is undecided (“Base overtakes”)."
     )
     none = replace(claims(), records=claims().records[-1:])
     assert counted(none) == "Of 1 claim about sample difficulty, this run can test none."
@@ -50,7 +50,7 @@ def test_the_section_is_there_only_with_claims() -> None:
     assert '<section id="claims"' not in without
     assert "literature" not in without.partition("<script")[0]
     assert '<section id="claims"' in page
-    assert '<a href="#claims">What the literature would expect</a>' in page
+    assert '<a href="#claims" title="What the literature would expect">Literature</a>' in page
     assert ONE_RUN in page
     assert page.count('<span class="chip reproduced">') == 1
     assert page.count('<span class="chip not-reproduced">') == 1

@@ -199,7 +199,7 @@ def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> N
     assert "Which samples did that" not in without
     assert 'id="samples"' not in without
     assert '<section id="samples"' in page
-    assert '<a href="#samples">Which samples did that</a>' in page
+    assert '<a href="#samples" title="Which samples did that">Samples</a>' in page
     assert 'data-figure="samples-figure"' in page
     assert "20 % unexplained by shares" in page
     # In this order.

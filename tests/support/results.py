@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -300,8 +301,8 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
 
 
 def rendered(diff: FeatureDiff, *of: Any, **also: Any) -> str:
-    """All pieces of the page that `render` gives, with its arguments."""
-    return "".join(render(diff, *of, **also))
+    """All pieces of the page that `render` gives, with its arguments, without the links from words to the glossary."""
+    return re.sub(r'<a class="term"[^>]*>(.*?)</a>', r"\1", "".join(render(diff, *of, **also)))
 
 
 def crossed(**columns: Iterable[Any]) -> pd.DataFrame:

@@ -60,14 +60,15 @@ def expected(diff: FeatureDiff, claims: Claims) -> Statement:
 
 
 def counted(claims: Claims) -> str:
-    """“Of 26 claims about sample difficulty, this run shows 3 (a, b and k) as claimed, …”."""
+    """“Of 26 claims about sample difficulty, this run shows 2 as claimed (“Hard harms” and “Two phases”), …”."""
     of = Counter(record["verdict"] for record in claims.records)
     said = {"reproduced": "as claimed", "partly": "in part", "not reproduced": "not"}
-    keys: dict[str, str] = {
-        verdict: listed([r["claim"] for r in claims.records if r["verdict"] == verdict]) for verdict in VERDICTS
+    titles: dict[str, str] = {
+        verdict: listed([f"“{CLAIMS[r['claim']].title}”" for r in claims.records if r["verdict"] == verdict])
+        for verdict in VERDICTS
     }
-    clauses = [f"{of[verdict]} {words} ({keys[verdict]})" for verdict, words in said.items() if of[verdict]]
-    left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({keys[_OPEN]})" if of[_OPEN] else ""
+    clauses = [f"{of[verdict]} {words} ({titles[verdict]})" for verdict, words in said.items() if of[verdict]]
+    left = f"; {of[_OPEN]} {'is' if of[_OPEN] == 1 else 'are'} undecided ({titles[_OPEN]})" if of[_OPEN] else ""
     left += f"; {of[_CANNOT]} cannot be tested on it" if of[_CANNOT] and (clauses or left) else ""
     shown = f"this run shows {listed(clauses)}" if clauses else f"this run {'shows' if left else 'can test'} none"
     bands = f" Easy, medium and hard are the {claims.info['bands']} here." if claims.info.get("bands") else ""

@@ -24,6 +24,7 @@ from plotly.offline import get_plotlyjs
 
 from tsae.base.files import as_path, replacing
 from tsae.errors import TsaeError
+from tsae.report.glossary import explained
 from tsae.report.text import count, html_text, script_json
 
 
@@ -39,6 +40,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters["flowing"] = _flowing
+    made.filters["explained"] = explained
     made.globals["count"] = count
     return made
 
@@ -106,9 +108,9 @@ def render_page(
         connect: where its scripts may ask for more, as a content security policy says it.
         of: what else the template asks for.
     """
-    explorer = [] if parts is None else ["card.js", "explorer.js"]
+    explorer = [] if parts is None else ["card.js", "show.js", "explorer.js"]
     modules = ["data.js", *explorer, "fit.js", "report.js"]
-    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer();\n")
+    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startShow();\nstartExplorer();\n")
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     return (
         environment()

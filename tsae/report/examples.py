@@ -1,4 +1,4 @@
-"""Examples for the cards of features: which trajectories each card shows, and their tokens, once for all cards.
+"""Examples: problems that base and runs answered, side by side; and the trajectories that the cards of features show.
 
 A card shows, of the rows (reader, trajectory) of the feature table,
 
@@ -16,10 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.features.contexts import peaks_of
 from tsae.features.feature_table import FeatureTable, masked_blocks
+from tsae.report.story import facts
+from tsae.report.story.statements import surviving, survivors
 from tsae.report.text import shortened, visible
 
 BEFORE, AFTER = 256, 128
@@ -268,10 +272,7 @@ def _trajectories(
             else:
                 merged.append([start, stop])
         kept[trajectory] = [(start, source.token_ids[first + start : first + stop]) for start, stop in merged]
-    everything = [ids for segments in kept.values() for _, ids in segments]
-    ids, counts = np.unique(np.concatenate(everything or [np.zeros(0, dtype=np.int32)]), return_counts=True)
-    frequent = ids[np.argsort(-counts, kind="stable")]
-    rank = {int(id): i for i, id in enumerate(frequent)}
+    texts, rank = _renumbered([ids for segments in kept.values() for _, ids in segments], strings)
     names = ("problem_id", "policy", "outcome")
     records = source.rollouts.table.select(names).take(np.array(sorted(kept), dtype=np.int64)).to_pylist()
     listed = {}
@@ -284,8 +285,119 @@ def _trajectories(
             [[start, [rank[int(i)] for i in ids]] for start, ids in kept[trajectory]],
         ]
     return {
-        # Without strings tokens are ids, which need a space between them.
-        "strings": [visible(strings[str(int(id))]) if str(int(id)) in strings else f"#{int(id)} " for id in frequent],
+        "strings": texts,
         "readers": [visible(reader) for reader in source.readers],
         "trajectories": listed,
     }
+
+
+def _renumbered(tokens: Sequence[np.ndarray], strings: dict[str, str]) -> tuple[list[str], dict[int, int]]:
+    """Texts of all tokens, frequent ones first, and the place of every id among them."""
+    ids, counts = np.unique(np.concatenate([*tokens, np.zeros(0, dtype=np.int32)]), return_counts=True)
+    frequent = [int(id) for id in ids[np.argsort(-counts, kind="stable")]]
+    # Without strings tokens are ids, which need a space between them.
+    texts = [visible(strings[str(id)]) if str(id) in strings else f"#{id} " for id in frequent]
+    return texts, {id: place for place, id in enumerate(frequent)}
+
+
+_RUNS, _PROBLEMS, _FEATURES, _LONGEST = 4, 12, 6, 500
+"""Runs and problems to choose from, features of a run that colour its tokens, tokens of a response."""
+
+
+def side_by_side(diff: FeatureDiff) -> dict[str, Any] | None:
+    """Problems that base and runs answered, ready for JSON; None where no run has one in common with the base.
+
+    strings are texts of tokens. runs are [name, features with +1 (raised) or −1, whether these survive all controls].
+    features are their [maximum, what they respond to] by number. problems are [name, band, prompt, answers by policy],
+    an answer is [right ones, number, responses]: a success and a failure, as far as there are any, each [outcome,
+    number of tokens, first tokens, activations as a flat list of token, feature, level].
+    """
+    source, runs = diff.source, [run for run in diff.final_checkpoints if diff.main_part(run)][:_RUNS]
+    if source is None or not runs:
+        return None
+    table = _answers(source, [diff.base, *runs])
+    sides = {run: colouring(diff, run) for run in runs}
+    features = list(dict.fromkeys(feature for _, signs in sides.values() for feature in signs))
+    chosen = _problems(diff, table, runs)
+    table = table[table.problem_id.isin(chosen)]
+    shown = table.drop_duplicates(["problem_id", "column", "outcome"]).row
+    if not chosen:
+        return None
+    starts = source.row_offsets[shown] + source.rollouts.lengths("prompt_ids")[source.trajectory[shown]]
+    of = {row: slice(int(a), int(b)) for row, a, b in zip(shown, starts, source.row_offsets[shown + 1], strict=True)}
+    codes = {row: sp.coo_array(source.codes[at.start : at.stop][:, features]) for row, at in of.items()}
+    top = np.max([one.max(axis=0).toarray() for one in codes.values() if one.shape[0]], axis=0, initial=1e-30)
+    tokens = {row: source.token_ids[at.start : at.stop][:_LONGEST] for row, at in of.items()}
+    texts, rank = _renumbered(list(tokens.values()), diff.info.get("token_strings", {}))
+
+    def response(row: int, outcome: str) -> list[Any]:
+        one, kept = codes[row], codes[row].row < _LONGEST
+        place, which = one.row[kept], one.col[kept]
+        level = np.maximum(np.rint(LEVELS * one.data[kept] / top[which]), 1).astype(int)
+        marks = np.stack([place, np.array(features, dtype=int)[which], level], axis=1)
+        ids = [rank[int(id)] for id in tokens[row]]
+        return [outcome, one.shape[0], ids, marks[np.lexsort((which, place))].ravel().tolist()]
+
+    problems = []
+    for problem in chosen:
+        mine = table[table.problem_id == problem]
+        cells = {}
+        for name, answers in mine.groupby("column", sort=False):
+            first = answers.drop_duplicates("outcome").sort_values("outcome", ascending=False)
+            first = first[first.outcome != "unknown"] if len(first) > 1 else first
+            responses = [response(int(r.row), r.outcome) for r in facts.records(first)]
+            cells[str(name)] = [int((answers.outcome == "success").sum()), len(answers), responses]
+        prompt = shortened(visible(str(mine.prompt.iloc[0])), 2000)
+        problems.append([shortened(visible(str(problem)), 60), str(mine.band.iloc[0] or ""), prompt, cells])
+    return {
+        "strings": texts,
+        "base": diff.base,
+        "runs": [[run, list(signs.items()), left] for run, (left, signs) in sides.items()],
+        "features": {
+            f: [float(f"{most:.4g}"), visible(str(diff.features.responds_to[f]))]
+            for f, most in zip(features, top, strict=True)
+        },
+        "problems": problems,
+    }
+
+
+def colouring(diff: FeatureDiff, run: str) -> tuple[bool, dict[int, int]]:
+    """Whether features survive all controls, and the clearest that do, or else that moved: +1 raised, −1 lowered."""
+    moved = facts.main_shift(diff, run)
+    moved = moved[moved.q <= diff.q]
+    left = surviving(moved) if survivors(moved) else moved.head(0)
+    table = facts.strongest(left if len(left) else moved, diff.q, _FEATURES)
+    return len(left) > 0, {int(row.feature): 1 if row.delta > 0 else -1 for row in facts.records(table)}
+
+
+def _answers(source: FeatureTable, names: list[str]) -> pd.DataFrame:
+    """The responses of every reader, which is in `column`; where it wrote none, all that it read."""
+    facts_of = source.rollouts.table.select(["problem_id", "policy", "outcome", "band", "prompt"]).to_pandas()
+    read = facts_of.iloc[source.trajectory].assign(
+        row=np.arange(source.n_rows), reader=np.array(source.readers, dtype=object)[source.reader]
+    )
+    parts = []
+    for name in names:
+        mine = read[read.reader == name]
+        own = mine[mine.policy == name]
+        parts.append((own if len(own) else mine).assign(column=name))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _problems(diff: FeatureDiff, table: pd.DataFrame, runs: list[str]) -> list[str]:
+    """For every run, from each band in turn, the problems that it solves more or less often than the base."""
+    right = table.assign(right=table.outcome.map({"success": 1.0, "failure": 0.0}))
+    rates = right.groupby(["problem_id", "column"], sort=False).right.mean().unstack("column")
+    n = right.groupby(["problem_id", "column"], sort=False).size().unstack("column").reindex(rates.index)
+    bands = right.drop_duplicates("problem_id").set_index("problem_id").band.reindex(rates.index)
+    names, queues = list(rates.index), []
+    for run in runs:
+        if not {diff.base, run} <= set(n.columns):
+            continue
+        both = n[[diff.base, run]].notna().all(axis=1).to_numpy()
+        order = np.argsort(-(rates[run] - rates[diff.base]).abs().fillna(0).to_numpy(), kind="stable")
+        first = facts.trained_on(diff, run)
+        split = sorted({str(band) for band in bands}, key=lambda band: (band != first, band))
+        of_band = [[int(i) for i in order if both[i] and str(bands.iloc[i]) == band] for band in split]
+        queues.append(facts.in_turn(of_band, _PROBLEMS))
+    return [names[i] for i in facts.in_turn(queues, _PROBLEMS)]

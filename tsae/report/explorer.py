@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from tsae.diff.comparisons import CONTRAST
-from tsae.diff.confounds import CANNOT_TELL, CONTROLS, FAILS
+from tsae.diff.confounds import CANNOT_TELL, CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.document import number_array, packed
 from tsae.report.examples import Contexts, contexts, histograms
@@ -29,7 +29,18 @@ FLAG_WORDS = {
     "would move it.",
     "not found again": "Other seeds' SAEs do not have it: it may be of this one dictionary.",
 }
-_NUMBERS = ("reference", "mean", "difference", "delta", "delta_low", "delta_high", "q", "active_reference", "active")
+_NUMBERS = (
+    "reference",
+    "mean",
+    "difference",
+    "delta",
+    "delta_low",
+    "delta_high",
+    "q",
+    "auroc",
+    "active_reference",
+    "active",
+)
 _KEYS = list(CONTRAST)
 
 
@@ -162,24 +173,18 @@ def _features(
 
 
 def _effects(diff: FeatureDiff, shown: pd.DataFrame) -> list[str]:
-    """JSON per contrast: features, their numbers column by column, and controls that they do not survive."""
+    """JSON per contrast: features, their numbers column by column, and what became of them under the controls: a bit
+    for each that they do not survive, one where it cannot tell, and one where they survive all."""
     if shown.empty or diff.shifts.empty:
         return ["{}"] * len(shown)
-    rows = diff.shifts.groupby(_KEYS, sort=False).indices
-    failed = {}
-    if len(diff.confounds):
-        bad = diff.confounds[diff.confounds.verdict.isin([FAILS, CANNOT_TELL])]
-        for key, part in bad.groupby(_KEYS, sort=False):
-            code = part.control.map({control: 1 << i for i, control in enumerate(CONTROLS)})
-            code = code.where(part.verdict == FAILS, 1 << len(CONTROLS))
-            failed[key] = code.groupby(part.feature).sum().to_dict()
     written = []
     for contrast in facts.records(shown[_KEYS]):
-        key = tuple(contrast)[1:]
-        mine = diff.shifts.iloc[rows.get(key, [])]
-        lost = failed.get(key, {})
+        mine = diff.table(**dict(zip(_KEYS, tuple(contrast)[1:], strict=True)))
+        verdicts = mine[[f"survives_{control}" for control in CONTROLS]].to_numpy()
+        lost = (verdicts == FAILS) @ (1 << np.arange(len(CONTROLS)))
+        lost = lost + 8 * (verdicts == CANNOT_TELL).any(axis=1) + 16 * (verdicts == SURVIVES).all(axis=1)
         cells = [f'"{name}":{number_array(mine[name].to_numpy())}' for name in _NUMBERS]
-        lists = [f'"feature":{mine.feature.tolist()}', f'"lost":{[int(lost.get(f, 0)) for f in mine.feature]}']
+        lists = [f'"feature":{mine.feature.tolist()}', f'"lost":{lost.tolist()}']
         written.append("{" + ",".join([*lists, *cells]).replace(", ", ",") + "}")
     return written
 
@@ -210,6 +215,7 @@ def _contrast(diff: FeatureDiff, row: Any) -> dict[str, Any]:
         "block": visible(block),
         "where": visible(part or where),
         "kind": row.kind,
+        "whole": row.band == "all" and not part and row.outcome == "all" and row.checkpoint in (diff.base, block),
         "first": row.kind != "interaction"
         and row.outcome == "all"
         and (row.kind == "shift" or row.checkpoint == diff.base),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 from markupsafe import Markup
@@ -14,16 +15,18 @@ from tsae.attribution.attribution import Attribution
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report import tables
-from tsae.report.attribution import attributed, attribution_figure, statement
+from tsae.report.attribution import attributed, attribution_figure, pushing, statement
 from tsae.report.claims import HEADING, expected, told_claims
-from tsae.report.document import macro, render_page, target, write_page, written_with
+from tsae.report.document import macro, packed, render_page, target, write_page, written_with
+from tsae.report.examples import side_by_side
 from tsae.report.explorer import explorer
 from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview, overview_caption
+from tsae.report.glossary import GLOSSARY
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.statements import Statement, noise_text, predictions, step_features, tests, with_stand_in
-from tsae.report.text import capitalised, shortened
+from tsae.report.text import capitalised, shortened, visible
 from tsae.rollouts.bands import bands_label
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -77,11 +80,13 @@ def render(
     to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)
     drawn = _figures(diff, to_draw, attribution)
+    shown = side_by_side(diff)
+    parts = explored.parts | ({"problems": packed(shown)} if shown else {})
     return render_page(
         "report.html",
         ", ".join(part for part in (title or _TITLE, facts.stand_in(diff)) if part),
         drawn,
-        explored.parts,
+        parts,
         connect="'self'" if served else "'none'",
         diff=diff,
         lead=lead(diff),
@@ -90,7 +95,11 @@ def render(
         limit=_common_limit(found),
         spoken=" ".join(f"{f.heading}: {' '.join(f.sentences)}" for f in found),
         overview_caption=overview_caption(diff),
-        sections=list(_sections(diff, attribution, claims)),
+        sections=list(_sections(diff, shown is not None, attribution, claims)),
+        task=visible(str(diff.info.get("task", ""))),
+        worked=_worked(shown) if shown and diff.info.get("task") else [],
+        pushed=_pushed(diff, shown, attribution),
+        glossary=GLOSSARY,
         claims=[] if claims is None else told_claims(claims),
         one_run=ONE_RUN,
         linked=lambda sentence: linked(diff, sentence),
@@ -147,29 +156,58 @@ def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | N
     }
 
 
-def _sections(diff: FeatureDiff, attribution: Attribution | None, claims: Claims | None) -> Iterator[tuple[str, str]]:
-    """Id and heading of each section that has something to show. A template is named after its section's id."""
+def _worked(shown: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """One problem as everyone answers it, the usual way: policy, answer, outcome and how often that is right.
+
+    The first row is the problem. A problem of the band medium shows most.
+    """
+    _, _, prompt, answers = next((one for one in shown["problems"] if one[1] == "medium"), shown["problems"][0])
+    rows = [("problem", prompt, "", "")]
+    for policy, (right, n, responses) in answers.items():
+        outcome, _, tokens, _ = responses[0 if 2 * right >= n else -1]
+        text = "".join(shown["strings"][token] for token in tokens)
+        rows.append((policy, shortened(text, 400), outcome, f"{right} of {n} right"))
+    return rows
+
+
+def _pushed(diff: FeatureDiff, shown: dict[str, Any] | None, attribution: Attribution | None) -> list[Any]:
+    """The training samples that pushed the features that colour tokens, where the attribution is of the same SAE."""
+    if shown is None or attribution is None or attribution.info.get("sae") != diff.made_from["sae"]:
+        return []
+    return pushing(attribution, shown["features"])
+
+
+def _sections(
+    diff: FeatureDiff, shown: bool, attribution: Attribution | None, claims: Claims | None
+) -> Iterator[tuple[str, str, str]]:
+    """Id, heading, and word for the table of contents, of each section that has something to show.
+
+    A template is named after its section's id.
+    """
     runs = diff.final_checkpoints
-    yield "gates", "Before you believe it"
+    if shown:
+        yield "show", "Show me: the same problem, before and after", "Show me"
+    yield "gates", "Before you believe it", "Checks"
     label = bands_label(diff.info.get("bands"))
-    yield "behaviours", f"Behaviour by {label}" if label else "Behaviour by band"
+    yield "behaviours", f"Behaviour by {label}" if label else "Behaviour by band", "Behaviour"
     if runs:
-        yield "shifts", "What moved, by run, band and part"
+        yield "shifts", "What moved, by run, band and part", "Moved"
     if len(runs) > 1:
-        yield "opposed", "Moved in opposite directions"
+        yield "opposed", "Moved in opposite directions", "Opposed"
     if len(diff.families):
-        yield "families", "Families of features"
-    yield "outcomes", "Success against failure"
+        yield "families", "Families of features", "Families"
+    yield "outcomes", "Success against failure", "Outcomes"
     if diff.predicted is not None and len(diff.predicted):
-        yield "predicted", "Predicted against realised"
+        yield "predicted", "Predicted against realised", "Predicted"
     if diff.dynamics is not None and len(diff.dynamics):
-        yield "steps", "Along the steps"
+        yield "steps", "Along the steps", "Steps"
     if attribution is not None:
-        yield "samples", "Which samples did that"
-    yield "causal", "Tested causally"
+        yield "samples", "Which samples did that", "Samples"
+    yield "causal", "Tested causally", "Causal"
     if claims is not None:
-        yield "claims", HEADING
-    yield "explorer-section", "All features"
+        yield "claims", HEADING, "Literature"
+    yield "explorer-section", "All features", "Features"
+    yield "glossary", "Words of this page", "Glossary"
 
 
 def example_features(diff: FeatureDiff, opposed: list[int]) -> list[int]:

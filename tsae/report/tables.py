@@ -255,7 +255,7 @@ def families(diff: FeatureDiff) -> Table | None:
         }
         rows.append([str(checkpoint), str(band), *(cells.get(family, DASH) for family in sizes)])
     head: list[str | Cell] = ["run", band_head(diff), *(Cell(family, f"({n} features)") for family, n in sizes.items())]
-    caption = "Δ of families: of the mean of their features, each in its standard deviation over base trajectories"
+    caption = "Δ of families: of the mean of their features, each in its own standard deviation"
     return Table(caption, head, rows, 2)
 
 

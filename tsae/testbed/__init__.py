@@ -18,6 +18,7 @@ from tsae.testbed.tokenizer import VOCABULARY, make_tokenizer, split_tokens
 
 __all__ = [
     "LEVELS",
+    "TASK",
     "VOCABULARY",
     "ResponseFacts",
     "TokenLabel",
@@ -35,6 +36,14 @@ __all__ = [
     "split_tokens",
     "verify",
 ]
+
+
+TASK = (
+    "A chain of digits is worked out from left to right, and of every result only the last digit is kept (modulo 10). "
+    "3+5*2-7? is 9: 3 + 5 = 8, 8 * 2 = 16, so 6, and 6 - 7 = -1, so 9. Easy chains have one operation, medium ones 4 "
+    "to 6, hard ones 10 to 14. The model may write its steps, or answer at once."
+)
+"""What the problems ask for, in words."""
 
 
 def series_path() -> Path:

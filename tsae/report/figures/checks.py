@@ -82,7 +82,7 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
 
     layout.dots_by(made, {band: BAND_STYLE[band] for band in bands}, marks, step=0.19)
     for cell in made.cells:
-        _around_zero(made.figure, "shift, standard deviations over trajectories", runs, cell)
+        _around_zero(made.figure, "shift, in the features' standard deviations", runs, cell)
     return layout.finish(made.figure, height=made.height + 112, left=130, top=66, bottom=46, legend=LEGEND)
 
 
@@ -110,11 +110,28 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
     )
     named: set[str] = set()
 
-    def line(mine: pd.DataFrame, value: str, name: str, style: tuple[str, str], text: list[str], place: int) -> None:
+    def line(
+        mine: pd.DataFrame,
+        value: str,
+        name: str,
+        style: tuple[str, str],
+        text: list[str],
+        place: int,
+        feature: int | None = None,
+    ) -> None:
         points = list(zip(mine[value], mine.low, mine.high, strict=True))
         below = place % len(heights) == len(heights) - 1
         legend = {"legend": "legend2" if below else "legend", "legendgroup": name, "showlegend": name not in named}
-        line = layout.path(mine.step.tolist(), points, style, text, name=name, widths=(1.5, 7, 1.1), **legend)
+        line = layout.path(
+            mine.step.tolist(),
+            points,
+            style,
+            text,
+            name=name,
+            widths=(1.5, 7, 1.1),
+            customdata=[feature] * len(mine),
+            **legend,
+        )
         figure.add_trace(line, **cells[place])
         named.add(name)
 
@@ -136,7 +153,7 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
                 f"{interval(r.low, r.high, sign=True, like=r.shift)}, {figure_text(r.kind)}"
                 for r in facts.records(mine)
             ]
-            line(mine, "shift", label, layout.run_style(order), text, last)
+            line(mine, "shift", label, layout.run_style(order), text, last, feature)
         layout.x_title(figure, "step", **cells[last])
     if len(lived):
         figure.update_yaxes(title={"text": "accuracy, %"}, row=1, col=1)

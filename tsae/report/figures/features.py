@@ -41,7 +41,10 @@ def feature_rows(figure: go.Figure, diff: FeatureDiff, features: Sequence[int], 
 def feature_marks(table: pd.DataFrame, features: Sequence[int], rows: Sequence[int], who: str) -> list[Mark]:
     """Δ of features with intervals, each in its row; features that the table does not have are left out."""
     records = [(row, facts.record(table, f)) for f, row in zip(features, rows, strict=True) if f in table.index]
-    return [Mark(row, facts.standardised(record), feature_hover(record, who)) for row, record in records]
+    return [
+        Mark(row, facts.standardised(record), feature_hover(record, who), int(record.feature))
+        for row, record in records
+    ]
 
 
 def feature_hover(record: Any, who: str) -> str:
@@ -72,7 +75,7 @@ def opposed_figure(diff: FeatureDiff, features: Sequence[int]) -> go.Figure | No
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), run)
         figure.add_trace(layout.dots(marks, layout.run_style(order), size=10, name=figure_text(run)))
     layout.vertical_zero(figure)
-    layout.x_title(figure, "Δ against base (standard deviations over base trajectories)", 6)
+    layout.x_title(figure, DELTA.replace("Δ", "Δ against base"), 6)
     feature_rows(figure, diff, features)
     return layout.finish(figure, height=26 * len(features) + 100, left=_LEFT, bottom=50, legend=LEGEND)
 
@@ -87,7 +90,7 @@ def outcome_figure(diff: FeatureDiff, *, n: int = 6) -> go.Figure | None:
         return None
     marks = {b: feature_marks(t[t.q <= diff.q], features, range(len(features)), _of(b)) for b, t in tables.items()}
     figure = _by_band(30 * len(features), marks, 8)
-    layout.x_title(figure, "← in failures    in successes →    (Δ, standard deviations over base trajectories)", 6)
+    layout.x_title(figure, f"← in failures    in successes →    {DELTA}", 6)
     feature_rows(figure, diff, features)
     height = 30 * len(features) + 110
     return layout.finish(figure, height=height, left=_LEFT, bottom=56, legend=LEGEND, showlegend=True)
@@ -135,7 +138,7 @@ def band_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             for f in features
         ]
         text = [[_tile(t, f) for t in tables[run]] for f in features]
-        figure.add_trace(layout.tiles(grids[run], names, text, hover, limit), **cell)
+        figure.add_trace(layout.tiles(grids[run], names, text, hover, limit, features), **cell)
     figure.update_xaxes(showgrid=False, ticks="", tickangle=-35, tickvals=names, ticktext=names)
     feature_rows(figure, diff, features)
     return layout.finish(figure, height=height + 120, left=_LEFT, bottom=64)
@@ -159,7 +162,8 @@ def decomposition_figure(diff: FeatureDiff, *, n: int = 8) -> go.Figure | None:
             bar = go.Bar(
                 x=[mark.point[0] for mark in marks], y=[mark.row for mark in marks], orientation="h", width=0.62,
                 name=name, legendgroup=part, showlegend=first, marker={"color": colour, "pattern": pattern},
-                text=[mark.hover for mark in marks], textposition="none", **HOVER,
+                text=[mark.hover for mark in marks], customdata=[mark.feature for mark in marks],
+                textposition="none", **HOVER,
             )  # fmt: skip
             figure.add_trace(bar, **cell)
         marks = feature_marks(facts.main_shift(diff, run), features, range(len(features)), f"{run}, total")
@@ -233,7 +237,7 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
     figure.update_xaxes(type="log", tickvals=[10.0**e for e in decades], ticktext=[f"10{_raised(e)}" for e in decades])
     figure.update_xaxes(showticklabels=True)
     layout.x_title(figure, "mean activation of base and run")
-    figure.update_yaxes(title={"text": "Δ (standard deviations)", "standoff": 4}, col=1)
+    figure.update_yaxes(title={"text": DELTA, "standoff": 4}, col=1)
     made = layout.finish(figure, height=height + 116, left=62, top=66, bottom=50, legend=LEGEND)
     return made.update_yaxes(showgrid=True)
 

@@ -52,6 +52,8 @@ class Mark(NamedTuple):
     row: int
     point: Point
     hover: str
+    feature: int | None = None
+    """The feature that it stands for: a click opens the card."""
 
 
 def whiskers(points: Sequence[Point], colour: str, thickness: float = 1.4) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def dots(marks: Sequence[Mark], style: tuple[str, str], *, size: int = 8, up: fl
         marker={"color": colour, "symbol": symbol, "size": size},
         error_x=whiskers(points, colour),
         text=[mark.hover for mark in marks],
+        customdata=[mark.feature for mark in marks],
         **HOVER | {"mode": "markers"} | trace,
     )
 
@@ -114,13 +117,17 @@ def tiles(
     text: Sequence[Sequence[str]],
     hover: Sequence[Sequence[str]],
     limit: float,
+    features: Sequence[int] = (),
 ) -> go.Heatmap:
-    """A heat map with a number on every tile, in rows 0, 1, … from the top; `limit` has the deepest colour."""
+    """A heat map with a number on every tile, in rows 0, 1, … from the top; `limit` has the deepest colour.
+
+    Where rows stand for `features`, a click on a tile opens the card.
+    """
     return go.Heatmap(
         z=values, x=columns, y=list(range(len(values))), xgap=1, ygap=1, hoverongaps=False,
         colorscale=DIVERGING, zmin=-limit, zmax=limit, showscale=False,
         text=text, texttemplate="%{text}", textfont={"size": 10.5, "color": "#1d2228"},
-        customdata=hover, hovertemplate="%{customdata}<extra></extra>",
+        hovertext=hover, hoverinfo="text", customdata=[[feature] * len(columns) for feature in features] or None,
     )  # fmt: skip
 
 
@@ -151,7 +158,7 @@ def area(x: list[Any], y: list[Any], colour: str, hover: str) -> go.Scatter:
     return go.Scatter(x=x, y=y, **filled, hoverinfo="text", text=hover, showlegend=False)
 
 
-DELTA = "Δ (standard deviations over base trajectories)"
+DELTA = "Δ (standard deviations, with a floor)"
 
 
 class Panels(NamedTuple):

@@ -42,13 +42,13 @@ def overview_caption(diff: FeatureDiff) -> str:
     if not runs:
         return (
             "Each mark is a feature, placed by how much more (right) or less (left) active it is in successes than in "
-            "failures of the same problem (Δ, in standard deviations over base trajectories), with its interval."
+            "failures of the same problem (Δ), with its interval."
         )
     below = (
-        "a dot is one feature that moved, placed by Δ: its shift in standard deviations over base trajectories; dark "
-        "ones survive the controls for length, position and tokens; numbers count dots"
+        "a dot is one feature that moved, placed by Δ; dark ones survive the controls for length, position and tokens; "
+        "numbers count dots; a click opens the feature's card"
         if facts.has_classes(diff)
-        else "the features that moved most, with Δ (in standard deviations over base trajectories) and its interval"
+        else "the features that moved most, with Δ and its interval"
     )
     shown = f" The first {_MAX_RUNS} of {len(runs)} runs are shown." if len(runs) > _MAX_RUNS else ""
     above = "Above: ring = base, filled = run, bars = intervals (grey: no clear change). Below: "
@@ -233,7 +233,9 @@ def _forest(figure: go.Figure, features: Sequence[int], moved: pd.DataFrame, cel
                 f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}"
             )
             point = facts.standardised(record)
-            figure.add_trace(layout.dots([Mark(y, point, hover)], (_colour(point[0]), "circle"), size=9), **cell)
+            figure.add_trace(
+                layout.dots([Mark(y, point, hover, feature)], (_colour(point[0]), "circle"), size=9), **cell
+            )
     layout.vertical_zero(figure, **cell)
 
 

@@ -17,6 +17,7 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.document import packed_plotly
 from tsae.report.figures import checks, features
+from tsae.report.figures.layout import DELTA
 from tsae.report.figures.overview import overview
 from tsae.report.story import facts
 from tsae.report.story.statements import step_features
@@ -81,7 +82,7 @@ class Figure(go.Figure):
 
 
 class Plots:
-    """Figures of a diff. Effects are Δ, standard deviations over base trajectories; hover gives activations and q."""
+    """Figures of a diff. Effects are Δ, in standard deviations with a floor; hover gives activations and q."""
 
     def __init__(self, diff: FeatureDiff) -> None:
         self.diff = diff
@@ -100,7 +101,7 @@ class Plots:
     def bands(self, n: int = 8) -> Figure:
         """Shifts of each run's n most moved features by band and by outcome, as heat maps."""
         title = "Shift of the most moved features, by band and outcome"
-        told = "Δ, in standard deviations over base trajectories; a dot: no discovery; blank: not tested"
+        told = f"{DELTA}; a dot: no discovery; blank: not tested"
         return _titled(features.band_figure(self.diff, n=n), title, told)
 
     def volcano(self) -> Figure:

@@ -99,7 +99,7 @@ def moved_features(diff: FeatureDiff, n: int) -> list[int]:
 
 
 def standardised(row: pd.Series) -> tuple[float, float, float]:
-    """(Δ, low, high): the effect and its interval in standard deviations over base trajectories."""
+    """(Δ, low, high): the effect and its interval, in standard deviations with a floor."""
     return float(row.delta), float(row.delta_low), float(row.delta_high)
 
 

@@ -176,7 +176,7 @@ def statistics_text(diff: FeatureDiff) -> str:
     table = diff.shifts
     n = int(table.feature[(table.scale == "pooled") & (table.kind == "shift")].nunique())
     pooled = f" (of {count(n, 'feature')} that the base hardly has, over those of base and run together)" if n else ""
-    pooled += ", but at least half of the deviation over the trajectories of both, so that |Δ| is at most 4"
+    pooled += ". This unit has a floor: half of the deviation over the trajectories of both. So |Δ| is at most 4"
     return (
         f"Mean activation over the {config['span'].replace('_', ' ')} tokens of a trajectory; the unit is the problem."
         f"{without} Δ is a difference in standard deviations of the feature over base trajectories{pooled}. A feature "

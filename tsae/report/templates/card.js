@@ -1,7 +1,7 @@
 // The card of a feature: its effects with intervals, how it is distributed, what it writes, and examples.
 const AROUND = [40, 24]; // tokens shown before and after the strongest one until an example is unfolded
 const TOKEN_LIMIT = 300; // characters of one token shown until then
-const CONTROLS = ["length", "position", "token", "length?"];
+const CONTROLS = ["length", "position", "token"];
 const OUTCOMES = { success: "✓ success", failure: "✗ failure" };
 const GROUPS = { strongest: "Strongest", "90–100 %": "Top tenth of the rest", "50–90 %": "Above the median", "0–50 %": "Below the median" };
 
@@ -29,10 +29,10 @@ const makeCard = async (data, feature) => {
     labelled(data, feature),
     element("p", { class: "quiet" }, facts.filter(Boolean).join("; ")),
     ...columns.flags[feature].map((flag) => element("p", { class: "flag" }, element("strong", { class: "warn" }, flag), " " + info.flag_words[flag])),
-    element("div", { class: "about" }, histogram(data, feature), words(data, feature)),
     ...effectTables(data, feature),
-    ...(steps ? alongSteps(steps) : []),
-    ...shown(trajectories, examples, feature, info, refused),
+    element("div", { class: "halves" },
+      element("div", {}, element("div", { class: "about" }, histogram(data, feature), words(data, feature)), ...(steps ? alongSteps(steps) : [])),
+      element("div", {}, ...shown(trajectories, examples, feature, info, refused))),
   );
 };
 
@@ -94,58 +94,63 @@ const histogram = (data, feature) => {
     element("figcaption", {}, `Activation on ${countText(total, "active token")} (heights are square roots)`));
 };
 
+// All problems first: what does not fit a screen opens on a click.
 const effectTables = (data, feature) => {
-  const tables = new Map();
+  const whole = [], rest = [];
   data.info.contrasts.forEach((contrast, i) => {
     const at = (data.effects[i].feature || []).indexOf(feature);
-    if (at < 0) return;
-    const name = contrast.first ? contrast.kind : "rest";
-    if (!tables.has(name)) tables.set(name, []);
-    tables.get(name).push([contrast, data.effects[i], at]);
+    if (at >= 0) (contrast.whole ? whole : rest).push([contrast, data.effects[i], at]);
   });
-  if (!tables.size) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
-  const made = (name, caption, heads) => (tables.has(name) ? effectTable(data, caption, heads, tables.get(name)) : null);
-  const rest = made("rest", "Further effects", ["problems", "Δ [interval]", "one side → other"]);
+  if (!whole.length && !rest.length) return [element("p", { class: "quiet" }, "It was tested in no contrast: too few problems activate it.")];
   return [
-    made("shift", `Shift against ${data.info.base}`, ["problems", "Δ [interval]", "before → after"]),
-    made("outcome", "Success − failure within problem", ["problems", "Δ [interval]", "failures → successes"]),
-    rest ? element("details", {}, element("summary", {}, "By outcome, other readers, interactions"), rest) : null,
+    whole.length ? effectTable(data, `All problems: shift against ${data.info.base}, and success − failure`, whole, true) : null,
+    rest.length ? element("details", {}, element("summary", {}, "By band, part and outcome, other readers, interactions"), effectTable(data, "Further effects", rest, false)) : null,
   ];
 };
 
+const term = (key, text) => element("a", { class: "term", href: "#term-" + key }, text);
+
+// What became of a shift under the controls.
+const verdict = (lost) => {
+  if (lost & 16) return element("td", { class: "good" }, "✓ survives");
+  const names = CONTROLS.filter((_, i) => lost & (1 << i));
+  const said = [names.length ? "not beyond " + names.join(", ") : "", lost & 8 ? "length cannot tell" : ""];
+  return element("td", { class: "warn" }, said.filter(Boolean).join("; "));
+};
+
 // One scale for all rows, so that runs and bands can be compared.
-const effectTable = (data, caption, heads, rows) => {
+const effectTable = (data, caption, rows, whole) => {
   const ends = rows.flatMap(([, effect, at]) => [effect.delta_low[at], effect.delta_high[at], effect.delta[at], 0]).filter((x) => x != null);
   const low = Math.min(...ends), span = Math.max(...ends) - low || 1;
   const x = (value) => 5 + (130 * (value - low)) / span;
   const lines = [];
   let block = null;
   for (const [contrast, effect, at] of rows) {
-    if (contrast.block !== block) {
+    if (!whole && contrast.block !== block) {
       block = contrast.block;
       lines.push(element("tr", { class: "block" }, element("th", { scope: "rowgroup", colspan: 7 }, block)));
     }
     const change = effect.delta[at];
     const tone = effect.q[at] <= data.info.q ? (change > 0 ? "up" : "down") : "still";
-    const lost = tone === "still" ? [] : CONTROLS.filter((_, i) => effect.lost[at] & (1 << i));
+    const name = !whole ? contrast.where : contrast.kind === "shift" ? contrast.block : `success − failure, ${contrast.block}`;
     lines.push(element("tr", {},
-      element("th", { scope: "row" }, contrast.where),
+      element("th", { scope: "row" }, name),
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
         element("small", {}, intervalText(effect.delta_low[at], effect.delta_high[at], change))),
-      element("td", { class: "warn" }, element("small", {}, lost.join(", "))),
+      tone === "still" ? element("td", {}) : verdict(effect.lost[at]),
+      element("td", { class: "n" }, effect.auroc[at] === null ? "" : effect.auroc[at].toFixed(2)),
       element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
         svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
         svg("line", { x1: x(effect.delta_low[at] ?? change), x2: x(effect.delta_high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
       element("td", { class: "n" }, qText(effect.q[at])),
-      element("td", { class: "n" }, `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}`),
-      element("td", { class: "n" }, effect.active[at] === null ? "" : `${percentText(effect.active_reference[at])} → ${percentText(effect.active[at])} %`)));
+      element("td", { class: "n" }, effect.active[at] === null ? `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}` : `${percentText(effect.active_reference[at])} → ${percentText(effect.active[at])} %`)));
   }
+  const column = (text, kind) => element("th", { scope: "col", class: kind }, text);
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     element("table", { class: "effects" }, element("caption", {}, caption),
-      element("thead", {}, element("tr", {}, element("th", { scope: "col" }, heads[0]), element("th", { scope: "col", class: "n" }, heads[1]),
-        element("th", { scope: "col", title: "Controls that it does not survive; length?: length and style are one variable, and the control cannot tell" }, "not beyond"), element("td", { class: "bar" }), element("th", { scope: "col", class: "n" }, "q"),
-        element("th", { scope: "col", class: "n" }, heads[2]), element("th", { scope: "col", class: "n", title: "Share of responses" }, "active in"))),
+      element("thead", {}, element("tr", {}, element("td", {}), column(term("delta", "Δ [interval]"), "n"), column(term("survivors", "controls")),
+        column(term("auroc", "AUROC"), "n"), element("td", { class: "bar" }), column(term("q", "q"), "n"), column("active in", "n"))),
       element("tbody", {}, ...lines)));
 };
 
@@ -171,25 +176,20 @@ const alongSteps = (runs) => {
   return [element("h4", {}, "Along the steps"), element("div", { class: "stepped" }, ...pictures)];
 };
 
+// The first pair is open; the rest opens on a click.
 const shown = (trajectories, examples, feature, info, refused) => {
   if (!examples) {
     const why = refused || info.no_examples || (info.order.includes(feature) ? "This file has no room for examples of weaker features." : "It is never active.");
     return [element("p", { class: "quiet" }, "No examples. " + why)];
   }
   const [maximum, groups] = examples[feature];
-  const parts = [];
-  for (const [name, found] of groups) {
-    if (name === "pairs") {
-      parts.push(element("h4", {}, "The same problem, solved and failed"));
-      for (let i = 0; i < found.length; i += 2) {
-        parts.push(element("div", { class: "pair" }, example(trajectories, found[i], maximum), example(trajectories, found[i + 1], maximum)));
-      }
-    } else {
-      parts.push(element("h4", {}, GROUPS[name]));
-      parts.push(element("div", { class: "examples" }, ...found.map((one) => example(trajectories, one, maximum))));
-    }
-  }
-  return parts;
+  const sets = groups.flatMap(([name, found]) => {
+    const size = name === "pairs" ? 2 : found.length;
+    return Array.from({ length: found.length / size }, (_, i) => [name === "pairs" ? "The same problem, solved and failed" : GROUPS[name], found.slice(i * size, (i + 1) * size)]);
+  });
+  const [first, ...others] = sets.map(([title, found]) => [element("h4", {}, title), element("div", { class: "pair" }, ...found.map((one) => example(trajectories, one, maximum)))]);
+  const more = sets.slice(1).reduce((n, [, found]) => n + found.length, 0);
+  return [...first, more ? element("details", {}, element("summary", {}, countText(more, "more example")), ...others.flat()) : null];
 };
 
 const example = (data, found, maximum) => {

@@ -6,7 +6,7 @@ const startExplorer = async () => {
   if (!frame) return;
   const data = await unpack("features");
   const box = frame.querySelector(".filters");
-  const state = { sort: "delta", down: true, page: 0, open: null };
+  const state = { sort: "auroc", down: true, page: 0, open: null };
   const controls = Object.fromEntries([...box.querySelectorAll("[name]")].map((control) => [control.name, control]));
   const value = (name) => (controls[name] ? controls[name].value : "");
   const places = data.effects.map((effect) => new Map((effect.feature || []).map((feature, i) => [feature, i])));
@@ -18,8 +18,11 @@ const startExplorer = async () => {
     const effect = data.effects[chosen];
     const stability = data.numbers.stability ? data.numbers.stability[feature] : null;
     const described = { feature, responds: data.columns.responds[feature], stability };
-    if (at === undefined) return { ...described, delta: null, difference: null, q: null };
-    return { ...described, delta: effect.delta[at], difference: effect.difference[at], q: effect.q[at] };
+    if (at === undefined) return { ...described, delta: null, auroc: null, q: null, apart: null };
+    const [delta, auroc, q] = [effect.delta[at], effect.auroc[at], effect.q[at]];
+    const survives = Boolean(effect.lost[at] & 16) && q <= data.info.q;
+    // Features that survive all controls come first, then the others that moved, each by how well they tell both sides apart.
+    return { ...described, delta, auroc, q, survives, apart: Math.abs(auroc - 0.5) + (survives ? 2 : q <= data.info.q ? 1 : 0) };
   };
 
   const matching = () => {
@@ -42,30 +45,30 @@ const startExplorer = async () => {
         words.every((word) => (/^\d+$/.test(word) ? String(row.feature) === word || text.includes(word) : text.includes(word)))
       );
     });
-    const key = (row) => (state.sort === "delta" ? row.delta === null ? null : Math.abs(row.delta) : row[state.sort]);
+    const key = (row) => (state.sort === "delta" ? row.delta === null ? null : Math.abs(row.delta) : row[state.sort === "auroc" ? "apart" : state.sort]);
     const order = state.down ? -1 : 1;
     return found.sort((a, b) => {
       const one = key(a), other = key(b);
       if (one === null || other === null) return (one === null) - (other === null) || a.feature - b.feature;
-      return (one < other ? -order : one > other ? order : 0) || a.feature - b.feature;
+      return (one < other ? -order : one > other ? order : 0) || Math.abs(b.delta) - Math.abs(a.delta) || a.feature - b.feature;
     });
   };
 
   const columns = [
     ["feature", "Feature"],
     ["responds", "Responds to"],
-    ["delta", "Δ"],
-    ["difference", "Change"],
-    ["q", "q"],
-    ...(data.numbers.stability ? [["stability", "Stability"]] : []),
+    ["auroc", "AUROC", "auroc"],
+    ["delta", "Δ", "delta"],
+    ["q", "q", "q"],
+    ...(data.numbers.stability ? [["stability", "Stability", "stability"]] : []),
   ];
 
   const head = () =>
-    element("tr", {}, ...columns.map(([name, title]) => {
+    element("tr", {}, ...columns.map(([name, title, explained]) => {
       const sorted = state.sort === name ? (state.down ? "descending" : "ascending") : null;
-      const button = element("button", { type: "button", class: "sort" }, title + (sorted ? (state.down ? " ▾" : " ▴") : ""));
+      const button = element("button", { type: "button", class: "sort", "data-term": explained }, title + (sorted ? (state.down ? " ▾" : " ▴") : ""));
       button.addEventListener("click", () => {
-        state.down = state.sort === name ? !state.down : name === "delta";
+        state.down = state.sort === name ? !state.down : name === "delta" || name === "auroc";
         state.sort = name;
         state.page = 0;
         list();
@@ -82,9 +85,9 @@ const startExplorer = async () => {
     const label = data.columns.label ? data.columns.label[row.feature] : "";
     const line = element("tr", { class: row.feature === state.open ? "open" : null },
       element("th", { scope: "row" }, link),
-      element("td", {}, element("bdi", {}, row.responds), label ? element("bdi", {}, element("small", {}, ` ${label}`)) : null, flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
+      element("td", {}, element("bdi", {}, row.responds), label ? element("bdi", {}, element("small", {}, ` ${label}`)) : null, row.survives ? element("small", { class: "good" }, " ✓ survives") : null, flags.length ? element("small", { class: "warn" }, " " + flags.join(", ")) : null),
+      element("td", { class: "n" }, row.auroc === null ? "" : row.auroc.toFixed(2)),
       element("td", { class: "n " + kind }, row.delta === null ? "not tested" : arrow + numberText(row.delta, true)),
-      element("td", { class: "n" }, row.delta === null ? "" : numberText(row.difference, true)),
       element("td", { class: "n" }, row.delta === null ? "" : qText(row.q)),
       data.numbers.stability ? element("td", { class: "n" }, numberText(row.stability)) : null);
     line.addEventListener("click", () => { location.hash = "feature-" + row.feature; });

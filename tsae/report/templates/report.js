@@ -40,10 +40,14 @@ const draw = (place) => {
   drawn.add(place);
   watched.observe(place);
   // A mark that stands for one feature leads to its card.
-  ready.then(() => place.on("plotly_click", (event) => {
-    const feature = event.points[0].customdata;
-    if (Number.isInteger(feature)) location.hash = "#feature-" + feature;
-  }));
+  const featureOf = (event) => event.points.map((point) => point.customdata).find(Number.isInteger);
+  ready.then(() => {
+    place.on("plotly_click", (event) => {
+      if (featureOf(event) !== undefined) location.hash = "#feature-" + featureOf(event);
+    });
+    place.on("plotly_hover", (event) => place.classList.toggle("opens", featureOf(event) !== undefined));
+    place.on("plotly_unhover", () => place.classList.remove("opens"));
+  });
 };
 const watched = watchWidth(draw);
 const redraw = () => drawn.forEach(draw);
@@ -79,11 +83,52 @@ let before = null;
 window.addEventListener("beforeprint", () => {
   before = document.documentElement.dataset.theme || "";
   document.documentElement.dataset.theme = "light";
+  document.body.classList.add("paper"); // as wide as paper, so that figures are
   if (window.Plotly) places.forEach(draw);
 });
 window.addEventListener("afterprint", () => {
   if (before) document.documentElement.dataset.theme = before;
   else delete document.documentElement.dataset.theme;
+  document.body.classList.remove("paper");
   redraw();
 });
 prefersDark.addEventListener("change", () => { label(); redraw(); });
+
+// A word explains itself where it is pointed at or focused: what the glossary says of it, in a box that Escape closes.
+const tip = element("div", { id: "tip", role: "tooltip", hidden: "" });
+document.body.append(tip);
+const hideTip = () => { tip.hidden = true; };
+const showTip = (event) => {
+  const word = event.target.closest?.(".term, [data-term]");
+  const key = word && (word.dataset.term || word.hash.replace("#term-", ""));
+  const said = key && document.querySelector(`#term-${key} dd`);
+  if (!said) return;
+  tip.textContent = said.textContent;
+  tip.hidden = false;
+  word.setAttribute("aria-describedby", "tip");
+  const box = word.getBoundingClientRect();
+  tip.style.left = `${Math.max(8, Math.min(box.left, window.innerWidth - tip.offsetWidth - 8))}px`;
+  tip.style.top = `${box.bottom + 4 + tip.offsetHeight > window.innerHeight ? box.top - tip.offsetHeight - 4 : box.bottom + 4}px`;
+};
+for (const name of ["pointerover", "focusin"]) document.addEventListener(name, showTip);
+for (const name of ["pointerout", "focusout"]) document.addEventListener(name, hideTip);
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+document.addEventListener("scroll", hideTip, true);
+
+// A row of a table that names one feature opens its card wherever it is clicked.
+document.addEventListener("click", (event) => {
+  const row = event.target.closest("main tbody tr:has(span.feature)");
+  const features = row ? row.querySelectorAll("span.feature") : [];
+  if (features.length !== 1 || event.target.closest("a, summary, button") || String(getSelection())) return;
+  location.hash = "#feature-" + features[0].dataset.feature;
+});
+
+// The table of contents marks the section that is on the screen.
+const contents = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+const reading = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    if (isIntersecting) contents.get(target.id)?.setAttribute("aria-current", "true");
+    else contents.get(target.id)?.removeAttribute("aria-current");
+  }
+}, { rootMargin: "-30% 0px -69% 0px" });
+document.querySelectorAll("main > section").forEach((section) => reading.observe(section));
