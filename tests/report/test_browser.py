@@ -14,9 +14,12 @@ import pytest
 from run_notebooks import CHROMIUM
 
 import tsae
-from support.results import MARKUP, crossed, describe, every_table, make, make_attribution, table_of
+from support.builders import feature_table
+from support.results import MARKUP, crossed, describe, every_table, make, make_attribution
 from tsae.diff.baselines import WAYS
 from tsae.report.page import write_report
+from tsae.report.story.statements import surviving
+from tsae.rollouts.table import Rollouts
 
 pytestmark = [
     pytest.mark.slow(ci=True),
@@ -85,21 +88,23 @@ class Tab:
 
 def hostile() -> tsae.FeatureDiff:
     """A hand-made diff whose tokens, names and classes attack the page; features 0 and 2 moved most."""
-    n = len(WORDS)
+    n, run = len(WORDS), {"up-run": f"up-run{MARKUP}"}
     records = [
         {
-            "problem_id": f"p{problem}{MARKUP}", "policy": "base", "prompt_ids": [0],
-            "response_ids": [*range(1, n), *[1, 2, 3, 4] * 60], "outcome": outcome, "prompt": "", "response": "",
+            "problem_id": f"p{problem}{MARKUP}", "policy": policy, "prompt_ids": [0],
+            "response_ids": [*range(1, n), *[1, 2, 3, 4] * 60], "outcome": outcome, "prompt": MARKUP, "response": "",
         }
+        for policy in ("base", run["up-run"])
         for problem in range(4)
         for outcome in ("success", "failure")
     ]  # fmt: skip
     n_tokens = n + 240
     codes = np.zeros((len(records) * n_tokens, 6))
     for row in range(len(records)):
-        codes[row * n_tokens + 2 : row * n_tokens + n, :] = np.linspace(1, 5 - row / 2, n - 2)[:, None]
-    source = table_of(records, codes, d_high=2, special=(0,))
-    run = {"up-run": f"up-run{MARKUP}"}
+        codes[row * n_tokens + 2 : row * n_tokens + n, :] = np.linspace(1, 5 - row % 8 / 2, n - 2)[:, None]
+    rows = np.arange(len(records)).reshape(2, -1)
+    readers = [("base", rows[0]), (run["up-run"], rows[1])]
+    source = feature_table(Rollouts.from_records(records), codes, readers, d_high=2, special=(0,))
     made = make()
     diff = replace(
         made,
@@ -174,16 +179,16 @@ def test_the_explorer_filters_sorts_and_links(browser: Any, tested: Path) -> Non
     filters.get_by_role("button", name="Reset").click()
     page.locator("#features").get_by_role("button", name="Feature").click()
     tab.shows("0", "1", "2", "4")
-    # Sorting by change is signed; the second click turns it round. The keyboard does it too.
-    page.locator("#features").get_by_role("button", name="Change").focus()
+    # The second click turns the order round. The keyboard does it too.
+    page.locator("#features").get_by_role("button", name="Δ").focus()
     page.keyboard.press("Enter")
-    tab.shows("2", "4", "1", "0")
+    tab.shows("0", "2", "1", "4")
     page.keyboard.press("Enter")
-    tab.shows("0", "1", "4", "2")
+    tab.shows("4", "1", "2", "0")
     # Another contrast has other effects.
     options = page.locator("select[name=contrast] optgroup[label='Success − failure, read by base'] option")
     filters.get_by_label("Effect in").select_option(options.first.get_attribute("value"))
-    tab.shows("0", "2")  # Still by change, downwards: +.3 and −.4.
+    tab.shows("0", "2")  # Still by |Δ|, upwards: .3 and .4.
     filters.get_by_label("q at most").fill("1")
     page.get_by_role("link", name="1", exact=True).first.click()
     page.wait_for_selector("article#feature-1")
@@ -226,11 +231,63 @@ def test_every_figure_is_drawn_and_told(browser: Any, tested: Path) -> None:
         figures.nth(i).scroll_into_view_if_needed()
         figures.nth(i).locator(".main-svg").first.wait_for()
         assert len(figures.nth(i).get_attribute("aria-label") or "") > 30
-    # A click on a mark leads to its card.
-    point = tab.page.locator("[data-figure=spread-figure] .point").first
-    point.scroll_into_view_if_needed()
+    # A click on what stands for a feature leads to its card.
+    for name in ("spread", "bands", "decomposition", "opposed", "outcomes", "steps"):
+        plot = tab.page.locator(f"[data-figure={name}-figure]")
+        tab.rests(plot)
+        places = plot.evaluate(
+            """(plot) => plot.data.filter((trace) => [trace.customdata].flat(2).some(Number.isInteger)).length"""
+        )
+        assert places > 0, name
+        plot.evaluate("(plot) => plot.emit('plotly_click', { points: [{ customdata: 2 }] })")
+        tab.page.wait_for_function("location.hash === '#feature-2'")
+        tab.page.evaluate("location.hash = ''")
+    point = tab.page.locator("[data-figure=opposed-figure] .point").first
+    tab.rests(point)
     point.click(force=True)
     tab.page.wait_for_function("/^#feature-/.test(location.hash)")
+    tab.close()
+
+
+def test_words_explain_themselves(browser: Any, tested: Path) -> None:
+    tab = Tab(browser, tested)
+    page, tip = tab.page, tab.page.locator("#tip")
+    meaning = page.locator("#term-delta dd").inner_text()
+    assert "standard deviations" in meaning
+    page.locator("a.term[href='#term-delta']").first.focus()
+    assert tip.inner_text() == meaning
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+    head = page.locator("#features").get_by_role("button", name="AUROC")
+    tab.rests(head)
+    head.hover()
+    assert tip.inner_text() == page.locator("#term-auroc dd").inner_text()
+    # Every word that is marked has a place in the glossary.
+    links = page.locator("a.term").evaluate_all("(links) => [...new Set(links.map((link) => link.hash))]")
+    assert len(links) > 5
+    assert all(page.locator(link).count() == 1 for link in links)
+    # The table of contents stays, and names the section on the screen; a row opens its card.
+    page.locator("#opposed").scroll_into_view_if_needed()
+    page.locator("#opposed").evaluate("(place) => place.scrollIntoView()")
+    page.wait_for_selector("nav a[href='#opposed'][aria-current]")
+    assert page.locator("nav").bounding_box()["y"] == 0
+    page.locator("#opposed tbody tr td").last.click()
+    page.wait_for_function("/^#feature-/.test(location.hash)")
+    tab.close()
+
+
+def test_one_problem_stands_side_by_side(browser: Any, attacked: Path) -> None:
+    tab = Tab(browser, attacked)
+    page = tab.page
+    answers = page.locator("#answers .example")
+    assert answers.count() == 4
+    assert page.locator("#answers .outcome").all_inner_texts() == ["✓ success"] * 2 + ["✗ failure"] * 2
+    assert MARKUP in page.locator("#answers").inner_text()
+    # Features 0 and 1 were raised, 2 was lowered; of several active ones the strongest gives the colour.
+    page.get_by_label("Tokens coloured by").select_option(label="2 \u202eback (lowered)".replace("\u202e", "‹U+202E›"))
+    assert page.locator("#answers mark.against").count() == page.locator("#answers mark").count() > 0
+    page.locator("#answers mark").first.click()
+    page.wait_for_selector("article#feature-2")
     tab.close()
 
 
@@ -323,8 +380,12 @@ def test_the_demo_opens_with_the_network_blocked(browser: Any, tmp_path: Path) -
     moved = diff.table(discoveries=True, kind="shift", checkpoint="hard-150", part="total", band="all", outcome="all")
     options = page.locator("select[name=contrast] optgroup[label='Shift of hard-150'] option")
     page.locator(".filters").get_by_label("Effect in").select_option(options.first.get_attribute("value"))
-    strongest = moved.loc[moved.delta.abs().sort_values(ascending=False, kind="stable").index].feature
+    # Those that survive all controls first, then by how well they tell both sides apart.
+    moved = moved.assign(rest=~moved.index.isin(surviving(moved).index), apart=-(moved.auroc.round(3) - 0.5).abs())
+    strongest = moved.assign(size=-moved.delta.abs()).sort_values(["rest", "apart", "size"]).feature
     tab.shows(*(str(feature) for feature in strongest.head(20)))
+    assert page.locator("#shown").is_visible()
+    assert page.locator("table.worked tbody tr").count() == 5
     feature = int(strongest.iloc[0])
     tab.close()
     tab = Tab(browser, path, f"#feature-{feature}")

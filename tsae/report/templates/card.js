@@ -138,13 +138,13 @@ const effectTable = (data, caption, rows, whole) => {
       element("td", { class: "n" }, element("span", { class: tone }, { up: "▲ ", down: "▼ ", still: DOT + " " }[tone] + numberText(change, true)), " ",
         element("small", {}, intervalText(effect.delta_low[at], effect.delta_high[at], change))),
       tone === "still" ? element("td", {}) : verdict(effect.lost[at]),
-      element("td", { class: "n" }, effect.auroc[at] === null ? "" : effect.auroc[at].toFixed(2)),
+      element("td", { class: "n", "data-head": "AUROC" }, effect.auroc[at] === null ? "" : effect.auroc[at].toFixed(2)),
       element("td", { class: "bar" }, svg("svg", { viewBox: "0 0 140 14", class: "interval " + tone, "aria-hidden": "true" },
         svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: 14 }),
         svg("line", { x1: x(effect.delta_low[at] ?? change), x2: x(effect.delta_high[at] ?? change), y1: 7, y2: 7 }),
         svg("circle", { cx: x(change), cy: 7, r: 3.5 }))),
-      element("td", { class: "n" }, qText(effect.q[at])),
-      element("td", { class: "n" }, effect.active[at] === null ? `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}` : `${percentText(effect.active_reference[at])} → ${percentText(effect.active[at])} %`)));
+      element("td", { class: "n", "data-head": "q" }, qText(effect.q[at])),
+      element("td", { class: "n", "data-head": "active in" }, effect.active[at] === null ? `${numberText(effect.reference[at])} → ${numberText(effect.mean[at])}` : `${percentText(effect.active_reference[at])} → ${percentText(effect.active[at])} %`)));
   }
   const column = (text, kind) => element("th", { scope: "col", class: kind }, text);
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },

@@ -108,12 +108,11 @@ const showTip = (event) => {
   word.setAttribute("aria-describedby", "tip");
   const box = word.getBoundingClientRect();
   tip.style.left = `${Math.max(8, Math.min(box.left, window.innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${box.bottom + 4 + tip.offsetHeight > window.innerHeight ? box.top - tip.offsetHeight - 4 : box.bottom + 4}px`;
+  tip.style.top = `${window.scrollY + (box.bottom + 4 + tip.offsetHeight > window.innerHeight ? box.top - tip.offsetHeight - 4 : box.bottom + 4)}px`;
 };
 for (const name of ["pointerover", "focusin"]) document.addEventListener(name, showTip);
 for (const name of ["pointerout", "focusout"]) document.addEventListener(name, hideTip);
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
-document.addEventListener("scroll", hideTip, true);
 
 // A row of a table that names one feature opens its card wherever it is clicked.
 document.addEventListener("click", (event) => {

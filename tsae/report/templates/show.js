@@ -23,7 +23,8 @@ const startShow = async () => {
       strongest.set(token, known);
     }
     const parts = ids.map((id, i) => {
-      const text = data.strings[id].replaceAll("\n", "⏎\n"), found = strongest.get(i);
+      const whole = data.strings[id], found = strongest.get(i);
+      const text = (whole.length > TOKEN_LIMIT ? `${whole.slice(0, TOKEN_LIMIT)}…` : whole).replaceAll("\n", "⏎\n");
       if (!found) return text;
       const depth = "a" + Math.min(9, 1 + Math.floor(found.level / 11)) + (colours.get(found.feature) < 0 ? " against" : "");
       return element("mark", { class: depth, title: found.all.join("; "), "data-feature": found.feature }, text);
@@ -53,10 +54,12 @@ const startShow = async () => {
 
   const fill = () => {
     const { name, signs } = chosen();
-    const kept = problem.value;
     const mine = data.problems.map(([title, band, , answers]) => `${title}${band && band !== "None" ? ` (${band})` : ""}` + [data.base, name].filter((who) => answers[who]).map((who) => `, ${who} ${often(answers[who])}`).join(""));
     options(problem, mine);
-    problem.value = kept || 0;
+    // The one whose solve rate changed most.
+    const change = ({ [data.base]: before, [name]: after }) => (before && after ? Math.abs(after[0] / after[1] - before[0] / before[1]) : 0);
+    const changes = data.problems.map(([, , , answers]) => change(answers));
+    problem.value = changes.indexOf(Math.max(...changes));
     options(colour, [`all ${signs.length} features`, ...signs.map(([feature, sign]) => `${feature} ${data.features[feature][1]} (${sign > 0 ? "raised" : "lowered"})`)]);
     write();
   };
