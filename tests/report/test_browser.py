@@ -254,7 +254,7 @@ def test_words_explain_themselves(browser: Any, tested: Path) -> None:
     page, tip = tab.page, tab.page.locator("#tip")
     meaning = page.locator("#term-delta dd").inner_text()
     assert "standard deviations" in meaning
-    page.locator("a.term[href='#term-delta']").first.focus()
+    page.locator("figcaption a.term[href='#term-delta']").first.focus()
     assert tip.inner_text() == meaning
     page.keyboard.press("Escape")
     assert tip.is_hidden()
