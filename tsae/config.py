@@ -32,31 +32,31 @@ class RunConfig:
     """Folder for rollouts, activations, SAE, evaluation, features, diff and report. An unfinished run in it is
     resumed."""
     base: Daily[str | None] = None
-    """The model that training started from: a folder or Hugging Face id. By default the one that the adapters, the
+    """The model that training started from: a folder or Hugging Face id. By default the model that the adapters, the
     checkpoints' configuration, a model card or the trainer's settings name; else the earliest checkpoint stands in."""
     log: Daily[UserPath | None] = None
     """The rollout log; by default the run's folder completions, or else the log in the run's folder."""
     checkpoints: Daily[tuple[str, ...]] = ()
     """Ids of the readers beside the base; by default the last step of every run."""
     bands_from: UserPath | None = None
-    """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), to measure bands on. By default
-    bands come from the log. They are then not compared if the run learns and asks each problem at one step only."""
+    """Parquet file of the base's rollouts on the same problems (tsae rollouts sample), on which bands are measured. By
+    default bands come from the log. They are not compared if the run learned and asked each problem at one step
+    only."""
     source: OmitArgPrefixes[BandSource] = field(default_factory=BandSource)
-    """Bands from elsewhere, which are then contrasted; the policies' own are kept beside (--by own, and that of tsae
-    diff)."""
+    """Bands from elsewhere, which are then contrasted. The policies' own bands are kept beside them (--by own)."""
     by: BandsBy = "auto"
     """Whose bands are contrasted, if several are known: own, difficulty or level. By default those from elsewhere."""
     site: str | None = None
     """TransformerLens name, such as blocks.14.hook_resid_post; by default the output of the middle block."""
     tokens: Daily[Count] = 1_000_000
-    """Most tokens that each reader reads. From a longer log problems are drawn, as many from every band, with all their
-    responses or at least 16. The store then holds about tokens · readers · d_model numbers."""
+    """Largest number of tokens that each reader reads. From a longer log problems are drawn, as many from every band,
+    with all their responses or at least 16. The store then holds about tokens · readers · d_model numbers."""
     sae: UserPath | None = None
     """A published SAE in place of training one: a path, org/name or org/name/folder on the Hugging Face Hub, or
     saelens:RELEASE/ID. Its site is read; --site names it only if the files do not."""
     d_sae: Count | None = None
-    """Width of the SAE; by default the largest power of two up to 8 · d_model with which a latent fires 1,000 times in
-    the store on average."""
+    """Width of the SAE. By default the largest power of two, up to 8 · d_model, with which a latent fires 1,000 times
+    in the store on average."""
     k: Count | None = None
     """Latents active per token; by default d_model / 12, at least 4 and at most 20."""
     training_tokens: Count | None = None
@@ -68,23 +68,23 @@ class RunConfig:
     importing: OmitArgPrefixes[ImportConfig] = field(default_factory=lambda: ImportConfig(skip=get_args(Unfit)))
     """How the log is read. Trajectories that do not fit are left out and counted (--skip)."""
     diff: DiffConfig = field(default_factory=DiffConfig)
-    """Which contrasts are drawn. The run's seed takes the place of its seed."""
+    """Which contrasts are drawn. The run's seed counts in place of its own."""
     attribute: Daily[bool] = True
-    """Say which samples did that: the run is replayed from its base, its log and the settings that its trainer left.
-    Otherwise one sentence names what is missing. Logs of more than --tokens are left out: it takes about ten times as
-    long as the training's own updates took, without its sampling."""
+    """Find which samples did that: the run is replayed from its base, its log and the settings that its trainer left.
+    If something is missing, one sentence names it. Takes about ten times as long as the training's own updates took,
+    without its sampling. Logs of more than --tokens are left out."""
     problems: UserPath | None = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
-    sample): accuracy and behaviours are attributed there. By default on the log's own problems."""
+    sample). Accuracy and behaviours are then attributed on these. By default on the log's own problems."""
     attribution: AttributionConfig = field(
         default_factory=lambda: AttributionConfig(n_features=4, n_fixed=64, groups=_KINDS)
     )
     """What is attributed: by default the features that the diff found to move furthest, if it found any. The run's
     device and seed take the place of its own."""
     sample: Daily[Annotated[int, Field(ge=1, le=100_000)] | None] = None
-    """Let every reader answer the log's problems so often anew, and compare these responses instead of the log's: what
-    the policies do, by band, and pass@k then do not depend on what the log holds. Of a log beyond --tokens, problems
-    are drawn."""
+    """Let every reader answer the log's problems so many times anew, and compare these responses instead of the log's.
+    Behaviour, bands and pass@k then do not depend on what the log holds. From a log beyond --tokens, problems are
+    drawn."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """Samples instead of this machine (--sample). It serves every reader under its id."""
     causal: Daily[bool] = False
@@ -93,8 +93,8 @@ class RunConfig:
     tests: CausalConfig = field(default_factory=CausalConfig)
     """How these features are tested (--causal)."""
     minutes: Positive | None = None
-    """Most minutes that fresh samples take, and most that causal tests take, about. Fewer problems are then sampled;
-    tests that did not fit in are made when the same command is given again."""
+    """Most minutes that fresh samples take, and most that causal tests take, about. Fewer problems are then sampled.
+    The same command, given again, makes the tests that did not fit in."""
 
     def __post_init__(self) -> None:
         trained = {name: getattr(self, name) for name in ("d_sae", "k", "training_tokens") if self.sae is not None}
@@ -129,11 +129,11 @@ class WatchConfig:
     once: Daily[bool] = False
     """Look once, analyse what is new, and stop: for scripts and cron."""
     quiet: NotNegative = 10.0
-    """Seconds for which a checkpoint or a file of the log must not have changed to count as complete. Of a file of JSON
-    lines, the lines count that were there so many seconds ago."""
+    """Seconds for which a checkpoint or a file of the log must not have changed to count as complete. In a file of JSON
+    lines, the lines that were there so many seconds ago count."""
     retrain: bool = False
     """Train the SAE anew in every update; then the analysis is that of `tsae run`. By default the SAE of the first
-    update is kept, so that only what is new is computed, and features keep their numbers."""
+    update is kept: only new things are computed, and features keep their numbers."""
 
 
 @config
@@ -157,4 +157,4 @@ class DemoConfig:
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
     """Shape of the T-SAE."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(tokens=1_500_000, batch_tokens=1024))
-    """Its training."""
+    """Training of the T-SAE."""

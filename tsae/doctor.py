@@ -198,7 +198,7 @@ def find_run_log(config: RunConfig) -> Path:
                 f"holds no rollout log ({error.what})",
                 where=log,
                 fix="Say where it is (--log); tsae.rl.TsaeCallback(trainer) writes one, and TRL with "
-                "log_completions=True. Without any, sample rollouts (tsae rollouts sample) and go on with tsae capture",
+                "log_completions=True. Without any, sample rollouts (tsae rollouts sample), then tsae capture",
             ) from error
     return log
 

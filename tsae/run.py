@@ -200,7 +200,7 @@ def _need_own_sae(to: Path, facts: Mapping[str, Any]) -> None:
     """Refuse to train an SAE in place of the one that `tsae watch` keeps: features would get other numbers."""
     held = read_run(to, "run.json") or {}
     if "sae" in held and "sae" not in facts:
-        fix = "`tsae watch` wrote it, and goes on with it; else delete that folder, or give another one (--to)."
+        fix = "`tsae watch` wrote it, and can continue it. Or delete that folder, or give another one (--to)."
         raise TsaeError("holds something else than an analysis by `tsae run`", where=to, fix=fix)
 
 

@@ -110,7 +110,7 @@ def watch(
     """
     if config.sample is not None:
         fix = "Leave it out, and give `tsae run --sample` another folder in the end."
-        raise TsaeError("fresh rollouts are not sampled while a training goes on", where="--sample", fix=fix)
+        raise TsaeError("fresh rollouts are not sampled while a training runs", where="--sample", fix=fix)
     for finding in (*check_options(config), check_device(config)):
         if finding.error is not None:
             raise finding.error
@@ -203,7 +203,7 @@ class _Watch:
         self.settling.forget([*folders, *sizes])
         sizes = {file: size for file, size in sizes.items() if size}
         if len(partial) == len(folders) or not sizes:
-            none = "no checkpoint is complete" if len(partial) == len(folders) else "nothing of the log is complete"
+            none = "no checkpoint is complete" if len(partial) == len(folders) else "no part of the log is complete"
             raise _Wait(none + "".join(f"; {folder.name}: {why}" for folder, why in list(partial.items())[:1]))
         _, of_log, _ = find_log(log, self.config.importing, sizes)
         sizes = {file.path: sizes[file.path] for file in of_log}
@@ -327,7 +327,7 @@ class _Watch:
             differing += [name for name in _OF_SAE if held.get(name) != wanted[name]]
         if differing:
             what = f"holds an analysis of another training, SAE or versions (differing: {', '.join(differing)})"
-            fix = "Give the options that it was begun with, another SAE (--retrain), or another folder (--to)."
+            fix = "Give the options with which it started, another SAE (--retrain), or another folder (--to)."
             raise TsaeError(what, where=self.to, fix=fix)
         base, held = state.series.base, read_manifest(self.to / "activations")["readers"][0]
         paths = dict(before["series"])

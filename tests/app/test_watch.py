@@ -215,7 +215,7 @@ def test_what_is_not_the_same_training_is_refused(followed: Followed, tmp_path: 
     before = contents(training.config.to)
 
     look_once(training.config)  # Nothing is new.
-    with pytest.raises(TsaeError, match=r"`tsae watch` wrote it, and goes on with it"):
+    with pytest.raises(TsaeError, match=r"`tsae watch` wrote it, and can continue it"):
         analyze_run(training.config, progress=False, say=lambda line: None)
     training.log(100)
     with pytest.raises(TsaeError, match=r"another training, SAE or versions \(differing: k\)"):
@@ -416,5 +416,5 @@ def test_a_stand_in_for_the_base_that_is_rotated_away(tmp_path: Path, monkeypatc
 
 
 def test_fresh_rollouts_are_not_sampled_meanwhile(tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="fresh rollouts are not sampled while a training goes on"):
+    with pytest.raises(TsaeError, match="fresh rollouts are not sampled while a training runs"):
         watch(RunConfig(tmp_path, to=tmp_path / "out", sample=2))

@@ -35,12 +35,13 @@ class ReadingConfig:
     """How checkpoints read trajectories."""
 
     plan: Daily[Literal["auto", "paired", "all", "own"]] = "auto"
-    """Which reader reads which trajectories. "paired": the base reads all, others the base's and their own; the shift
-    decomposition needs that. "all": every reader reads all. "own": every reader reads what it sampled; total shifts
-    and dynamics need that. "auto": "paired" where checkpoints of the series sampled the rollouts, else "all"."""
+    """Which reader reads which trajectories. "paired": the base reads all of them, every other reader the base's and
+    its own. The two parts of a shift need that. "all": every reader reads all. "own": every reader reads what it
+    sampled. Total shifts and dynamics need that. "auto": "paired" where checkpoints of the series sampled the rollouts,
+    else "all"."""
     backend: Literal["huggingface", "transformer_lens", "vllm"] = "huggingface"
     """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower). "vllm" is
-    experimental, and not yet tried with vLLM itself: a vLLM server computes hidden states (--server), and the
+    experimental, and not yet tried with vLLM itself. A vLLM server then computes hidden states (--server), and the
     checkpoint reads a sample of the trajectories again."""
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the forward pass; "auto" is that of the checkpoint's file."""
@@ -101,7 +102,7 @@ class LiveConfig(ReadingConfig):
     backend: Literal["huggingface", "transformer_lens"] = "huggingface"
     """Forward hooks on the Hugging Face model (sdpa attention), or a TransformerBridge (eager, slower)."""
     buffer_tokens: Count = 1_000_000
-    """Tokens whose activations are held at once, in main memory. A batch mixes the tokens of one buffer. What an epoch
-    held last, the next epoch reads first, and is not computed again."""
+    """Tokens whose activations are held at once, in main memory. A batch mixes the tokens of one buffer. An epoch
+    begins with the tokens that the epoch before held last, and does not compute them again."""
     models: Count | None = None
     """Models held on the device at once; by default all. With fewer, every buffer loads them in turn."""

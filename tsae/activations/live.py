@@ -178,7 +178,7 @@ class LiveSource(Source):
             budget = max(1, budget // 2)
             self.was_short(reader, budget)
             warnings.warn(
-                f"reader {reader} was short of memory and goes on with {budget} tokens in a forward pass; the same "
+                f"reader {reader} was short of memory and continues with {budget} tokens in a forward pass; the same "
                 "training gives the same bits only where memory is short again",
                 RuntimeWarning,
                 stacklevel=2,

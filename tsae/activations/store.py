@@ -67,7 +67,7 @@ class ActivationStore(Source):
         self.manifest = read_manifest(self.path)
         if not self.manifest["complete"]:
             done = sum(len(reader["shards"]) for reader in self.manifest["readers"])
-            fix = "Run the same capture again, or the parts that are missing; it goes on."
+            fix = "Run the same capture again, or the parts that are missing, to resume it."
             raise TsaeError(f"its capture did not finish; {done} shards are recorded", where=self.path, fix=fix)
 
     @property

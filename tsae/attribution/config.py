@@ -29,20 +29,20 @@ class AttributionConfig:
     """What is attributed, and how much is computed for it."""
 
     targets: Daily[tuple[Subject, ...]] = get_args(Subject)
-    """What is attributed: features (needs an SAE); outcome: log-likelihood of right against wrong responses, by band;
-    behaviours: the same of responses that show one, such as direct answers, against those that do not."""
+    """What is attributed. features: by the SAE. outcome: log-likelihood of right against wrong responses, by band.
+    behaviours: log-likelihood of responses that show one, such as direct answers, against the others."""
     features: tuple[Size, ...] = ()
     """Features by number; by default those that moved most."""
     n_features: Daily[Count] = 8
-    """How many features, where none is named."""
+    """Number of features, if none is named."""
     n_fixed: Annotated[int, Field(ge=2)] = 128
     """Responses over which features and likelihoods are averaged; every checkpoint reads the same."""
     steps: Daily[tuple[Size, Count] | None] = None
     """Only the steps after one checkpoint up to another; by default the whole run. A stretch that does not begin at the
     run's first step needs optimizer.pt beside that checkpoint."""
     groups: tuple[Kind, ...] = get_args(Kind)
-    """Kinds of samples whose shares are added up. What would be without bands, and with one alone, is really replayed;
-    without the other kinds it is simulated, but for the finest."""
+    """Kinds of samples whose shares are added up. Bands are really replayed, without them and with one alone. The other
+    kinds are simulated, except the finest."""
     effects: bool = True
     """Replay the run without each band and with it alone (three times the replay); simulate it without other kinds."""
     again: Literal["on-policy", "replayed"] = "on-policy"
@@ -52,15 +52,16 @@ class AttributionConfig:
     tokens_of: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
     """Samples, in prompt groups at random, whose tokens say where in the text the signal sits."""
     points: Count = 20
-    """Weights along the path at which targets are differentiated; what is between is interpolated."""
+    """Weights along the path at which targets are differentiated. Between them, derivatives are interpolated."""
     budget_gb: Positive = 4.0
-    """Disk for the path of the replay. Where it does not fit, every n-th state is kept, and the rest computed again."""
+    """Disk for the path of the replay. If the path is larger, every n-th state is kept, and the others are computed
+    again."""
     memory_gb: Positive = 8.0
     """Memory for directions and for simulated trainings, beside the model."""
     batch_tokens: Count = 4096
     """Tokens of a forward pass, with padding."""
     seed: Seed = 0
-    """Of the choice of responses and samples."""
+    """Seed of the choice of responses and samples."""
     device: Daily[str] = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
     flag_remainder: Positive = 0.1

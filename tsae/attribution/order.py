@@ -311,7 +311,7 @@ class _Draws:
 
 def _state(file: Path) -> np.ndarray:
     found = cpu_rng_state(file)
-    with reading(file, "Remove the file, or give the one that the trainer wrote."):
+    with reading(file, "Remove the file, or give the trainer's own."):
         torch.Generator().set_state(torch.from_numpy(found))
     return found
 

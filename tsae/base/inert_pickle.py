@@ -81,7 +81,7 @@ def cpu_rng_state(file: str | Path) -> np.ndarray:
         TsaeError: as `read_pickle`; also where there is no such state.
     """
     found = read_pickle(file)
-    with reading(file, "Remove the file, or give the one that the trainer wrote."):
+    with reading(file, "Remove the file, or give the trainer's own."):
         tensor = found["cpu"]
         storage, offset, size, stride = tensor.args[:4]
         _, kind, key, _, _ = storage.args[0]

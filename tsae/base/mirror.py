@@ -290,7 +290,7 @@ class Mirror:
             if isinstance(error, OSError) and error.errno == 28:
                 fix = f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there."
                 raise TsaeError(f"is full ({error.strerror})", where=cache_folder(), fix=fix) from error
-            fix = "Check the address, and that your credentials are valid there; the same command then goes on."
+            fix = "Check the address, and that your credentials are valid there. The same command then resumes."
             raise TsaeError(f"cannot be {what} ({first_line(error)})", where=self.url, fix=fix) from error
 
     def _name(self, path: Path) -> str:

@@ -97,7 +97,7 @@ def check_zip(file: str | Path | IO[bytes], *, most: int | None = None) -> None:
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             if most is None and (member.compress_type != zipfile.ZIP_STORED or member.file_size > member.compress_size):
-                raise ValueError(f"its part {member.filename} is compressed, which nothing of ours is")
+                raise ValueError(f"its part {member.filename} is compressed, but tsae writes no compressed parts")
             if most is not None and member.file_size > most:
                 raise ValueError(f"its part {member.filename} unpacks to {member.file_size:,} bytes")
 

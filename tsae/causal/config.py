@@ -21,20 +21,20 @@ class InterventionConfig:
     """What is done to features while a checkpoint generates."""
 
     mode: Daily[Mode] = "ablate"
-    """ablate: to 0; mean: to its mean over such tokens of the checkpoint's own; clamp: to amount × the feature's
-    typical activation; steer: amount × the typical activation is added; transplant: to what another checkpoint, which
-    reads the same tokens, computes for it (--donor)."""
+    """ablate sets features to 0. mean sets them to their mean over such tokens of the checkpoint's own. clamp sets them
+    to amount × their typical activation. steer adds amount × their typical activation. transplant sets them to what
+    another checkpoint (--donor), which reads the same tokens, computes for them."""
     amount: Daily[float] = 1.0
     """For clamp and steer, in units of the feature's mean activation where it fires in responses; negative steers the
     other way."""
     tokens: Where = "predicting"
-    """Where: predicting takes the prompt's last token, which the first token is drawn from, and the response; first
-    takes the former alone, response the latter; all takes the whole prompt and the response. Special tokens of prompts
-    are never edited, except the last token, which some chat templates end in."""
+    """Where features are edited. predicting: the prompt's last token, from which the first token is drawn, and the
+    response. first: that token alone. response: the response alone. all: the whole prompt and the response. Special
+    tokens of prompts are never edited, except the last token, which some chat templates end in."""
     n_random: Daily[Annotated[int, Field(ge=1, le=10_000)]] = 12
-    """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each is two
-    conditions (and as many samples): with 12 sets there are 28, with 5 sets 14. An effect of 4 standard deviations of
-    random sets is found 9 times in 10 with 12 sets, 3 times in 4 with 5; with one set nothing can be."""
+    """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each set is two
+    conditions: with 12 sets there are 28, with 5 sets 14. With 12 sets an effect of 4 standard deviations of random
+    sets is found 9 times in 10, with 5 sets 3 times in 4, with one set never."""
     backend: Backend = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: Confidence = 0.95
@@ -61,15 +61,16 @@ class CausalConfig:
     """How `tsae run --causal` tests the features that a run moved."""
 
     features: Count = 8
-    """Features of every run, tested together: those that it most clearly raised, or where it raised none, lowered."""
+    """Number of features of every run, tested together: those that it most clearly raised, or lowered if it raised
+    none."""
     problems: Count = 64
-    """Problems that are answered; all, if there are fewer."""
+    """Problems to answer; all, if there are fewer."""
     samples: Annotated[int, Field(ge=1, le=100_000)] = 2
     """Responses to a problem under every condition. A test has 2 · n_random + 6 conditions, a transplant three more."""
     n_random: Annotated[int, Field(ge=1, le=10_000)] = 12
     """Sets of matched random features."""
     amount: float = 1.0
-    """Of steering, in units of a feature's typical activation."""
+    """Strength of steering, in units of a feature's typical activation."""
 
 
 @config
@@ -87,8 +88,8 @@ class InsertionConfig:
     n_bootstrap: Draws = 1000
     """Draws of problems, for intervals."""
     confidence: Confidence = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     device: str = "cpu"
-    """A torch device."""
+    """Torch device: cpu, cuda, cuda:1, …"""
     seed: Seed = 0
-    """Of the halves of problems, the places and the tokens."""
+    """Seed of the halves of problems, the places and the tokens."""

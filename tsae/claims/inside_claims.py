@@ -218,7 +218,7 @@ def errors_breed_errors(run: Evidence) -> Judgement:
     )
     values = (rates[True] - rates[False]).groupby("problem_id").mean().to_numpy()
     statement = "After an error of its own the base errs more, at the same step of the same problem."
-    caveat = "Responses may differ in more than the error: only putting errors into the context tells."
+    caveat = "Responses may differ in more than the error: only errors that are put into the context can show it."
     return Judgement(
         CLAIMS["q"], (part(statement, values, f"`{SAMPLE}` with more responses"),), caveat=caveat, whole=False
     )

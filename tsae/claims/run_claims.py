@@ -109,7 +109,7 @@ class Claims(Tables):
     def save(self, folder: str | Path) -> Path:
         """Write claims.json into the run's folder, with its checksum."""
         file = as_path(folder) / FILE
-        with writing(file, "Remove what lies in its place, or make its folder one that you may write to."):
+        with writing(file, "Remove what lies in its place, or make its folder writable."):
             return write_record(file, {"kind": "claims", **self.as_dict(), **command_facts(file)})
 
     @classmethod

@@ -20,7 +20,8 @@ from tsae.rollouts.config import BandsBy
 
 @config
 class Attribute:
-    """Find which training samples moved features and behaviours: shares that add up, and what would be without them.
+    """Find which training samples moved features and behaviours: their shares of the change, and the change without
+    them.
 
     Needs the run's base, one later checkpoint, its log with every step, and the trainer's settings.
     """
@@ -44,15 +45,15 @@ class Attribute:
     settings: Daily[Path | None] = None
     """File or folder of the trainer's settings; by default they lie beside the checkpoints."""
     trainer_version: str | None = None
-    """Version of the trainer, such as 0.18.1, whose defaults count where a recipe names none; by default what the run's
-    README.md or Weights & Biases name."""
+    """Version of the trainer, such as 0.18.1: its defaults count where a recipe is silent. By default the version that
+    the run's README.md or Weights & Biases name."""
     problems: Daily[Path | None] = None
     """Parquet file of the base's responses, with outcomes, to problems that the run did not train on (tsae rollouts
-    sample): accuracy and behaviours are attributed there. By default on the log's own problems."""
+    sample). Accuracy and behaviours are then attributed on these. By default on the log's own problems."""
     by: BandsBy = "auto"
     """Whose bands, where the rollouts have several: own, difficulty (another model's) or level (the data set's)."""
     top: Daily[Count] = 10
-    """Samples to print; in the JSON, so many for each target and against it."""
+    """Number of samples to print; in the JSON, as many for each target and against it."""
     json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)
@@ -106,8 +107,8 @@ class Causal:
     choose: Daily[tuple[int, ...]] = ()
     """Features by number."""
     diff: Daily[Path | None] = None
-    """Folder that `tsae diff` wrote: instead of numbers, the features that --raised raised and --lowered lowered. All
-    of them are kept out of the random features."""
+    """Folder that `tsae diff` wrote, in place of numbers: takes the features that --raised raised and --lowered
+    lowered. All of them are kept out of the random features."""
     raised: Daily[str | None] = None
     """With --diff: id of the checkpoint that raised the features."""
     lowered: Daily[str | None] = None
@@ -121,8 +122,8 @@ class Causal:
     """With --mode transplant: id of the checkpoint whose features are put in. It reads along, and both models are held
     at once."""
     problems: Daily[Path | None] = None
-    """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands; by default the
-    problems that the features were encoded on. Fresh problems are the fairer test."""
+    """JSON lines of id, prompt, answer, or a Parquet file of rollouts, whose problems have bands. By default the
+    problems on which the features were encoded. Fresh problems are the fairer test."""
     verifier: str = "last_number"
     """exact, last_number, math (needs tsae[verify]), or module:function for your own (response, answer) -> bool."""
     describe: str | None = None
@@ -188,7 +189,7 @@ class Influence:
     checkpoint: str | None = None
     """Id of the checkpoint that takes the step, with its own rollouts as the batch; by default the base."""
     on: Path | None = None
-    """Other rollouts of that checkpoint to average features over; by default the batch."""
+    """Other rollouts of that checkpoint, over which features are averaged; by default the batch."""
     to: Path | None = None
     """Folder for influence.parquet, one row per sample and feature."""
     json: Path | None = None

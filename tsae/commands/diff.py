@@ -73,16 +73,16 @@ class Diff:
     store: Path | None = None
     """The store that was encoded: compares the best features with plain directions and a probe."""
     steps: Path | None = None
-    """Features of more steps of the runs, by the same SAE, to follow features along steps; by default --features, where
-    a run has two steps there."""
+    """Features of more steps of the runs, by the same SAE, to follow features along steps. By default --features, if a
+    run has two steps there."""
     compare: Path | None = None
     """Folder of another diff by the same SAE: prints which effects both found."""
     insertion: Size = 0
-    """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects: does a
+    """Number of the clearest discoveries to test, for each checkpoint and for the base's outcome effects. Does a
     feature fire when its top tokens are inserted elsewhere? Runs the models: give --series and --sae."""
     series: Daily[tuple[str, ...]] = ()
-    """Folder of checkpoints, or several checkpoints, the base first. With --sae also reads noise as large as each
-    update (--noise-draws): what moves where nothing was learned. --insertion needs both."""
+    """Folder of checkpoints, or several checkpoints, the base first. With --sae they also read with noise as large as
+    each update (--noise-draws), which shows what moves where nothing was learned. --insertion needs both."""
     device: str = "cpu"
     """Torch device for --series: cpu, cuda, cuda:1, …"""
     markdown: Path | None = None
@@ -205,15 +205,15 @@ class Reinforcement:
 
 @config
 class Explain:
-    """Label features by what they respond to, and test every label on contexts that it was not made from.
+    """Label features by what they respond to, and test every label on other contexts.
 
     A model behind a server with chat completions names them: --server.url http://localhost:8000/v1 --server.model NAME.
-    Without a server, rules of tokens and positions do. Labels that hold too seldom are not shown. Answers are kept, so
+    Without a server, rules of tokens and positions do. Labels that fail their test are not shown. Answers are kept, so
     that the same command resumes.
     """
 
     run: Positional[Path]
-    """Folder that `tsae run` or `tsae demo` wrote, or one that `tsae diff` wrote."""
+    """Folder that `tsae run`, `tsae demo` or `tsae diff` wrote."""
     to: Daily[Path | None] = None
     """Folder for the labels and the server's answers; by default explanations, beside the diff, where `tsae report`
     finds it."""

@@ -28,7 +28,7 @@ ExportFormat = Literal["saelens", "delphi", "neuronpedia", "safetensors", "gguf"
 class Report:
     """Write a diff as one self-contained HTML file that opens with no network.
 
-    It shows the claims that `tsae claims` has saved beside the diff, too.
+    The page also shows the claims that `tsae claims` has saved beside the diff.
     """
 
     diff: Path
@@ -124,9 +124,8 @@ class Serve:
 class Export:
     """Write an SAE, its features or steering vectors in the form of another tool.
 
-    saelens: the SAE as plain sae_lens loads it, with the same codes bit for bit. safetensors, gguf: features as
-    steering vectors, the latter for llama.cpp. delphi: a cache of activations. neuronpedia: features, activations and
-    labels.
+    saelens: the SAE as plain sae_lens loads it, with the same codes bit for bit. safetensors and gguf: features as
+    steering vectors, gguf for llama.cpp. delphi: a cache of activations. neuronpedia: features, activations and labels.
     """
 
     sae: Path
@@ -135,11 +134,11 @@ class Export:
     to: Path
     """Folder to write, new or empty."""
     format: ExportFormat = "saelens"
-    """Which form."""
+    """The form to write."""
     architecture: Literal["jumprelu", "tsae_temporal"] = "jumprelu"
     """saelens: jumprelu for plain sae_lens; tsae_temporal, with encode_high, after `import tsae.sae.saelens`."""
     site: str | None = None
-    """Where its activations come from, if the files of a published SAE do not say: blocks.14.hook_resid_post."""
+    """Site of its activations, such as blocks.14.hook_resid_post, if the files of a published SAE do not name it."""
     features: Path | None = None
     """Folder that `tsae encode` wrote. For steering vectors it gives their scale: a feature's typical activation."""
     choose: tuple[int, ...] = ()
@@ -154,8 +153,8 @@ class Export:
     context: int = 256
     """delphi: tokens of a sequence."""
     model: str = ""
-    """What the other tool calls the model: for delphi a name or path of its tokenizer, for neuronpedia its id, for gguf
-    the architecture of llama.cpp, such as qwen2."""
+    """The other tool's name of the model. delphi: a name or path of its tokenizer. neuronpedia: its id. gguf: the
+    architecture of llama.cpp, such as qwen2."""
     source: str = "tsae"
     """neuronpedia: its id of the SAE, such as 14-tsae-4k."""
     creator: str = ""

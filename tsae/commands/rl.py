@@ -29,9 +29,8 @@ class Reformulate:
     to: Path
     """The .jsonl file to write; `tsae rollouts sample` reads it."""
     kind: Literal["auto", "backward", "operand", "number"] = "auto"
-    """Of chains: "backward", the last operations undone from the answer, as ordinary chains; "operand", one digit
-    hidden, in a form that the testbed's base never saw. "number": of word problems. "auto": backward for chains, else
-    number."""
+    """"backward": chains, with the last operations undone from the answer. "operand": chains with one hidden digit, in
+    a form that the testbed's base never saw. "number": word problems. "auto": backward for chains, else number."""
     n_ops: tuple[int, int] = (1, 9)
     """Fewest and most operations of "backward"."""
     ambiguous: Literal["drop", "accept"] = "drop"
@@ -66,7 +65,7 @@ class Reformulate:
 
 @config
 class Fit:
-    """Learn from a reference's rollouts which features, in which tokens, go with success, to score tokens."""
+    """Learn from a reference's rollouts which features, in which tokens, go with success. This scores tokens."""
 
     features: Path
     """Folder that `tsae encode` wrote of rollouts with outcomes that the reference sampled and read."""

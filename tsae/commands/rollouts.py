@@ -116,13 +116,9 @@ class Sample:
 class Import:
     """Read a trainer's rollout log, tokenise it if it has text only, and print what was read and assumed.
 
-    Logs of TRL and Unsloth (log_completions), verl (rollout_data_dir), open-instruct (save_traces),
-    NeMo-RL (train_data_step*), prime-rl (traces, token exports), open-r1 (generations), ms-swift (log_completions),
-    slime (save-debug-rollout-data), AReaL (dump_to_file), ROLL (rollout_dump_dir), verifiers (results),
-    rLLM (episodes), SkyRL (dumped_evals), OpenRLHF (batch inference), Inspect (.eval), lm-eval (log_samples) and
-    Atropos (groups) are known by their names and columns, also in tables of wandb, mlflow and trackio; of any other
-    table (JSON lines, Parquet, JSON, CSV, Arrow) the columns are named below (--column). Files may be compressed by
-    gzip or zstd. Run a stopped import of a long log again to resume it.
+    Logs of many trainers are known by their names and columns; `tsae rollouts formats` lists them. Name the columns of
+    any other table below (--column): JSON lines, Parquet, JSON, CSV or Arrow. Files may be compressed by gzip or zstd.
+    To resume a stopped import, run it again.
     """
 
     log: Positional[Path]

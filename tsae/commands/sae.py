@@ -111,10 +111,10 @@ class Evaluate:
     """Folder that `tsae capture` wrote."""
     subset: OmitArgPrefixes[Subset] = field(default_factory=Subset)
     span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
-    """Tokens that count. Special tokens never do, nor response tokens that the policy did not sample."""
+    """Tokens that count. Special tokens never count, nor response tokens that the policy did not sample."""
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
-    """Leave out tokens whose norm about the centre exceeds this multiple of the median; by default beyond the limit
-    that training stored, or 10 times the median where it stored none."""
+    """Leave out tokens whose norm about the centre exceeds this multiple of the median. By default the limit that
+    training stored counts, or 10 times the median if it stored none."""
     all_problems: bool = False
     """Measure on all problems, not only on those held out of training."""
     series: tuple[str, ...] = ()

@@ -40,15 +40,15 @@ _KNOWN = ("num_cpus", "num_gpus", "memory", "accelerator_type")
 
 @config
 class Spread:
-    """The work in parts, each a process of its own, on this machine or on a cluster."""
+    """Division of the work into parts, each a process of its own, on this machine or on a cluster."""
 
     parts: Daily[Annotated[int, Field(ge=1, le=10_000)]] = 1
     """Divide the work into so many parts. The result does not depend on how many there are. If one fails, it is started
     again, and resumes from what it has finished."""
     executor: Literal["local", "slurm", "ray"] = "local"
-    """Where parts run: local: processes on this machine; slurm: a job array; ray: tasks of a Ray cluster (needs
-    tsae[ray]), the one at $RAY_ADDRESS, or one that runs on this machine, or a new one here. All nodes must see the
-    same files under the same paths."""
+    """Where parts run. local: processes on this machine. slurm: a job array. ray (needs tsae[ray]): tasks of the Ray
+    cluster at $RAY_ADDRESS, of a cluster that runs on this machine, or of a new one here. All nodes must see the same
+    files under the same paths."""
     workers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Local parts at a time; 0: one for each GPU with --device cuda, else one."""
     retries: Annotated[int, Field(ge=0, le=10_000)] = 2

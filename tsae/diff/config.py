@@ -21,23 +21,24 @@ class DiffConfig:
     """Which contrasts are drawn and how their uncertainty is estimated."""
 
     span: Daily[Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"]] = "response"
-    """Tokens over which a trajectory's mean activation is taken; special tokens never count, nor tokens of a response
+    """Tokens over which a trajectory's mean activation is taken. Special tokens never count, nor tokens of a response
     that the policy did not sample. thinking and answer are the two parts of a response; trajectories without a token of
-    the span are left out. last_prompt is the last token of the prompt, from which the first of the response is drawn.
-    Within prompts only what training changed in reading them can differ: policy parts, outcomes and interactions are
-    refused there."""
+    the span are left out. last_prompt is the last token of the prompt, from which the response's first token is drawn.
+    Prompts differ only in how training changed their reading: policy parts, outcomes and interactions are refused
+    there."""
     bands: Daily[tuple[str, ...] | None] = None
-    """Bands to split by; by default those of the rollouts, and none where the rollouts have none."""
+    """Bands to split by; by default those of the rollouts, if they have any."""
     n_bootstrap: Draws = 1000
     """Bootstrap draws of problems, for intervals."""
     n_permutations: Draws = 10_000
-    """Sign flips or label permutations, for p-values. Features with a large p need fewer. Where a contrast has more
-    than q · n_permutations features, more are drawn for those that only the number of draws keeps from discovery."""
+    """Sign flips or label permutations, for p-values. Features with a large p need fewer. A contrast with more than q ·
+    n_permutations features draws more for features that only the number of draws keeps from discovery."""
     confidence: Confidence = 0.95
     """Confidence level of the intervals."""
     minimum_effect: Daily[NotNegative] = 0.1
-    """|Δ| up to which a feature did not move, in standard deviations of the feature over base trajectories: what is
-    tested is whether it moved further. 0 tests whether it differs at all, which enough problems show of any change."""
+    """|Δ| up to which a feature did not move, in standard deviations of the feature over base trajectories. The test
+    asks whether it moved further. With 0 it asks whether the feature differs at all, which enough problems show of any
+    change."""
     q: Daily[Annotated[float, Field(ge=1e-6, lt=1)]] = 0.05
     """False-discovery rate at which a feature counts as a discovery."""
     fdr: FalseDiscoveries = "bh"
@@ -48,11 +49,11 @@ class DiffConfig:
     min_fve: float = 0.5
     """A reader that the SAE reconstructs worse than this is flagged, and so is every shift of it."""
     max_outliers: Fraction = 0.05
-    """So is one of whose tokens more than this share lies beyond the SAE's norm limit: these count nowhere. Attention
-    sinks of language models are about one token a trajectory."""
+    """A reader is also flagged if more than this share of its tokens lies beyond the SAE's norm limit. Such tokens
+    count nowhere. Attention sinks of language models are about one token a trajectory."""
     noise_draws: Annotated[int, Field(ge=0, le=10_000)] = 3
-    """Noisy checkpoints for each checkpoint: the base's weights and Gaussian noise of the norm of its update, tensor by
-    tensor (`tsae.noise_null`). 0 leaves this null out."""
+    """Noisy checkpoints for each checkpoint: the base's weights plus Gaussian noise of the norm of its update, tensor
+    by tensor (`tsae.noise_null`). 0 leaves this null out."""
     noise_problems: Size = 60
     """Problems whose trajectories noisy checkpoints read, at most, as many from every band."""
     seed: Seed = 0
@@ -85,7 +86,7 @@ class DiffConfig:
 
 @config
 class InfluenceConfig:
-    """The policy-gradient step whose first order is taken, and over what."""
+    """The policy-gradient step whose first order is taken."""
 
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """How the trainer normalises: over all response tokens of the batch (dapo, TRL's default), over every response's
@@ -120,7 +121,7 @@ class ExplainConfig:
     """Which features get a label, what they are labelled from, how labels are tested, and what that may cost."""
 
     n: Daily[Count] = 20
-    """Features: those that moved most."""
+    """Number of features: those that moved most."""
     choose: Daily[tuple[int, ...]] = ()
     """Features by number instead."""
     strongest: Count = 8

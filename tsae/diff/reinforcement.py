@@ -472,7 +472,7 @@ def _weights(frame: pd.DataFrame, group: np.ndarray, problem: np.ndarray, where:
     refuse(
         where,
         (n_lacking, f"{n_lacking} of {len(advantage)} trajectories have no advantage", again),
-        (problem.max() < 1, "has one problem only, which tells nothing of others", "Give several."),
+        (problem.max() < 1, "has one problem only, and says nothing about others", "Give several."),
     )
     centred = within(advantage, group)
     endless = not np.isfinite(centred).all() or not np.isfinite(np.square(centred).sum())

@@ -20,8 +20,8 @@ class CreditConfig:
     """How features score tokens, and which rollouts teach the scores."""
 
     estimator: Estimator = "action"
-    """What a token's score is. "action": how much better the token is than its state. "value": how much the success
-    that features promise changes at the token. "effects": the outcome effects of the features active at the token."""
+    """What a token's score is. "action": how much better the token is than its state. "value": by how much the token
+    changes the success that features promise. "effects": the outcome effects of the features active at the token."""
     reader: str | None = None
     """The reference: reader and policy whose rollouts count; by default the base."""
     pass_rates: tuple[Fraction, Fraction] = (0.25, 0.99)
@@ -67,8 +67,8 @@ class CurriculumConfig:
     """How problems are drawn by the current model's pass rate; see `tsae.rl.curriculum`."""
 
     outcome: str | None = None
-    """Reward function that says what is right, the only one that pass rates count; by default the only one there is, or
-    the only one whose name says accuracy or correctness."""
+    """Reward function that says what is right; pass rates count it alone. By default the run's single reward function,
+    or the single one whose name says accuracy or correctness."""
     success_above: float = 0.0
     """A reward of that function above this is a success."""
 

@@ -134,7 +134,7 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
         (store.rollouts.fingerprint != features.rollouts.fingerprint, f"holds other trajectories than {of}", _GIVE),
         (
             weights != known and None not in (weights, known),
-            f"its {reader} has other weights than the one that read {of}",
+            f"its {reader} has other weights than the checkpoint that read {of}",
             _GIVE,
         ),
     )
@@ -149,7 +149,7 @@ def stored_logprob(features: FeatureTable, reader: str, store: ActivationStore |
             row = rows.pop(trajectory, None)
             if row is not None:
                 found[features.row_offsets[row] : features.row_offsets[row + 1]] = logprob[start:stop]
-    refuse(store.path, (rows, f"holds nothing of {len(rows)} trajectories that {reader} read", _GIVE))
+    refuse(store.path, (rows, f"lacks {len(rows)} trajectories that {reader} read", _GIVE))
     return found
 
 

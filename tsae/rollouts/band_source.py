@@ -287,7 +287,7 @@ def _rate(value: Any, source: BandSource, where: str) -> float:
         rate = -1.0
     if not 0 <= rate <= 1:
         what = f"{source.difficulty_column} is {str(value)[:40]!r}, expected a pass rate from 0 to 1, or such as 3/8"
-        fix = "Name a column of pass rates; for one that counts failures say of how many (--difficulty-failures-of 16)."
+        fix = "Name a column of pass rates; if it counts failures, say of how many (--difficulty-failures-of 16)."
         raise TsaeError(what, where=where, fix=fix)
     return rate
 

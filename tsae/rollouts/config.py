@@ -53,7 +53,7 @@ class EndpointConfig:
     url: Daily[str] = ""
     """Its address, such as http://localhost:8000/v1. A key is taken from $TSAE_SERVER_KEY and written nowhere."""
     model: Daily[str | None] = None
-    """The checkpoint's name there; by default the only one that it serves."""
+    """The checkpoint's name there; needed if the server serves several."""
     concurrency: Count = 64
     """Requests at a time."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 6
@@ -153,7 +153,7 @@ class ImportConfig:
     """How a rollout log is read."""
 
     format: LogFormat = "auto"
-    """The trainer that wrote the log; "auto" tells by names and columns, and asks if several fit."""
+    """The trainer that wrote the log. "auto" finds it by names and columns, and asks if several fit."""
     run: str | None = None
     """Policies are named after this run (RUN-00050); by default after the log's folder."""
     rewards: tuple[str, ...] = ()
@@ -179,24 +179,24 @@ class ImportConfig:
     subset: Literal["train/effective", "train/all", "eval/effective", "eval/all"] = "train/effective"
     """Which of prime-rl's traces: "effective" ones reached the trainer; "all" includes filtered ones."""
     skip: tuple[Unfit, ...] = ()
-    """Kinds of rows to leave out and count; otherwise the first one stops the import: empty (no response), unscored (no
-    reward), too-long (for the model's context), multi-turn (several turns without a mask of what was sampled), errored
-    (a failed rollout), repeated (after a resume, the last is kept; of ms-swift also one batch at several steps, the
-    first), cut (half a line at a file's end, where a run still writes or was killed)."""
+    """Kinds of rows to leave out and count; otherwise the first such row stops the import. empty: no response.
+    unscored: no reward. too-long: for the model's context. multi-turn: several turns without a mask of the sampled
+    tokens. errored: a failed rollout. repeated: by a resume (the last counts), in ms-swift also one batch at several
+    steps (the first counts). cut: half a line at a file's end, where a run still writes or was killed."""
     strict: bool = False
     """Refuse a log that contradicts itself: what the second look prints is then an error, and nothing is written."""
     merge_prompts: bool = False
     """A problem id with several prompts is one problem; by default every prompt is a problem of its own."""
     copies: Literal["auto", "drop", "keep"] = "auto"
-    """Trajectories that repeat others word for word, in groups that consist of equal parts: "drop" counts them once,
-    "keep" all of them, "auto" once where chance hardly gives that."""
+    """Trajectories that repeat others word for word, in groups that consist of equal parts. "drop" counts them once,
+    "keep" all of them. "auto" counts them once if chance hardly explains them."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)
     """Which column holds what."""
     keep_columns: tuple[str, ...] = ()
     """Further columns of the log to keep as extra/NAME: numbers, flags or texts; anything else becomes JSON. With
-    extra/required_steps, `tsae rollouts behaviours` tells which steps a response skips."""
+    extra/required_steps, `tsae rollouts behaviours` finds which steps a response skips."""
 
     def __post_init__(self) -> None:
         try:
@@ -289,8 +289,8 @@ class BandSource:
     difficulty_failures_of: Count | None = None
     """The column counts failures among so many responses, as Skywork-OR1's model_difficulty does among 16."""
     bands_column: str | None = None
-    """Column with the data set's levels, of the file if it has one of this name, else of the log: easy, medium and
-    hard, or a number each, from the easiest."""
+    """Column with the data set's levels, of the file if it has this column, else of the log. Levels are easy, medium
+    and hard, or a number each, from the easiest."""
     bands_levels: tuple[str, ...] = ()
     """Which levels are in which band, such as easy=1,2 medium=3 hard=4,5; by default about a third of the problems in
     each."""

@@ -36,12 +36,12 @@ class SAEConfig:
     temporal_weight: NotNegative = 1.0
     """Weight α of the temporal term; 0 gives a plain Matryoshka SAE."""
     similarity: Literal["cosine", "inner"] = "cosine"
-    """Of two tokens' high-level codes in the InfoNCE term: cosine, as in the paper, or the raw inner product of its
-    authors' code."""
+    """Similarity of two tokens' high-level codes in the InfoNCE term: cosine, as in the paper, or the raw inner product
+    of its authors' code."""
     negatives: Literal["trajectories", "batch"] = "trajectories"
     """What a pair is contrasted with in the InfoNCE term: the batch's pairs of other trajectories, or all its other
-    pairs. The paper draws single pairs, of which hardly two are of one trajectory; here windows are read, and a token's
-    neighbours would be pushed apart. Copies of a pair's tokens, as rollouts of one prompt share them, are never its
+    pairs. The paper draws single pairs, of which hardly two are of one trajectory. Here windows are read, and a token's
+    neighbours would be pushed apart. Copies of a pair's tokens, which rollouts of one prompt share, are never its
     negatives."""
     temperature: Positive = 0.05
     """Divides the similarities in the InfoNCE term. Without one (1.0), cosines between 0 and 1 leave the term near
@@ -100,30 +100,30 @@ class TrainingConfig:
     window: Annotated[int, Field(ge=2)] = 8
     """Adjacent tokens read together; with partner "previous" each window gives up to window − 1 pairs."""
     partner: Partner = "previous"
-    """The token that the temporal term pairs a token with: "previous", the one before it, as in the paper; "earlier", a
-    random earlier one of the trajectory, as its authors' code does by default; "step", a random earlier one of the same
-    reasoning step."""
+    """The token that the temporal term pairs a token with. "previous": the token before it, as in the paper. "earlier":
+    a random earlier token of the trajectory, as its authors' code does by default. "step": a random earlier token of
+    the same reasoning step."""
     step_ends: tuple[int, ...] = ()
     """Ids of the tokens that end a reasoning step, for partner "step", such as those that contain a newline
     (`Checkpoint.tokens_with`). The end of the prompt ends a step too."""
     balance: tuple[Axis, ...] = ("reader",)
     """Every combination of these that has tokens gives an epoch the same number of tokens, so that none dominates the
-    dictionary: small ones are read more often, large ones spread over epochs. Without any, each keeps the share that it
-    has in the store."""
+    dictionary. Small ones are read more often, large ones spread over epochs. Without any, each keeps its share of the
+    store."""
     span: Literal["response", "thinking", "answer", "prompt", "all"] = "all"
-    """Which tokens count; special tokens never do, nor tokens of a response that the policy did not sample."""
+    """Which tokens count. Special tokens never count, nor tokens of a response that the policy did not sample."""
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 10.0
     """Tokens whose norm exceeds this multiple of the median (attention sinks) are left out, and counted. Norms are
     about the centre, the median of every dimension."""
     learning_rate: Annotated[float, Field(gt=0, lt=10)] | None = None
-    """Adam's; by default 4e-4 · sqrt(16384 / d_sae) · sqrt(1500 / steps), the last factor between 1 and 2: the scaling
-    of Gao et al., from twice their rate, which the shorter trainings here can use, and from four times in the shortest.
-    Steps are tokens // batch_tokens. A training that starts from an SAE has no such factor."""
+    """Adam's learning rate. By default 4e-4 · sqrt(16384 / d_sae) · sqrt(1500 / steps), with the last factor between 1
+    and 2. This is the scaling of Gao et al., from twice their rate, which the shorter trainings here can use. Steps are
+    tokens // batch_tokens. A training that starts from an SAE has no last factor."""
     temporal_rise_share: Fraction = 0.0
     """Share of the steps over which the weight of the temporal term rises linearly from 0 to
-    `SAEConfig.temporal_weight`. Features are then found before they are made smooth: a short training explains a little
-    more variance, its high-level group is less smooth, and more of it is dead; docs/measured.md has the figures. A
-    training that starts from an SAE has the full weight from the first step."""
+    `SAEConfig.temporal_weight`. Features are then found before they are made smooth. In a short training this explains
+    a little more variance; the high-level group is less smooth, and more of it is dead. A training that starts from an
+    SAE has the full weight from the first step."""
     warmup_share: Fraction = 0.05
     """Share of the steps over which the learning rate rises linearly."""
     decay_share: Fraction = 0.2
@@ -138,9 +138,9 @@ class TrainingConfig:
     device: Daily[str] = "cpu"
     """Torch device: cpu, cuda, cuda:1, …"""
     precision: Daily[Precision] = "float32"
-    """Precision of the large matrix products: the encoder's, AuxK's, and on a GPU decoding and weight gradients where
-    dense ones pay. "bfloat16" rounds their factors and adds up in float32; master weights, Adam's moments, codes,
-    similarities, losses and means stay float32. It is for GPUs: on a CPU it is not faster."""
+    """Precision of the large matrix products: those of the encoder, of AuxK, and on a GPU of decoding and weight
+    gradients where dense ones pay. "bfloat16" rounds their factors and adds up in float32. Master weights, Adam's
+    moments, codes, similarities, losses and means stay float32. It is for GPUs: on a CPU it is not faster."""
     save_every_steps: Count = 500
     """Steps between checkpoints. A killed run resumes from the last one."""
     resume: Literal["auto", "never"] = "auto"

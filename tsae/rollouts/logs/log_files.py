@@ -114,8 +114,8 @@ def find_files(path: Path, only: Mapping[Path, int] | None = None) -> list[Path]
                 found.append(file)
     if not found:
         raise NoLog(
-            "holds no .jsonl or .parquet file, nor another table (.json, .csv, .tsv, .arrow, .feather), nor one that "
-            "slime (.pt), trackio (.db) or Inspect (.eval) wrote",
+            "holds no .jsonl or .parquet file, nor another table (.json, .csv, .tsv, .arrow, .feather), nor a file "
+            "of slime (.pt), trackio (.db) or Inspect (.eval)",
             where=path,
             fix="Give the folder into which the trainer writes its rollouts.",
         )

@@ -279,7 +279,7 @@ class Tokens:
             or_plain = entry.prompt_is.startswith("perhaps")
             assumed = [
                 "prompts were logged without special tokens: those of the chat template were put back"
-                + " (--prompt-format plain, if they were no conversations)" * or_plain
+                + " (--prompt-format plain, if they were not conversations)" * or_plain
             ]
             assumed += [f"prompts were rendered with {json.dumps(found.arguments)}, as their text shows"] * bool(
                 found.arguments
