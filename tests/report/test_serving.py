@@ -122,8 +122,10 @@ def test_others_are_refused(found: Any) -> None:
         assert ask(found, path, Host="127.0.0.1.evil.example:80")[0] == 403
         assert ask(found, path, Origin="http://evil.example")[0] == 403
     assert ask(found, "/examples/0", Sec_Fetch_Site="cross-site")[0] == 403
-    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+    assert ask(found, "/", "POST")[0] == 403
+    for method in ("PUT", "DELETE", "OPTIONS"):
         assert ask(found, "/", method)[0] == 501
+    assert ask(found, "/playground")[0] == 404
 
 
 def test_no_file_can_be_asked_for(found: Any) -> None:

@@ -127,7 +127,7 @@ def intervene(
     directions = sets if given is None else sets[:_DIRECTIONS]
 
     def edit(ids: tuple[int, ...], **changes: Any) -> FeatureEdit:
-        return FeatureEdit(sae, ids, config.mode, _levels(ids, scales, config), donor=given, **changes)
+        return FeatureEdit(sae, ids, config.mode, levels(ids, scales, config), donor=given, **changes)
 
     main = edit(chosen)
     conditions: dict[str, FeatureEdit | None] = {
@@ -229,7 +229,8 @@ def _load(
     return reader.model, lambda _model: reader.rewritten
 
 
-def _levels(ids: tuple[int, ...], scales: FeatureScales, config: InterventionConfig) -> tuple[float, ...]:
+def levels(ids: tuple[int, ...], scales: FeatureScales, config: InterventionConfig) -> tuple[float, ...]:
+    """The levels of a `FeatureEdit` of these features."""
     if config.mode in ("ablate", "transplant"):
         return (0.0,) * len(ids)
     if config.mode == "mean":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -16,7 +17,7 @@ from tsae.base.artefact import MANIFEST, Kind, manifest_of, read_artefact, write
 from tsae.base.files import new_folder, reading
 from tsae.base.filters import need_features
 from tsae.base.validation import config
-from tsae.commands.common import say_wrote
+from tsae.commands.common import load_series, say_wrote
 from tsae.commands.diff import REINFORCEMENT
 from tsae.errors import TsaeError, refuse
 from tsae.report.hub.config import PushConfig
@@ -83,10 +84,11 @@ class Report:
 
 @config
 class Serve:
-    """Show the report of a run in the browser, with examples of every active feature.
+    """Show the report of a run in the browser, with examples of every active feature, and a playground.
 
-    For runs that are too large for one file: examples are looked up when a card is opened. The server listens on this
-    machine alone. Reload the page for a diff that has changed, as while `tsae watch` runs. Ctrl-C ends it.
+    Examples are looked up when a card is opened, also for runs that are too large for one file. In the playground base
+    and run answer your prompts, with features ablated or steered. The server listens on this machine alone. Reload the
+    page for a diff that has changed, as while `tsae watch` runs. Ctrl-C ends it.
     """
 
     run: Positional[Path]
@@ -95,10 +97,15 @@ class Serve:
     """Port of 127.0.0.1; 0 for a free one."""
     title: str | None = None
     """Title of the page."""
+    series: tuple[str, ...] = ()
+    """The checkpoints for the playground, with the base first; by default where the run found them."""
+    device: str = "cpu"
+    """A torch device, for the playground."""
 
     def execute(self) -> None:
         from tsae.causal.intervention import folders_of_tests
         from tsae.claims.run_claims import claims_in
+        from tsae.report.playground import Playground
         from tsae.report.serving import HOST, ServedRun, server
 
         folder = self.run
@@ -114,7 +121,11 @@ class Serve:
             labelled = _labelled(diff, folder / "explanations")
             return labelled, _attribution_in(folder), claims_in(folder, diff)
 
-        with server(ServedRun(read, lambda: files_of_page(folder), self.title), self.port) as found:
+        def play(diff: tsae.FeatureDiff) -> Playground:
+            series = load_series(*self.series) if self.series else checkpoints_of(folder, diff.info["readers"])
+            return Playground(series, folder / "sae", diff, self.device)
+
+        with server(ServedRun(read, lambda: files_of_page(folder), self.title, play), self.port) as found:
             print(f"serving {folder} at http://{HOST}:{found.server_port}/ (Ctrl-C ends it)", flush=True)
             with suppress(KeyboardInterrupt):
                 found.serve_forever()
@@ -228,6 +239,36 @@ def _attribution_in(folder: Path) -> tsae.Attribution | None:
     if why:
         print(f"{folder / 'attribution'} is not shown: the page needs {why}.", file=sys.stderr)
     return found
+
+
+def checkpoints_of(folder: Path, readers: Sequence[Mapping[str, Any]]) -> tsae.CheckpointSeries:
+    """The checkpoints of some readers where the record of their run says that they lie; nothing is downloaded.
+
+    Raises:
+        TsaeError: where the folder has no record, or the base is not there.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    from tsae.activations.catalogue import READER_INFO
+    from tsae.checkpoints.weight_files import is_hub_id
+    from tsae.stages import read_run
+    from tsae.testbed import series as shipped_series
+
+    if (folder / "demo.json").is_file():
+        return shipped_series()
+    record, fix = read_run(folder, "run.json"), "Name the checkpoints, the base first (--series)."
+    refuse(folder, (record is None, "holds no run.json, which says where the checkpoints are", fix))
+    with reading(folder / "run.json", fix):
+        paths = {str(id): str(path) for id, path in (record or {})["series"]}
+        every = [tsae.Checkpoint(path=paths[of["id"]], **{name: of[name] for name in READER_INFO}) for of in readers]
+
+    def is_there(one: tsae.Checkpoint) -> bool:
+        if is_hub_id(one.path):
+            return isinstance(try_to_load_from_cache(one.path, "config.json"), str)
+        return Path(one.path).exists()
+
+    refuse(every[0].path, (not is_there(every[0]), f"does not hold the base {every[0].id} any more", fix))
+    return tsae.CheckpointSeries(tuple(filter(is_there, every)))
 
 
 def files_of_page(folder: Path) -> list[Path]:

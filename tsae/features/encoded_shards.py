@@ -213,7 +213,7 @@ def _stored(sae: TemporalSAE, shard: Shard, tokens: np.ndarray, batch_tokens: in
     batches = [tokens[low : low + batch_tokens] for low in range(0, len(tokens), batch_tokens)]
     for number, x in enumerate(ahead(read, batches, _READING) if on_gpu else map(read, batches)):
         x = x.to(device, non_blocking=on_gpu)
-        yield number, x, _codes(sae, x)
+        yield number, x, codes_of(sae, x)
         bar.update(len(x))
 
 
@@ -230,7 +230,7 @@ def _live(sae: TemporalSAE, source: LiveSource, shard: Shard, texts: np.ndarray,
     read = source.read(shard.reader, ids, shard.trajectory[texts])
     for group in _groups(read, batch_tokens):
         x = torch.cat([values for _, values in group]).float().to(sae.W_dec.device)
-        codes = _codes(sae, x)
+        codes = codes_of(sae, x)
         low = 0
         for number, values in group:
             part = slice(low, low := low + len(values))
@@ -254,7 +254,7 @@ def _groups(read: Iterator[tuple[int, torch.Tensor]], batch_tokens: int) -> Iter
 
 
 @torch.no_grad()
-def _codes(sae: TemporalSAE, x: torch.Tensor) -> Codes:
+def codes_of(sae: TemporalSAE, x: torch.Tensor) -> Codes:
     """Of (n, d_model) float32 tokens on the SAE's device."""
     beyond = sae.outliers(x)
     codes = sae.encode(x)

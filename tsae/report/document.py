@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -96,6 +96,7 @@ def render_page(
     parts: Mapping[str, str] | None = None,
     *,
     connect: str = "'none'",
+    scripts: Sequence[str] = (),
     **of: Any,
 ) -> Iterator[str]:
     """Render a template that extends document.html, piece by piece; the same input gives the same page.
@@ -106,10 +107,11 @@ def render_page(
         drawn: figures by name; the template leaves out those that are None.
         parts: packed data of the explorer by name; without it the page has none.
         connect: where its scripts may ask for more, as a content security policy says it.
+        scripts: files of further scripts, which come last.
         of: what else the template asks for.
     """
     explorer = [] if parts is None else ["card.js", "show.js", "explorer.js"]
-    modules = ["data.js", *explorer, "fit.js", "report.js"]
+    modules = ["data.js", *explorer, "fit.js", "report.js", *scripts]
     ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startShow();\nstartExplorer();\n")
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     return (

@@ -65,10 +65,11 @@ def render(
     claims: Claims | None = None,
     *,
     served: bool = False,
+    playground: bool = False,
 ) -> Iterator[str]:
     """The report's HTML in pieces; the same diff gives the same page.
 
-    A page that is `served` asks its server for examples (`tsae.report.serving`).
+    A page that is `served` asks its server for examples (`tsae.report.serving`), and links to its `playground`.
     """
     diff = _readable(diff)
     found = findings(diff)
@@ -88,6 +89,7 @@ def render(
         drawn,
         parts,
         connect="'self'" if served else "'none'",
+        playground=playground,
         diff=diff,
         lead=lead(diff),
         warning=gates.stand_in_warning(diff),

@@ -4,9 +4,10 @@ The page is the report without its examples. The card of a feature asks for them
 feature has some, and the page stays small. The page is written anew when a file that it rests on has
 changed, such as the diff under `tsae watch`, or came or went, such as labels, causal tests, an attribution or claims.
 
-The server listens on this machine alone (127.0.0.1) and answers two addresses, / and /examples/FEATURE. It reads no
-other path, so no file can be asked for. It refuses requests by another host's name and from other pages, so that no web
-page that is open in the same browser reads the run. The page's policy allows it requests to this server only.
+The server listens on this machine alone (127.0.0.1) and answers /, /examples/FEATURE and, where the checkpoints are at
+hand, /playground (`tsae.report.playground`). It reads no other path, so no file can be asked for. It refuses requests
+by another host's name and from other pages, so that no web page that is open in the same browser reads the run, or has
+its models answer. The page's policy allows it requests to this server only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from threading import Lock
 from typing import Any
 
 from tsae.attribution.attribution import Attribution
+from tsae.base.untrusted import parse_json
 from tsae.claims.run_claims import Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.examples import ExamplesOnDemand
 from tsae.report.page import render
+from tsae.report.playground import Playground, Question
+from tsae.report.text import capitalised
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
+_LARGEST = 1 << 20
+"""Bytes of a question."""
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -49,6 +55,7 @@ class ServedRun:
         read: reads the diff, with its features, and the attribution and the claims if there are any.
         files: lists the files of which one changes, comes or goes whenever what is read does. They need not exist.
         title: of the page.
+        play: opens the playground of a diff; a TsaeError says why there is none.
     """
 
     def __init__(
@@ -56,8 +63,10 @@ class ServedRun:
         read: Callable[[], tuple[FeatureDiff, Attribution | None, Claims | None]],
         files: Callable[[], Iterable[Path]],
         title: str | None = None,
+        play: Callable[[FeatureDiff], Playground] | None = None,
     ) -> None:
-        self._read, self._files, self._title = read, files, title
+        self._read, self._files, self._title, self._play = read, files, title, play
+        self.playground: Playground | None = None
         self._lock = Lock()
         self._seen: Mapping[Path, tuple[int, int]] = {}
         self._told = ""
@@ -75,10 +84,32 @@ class ServedRun:
     def _load(self) -> None:
         seen = self._stamps()
         diff, attribution, claims = self._read()
-        page = "".join(render(diff, self._title, attribution, claims, served=True)).encode("utf-8", "replace")
+        playground = self._opened(diff)
+        given = {"served": True, "playground": playground is not None}
+        page = "".join(render(diff, self._title, attribution, claims, **given)).encode("utf-8", "replace")
         source, strings = diff.source, diff.info.get("token_strings", {})
         self._examples = None if source is None else ExamplesOnDemand(source, strings)
-        self._page, self._seen = page, seen
+        self._page, self._seen, self.playground = page, seen, playground
+
+    def _opened(self, diff: FeatureDiff) -> Playground | None:
+        try:
+            return None if self._play is None else self._play(diff)
+        except TsaeError as error:
+            self._tell(error, "there is no playground")
+            return None
+
+    def answer(self, playground: Playground, question: bytes) -> tuple[int, bytes, str]:
+        """Status, body and kind of the answers to a question of the page, or of a sentence on why there are none."""
+        try:
+            found = playground.answer(Question(**parse_json(question)))
+            return 200, json.dumps(found, separators=(",", ":"), allow_nan=False).encode(), "application/json"
+        except TsaeError as error:
+            return 422, TsaeError(capitalised(error.what), fix=error.fix).args[0].encode("utf-8", "replace"), _TEXT
+        except (ValueError, TypeError):
+            return 400, b"The question cannot be read.", _TEXT
+        except Exception as error:
+            self._tell(error, "a question has no answer")
+            return 500, b"The answer could not be computed; the terminal says why.", _TEXT
 
     def page(self) -> bytes:
         """HTML of the run as it is now. While the run is being written, or is damaged, the page is the one before."""
@@ -109,8 +140,11 @@ class ServedRun:
         self._told = line
 
 
+_TEXT = "text/plain; charset=utf-8"
+
+
 class _Handler(BaseHTTPRequestHandler):
-    server_version, sys_version = "tsae", ""
+    server_version, sys_version, timeout = "tsae", "", 120
     run: ServedRun
 
     def handle(self) -> None:
@@ -118,25 +152,52 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "")
-        origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "none")
-        # Other pages can make a browser ask: by a name of theirs that points here, or from where they are.
-        # A browser leaves port 80 out.
-        if host.rsplit(":", 1)[0] not in _NAMES or (origin or f"http://{host}") != f"http://{host}":
+        playground = self.run.playground
+        if self._is_foreign():
             return self._send(403, b"This server answers to 127.0.0.1 and localhost alone.")
         if self.path == "/":
             return self._send(200, self.run.page(), "text/html; charset=utf-8")
         named = re.fullmatch(r"/examples/([0-9]{1,9})", self.path)
-        if named is None:
+        play = playground is not None and re.fullmatch(r"/playground(\?.*)?", self.path) is not None
+        if named is None and not play:
             return self._send(404, b"There is nothing here: this server has the page at / alone.")
-        if site not in ("none", "same-origin"):
-            return self._send(403, b"Another page asked.")
+        if self._is_of_another_page():
+            return self._send(403, b"Another page asked. Paste this address into the browser's address bar.")
+        if named is None and playground is not None:
+            return self._send(200, playground.page(), "text/html; charset=utf-8")
+        assert named is not None
         found = self.run.examples(int(named[1]))
         if found is None:
             return self._send(500, b"The examples cannot be read; the terminal says why.")
         return self._send(200, found, "application/json")
 
-    def _send(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def do_POST(self) -> None:
+        length, kind = self.headers.get("Content-Length", ""), self.headers.get("Content-Type", "")
+        playground = self.run.playground
+        if self._is_foreign() or self._is_of_another_page() or not self.headers.get("Origin"):
+            return self._send(403, b"The playground's own page alone may ask.")
+        if playground is None or self.path != "/playground":
+            return self._send(404, b"There is no playground here.")
+        # A browser asks before another page sends this kind, and gets no leave.
+        if kind != "application/json":
+            return self._send(415, b"A question is JSON.")
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > _LARGEST:
+            return self._send(413, b"The question is too long.")
+        return self._send(*self.run.answer(playground, self.rfile.read(int(length))))
+
+    def _is_foreign(self) -> bool:
+        """Whether another name than this machine's, or another page, is in a request.
+
+        Other pages can make a browser ask: by a name of theirs that points here, or from where they are.
+        """
+        host = self.headers.get("Host", "")
+        # A browser leaves port 80 out.
+        return host.rsplit(":", 1)[0] not in _NAMES or self.headers.get("Origin", f"http://{host}") != f"http://{host}"
+
+    def _is_of_another_page(self) -> bool:
+        return self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+
+    def _send(self, status: int, body: bytes, kind: str = _TEXT) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **_HEADERS}.items():
             self.send_header(name, value)

@@ -28,10 +28,11 @@ const themed = (layout) => {
   return copy;
 };
 
+const places = document.querySelectorAll(".plot");
 const specOf = (place) => specs[place.dataset.figure];
 // Plotly's script is packed too: that makes the page half as large, and it is there as soon.
-const plotlyLoaded = inflate("plotly").then((source) => document.head.append(element("script", {}, source)));
-plotlyLoaded.catch(() => document.body.prepend(
+const plotlyLoaded = places.length > 0 ? inflate("plotly").then((source) => document.head.append(element("script", {}, source))) : null;
+plotlyLoaded?.catch(() => document.body.prepend(
   element("p", { class: "warn" }, "Figures and explorer need a browser of 2023 or newer; the tables hold the numbers.")));
 const draw = (place) => {
   const spec = specOf(place);
@@ -59,7 +60,6 @@ const watcher = new IntersectionObserver((entries) => {
     }
   }
 }, { rootMargin: "800px" });
-const places = document.querySelectorAll(".plot");
 // Heights come first, so that nothing jumps when figures are drawn.
 places.forEach((place) => {
   place.style.minHeight = specOf(place).layout.height + "px";
