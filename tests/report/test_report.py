@@ -177,7 +177,7 @@ def test_a_flagged_reader_is_named_on_the_first_screen() -> None:
     assert "down-run" in sentences(made, "How far to believe it")
     told = sentences(made, "down-run")
     assert told.endswith(
-        "The SAE explains 31 % of the variance of down-run; 50 % are needed. Nothing is said of its features."
+        "The SAE explains 31 % of the variance of down-run; 50 % are needed. Its features are left out."
     )
 
 
@@ -190,7 +190,7 @@ def test_tokens_that_are_left_out_are_said() -> None:
     made.info["readers"][1]["outlier_share"] = 0.005
     made.info["readers"][2] |= {"outlier_share": 0.08, "flagged": True}
     assert "norm limit, left out of every mean: base 0 %, up-run 0.5 %, down-run 8 %" in gates_text(made, None)
-    assert "The SAE leaves out 8 % of the tokens of down-run. Nothing is said of its" in sentences(made, "down-run")
+    assert "The SAE leaves out 8 % of the tokens of down-run. Its features are left" in sentences(made, "down-run")
     made.info["readers"][1] = reader("up-run", "up-run", fve=0.31)
     text = Page(rendered(made)).text
     assert "flagged (below 0.5)" in text

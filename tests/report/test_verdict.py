@@ -268,7 +268,7 @@ def test_a_gate_takes_the_place_of_the_features() -> None:
     diff, *_ = SITUATIONS["a reader that the SAE does not see"]
     statement = next(f for f in findings(diff) if f.checkpoint == "run")
     assert statement.sentences[2:] == (
-        "The SAE explains 31 % of the variance of run; 50 % are needed. Nothing is said of its features.",
+        "The SAE explains 31 % of the variance of run; 50 % are needed. Its features are left out.",
     )
 
 

@@ -125,7 +125,7 @@ def base_overtakes(run: Evidence) -> Judgement:
         raise reasons[0]
     ahead = f"a checkpoint that is clearly ahead at pass@1 ({', '.join(behind)}: none)"
     need(parts, ahead, "a training that gains")
-    told = f"Ahead at pass@1 is not {' nor '.join(behind)}: there is nothing to overtake. " if behind else ""
+    told = f"Not ahead at pass@1, so that there is nothing to overtake: {', '.join(behind)}. " if behind else ""
     small = f"k is {min(sizes)} here; the claim is on k in the hundreds." if min(sizes) < 100 else ""
     left = left_out(reasons)
     return Judgement(CLAIMS["n"], tuple(parts), caveat=(left + told + small).strip(), whole=not left)

@@ -178,7 +178,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         lines.append(f"  stability: {found.stability}")
     lines += [f"  {sentence}" for sentence in found.nulls]
     told = tested(diff)
-    untested = ("Not causally tested: what a feature responds to is not thereby what it does.",)
+    untested = ("Not causally tested: what a feature responds to may not be what it does.",)
     lines += [f"  {visible(sentence)}" for sentence in (untested if told is None else told.sentences)]
     return "\n".join(lines)
 

@@ -120,7 +120,7 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     if contrast is None:
         return []
     if bad := unreadable(diff, checkpoint):
-        return [f"{bad} Nothing is said of its features."]
+        return [f"{bad} Its features are left out."]
     if contrast.note:
         return [f"Its feature shifts were not drawn: {contrast.note}."]
     moved = found_in(diff, contrast)
@@ -168,7 +168,7 @@ def _opposed(diff: FeatureDiff) -> Statement | None:
     for up, down, features in pairs:
         if {up, down} == set(pairs[0][:2]):
             left = survive_in_both(diff, up, down, features)
-            clearest = f", {len(left) or 'none'} of them past all controls in both" if len(left) < len(features) else ""
+            clearest = f", of which {len(left) or 'none'} passed all controls" if len(left) < len(features) else ""
             if len(left):
                 clearest += f", most clearly {facts.named(diff, int(left[0]))}"
             clauses.append(f"{up} raised and {down} lowered {count(len(features), 'feature')}{clearest}")
@@ -212,8 +212,8 @@ def _predicted(diff: FeatureDiff) -> Statement | None:
     if not clauses:
         return None
     told = (
-        f"What the rewards of {diff.base}'s own responses reinforce on the band that a run was trained on, beside what "
-        "the run moved. Rank correlation over features, and the most that noise allows: "
+        f"The rewards of {diff.base}'s own responses, on the band that a run was trained on, predict which features it "
+        "moves. Rank correlation with the shifts that came, and the most that noise allows: "
     )
     told += f"{'; '.join(clauses)}."
     return Statement("Predicted against realised", (told,), "predicted")

@@ -178,9 +178,9 @@ def statistics_text(diff: FeatureDiff) -> str:
     pooled = f" (of {count(n, 'feature')} that the base hardly has, over those of base and run together)" if n else ""
     pooled += ". This unit has a floor: half of the deviation over the trajectories of both. So |Δ| is at most 4"
     return (
-        f"Mean activation over the {config['span'].replace('_', ' ')} tokens of a trajectory; the unit is the problem."
-        f"{without} Δ is a difference in standard deviations of the feature over base trajectories{pooled}. A feature "
-        f"moved if |Δ| is larger than {config['minimum_effect']:g}, not if it merely differs. "
+        f"A feature counts by its mean activation over the {config['span'].replace('_', ' ')} tokens of a trajectory. "
+        f"The unit is the problem.{without} Δ is a difference in standard deviations of the feature over base "
+        f"trajectories{pooled}. A feature moved if |Δ| is larger than {config['minimum_effect']:g}. "
         f"{config['confidence']:.0%} bootstrap intervals ({config['n_bootstrap']:,} draws), permutation tests "
         f"({config['n_permutations']:,}), Benjamini–{method} at q = {config['q']:g} over the features of a contrast. "
         f"Features active in fewer than {config['min_problems']} problems of a contrast are not tested."

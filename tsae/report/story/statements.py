@@ -103,7 +103,7 @@ def caveats(row: Any) -> tuple[Caveat, ...]:
 
 
 def survivors(found: pd.DataFrame) -> str:
-    """“Of these 88 the controls leave 61 at like length, 58 at like position, 40 given the token, and 8 in all three.”
+    """“Of these 88, 61 survive at like length, 58 at like position, 40 given the token; 8 survive all three controls.”
 
     Empty where nothing was measured.
     """
@@ -111,16 +111,18 @@ def survivors(found: pd.DataFrame) -> str:
     compared = {control: int(of.isin([SURVIVES, FAILS, CANNOT_TELL]).sum()) for control, of in verdicts.items()}
     if not any(compared.values()):
         return ""
-    cells = []
+    cells: list[str] = []
     for control, verdict in verdicts.items():
         part = "" if compared[control] == len(found) else f" of {compared[control]} comparable"
-        open_ = f" (it cannot tell of {n})" if (n := int((verdict == CANNOT_TELL).sum())) else ""
-        cells.append(f"{(verdict == SURVIVES).sum()}{part} {_AFTER_CONTROL[control]}{open_}")
+        open_ = f" (this control cannot judge {n})" if (n := int((verdict == CANNOT_TELL).sum())) else ""
+        survive = "" if cells else " survive"
+        cells.append(f"{(verdict == SURVIVES).sum()}{part}{survive} {_AFTER_CONTROL[control]}{open_}")
     left, others = len(surviving(found)) or "none", ""
     if (verdicts["length"] == CANNOT_TELL).any():
         n = int((verdicts["position"].eq(SURVIVES) & verdicts["token"].eq(SURVIVES)).sum())
-        others = f"; {n} in the other two, without length"
-    return f"Of these {len(found)} the controls leave {', '.join(cells)}, and {left} in all three{others}."
+        others = f", and {n} the two without length"
+    survive = "survives" if left == 1 else "survive"
+    return f"Of these {len(found)}, {', '.join(cells)}; {left} {survive} all three controls{others}."
 
 
 def overlap_sentence(diff: FeatureDiff, **keys: str) -> str:
@@ -136,9 +138,9 @@ def overlap_sentence(diff: FeatureDiff, **keys: str) -> str:
     one = mine.iloc[0]
     style, overlap = facts.behaviour_name(one["style"]), percent(one.overlap)
     return (
-        f"Length and style are one variable here: length alone says which responses show {style} (AUROC "
-        f"{one.style_auroc:.2f}), and {overlap} % of responses have one of like length on the other side. A feature of "
-        "the style cannot survive that control, and is not refuted by it."
+        f"Length and style are one variable here: length alone predicts {style} (AUROC {one.style_auroc:.2f}). Only "
+        f"{overlap} % of responses meet a response of like length on the other side. A feature of the style cannot "
+        "survive that control, and is not refuted by it."
     )
 
 

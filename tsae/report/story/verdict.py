@@ -279,9 +279,11 @@ def _computes(diff: FeatureDiff, run: str) -> Light:
         return Light(*COMPUTES, UNDECIDED, (moved, f"Noise cannot be set beside it: {record['note']}."), "gates")
     noise, tested = max(zip(record["noise_moved"], record["noise_tested"], strict=True), key=lambda x: x[0] / x[1])
     mine = record["n_moved"] / record["n_tested"]
-    on = f"on the {count(record['n_problems'], 'problem')} that were read with noise"
-    beside = f"Noise as large as the update moves {noise} of {tested}; the run {record['n_moved']} of "
-    beside = f"{beside}{record['n_tested']} {on}."
+    beside = (
+        f"On {count(record['n_problems'], 'problem')} that were also read with noise in the weights, the run moves "
+    )
+    beside += f"{record['n_moved']} of {record['n_tested']} features; noise as large as its update moves {noise} of "
+    beside += f"{tested}."
     if mine <= 2 * noise / tested:
         return Light(*COMPUTES, UNDECIDED, (moved, beside), "gates")
     return Light(*COMPUTES, YES, (moved, beside), evidence)
@@ -323,5 +325,5 @@ def _tested(diff: FeatureDiff, run: str) -> Light:
     for answer, sentences in told.items():
         if sentences:
             return Light(*TESTED, answer, tuple(sentences[:2]), evidence)
-    missing = ("No features were edited.", "Test them: the same `tsae run` with --causal, or `tsae causal`.")
+    missing = ("No features were edited.", "To test them, repeat `tsae run` with --causal, or use `tsae causal`.")
     return Light(*TESTED, UNMEASURED, missing, evidence)
