@@ -100,6 +100,8 @@ class RunConfig:
         trained = {name: getattr(self, name) for name in ("d_sae", "k", "training_tokens") if self.sae is not None}
         named = ", ".join(f"{name}={value}" for name, value in trained.items() if value is not None)
         fix = "Give sample (--sample)."
+        analysis = all((self.path / name).is_file() for name in ("run.json", "stages.json"))
+        refuse(self.path, (analysis, "is what `tsae run` wrote", "Give the trainer's folder, and this one as --to."))
         refuse(
             "RunConfig",
             (self.server.url and self.sample is None, "a server is given, and nothing to sample", fix),

@@ -23,8 +23,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.pipeline import Choice, Pipeline, fingerprints
-from tsae.report.attribution import attribution_text
-from tsae.report.terminal import print_findings
+from tsae.report.terminal import print_run
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord, Stage, carry_out
@@ -33,12 +32,10 @@ from tsae.testbed import series as shipped_series
 from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
-_SHOWN = 3
-"""Samples to read that are printed."""
 
-
-def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
-    """Run the demo and print its findings. Stages that an earlier run with this config finished are read from disk.
+def demo(config: DemoConfig | None = None, *, progress: bool = True, everything: bool = False) -> Path:
+    """Run the demo and print its verdicts, or everything that it found. Stages that an earlier run with this config
+    finished are read from disk.
 
     Returns:
         Path of the report.
@@ -57,11 +54,9 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True) -> Path:
     )  # fmt: skip
     found = carry_out(work.stages(*work.rollouts()), record, lambda *_, **__: None, print)
     print(f"{found['rollouts']}\n  read by {', '.join(c.id for c in series)}")
-    print_findings(found["diff"], found["evaluation"])
-    if config.attribute:
-        print(f"\n{attribution_text(Attribution.load(to / 'attribution'), _SHOWN)}")
     report = to / "report.html"
-    print(f"\nReport: {report.resolve()}")
+    attribution = Attribution.load(to / "attribution") if config.attribute else None
+    print_run(found["diff"], attribution, report, found["evaluation"], everything=everything)
     return report
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -189,7 +190,8 @@ def test_every_output_is_known_to_be_a_file_or_a_folder() -> None:
         for name, kind in vars(module).items():
             own = isinstance(kind, type) and is_dataclass(kind) and kind.__module__ == module.__name__
             if own and any(field.name == "to" for field in fields(kind)):
-                source = Path(str(module.__file__)).read_text().split(f"class {name}")[1].split("    to: Path")[1]
+                source = Path(str(module.__file__)).read_text().split(f"class {name}")[1]
+                source = re.split(r"    to: (?:Daily\[)?Path", source)[1]
                 help_text = source.split('"""')[1].lower()
                 assert ("folder" in help_text.split(";")[0]) != (name in FILES), (name, help_text)
                 assert (name in FILES) != (name in FOLDERS), name

@@ -644,8 +644,12 @@ def test_the_command_says_what_it_decides(
     printed = capsys.readouterr().out
     assert printed.startswith(f"base         ok       the base is {tiny.base} (as asked)\n")
     assert f"\n{lines[0]} [from disk]\n" in printed
-    assert "Shifts of hard-00150 against base, on the same trajectories" in printed
-    assert f"Report: {(out / 'report.html').resolve()}" in printed
+    end = printed.partition(f"\n{lines[-1]} [from disk]\n")[2]
+    assert end.startswith("\nhard-00150: After training on hard problems, ")
+    assert f"Report: {(out / 'report.html').resolve()}" in end
+    assert len(end.splitlines()) <= 40
+    main([*words(tiny, out), "--all"])
+    assert "Shifts of hard-00150 against base, on the same trajectories" in capsys.readouterr().out
 
 
 # --- which checkpoints

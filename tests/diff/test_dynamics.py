@@ -201,7 +201,7 @@ def test_command_line_and_files(
     steps = planted.save(tmp_path / "steps")
     last = world(np.ones((2, 20))).save(tmp_path / "last")
     args = ["--n-bootstrap", "200", "--n-permutations", "1000", "--to", str(tmp_path / "diff")]
-    main(["diff", "--features", str(last), "--steps", str(steps), *args])
+    main(["diff", "--all", "--features", str(last), "--steps", str(steps), *args])
     printed = capsys.readouterr().out
     assert re.search(r"0, 10, 20, 30, 40 +4 +4 +4 +4 +4\n", printed)
     diff = tsae.FeatureDiff.load(tmp_path / "diff")

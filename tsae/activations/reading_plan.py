@@ -31,6 +31,7 @@ from tsae.checkpoints.tokenizers import (
     load_tokenizer,
     noted_tokens,
     reading_limits,
+    some_strings,
     tokenizer_fingerprint,
     tokens_by_id,
 )
@@ -230,7 +231,7 @@ class Base(NamedTuple):
     plan: dict[str, np.ndarray]
     """Row ids of the trajectories that each reader reads."""
     facts: dict[str, Any]
-    """What a manifest says of all readers: dtype, sites, rollouts, tokenizer, special_ids."""
+    """What a manifest says of all readers: dtype, sites, rollouts, tokenizer, special_ids, token_strings."""
     readers: list[dict[str, Any]]
     """What it says of each: id, run, step, trained_on, weights."""
 
@@ -277,6 +278,7 @@ def open_base(
         "rollouts": rollouts.fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizers[0]),
         "special_ids": sorted(set(tokenizers[0].all_special_ids)),
+        "token_strings": some_strings(tokenizers[0], rollouts.token_ids()),
     }
     need_unchanged(series.base, before)  # also once before all adapters ask for it
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,8 @@ def progress_bar(
     what: str, unit: str, total: int | None = None, *, over: Iterable[Any] | None = None, shown: bool = True
 ) -> Any:
     """A tqdm bar with its rate: for a with statement, or for a loop over the items of `over`.
+
+    In a terminal a bar goes away when it is full, so that results are not below a screen of bars. A log keeps it.
 
     Args:
         what: stands before the bar.
@@ -21,4 +24,5 @@ def progress_bar(
     # tqdm reads TQDM_MININTERVAL, which the command line sets, when it is imported.
     from tqdm.auto import tqdm
 
-    return tqdm(over, desc=what, total=total, unit=unit, unit_scale=unit in ("token", "B"), disable=not shown)
+    scaled, kept = unit in ("token", "B"), not sys.stderr.isatty()
+    return tqdm(over, desc=what, total=total, unit=unit, unit_scale=scaled, disable=not shown, leave=kept)

@@ -8,7 +8,7 @@ have that tokenizer it also notes the hash of the part below the tokens that wer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,11 +59,16 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def token_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Text of every token id, decoded one by one; special tokens as they are named."""
-    special = set(tokenizer.all_special_ids)
-    return [
-        tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id])
-        for id in range(max(tokenizer.get_vocab().values()) + 1)
-    ]
+    return list(some_strings(tokenizer, range(max(tokenizer.get_vocab().values()) + 1)).values())
+
+
+def some_strings(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> dict[str, str]:
+    """Text of some token ids, by id as text (JSON has no other keys), without lone surrogates, which UTF-8 lacks."""
+    special, end = set(tokenizer.all_special_ids), max(tokenizer.get_vocab().values()) + 1
+    texts = {
+        id: tokenizer.convert_ids_to_tokens(id) if id in special else tokenizer.decode([id]) for id in ids if id < end
+    }
+    return {str(id): text.encode("utf-8", "replace").decode() for id, text in texts.items()}
 
 
 def text_of(strings: Sequence[str], id: int) -> str:

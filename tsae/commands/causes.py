@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 
 from tyro.conf import OmitArgPrefixes, Positional
@@ -28,9 +28,10 @@ class Attribute:
 
     run: Positional[Path]
     """Folder of the run: checkpoints or series.json, and the trainer's settings (training_args.bin of TRL,
-    .hydra/config.yaml of verl, wandb/ …)."""
-    to: Daily[Path]
-    """Folder for the results, and for the path of the replay while it is needed."""
+    .hydra/config.yaml of verl, wandb/ …). Or the folder that `tsae run` wrote, which has log, SAE and diff."""
+    to: Daily[Path | None] = None
+    """Folder for the results, and for the path of the replay while it is needed; by default attribution in the folder
+    that `tsae run` wrote."""
     rollouts: Daily[Path | None] = None
     """The run's log: a Parquet file that `tsae rollouts import` wrote, or the trainer's own. By default the log in the
     run's folder."""
@@ -58,14 +59,29 @@ class Attribute:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[AttributionConfig] = field(default_factory=AttributionConfig)
 
+    @property
+    def analysed(self) -> bool:
+        """Whether the folder is that of an analysis."""
+        return (self.run / "run.json").is_file()
+
+    def __post_init__(self) -> None:
+        if self.to is None and self.analysed:
+            object.__setattr__(self, "to", self.run / "attribution")
+        refuse("--to", (self.to is None, "is missing", "Give it, or the folder that `tsae run` wrote."))
+
     def execute(self) -> None:
         from tsae.attribution.find_settings import find_settings
         from tsae.attribution.sample_kinds import other_problems
         from tsae.report.attribution import attribution_text
 
-        series = load_series(*(self.series or (self.run,)))
+        if self.analysed and not self.series and self.rollouts is None:
+            self, series, log = _of_analysis(self)
+        else:
+            series = load_series(*(self.series or (self.run,)))
+            log = tsae.Rollouts.read(self.rollouts or self.run, series)
+        assert self.to is not None
         first_token = None if self.first_token is None else _token_id(series.base, self.first_token)
-        log = tsae.Rollouts.read(self.rollouts or self.run, series).by(self.by)
+        log = log.by(self.by)
         found = tsae.attribute(
             series,
             log,
@@ -79,11 +95,32 @@ class Attribute:
         )
         with as_json(self.json) as write:
             print(attribution_text(found, self.top))
-            say_wrote(self.to)
+            say_wrote(self.to, f"`tsae report {self.run}` shows it" if self.analysed else None)
             targets = [] if found.info["gate"] else list(found.targets.target)
             names = ["targets", "steps", *(["bands", "groups", "entropy", "tokens"] if targets else [])]
             samples = {name: found.of_target(name, self.top) for name in targets}
             write({**{name: getattr(found, name) for name in names}, "samples": samples, "info": found.info})
+
+
+def _of_analysis(options: Attribute) -> tuple[Attribute, tsae.CheckpointSeries, tsae.Rollouts]:
+    """The options, the checkpoints and the log with its bands, from what an analysis holds."""
+    from tsae.config import RunConfig
+    from tsae.doctor import find_series
+    from tsae.report.story.facts import moved_features
+    from tsae.rollouts.schema import problem_bands
+    from tsae.stages import read_run
+
+    folder, asked = options.run, (read_run(options.run, "run.json") or {})["run"]
+    series, _ = find_series(RunConfig(path=asked["path"], base=asked["base"]))
+    log, drawn = (tsae.Rollouts.read(folder / "rollouts" / f"{name}.parquet") for name in ("log", "rollouts"))
+    bands = problem_bands(drawn.frame)
+    log = log.with_column("band", [bands.get(problem) for problem in log.table["problem_id"].to_pylist()])
+    log = tsae.Rollouts(log.table, {**log.info, **{k: v for k, v in drawn.info.items() if k.startswith("bands")}})
+    config = options.config
+    if not config.features:
+        moved = moved_features(tsae.FeatureDiff.load(folder / "diff"), config.n_features)
+        config = replace(config, features=tuple(moved))
+    return replace(options, sae=options.sae or folder / "sae", config=config), series, log
 
 
 @config

@@ -59,12 +59,14 @@ class Drift:
 class Diff:
     """Compare every checkpoint with the base, and successes with failures; print the findings."""
 
-    features: Path
-    """Folder that `tsae encode` wrote."""
-    to: Daily[Path]
-    """Folder of the diff."""
+    run: Positional[Path | None] = None
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote: compares its features anew, by other options."""
+    features: Daily[Path | None] = None
+    """Folder that `tsae encode` wrote, in place of RUN."""
+    to: Daily[Path | None] = None
+    """Folder of the diff. Without it, nothing is written."""
     tokenizer: Daily[Path | None] = None
-    """Checkpoint whose tokenizer names the tokens; without it tokens are shown by id."""
+    """Checkpoint whose tokenizer names the tokens; by default the features know their texts."""
     annotator: Daily[str | None] = None
     """module:function of an annotator (prompt, response tokens) -> one class per token, such as
     tsae.features.mathematics:math_classes."""
@@ -94,9 +96,16 @@ class Diff:
     by: Daily[BandsBy] = "auto"
     """Whose bands are contrasted, where the rollouts have several: own, difficulty (another model's) or level (the data
     set's). By default those that the rollouts were drawn by."""
+    all: Daily[bool] = False
+    """Print every table. By default the verdicts are printed, which fit one screen."""
     json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
     config: OmitArgPrefixes[DiffConfig] = field(default_factory=DiffConfig)
+
+    def __post_init__(self) -> None:
+        if self.run is not None and self.features is None:
+            object.__setattr__(self, "features", self.run / "features")
+        refuse("--features", (self.features is None, "is missing", "Give it, or the folder of a run."))
 
     def execute(self) -> None:
         from tsae.causal.insertion import insert_discoveries
@@ -107,9 +116,10 @@ class Diff:
         from tsae.report.story.findings import findings_content
         from tsae.report.story.statements import NOT_RUN, noise_lines
         from tsae.report.tables import table_text
-        from tsae.report.terminal import print_findings
+        from tsae.report.terminal import print_findings, print_summary
 
         _check(self)
+        assert self.features is not None
         features = tsae.FeatureTable.load(self.features).by(self.by)
         base = None if self.tokenizer is None else load_series(self.tokenizer).base
         strings = None if base is None else _strings(features, base)
@@ -138,7 +148,7 @@ class Diff:
             diff = diff.with_noise(noise)
         with as_json(self.json) as write:
             content = findings_content(diff)
-            print_findings(diff)
+            (print_findings if self.all else print_summary)(diff)
             if self.config.noise_draws:
                 lines = noise_lines(diff.info["noise"]) if series is not None else [NOT_RUN]
                 print("\n" + "\n".join(lines))
@@ -150,9 +160,10 @@ class Diff:
             if self.sae is not None and series is not None and self.insertion:
                 content["insertion"] = inserted = insert_discoveries(diff, series, self.sae, features, self.insertion)
                 diff = replace(diff, insertion=inserted)
-                named = {str(i): repr(text) for i, text in enumerate(strings or ())}
+                named = {id: repr(text) for id, text in diff.info["token_strings"].items()}
                 print(f"\n{table_text(tables.insertion(inserted, named))}")
-            say_wrote(diff.save(self.to), diff)
+            if self.to is not None:
+                say_wrote(diff.save(self.to), diff)
             if other is not None:
                 content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
                 print(f"\nAgainst {self.compare}: {content['agreement']}")

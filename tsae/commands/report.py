@@ -32,16 +32,19 @@ class Report:
     The page also shows the claims that `tsae claims` has saved beside the diff.
     """
 
-    diff: Path
-    """Folder that `tsae diff` wrote."""
-    to: Path
-    """The .html file to write."""
+    run: Positional[Path | None] = None
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote: the page shows everything in it."""
+    diff: Path | None = None
+    """Folder that `tsae diff` wrote, in place of RUN."""
+    to: Path | None = None
+    """The .html file to write; by default report.html in RUN. Only a page of tsae is replaced."""
     features: Path | None = None
     """Folder that `tsae encode` wrote, for examples."""
     title: str | None = None
     """Title of the page."""
     causal: tuple[Path, ...] = ()
-    """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested."""
+    """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested. By default
+    those in the folder causal beside the diff."""
     reinforcement: Path | None = None
     """Folder that `tsae reinforcement --diff` wrote: predicted beside realised shifts."""
     attribution: Path | None = None
@@ -51,17 +54,27 @@ class Report:
     """Folder that `tsae explain` wrote: the report shows its labels. By default the folder explanations beside the
     diff, if there is one."""
 
+    def __post_init__(self) -> None:
+        if self.run is not None:
+            for name, path in (("diff", "diff"), ("to", "report.html"), ("features", "features")):
+                object.__setattr__(self, name, getattr(self, name) or self.run / path)
+        for name in ("diff", "to"):
+            refuse(f"--{name}", (getattr(self, name) is None, "is missing", "Give it, or the folder of a run."))
+
     def execute(self) -> None:
         import pandas as pd
 
         from tsae.attribution.attribution import Attribution
+        from tsae.causal.intervention import folders_of_tests
         from tsae.claims.evidence import NAMES, inputs_of
         from tsae.claims.run_claims import claims_in
         from tsae.diff.explain import Explanations
 
+        assert self.diff is not None
+        assert self.to is not None
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
         diff = tsae.FeatureDiff.load(self.diff, features=features)
-        for folder in self.causal:
+        for folder in self.causal or folders_of_tests(self.diff.parent):
             diff = tsae.Intervention.load(folder).mark(diff)
         if self.reinforcement is not None:
             folder = self.reinforcement

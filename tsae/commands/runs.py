@@ -25,6 +25,8 @@ class Run:
     """
 
     config: Annotated[RunConfig, arg(name="")]
+    all: Daily[bool] = False
+    """Print every table. By default the verdicts are printed, which fit one screen; the page has all of it."""
     json: Daily[Path | None] = None
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
@@ -34,17 +36,12 @@ class Run:
         with as_json(self.json) as write:
             check(self.config)  # before what is imported for the work
             from tsae.claims.evidence import attribution_in
-            from tsae.report.attribution import attribution_text
             from tsae.report.story.findings import findings_content
-            from tsae.report.terminal import print_findings
+            from tsae.report.terminal import print_run
             from tsae.run import analyze_checked
 
             diff = analyze_checked(self.config)
-            print_findings(diff)
-            attribution, _ = attribution_in(self.config.to)
-            if attribution is not None:
-                print(f"\n{attribution_text(attribution, 3)}")
-            print(f"\nReport: {(self.config.to / 'report.html').resolve()}")
+            print_run(diff, attribution_in(self.config.to)[0], self.config.to / "report.html", everything=self.all)
             write(findings_content(diff))
 
 
@@ -97,11 +94,13 @@ class Demo:
     config: Annotated[DemoConfig, arg(name="")] = field(default_factory=DemoConfig)
     open: Daily[bool] = False
     """Open the report in the browser."""
+    all: Daily[bool] = False
+    """Print every table. By default the verdicts are printed, which fit one screen; the page has all of it."""
 
     def execute(self) -> None:
         from tsae.demo import demo
 
-        report = demo(self.config)
+        report = demo(self.config, everything=self.all)
         if self.open and not webbrowser.open(report.resolve().as_uri()):
             raise TsaeError("no browser was found to open it", where=report, fix="Open that file yourself.")
 

@@ -43,10 +43,10 @@ from tsae.features.sparse_matrices import column_blocks, row_blocks
 def describe(
     features: FeatureTable, rows: Rows, config: DiffConfig, classes: TokenClasses | None, strings: Sequence[str]
 ) -> pd.DataFrame:
-    """`FeatureDiff.features`: one row a feature, with what it responds to."""
+    """`FeatureDiff.features`: one row a feature, with what it responds to on the tokens that are compared."""
     counted = features.span_mask(config.span)
     jobs: list[Callable[[], Any]] = [
-        partial(top_tokens, features, strings),
+        partial(top_tokens, features, strings, among=counted),
         partial(_length_correlation, features, rows),
     ]
     tokens, correlation = in_threads(jobs, config.threads)
@@ -63,7 +63,7 @@ def describe(
     if features.rollouts.has_thinking:
         table["thinking_share"] = _thinking_share(features)
     if classes is not None:
-        table = table.join(responds_to(features, classes))
+        table = table.join(responds_to(features, classes, counted))
     else:
         table["responds_to"] = [" ".join(repr(t) for t in found[:3]) or "never active" for found in tokens.top_tokens]
     return table.join(tokens)

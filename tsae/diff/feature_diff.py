@@ -57,7 +57,7 @@ def feature_diff(
         features: or its folder.
         config: defaults of `DiffConfig`.
         annotator: names the class of every response token. Without it, top tokens describe the features.
-        token_strings: text of every token id. Without it, tokens are shown by id.
+        token_strings: text of every token id; by default as the features know it.
         stability: of the SAE's latents across seeds, or the folder with its stability.json; by default what `encode`
             found beside the SAE.
         families: the annotator's token classes that make up families, such as `tsae.features.mathematics.FAMILIES`.
@@ -83,7 +83,7 @@ def feature_diff(
     drawn = draw_all(rows, comparisons(features, rows, config), config, progress)
     # What the features respond to.
     # A padded vocabulary has ids that no tokenizer knows, and a model may sample them.
-    known = list(token_strings or ())
+    known = list(token_strings or features.token_strings)
     strings = known + [f"#{i}" for i in range(len(known), int(features.token_ids.max()) + 1)]
     classes = None if annotator is None else annotate_tokens(features, annotator, strings)
     described, by_family = describe(features, rows, config, classes, strings), pd.DataFrame()

@@ -186,8 +186,8 @@ def annotate_tokens(features: FeatureTable, annotator: Annotator, token_strings:
     return TokenClasses(list(names), code)
 
 
-def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
-    """For every feature the class of tokens that its activation singles out.
+def responds_to(features: FeatureTable, classes: TokenClasses, among: np.ndarray | None = None) -> pd.DataFrame:
+    """For every feature the class of tokens that its activation singles out, among all tokens or those of a mask.
 
     share is the part of the feature's activation that falls on a class, and lift is share divided by the class's part
     of all tokens. The class has the largest share · log(lift) among classes with at least 20 tokens: its contribution
@@ -200,6 +200,7 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
         on smaller classes responds to "rare tokens".
     """
     counted = classes.code != classes.names.index(SPECIAL_CLASS)
+    counted = counted if among is None else counted & among
     n_classes = len(classes.names)
     code = np.where(counted, classes.code, np.int32(n_classes))
     sums = np.empty((n_classes, features.n_features))
@@ -227,14 +228,16 @@ def responds_to(features: FeatureTable, classes: TokenClasses) -> pd.DataFrame:
     )
 
 
-def top_tokens(features: FeatureTable, token_strings: Sequence[str], n: int = 5) -> pd.DataFrame:
-    """For every feature the tokens that carry most of its activation.
+def top_tokens(
+    features: FeatureTable, token_strings: Sequence[str], n: int = 5, among: np.ndarray | None = None
+) -> pd.DataFrame:
+    """For every feature the tokens that carry most of its activation, among all tokens or those of a mask.
 
     Returns:
         indexed by feature: top_tokens (the strings, most activation first), top_token_share (share of the feature's
         summed activation on the first one; near 1 means that the feature may be lexical).
     """
-    mask = features.span_mask("all")
+    mask = features.span_mask("all") if among is None else among
     ids, number = id_codes(features.token_ids, mask)
     code = no_code(len(mask), max(len(ids), 1))
     for _, tokens, _ in features.row_blocks():

@@ -264,6 +264,7 @@ def _joined(sae: TemporalSAE, store: Source, pieces: Iterable[Piece], stability:
             },
             "readers": records,
             "special_ids": sorted(store.special_ids),
+            "token_strings": store.manifest.get("token_strings", {}),
         },
         outlier=outlier,
         stability=stability,

@@ -91,7 +91,11 @@ def expert_use(
         reader=np.concatenate(reader),
         trajectory=np.concatenate(trajectory),
         rollouts=rollouts,
-        info={"sae": {"weights": fingerprint, **known}, "readers": records, "special_ids": base.facts["special_ids"]},
+        info={
+            "sae": {"weights": fingerprint, **known},
+            "readers": records,
+            **{name: base.facts[name] for name in ("special_ids", "token_strings")},
+        },
     )
 
 

@@ -77,7 +77,8 @@ class FeatureTable:
     """(n_rows,) row ids into `rollouts`."""
     rollouts: Rollouts
     info: dict[str, Any] = field(default_factory=dict)
-    """sae (config, site), readers (id, run, step, trained_on, weights, reconstruction, outlier_share), special_ids."""
+    """sae (config, site), readers (id, run, step, trained_on, weights, reconstruction, outlier_share), special_ids;
+    token_strings: text of the token ids that occur, by id as text."""
     outlier: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     """(n_tokens,) bool: tokens beyond the norm limit of the SAE's training. The SAE never saw such tokens, so they have
     no codes and do not count. Empty where none is known."""
@@ -184,6 +185,12 @@ class FeatureTable:
         found = list(dict.fromkeys(map(int, features)))
         need_features(found, self.n_features, self.origin)
         return found
+
+    @property
+    def token_strings(self) -> list[str]:
+        """Text of every token id up to the largest, as the readers' tokenizer has it; empty where it is not known."""
+        known = self.info.get("token_strings") or {}
+        return [str(known.get(str(i), f"#{i}")) for i in range(int(self.token_ids.max()) + 1)] if known else []
 
     def need_sae(self, weights: str | None, d_sae: int) -> None:
         """Check that the codes are of an SAE of this fingerprint and width.

@@ -339,7 +339,8 @@ def show_trajectory(
     if chosen is None:
         chosen = _strongest(features, row)
     ids = features.need([chosen] if isinstance(chosen, SupportsIndex) else chosen)
-    strings: Any = {} if checkpoint is None else dict(enumerate(_strings(checkpoint, features.rollouts)))
+    known = features.token_strings if checkpoint is None else _strings(checkpoint, features.rollouts)
+    strings = dict(enumerate(known))
     tokens = _texts(features.token_ids[span], strings)
     contexts = [context(features, feature, row) for feature in ids]
     if not contexts:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from tsae.attribution.attribution import Attribution
 from tsae.base.statistics import FEWEST
 from tsae.diff.dynamics import align
 from tsae.diff.explain import Explanations
@@ -17,14 +20,74 @@ from tsae.diff.inference import power_text
 from tsae.diff.influence import Influence
 from tsae.diff.reinforcement import Reinforcement
 from tsae.report import tables
+from tsae.report.attribution import attribution_text, statement
 from tsae.report.story import facts
-from tsae.report.story.findings import tested, verdicts
+from tsae.report.story.findings import findings, tested, verdicts
 from tsae.report.story.gates import bands_warning, gates, stand_in_warning
 from tsae.report.story.statements import Statement, contrasts, found_in, survivors
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
 from tsae.rollouts.bands import bands_label
 from tsae.sae.quality.evaluation import Evaluation
+
+_SAMPLES = 3
+"""Samples to read that are printed."""
+_LINES = 34
+"""Most that `print_summary` prints. With what commands print around it, this fits a terminal of 40 lines."""
+_APART = ("Predicted against realised", "How far to believe it")
+
+
+def print_run(
+    diff: FeatureDiff,
+    attribution: Attribution | None,
+    page: Path,
+    evaluation: Evaluation | None = None,
+    *,
+    everything: bool = False,
+) -> None:
+    """What a run's analysis found: the verdicts, or everything; and where its page is."""
+    if everything:
+        print_findings(diff, evaluation)
+        if attribution is not None:
+            print(f"\n{attribution_text(attribution, _SAMPLES)}")
+    else:
+        print_summary(diff, None if attribution is None else statement(attribution))
+    more = "" if everything else "; with --all the same command prints every table"
+    print(f"\nReport: {page.resolve()}{more}")
+
+
+def print_summary(diff: FeatureDiff, samples: Statement | None = None) -> None:
+    """The verdict on every run and what else was found, in at most 34 lines; `print_findings` prints all of it.
+
+    Args:
+        diff: what was found.
+        samples: which samples did that, if it is known.
+    """
+    found = findings(diff)
+    believe = [sentence for one in found if one.heading == _APART[1] for sentence in one.sentences]
+    told = [one for one in found if one.heading not in _APART]
+    told += [*([samples] if samples else []), Statement(_APART[1], tuple(believe[:1]), "gates")]
+    for detail in (2, 1, 0):
+        lines = [line for one in told for line in ["", *_short(one, detail)]]
+        if len(lines) <= _LINES:
+            break
+    print("\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "…"]))
+
+
+def _short(one: Statement, detail: int) -> list[str]:
+    """A statement: of a verdict the sentence, with the answers of the lights (detail 1) and its features (detail 2)."""
+    first, rest = " ".join(one.sentences), []
+    if one.lights:
+        first, *features = " ".join(one.sentences[:2]), *one.sentences[2:]
+        answers = " ".join(f"{light.question}: {light.answer}." for light in one.lights)
+        clearest = [text.replace("Clearest of these", "Features, the clearest of") for text in features[-1:]]
+        rest = [answers, *clearest][:detail]
+    return [line for text in (f"{one.heading}: {first}", *(f"  {text}" for text in rest)) for line in _wrapped(text)]
+
+
+def _wrapped(text: str) -> list[str]:
+    width = min(118, shutil.get_terminal_size((118, 24)).columns)
+    return textwrap.wrap(visible(text), width, subsequent_indent="    ")
 
 
 def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
@@ -52,7 +115,7 @@ def _verdict_text(found: Statement) -> str:
     first, limit, *features = found.sentences
     lights = [f"{light.question}: {light.answer}. {' '.join(light.sentences)}" for light in found.lights]
     lines = [f"{found.heading}: {first} {limit}", *(f"  {line}" for line in [*lights, *features])]
-    return "\n".join(textwrap.fill(visible(line), 118, subsequent_indent="    ") for line in lines)
+    return "\n".join(part for line in lines for part in _wrapped(line))
 
 
 def behaviour_text(table: pd.DataFrame, label: str = "") -> str:

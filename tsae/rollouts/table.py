@@ -234,6 +234,12 @@ class Rollouts(TokenParts, Tables):
             for row in self.table.select(names).take(first).to_pylist()
         ]
 
+    def token_ids(self) -> list[int]:
+        """Every token id that occurs, in order."""
+        chunks = [chunk for name in ("prompt_ids", "response_ids") for chunk in self.table[name].chunks]
+        held = [np.unique(chunk.flatten().to_numpy(zero_copy_only=False)) for chunk in chunks]
+        return [int(id) for id in np.unique(np.concatenate(held))] if held else []
+
     def lengths(self, column: str) -> np.ndarray:
         """(n,) number of token ids of ``prompt_ids`` or ``response_ids``."""
         return list_lengths(self.table[column])

@@ -142,7 +142,7 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
         return [f"{known} No control for length, position or tokens was measured.", *_clearest(diff, moved)]
     left = surviving(moved)
     overlap = overlap_sentence(diff, kind="shift", checkpoint=checkpoint, part=contrast.part, band="all")
-    named = _clearest(diff, left) or ["No feature is named, since none survives them all."]
+    named = _clearest(diff, left) or ["No feature is named, since none survives all controls."]
     return [f"{known} {controls}", *([overlap] if overlap else []), *named]
 
 
