@@ -14,6 +14,8 @@ import pytest
 
 import tsae
 from support.cli import TINY
+from tsae.checkpoints.series import base_on_card
+from tsae.cli import main
 from tsae.demo import demo
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +71,23 @@ def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:
     with pytest.raises(tsae.TsaeError, match="something else"):
         demo(replace(TINY, to=tmp_path), progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_to_try_is_written_as_trl_leaves_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["demo", "--as-run", str(tmp_path / "a run")])
+    printed = capsys.readouterr().out
+    assert f"tsae run '{tmp_path / 'a run'}' --to analysis" in printed
+    series, log = tsae.CheckpointSeries.load(tmp_path / "a run"), tsae.testbed.mixed_run() / "completions"
+    assert [c.id for c in series] == ["a-run-00008", "a-run-00016"]
+    assert base_on_card(tmp_path / "a run") == tsae.testbed.series().base.path
+    for file in log.iterdir():
+        assert (tmp_path / "a run" / "completions" / file.name).read_bytes() == file.read_bytes()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    with pytest.raises(SystemExit):
+        main(["demo", "--as-run", str(tmp_path / "mine")])
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_a_whole_run_lacks_nothing(tmp_path: Path) -> None:
-    found = examined(testbed.mixed_run(), tmp_path, base=BASE)
+    found = examined(testbed.as_run(tmp_path / "run"), tmp_path)
     assert list(found) == [
         "base", "checkpoints", "log", "success", "tokens", "bands", "settings", "attribution", "device", "disk", "time"
     ]  # fmt: skip
@@ -49,6 +49,7 @@ def test_a_whole_run_lacks_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_with_the_option_that_adds_it(mixed: Path, tmp_path: Path) -> None:
+    shutil.rmtree(mixed / "checkpoint-8")
     (mixed / "checkpoint-16" / "training_args.bin").unlink()
     for file in (mixed / "completions").iterdir():
         table = pd.read_parquet(file).drop(columns="completion_ids")
@@ -73,7 +74,6 @@ def test_of_a_run_without_a_log_nothing_is_said_of_the_log(mixed: Path, tmp_path
 
 
 def test_a_stand_in_for_the_base_and_thin_bands(mixed: Path, tmp_path: Path) -> None:
-    shutil.copytree(mixed / "checkpoint-16", mixed / "checkpoint-8")
     for file in sorted((mixed / "completions").iterdir())[1:]:
         file.unlink()
     found = examined(mixed, tmp_path)
@@ -132,7 +132,6 @@ def test_a_base_on_the_hub_is_looked_up_and_not_fetched(
 ) -> None:
     with hub_here(monkeypatch, tmp_path / "cache") as hub:
         hub.add("org/start", Path(BASE))
-        shutil.copytree(mixed / "checkpoint-16", mixed / "checkpoint-8")
         (mixed / "README.md").write_text("---\nbase_model: org/start\n---\n")
         found = examined(mixed, tmp_path)
         assert found["base"] == Finding("base", "ok", "the base is org/start (by README.md)")
@@ -196,8 +195,9 @@ def test_bands_from_elsewhere(mixed: Path, tmp_path: Path) -> None:
     assert "has no column no" in found["difficulty"].what
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, to = str(testbed.mixed_run()), str(tmp_path / "out")
+def test_the_command(mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(mixed / "checkpoint-8")
+    path, to = str(mixed), str(tmp_path / "out")
     run("doctor", path, "--base", BASE, "--to", to, "--json", "-")
     printed = capsys.readouterr()
     assert [finding["state"] for finding in json.loads(printed.out)["findings"]] == ["ok"] * 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import webbrowser
 from dataclasses import field
 from pathlib import Path
@@ -87,6 +88,14 @@ class Watch:
             pass
 
 
+_NEXT = (
+    "tsae doctor {}                  # in a second: what the run has, and what it lacks",
+    "tsae run {} --to analysis       # in two minutes: what changed, and which samples did that",
+    "tsae attribute {} --to samples --sae analysis/sae  # the second question alone, in more detail",
+)
+"""What to do with the run that `tsae demo --as-run` wrote."""
+
+
 @config
 class Demo:
     """Run the whole pipeline on the shipped arithmetic checkpoints: a table of findings and a report."""
@@ -96,8 +105,19 @@ class Demo:
     """Open the report in the browser."""
     all: Daily[bool] = False
     """Print every table. By default the verdicts are printed, which fit one screen; the page has all of it."""
+    as_run: Daily[Path | None] = None
+    """Instead write a training run to try the other commands on, as TRL leaves it: a short run on easy, medium and hard
+    problems with its log, settings and last two checkpoints. The folder must be new or empty."""
 
     def execute(self) -> None:
+        if self.as_run is not None:
+            from tsae.testbed import as_run
+
+            run = as_run(self.as_run)
+            print(f"{run}: 16 steps of GRPO on easy, medium and hard problems, as TRL leaves them.\n\nGive next:")
+            for command in _NEXT:
+                print(f"  {command.format(shlex.quote(str(run)))}")
+            return
         from tsae.demo import demo
 
         report = demo(self.config, everything=self.all)

@@ -7,8 +7,11 @@ measured table; scripts/build_testbed.py builds everything again.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
+from tsae.base.files import as_path, new_folder, write_text
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem
@@ -23,6 +26,7 @@ __all__ = [
     "ResponseFacts",
     "TokenLabel",
     "annotate",
+    "as_run",
     "describe_response",
     "eval_problems",
     "evaluate",
@@ -70,9 +74,43 @@ def series() -> CheckpointSeries:
 def mixed_run() -> Path:
     """The folder of a GRPO run on problems of all levels. It ships with the package.
 
-    TRL left it: the completions of every step, and the last checkpoint. The run began with the base of `series`.
+    TRL left it: the completions of every step, and the last two checkpoints. The run began with the base of `series`.
     """
     return Path(__file__).parent / "mixed"
+
+
+_CARD = """---
+base_model: {base}
+library_name: transformers
+tags: [generated_from_trainer, grpo, trl]
+---
+
+# Model Card for {name}
+
+GRPO on easy, medium and hard arithmetic problems at once. It ships with tsae as something to try.
+
+### Framework versions
+
+- TRL: 1.16.0
+"""
+
+
+def as_run(to: str | Path) -> Path:
+    """Write the mixed run as TRL leaves one: log, settings, the last two checkpoints, and a card that names the base.
+
+    Args:
+        to: a folder that is missing or empty.
+
+    Raises:
+        TsaeError: where the folder holds something.
+    """
+    to = as_path(to)
+    with new_folder(to) as folder:
+        # Contents alone: an installation may be write-protected.
+        shutil.copytree(mixed_run(), folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        base = json.dumps(str(series_path() / "base"))
+        write_text(folder / "README.md", _CARD.format(base=base, name=to.name))
+    return to
 
 
 def eval_problems(n_per_level: int = 64, seed: int = 0) -> list[Problem]:
