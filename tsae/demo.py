@@ -23,6 +23,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.pipeline import Choice, Pipeline, fingerprints
+from tsae.report.story import facts
 from tsae.report.terminal import print_run
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
@@ -32,6 +33,8 @@ from tsae.testbed import series as shipped_series
 from tsae.testbed.classes import FAMILIES, right_steps, token_classes, with_behaviours
 from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 
+_FEATURES = 4
+"""Features that are attributed: those that the page names."""
 
 def demo(config: DemoConfig | None = None, *, progress: bool = True, everything: bool = False) -> Path:
     """Run the demo and print its verdicts, or everything that it found. Stages that an earlier run with this config
@@ -95,6 +98,9 @@ class _Demo(Pipeline):
         together.write(path)
         return together
 
+    def targets(self, diff: FeatureDiff) -> list[int]:
+        return facts.moved_features(diff, _FEATURES)
+
     def attribute(self, sae: TemporalSAE, diff: FeatureDiff) -> Attribution:
         """Which samples of the mixed run moved what on the demo's problems. Its bands are the problems' levels."""
         base, to = shipped_series().base, self.to / "attribution"
@@ -102,7 +108,12 @@ class _Demo(Pipeline):
         log = Rollouts.read(mixed_run() / "completions", series)
         problems = other_problems(self.to / "rollouts.parquet", log, base.id)
         options = AttributionConfig(
-            n_features=4, n_fixed=96, groups=("band", "lone success"), tokens_of=128, seed=self.config.seed
+            features=tuple(self.targets(diff)),
+            n_features=_FEATURES,
+            n_fixed=96,
+            groups=("band", "lone success"),
+            tokens_of=128,
+            seed=self.config.seed,
         )
         settings = find_settings(series)
         told = "This is a fourth run, from the same base, on easy, medium and hard problems at once."

@@ -18,13 +18,13 @@ from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.report.attribution import (
     TRAINED_ON,
     amount,
-    attribution_figure,
     attribution_text,
     belief,
     lead,
     meaning,
     most_moved,
     moved,
+    pushed,
     shown_name,
     signal,
     statement,
@@ -73,20 +73,20 @@ def test_a_sample_that_two_steps_used_is_told_once() -> None:
 
 def test_names_say_what_a_number_is() -> None:
     found = make_attribution()
-    assert [shown_name(found, name) for name in (*TARGETS, "log-likelihood, right − wrong", "P (first token)")] == [
-        "accuracy, easy problems (trained on)",
-        "accuracy, medium problems (trained on)",
-        "accuracy, hard problems (trained on)",
-        "behaviour, direct answer",
+    assert [shown_name(found, name) for name in (*TARGETS, "right − wrong", "P (first token)")] == [
+        "preference for right answers, easy problems (trained on)",
+        "preference for right answers, medium problems (trained on)",
+        "preference for right answers, hard problems (trained on)",
+        "preference for direct answers",
         "feature 2",
-        "accuracy (trained on)",
+        "preference for right answers (trained on)",
         "P (first token)",
     ]
     fresh = make_attribution(trained_on=False)
-    assert shown_name(fresh, TARGETS[0]) == "accuracy, easy problems"
+    assert shown_name(fresh, TARGETS[0]) == "preference for right answers, easy problems"
     assert (TRAINED_ON in meaning(found), TRAINED_ON in meaning(fresh)) == (True, False)
     assert lead(found) == "Which of 12 samples of run, steps 1 to 6, moved 5 targets?"
-    assert (amount(0.00012345), amount(-2e-17), amount(float("nan"))) == ("+0.000123", "0", "–")
+    assert (amount(0.00012345), amount(-2e-17), amount(float("nan"))) == ("+0.00012", "0", "–")
 
 
 def test_targets_are_told_in_the_order_of_the_block() -> None:
@@ -95,6 +95,10 @@ def test_targets_are_told_in_the_order_of_the_block() -> None:
     assert told_targets(shuffled) == list(TARGETS)
     # 0.9 of 0.5, 0.6 of 1.6, 0.3 of 0.8, 0.1 of 0.3; features are not compared with these.
     assert most_moved(found) == [TARGETS[3], *TARGETS[:3]]
+    # Where right answers are known over all problems, those of bands come last.
+    every = with_tables(found, targets=found.targets.replace({"target": {TARGETS[1]: "right − wrong"}}))
+    assert told_targets(every) == ["right − wrong", *TARGETS[3:], TARGETS[0], TARGETS[2]]
+    assert most_moved(every) == [TARGETS[3], "right − wrong"]
     one = moved(found, TARGETS[1])
     assert (one.change, one.unexplained, one.flagged) == ("0.5 → 0.8 nats (+0.3)", "20 %", True)
     assert one.lone.share.tolist() == pytest.approx([0.3 * 3 / 6])
@@ -114,8 +118,9 @@ def test_samples_to_read_have_the_tokens_that_carry_them() -> None:
     samples = to_read(found)
     assert [one.trajectory for one in samples] == [11, 0, 10, 1, 9, 2, 8, 3, 7, 4]
     first = samples[0]
-    assert first.about == "step 6, p2, hard, failure, advantage −1"
-    assert first.share == "−0.9 of behaviour, direct answer (100 % of its change)"
+    assert (first.problem, first.band, first.step, first.outcome) == ("prompt 11", "hard", 6, "✗ wrong")
+    assert (first.advantage, first.share) == (-1, pytest.approx(-0.9))
+    assert first.target == "preference for direct answers (nats)"
     assert first.carried == "“31” −1.8 (token 5), “24” +0.9 (token 1)"
     assert first.tokens.share.sum() == pytest.approx(-0.9)
     # Without tokens: those with the largest shares for and against what changed most.
@@ -124,24 +129,31 @@ def test_samples_to_read_have_the_tokens_that_carry_them() -> None:
     assert (without[0].response, without[0].carried) == ("response 0", "")
 
 
-def test_the_finding_is_the_three_bands() -> None:
+def test_the_finding_is_what_bands_did_and_what_would_be_without_them() -> None:
     told = statement(make_attribution())
     assert told.evidence == "samples"
-    # Shares of hard samples: −0.9 (4 + 5 + 10 + 11 − 20) / 6.
-    assert told.sentences[:4] == (
-        "Behaviour, direct answer: 0.5 → −0.4 nats (−0.9).",
-        "Easy samples (4): share +0.9 nats; in a run without them −2.7 nats, with them alone +0.45 nats (replayed).",
-        "Medium samples (4): share −0.3 nats; in a run without them −0.3 nats, with them alone −0.15 nats (replayed).",
-        "Hard samples (4): share −1.5 nats; in a run without them +2.1 nats, with them alone −0.75 nats (replayed).",
+    # Shares of hard samples: −0.9 (4 + 5 + 10 + 11 − 20) / 6. Without them: −0.9 + 2 · 1.5.
+    assert told.sentences == (
+        "The preference for right answers, easy problems (trained on) rose: 1 → 1.6 nats (+0.6). "
+        "Of this, hard samples +1.0, medium samples +0.2 and easy samples −0.6.",
+        "Without hard samples the change would be −1.4, without medium samples +0.2 and without easy samples +1.8 "
+        "(replayed).",
+        "The preference for direct answers fell: 0.5 → −0.4 nats (−0.9). "
+        "Of this, hard samples −1.5, medium samples −0.3 and easy samples +0.9.",
+        "Without hard samples the change would be +2.1, without medium samples −0.3 and without easy samples −2.7 "
+        "(replayed).",
+        "These numbers have no intervals: they are of one run with one seed, and another seed may differ. "
+        "The replay ends 0.02 % of the way off the run's checkpoints.",
     )
-    assert "one run" in told.sentences[4]
-    assert "third" not in " ".join(told.sentences)
+    # Doubts come first.
+    replay = {"steps": 6, "to": 3, "within": 0.02, "departs": 4, "cause": "special tokens are missing from the log"}
+    assert statement(make_attribution(replay=replay)).sentences[1].startswith("From step 4 on it departs from the run.")
     # What was not replayed is not told.
     found = make_attribution()
     shares = with_tables(found, groups=found.groups.assign(without=np.nan, alone=np.nan, how=""))
-    assert statement(shares).sentences[1] == "Easy samples (4): share +0.9 nats."
+    assert not any("Without" in sentence for sentence in statement(shares).sentences)
     unbanded = with_tables(found, groups=found.groups[found.groups.kind != "band"])
-    assert statement(unbanded).sentences[1].startswith("The log has no bands")
+    assert statement(unbanded).sentences[2].startswith("The log has no bands")
 
 
 def test_a_closed_gate_stands_in_the_place_of_every_finding() -> None:
@@ -151,10 +163,9 @@ def test_a_closed_gate_stands_in_the_place_of_every_finding() -> None:
     for part in ("Add logging_steps=1", "How far to believe it", "A note."):
         assert part in text
         assert part in page
-    for part in ("share +", "without them", "to read", "samples-figure", "behaviour, direct answer", "replayed for"):
+    for part in ("share +", "without them", "to read first", "first third", "direct answers rose", "replayed for"):
         assert part not in text
-        assert part not in page
-    assert attribution_figure(found) is None
+        assert part not in page.partition('<section id="samples"')[2]
 
 
 def test_doubts_are_said_and_marked() -> None:
@@ -165,10 +176,11 @@ def test_doubts_are_said_and_marked() -> None:
     assert good["Replayed to step 6 of 6 within 0.1 % of what the run logged and saved."] is False
     near = "It is off the run's checkpoints by 0.02 % of the way at most."
     assert good[f"{near} Replays of the testbed that were as near gave the right shares and effects."] is False
-    assert "The replay's gradient norms differ from the logged ones by 0.0999 % at most (6 steps)." in good
+    assert "The replay's gradient norms differ from the logged ones by 0.1 % at most (6 steps)." in good
     assert "Runs without some samples, or with these alone, are simulated for: lone success, outcome." in good
     assert good[
-        "Shares leave 0.5 % of a change unexplained (median), 20 % at most (accuracy, medium problems (trained on))."
+        "Shares leave 0.5 % of a change unexplained (median), 20 % at most "
+        "(preference for right answers, medium problems (trained on))."
     ]
     replay = {"steps": 6, "to": 3, "within": 0.02, "departs": 4, "cause": "special tokens are missing from the log"}
     bad = said(replay=replay, path_error=None)
@@ -184,14 +196,17 @@ def test_both_views_tell_one_story(attributed: str) -> None:
     text = " ".join(attribution_text(found).split())
     for part in [
         lead(found), *meaning(found), *(one.text for one in belief(found)), *(moved(found, t).change for t in TARGETS),
-        *(one.about for one in to_read(found)), "replayed", "simulated", "A note.",
+        *statement(found).sentences, *(one.problem for one in to_read(found)), "replayed", "simulated", "A note.",
     ]:  # fmt: skip
         assert part in text
         assert html_text(part) in attributed
-    for row in found.bands.itertuples():
-        for value in (row.share, row.without, row.alone):
-            assert amount(value) in text
-            assert f'<td class="n">{amount(value)}</td>' in attributed
+    # Shares in direct answers by band, then by third of the run: easy samples are 0, 1, then 6, 7.
+    for row in ("easy 4 +0.9 +1.4 −0.4 0 −2.7 +0.5 replayed", "hard 4 −1.5 0 +0.1 −1.6 +2.1 −0.8 replayed"):
+        assert row in text
+    assert '<td class="n shade a5 against">−1.5</td><td class="n">0</td>' in "".join(attributed.split("\n"))
+    # In the log: 50, 60 and 70 % right.
+    assert "easy 50 % 60 % 70 % +20.0 points [+2.00, +40.0]" in text
+    assert "easy 5.0 tokens 5.1 tokens 5.2 tokens +0.20 tokens [+0.020, +0.40]" in text
 
 
 def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> None:
@@ -200,11 +215,11 @@ def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> N
     assert 'id="samples"' not in without
     assert '<section id="samples"' in page
     assert '<a href="#samples" title="Which samples did that">Samples</a>' in page
-    assert 'data-figure="samples-figure"' in page
     assert "20 % unexplained by shares" in page
     # In this order.
-    places = [page.index(part) for part in ("<caption>Easy, medium and hard", "<caption>Lone", "Where in the text: n",
-                                            "10 samples to read", "How far to believe it</h3>")]  # fmt: skip
+    places = [page.index(part) for part in ("direct answers fell", "<caption>What easy, medium and hard",
+                                            "<caption>10 samples to read first", "<caption>What the log shows",
+                                            "<caption>Lone", "How far to believe it</h3>")]  # fmt: skip
     assert places == sorted(places)
     # The last token of the first sample lowered the target most, and its first one raised it half as far.
     assert '<mark class="a4" title="+0.9">24</mark> + 7 =\n<mark class="a9 against" title="−1.8">31</mark>' in page
@@ -250,20 +265,24 @@ def test_the_page_stays_bounded(attributed: str) -> None:
     assert [(piece.text, piece.shade) for piece in pieces] == [("…" + "y" * 300, 0), ("y", 9), ("y" * 99, 0)]
 
 
-def test_the_figure_draws_bands_above_and_tokens_below() -> None:
+def test_levels_of_the_data_set_stand_beside_the_bands() -> None:
     found = make_attribution()
-    figure = attribution_figure(found)
-    assert figure is not None
-    assert len(figure.data) == 10
-    share, without, alone = np.array(figure.data[0].z).T
-    np.testing.assert_allclose(share, found.bands.share[:3])
-    np.testing.assert_allclose(without, 0.6 - 2 * share)
-    np.testing.assert_allclose(alone, share / 2)
-    assert figure.data[0].zmax == pytest.approx(np.abs(figure.data[0].z).max())
-    np.testing.assert_allclose(np.sum(figure.data[1].z, axis=1), share)
-    shares = attribution_figure(with_tables(found, entropy=found.entropy.head(0)))
-    assert shares is not None
-    assert len(shares.data) == 5
+    assert section_of(found, make())["levels"] is None
+    easier = with_tables(found, facts=found.facts.assign(level=np.where(found.facts.band == "hard", "hard", "easy")))
+    assert section_of(easier, make())["levels"].rows[0][1:4] == ["4", "4", "0"]
+    assert section_of(easier, make())["levels"].rows[1][1:5] == ["0", "0", "4", "+1"]
+
+
+def test_cards_get_the_samples_that_pushed_their_feature() -> None:
+    diff, found = make(), make_attribution(sae="w")
+    assert pushed(found, diff) == {}
+    known = pushed(found, replace(diff, info={**diff.info, "sae": {**(diff.info.get("sae") or {}), "weights": "w"}}), 1)
+    assert list(known) == ["2"]
+    assert known["2"]["told"].startswith("Feature 2 rose: mean activation 0.6 → 0.63 (+0.03). Of this, hard samples")
+    assert known["2"]["rows"] == [
+        ["11", "prompt 11", "hard", "6", "response 11", "failure", "+0.03"],
+        ["0", "prompt 0", "easy", "1", "response 0", "success", "−0.025"],
+    ]
 
 
 @pytest.mark.slow

@@ -235,7 +235,7 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
     band = [BANDS[i // 2 % 3] for i in k]
     facts = pd.DataFrame(
         {
-            "trajectory": k, "problem_id": [f"p{i // 4}" for i in k], "step": k // 2 + 1, "band": band,
+            "trajectory": k, "problem_id": [f"p{i // 4}" for i in k], "step": k // 2 + 1, "band": band, "level": None,
             "outcome": ["success", "failure"] * 6, "reward": [1.0, 0.0] * 6, "advantage": [1.0, -1.0] * 6,
             "length": len(WORDS), "prompt": [f"prompt {i}" for i in k],
             "response": [texts[i] if i < len(texts) else f"response {i}" for i in k],
@@ -288,6 +288,16 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
             "mean_length": 5.0, "logged_mean_length": 5.0, "distance": [np.nan] * 5 + [0.0002], "clipped": False,
         }
     )  # fmt: skip
+    along = pd.DataFrame(
+        [
+            {"third": f"steps {2 * t + 1}-{2 * t + 2}", "band": one, "measure": measure, "mean": mean + 0.1 * t,
+             "low": 0.0, "high": 1.0, "change": 0.1 * t if t else np.nan, "change_low": 0.01 * t if t else np.nan,
+             "change_high": 0.2 * t if t else np.nan, "n_paired": 9 if t else np.nan}
+            for t in range(3)
+            for one in BANDS
+            for measure, mean in {"accuracy": 0.5, "direct_answer": 0.2, "response_length": 5, "feature 2": 0.3}.items()
+        ]
+    )  # fmt: skip
     known = {
         "recipe": "adamw, learning rate 0.001 (constant)", "series": "tiny", "run": "run", "checkpoints": [0, 6],
         "inputs": {"rollouts": "none"}, "sae": None, "path_error": 0.0002,
@@ -295,7 +305,7 @@ def make_attribution(texts: tuple[str, ...] = (), **info: Any) -> Attribution:
         "trained_on": True, "notes": ["A note."],
     }  # fmt: skip
     return Attribution(
-        targets, samples, facts, pd.DataFrame(groups), steps, pd.DataFrame(entropy), pd.DataFrame(tokens),
+        targets, samples, facts, pd.DataFrame(groups), steps, pd.DataFrame(entropy), pd.DataFrame(tokens), along,
         {**known, **info},
     )  # fmt: skip
 

@@ -32,20 +32,20 @@ from tsae.attribution.log_fit import check_settings
 from tsae.attribution.order import Plan, batches_of, counted, plan_updates, read_history
 from tsae.attribution.path import Controls, Replayed, replay, train_on
 from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.sample_kinds import has_bands, label_of_bands, sample_kinds
+from tsae.attribution.sample_kinds import band_of, has_bands, label_of_bands, sample_kinds
 from tsae.attribution.settings import RunSettings
 from tsae.attribution.shares import Shares, TokenShares, shares
 from tsae.attribution.simulation import fits, simulate
 from tsae.attribution.start import checkpoints_of, start_of
 from tsae.attribution.states import States
-from tsae.attribution.targets import Targets, find_targets
+from tsae.attribution.targets import FeatureMeans, Targets, find_targets
 from tsae.base.files import as_path
 from tsae.checkpoints.loading import Checkpoint, weights_fingerprint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import token_strings
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
-from tsae.rollouts.behaviours import with_behaviours
+from tsae.rollouts.behaviours import behaviour_table, behaviours_named, in_thirds, with_behaviours
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
@@ -117,6 +117,8 @@ def attribute(
         split = shares(path, wanted, points=config.points, seen=reading, progress=progress)
         effects = config.effects and not judged.gate
         groups = _groups(path, wanted, split, replace(config, effects=effects), notes, progress)
+        trained.put(prepared.begin.weights)
+        along = _along(trained, wanted, log.select(np.unique(rows)))
     finally:
         states.remove()
     found = Attribution(
@@ -127,6 +129,7 @@ def attribute(
         path.steps,
         reading.entropy_table(split),
         reading.token_table(),
+        along,
         {
             "recipe": str(given),
             "config": vars(config),
@@ -146,6 +149,21 @@ def attribute(
         source=rollouts,
     )
     return found.save(to)
+
+
+def _along(trained: TrainedWeights, targets: Targets, log: Rollouts) -> pd.DataFrame:
+    """What the log's responses show by band and third of the run; see `Attribution.along`."""
+    named = [name for name in behaviours_named(log) if name in log.frame.columns]
+    for part in getattr(targets, "parts", ()):
+        if isinstance(part, FeatureMeans):
+            named += part.names
+            for name, values in zip(part.names, part.each(trained, log, soft=False).T, strict=True):
+                log = log.with_column(name, values)
+    log = in_thirds(log.with_column("band", band_of(log)))
+    table = behaviour_table(
+        Rollouts(log.table, {**log.info, "behaviours": named}, log.origin), reference=log.policies[0]
+    )
+    return table.rename(columns={"policy": "third", "behaviour": "measure"})
 
 
 def _prepared(

@@ -23,11 +23,12 @@ from tsae.rollouts.table import Rollouts
 _COLUMNS = {
     "targets": ("target", "before", "after", "realised", "predicted", "decay", "remainder", "flagged"),
     "samples": ("trajectory", "step", "target", "share", "policy", "kl"),
-    "facts": ("trajectory", "problem_id", "step", "band", "outcome", "reward", "advantage", "length"),
+    "facts": ("trajectory", "problem_id", "step", "band", "level", "outcome", "reward", "advantage", "length"),
     "groups": ("kind", "group", "n", "target", "share", "without", "effect", "alone", "how"),
     "steps": ("step", "n", "grad_norm", "logged_grad_norm", "mean_length", "logged_mean_length", "distance", "clipped"),
     "entropy": ("band", "fifth", "target", "share"),
     "tokens": ("trajectory", "step", "target", "position", "token_id", "token", "share"),
+    "along": ("third", "band", "measure", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"),
 }
 _TABLES = tuple(_COLUMNS)
 
@@ -49,8 +50,9 @@ class Attribution(Tables):
     """One row a sample, step that used it, and target: trajectory (row of the rollouts), step, target, share, policy
     and kl (the parts of the share that the loss's policy term and its KL term have)."""
     facts: pd.DataFrame
-    """One row a sample: trajectory, problem_id, step, band, outcome, reward, advantage, length (sampled tokens): with
-    `samples`, all that a share is compared with. And prompt and response, of the samples that are shown only."""
+    """One row a sample: trajectory, problem_id, step, band, level (the data set's own), outcome, reward, advantage,
+    length (sampled tokens): with `samples`, all that a share is compared with. And prompt and response, of the samples
+    that are shown only."""
     groups: pd.DataFrame
     """One row a group of samples and target: kind (`tsae.attribution.sample_kinds`), group, n, target, share (the sum
     of theirs), without (what the target's change would have been without them), effect (predicted − without), alone
@@ -65,6 +67,11 @@ class Attribution(Tables):
     tokens: pd.DataFrame
     """One row a response token of the samples that are shown: trajectory, step, target, position, token_id, token
     (text), share. They add up to the sample's share."""
+    along: pd.DataFrame
+    """What the responses of the log show: one row each third of the run ("steps 1-5"), band ("all" is one) and measure:
+    accuracy, response_length, behaviours, and attributed features as the first weights read the responses. mean, low
+    and high are over problems; change, change_low and change_high are against the first third, in the problems that
+    both asked. See `tsae.rollouts.behaviours.behaviour_table`."""
     info: dict[str, Any] = field(default_factory=dict)
     """recipe (the settings in words), run, series, checkpoints (their steps), inputs (fingerprints of what it was made
     from), sae (its fingerprint, or None), path_error (distance of the replay from the last checkpoint, or None), replay
@@ -232,13 +239,14 @@ def fact_table(split: Shares, rollouts: Rollouts, shown: Sequence[int]) -> pd.Da
     texts |= {name: frame[name].astype(object).where(mine) for name in ("prompt", "response")}
     columns = {name: values.where(values.notna(), None).to_numpy() for name, values in texts.items()}
     columns |= {name: frame[name].to_numpy(dtype=float) for name in ("reward", "advantage")}
-    band = pd.Series(band_of(rollouts)[rows], dtype=object)
+    band, level = (pd.Series(values, dtype=object) for values in (band_of(rollouts)[rows], frame.level.to_numpy()))
     return pd.DataFrame(
         {
             "trajectory": rows,
             "step": split.steps[first],
             **columns,
             "band": band.where(band.notna(), None).to_numpy(),
+            "level": level.where(level.notna(), None).to_numpy(),
             "length": rollouts.n_sampled[rows],
         }
     )

@@ -283,7 +283,9 @@ class TokenShares:
     def begin(self, before: np.ndarray, after: np.ndarray) -> None:
         """Choose the target, from all values at the ends."""
         size = np.abs(after - before) / np.maximum(np.maximum(np.abs(before), np.abs(after)), 1e-30)
-        likely = [not name.startswith("feature ") for name in self.targets.names]
+        # Accuracy on one band only where there is none on all.
+        bands = ", " if "right − wrong" in self.targets.names else "no band"
+        likely = [not name.startswith(("feature ", f"right − wrong{bands}")) for name in self.targets.names]
         self.main = int(np.argmax(np.where(likely, size, size * 1e-6)))
         # Whole prompt groups: within a group large shares cancel.
         names = group_names(self.run.rollouts.frame)

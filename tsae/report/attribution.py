@@ -1,4 +1,4 @@
-"""Which samples did it: the words, the figure, the section of the page, and what `tsae attribute` prints."""
+"""Which samples did it: the words, the section of the page, and what `tsae attribute` prints."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from tsae.attribution.attribution import Attribution
+from tsae.base.statistics import too_few
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.report.figures.layout import finish, label_rows, panels, tiles
+from tsae.report.story import facts
 from tsae.report.story.statements import Statement
-from tsae.report.tables import Cell, Table, table_text
-from tsae.report.text import capitalised, count, figure_text, percent, shortened, visible
+from tsae.report.tables import DASH, Cell, Table, table_text
+from tsae.report.text import capitalised, count, listed, number, percent, shortened, visible
 from tsae.rollouts.schema import BANDS
 
-OTHER_RUNS = "Without them, alone: the change in a run without these samples, or with these only."
 MEANING = (
     "Share: what these samples did in this run. Shares of all samples add up to the change.",
-    f"{OTHER_RUNS} They do not add up. Replayed: the run's updates are taken again on its logged responses. Simulated: "
-    "estimated from gradients.",
-    "Accuracy: the mean log-probability of a token in right responses minus that in wrong ones, in nats. A behaviour: "
-    "the same of responses that show it minus those that do not. A feature: its mean activation.",
+    "Without them, alone: the change in a run without these samples, or with these only. They do not add up. Replayed: "
+    "the run's updates are taken again on its logged responses. Simulated: estimated from gradients.",
+    "A preference: the mean log-probability of a token in right responses minus that in wrong ones, in nats; or in "
+    "responses that show a behaviour minus those that do not. A feature: its mean activation.",
 )
 TRAINED_ON = "(trained on): measured on problems of the log, which the run was trained on."
 FIFTHS = (
     "All sampled tokens in five equal parts by the entropy of the policy: in fifth 1 it was surest of the next token, "
     "in fifth 5 least sure."
 )
-ONE_RUN = "This is one run with one seed. Another seed may differ."
+ONE_RUN = "These numbers have no intervals: they are of one run with one seed, and another seed may differ."
 _RIGHT, _LIKELY, _FEATURE = "right − wrong", "log-likelihood, ", "feature "
 _NOTHING = 1e-12
 """Rounding error."""
@@ -50,14 +49,15 @@ class Moved:
     """For readers."""
     change: str
     """From what to what, and by how much."""
-    unit: str
-    """Of the numbers, with a space before it; empty for activations."""
+    realised: float
     unexplained: str
     """What shares leave of the change, in per cent."""
     flagged: bool
     """Whether that is much."""
     bands: pd.DataFrame
     """Rows of `Attribution.bands`."""
+    thirds: pd.DataFrame
+    """Shares by band, and third of the run."""
     lone: pd.DataFrame
     """Rows of `Attribution.groups` on lone successes."""
     others: pd.DataFrame
@@ -69,10 +69,16 @@ class Read:
     """A sample to read."""
 
     trajectory: int
-    about: str
-    """Step, problem, band, outcome and advantage."""
-    share: str
-    """In which target, and how large."""
+    problem: str
+    """Its prompt; else its id."""
+    band: str
+    step: int
+    outcome: str
+    advantage: float
+    share: float
+    """In `target`."""
+    target: str
+    """The target that it moved most, for readers; with its unit."""
     prompt: str
     response: str
     """Empty where the text is not known."""
@@ -80,6 +86,15 @@ class Read:
     """Rows of `Attribution.tokens` on that target, in order."""
     carried: str
     """The tokens with the largest shares."""
+
+    @property
+    def about(self) -> str:
+        parts = (f"step {self.step}", self.band, self.outcome, f"advantage {amount(self.advantage)}")
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def shown(self) -> str:
+        return amount(self.share)
 
 
 @dataclass(frozen=True)
@@ -107,59 +122,85 @@ def meaning(found: Attribution) -> tuple[str, ...]:
     return (*MEANING, *of, *([TRAINED_ON] if measured else []))
 
 
-def amount(value: float, *, sign: bool = True) -> str:
-    """Three significant digits, with a true minus. Shares of single samples may be of any size."""
+def amount(value: float, *, sign: bool = True, digits: int = 2) -> str:
+    """Two significant digits, with a true minus. Shares of single samples may be of any size."""
     if not np.isfinite(value):
-        return "–"
-    return f"{value:{'+' if sign else ''}.3g}".replace("-", "−") if abs(value) > _NOTHING else "0"
+        return DASH
+    return f"{value:{'+' if sign else ''}.{digits}g}".replace("-", "−") if abs(value) > _NOTHING else "0"
 
 
 def shown_name(found: Attribution, target: str) -> str:
     """A target's name for readers."""
     if _RIGHT in target:
         band = target.partition(f"{_RIGHT}, ")[2]
-        return f"accuracy{f', {band} problems' * bool(band)}{' (trained on)' * bool(found.info['trained_on'])}"
-    return f"behaviour, {target.removeprefix(_LIKELY)}" if target.startswith(_LIKELY) else target
+        trained = " (trained on)" * bool(found.info["trained_on"])
+        return f"preference for right answers{f', {band} problems' * bool(band)}{trained}"
+    if target.startswith(_LIKELY):
+        return f"preference for {facts.behaviour_name(target.removeprefix(_LIKELY).replace(' ', '_'))}"
+    return target
 
 
 def moved(found: Attribution, name: str) -> Moved:
     """What is said of a target."""
     row = found.targets.set_index("target").loc[name]
-    unit = " nats" if _RIGHT in name or name.startswith(_LIKELY) else ""
     groups = found.table(name)
     lone = groups.kind == "lone success"
+    ends = " → ".join(amount(value, sign=False, digits=3) for value in (row.before, row.after))
     return Moved(
         name,
         shown_name(found, name),
-        f"{amount(row.before, sign=False)} → {amount(row.after, sign=False)}{unit} ({amount(row.realised)})",
-        unit,
+        f"{'mean activation ' * name.startswith(_FEATURE)}{ends}{_unit(name)} ({amount(row.realised)})",
+        float(row.realised),
         f"{percent(abs(row.remainder))} %",
         bool(row.flagged),
         found.bands[found.bands.target == name],
+        by_thirds(found, name),
         groups[lone],
         groups[~lone & (groups.kind != "band")],
     )
 
 
-def told_targets(found: Attribution, n: int = 4) -> list[str]:
-    """Accuracy on each band, then the n behaviours and the n features that moved most."""
+def _unit(target: str) -> str:
+    return " nats" if target.startswith((_RIGHT, _LIKELY)) else ""
+
+
+def by_thirds(found: Attribution, target: str) -> pd.DataFrame:
+    """Shares in a target by band, and third of the run's steps: three columns."""
+    mine = found.samples[found.samples.target == target].merge(found.facts[["trajectory", "band"]], on="trajectory")
+    steps = np.unique(found.samples.step)
+    third = np.searchsorted(steps, mine.step.to_numpy()) * 3 // max(len(steps), 1)
+    shares = mine.groupby(["band", third]).share.sum().unstack()
+    return shares.reindex(columns=range(3)).fillna(0.0) if len(steps) > 2 else shares.reindex(columns=range(3))
+
+
+def main_targets(found: Attribution, n: int = 2) -> list[str]:
+    """Right answers over all problems (by band where that is not known), n behaviours and the features."""
     names = [str(name) for name in found.targets.target]
-    bands = [f", {band}" for band in BANDS]
-    accuracy = sorted(
-        (name for name in names if _RIGHT in name),
-        key=lambda name: next((i for i, band in enumerate(bands) if name.endswith(band)), len(bands)),
-    )
-    rest = [name for name in most_moved(found) if name not in accuracy]
-    return [*accuracy, *rest[:n], *[name for name in names if name.startswith(_FEATURE)][:n]]
+    right = [_RIGHT] if _RIGHT in names else _by_band(found)
+    behaviours = [name for name in most_moved(found) if name.startswith(_LIKELY)]
+    return [*right, *behaviours[:n], *(name for name in names if name.startswith(_FEATURE))]
+
+
+def told_targets(found: Attribution) -> list[str]:
+    """The main targets, then right answers on each band."""
+    main = main_targets(found)
+    return [*main, *(name for name in _by_band(found) if name not in main)]
+
+
+def _by_band(found: Attribution) -> list[str]:
+    """Right answers on each band, in the order of bands."""
+    places = {f"{_RIGHT}, {band}": place for place, band in enumerate(BANDS)}
+    mine = [str(name) for name in found.targets.target if name.startswith(f"{_RIGHT}, ")]
+    return sorted(mine, key=lambda name: places.get(name, len(places)))
 
 
 def most_moved(found: Attribution) -> list[str]:
-    """Accuracies and behaviours, those first that changed most for their size, the larger of their two values.
+    """Right answers and behaviours, those first that changed most for their size, the larger of their two values.
 
-    Features are not among them. They stand in the order in which they were found: those that moved furthest in standard
-    deviations come first.
+    Features are not among them, nor is a band's right answers where all problems' are.
     """
-    table = found.targets[~found.targets.target.str.startswith(_FEATURE)]
+    names = found.targets.target
+    table = found.targets[~names.str.startswith((_FEATURE, f"{_RIGHT}, ") if (names == _RIGHT).any() else _FEATURE)]
     size = np.maximum(table.before.abs(), table.after.abs()).clip(lower=1e-30)
     order = (table.realised.abs() / size).sort_values(ascending=False, kind="stable").index
     return [str(name) for name in table.target[order]]
@@ -206,7 +247,7 @@ def pushing(
 
 
 def _read(found: Attribution, trajectory: int, target: str) -> Read:
-    facts = found.facts.set_index("trajectory").loc[trajectory]
+    known = found.facts.set_index("trajectory").loc[trajectory]
     mine = found.of_sample(trajectory).set_index("target").loc[target]
     table = found.tokens[(found.tokens.trajectory == trajectory) & (found.tokens.target == target)]
     tokens = table.groupby("position", as_index=False).agg({"token_id": "first", "token": "first", "share": "sum"})
@@ -215,12 +256,16 @@ def _read(found: Attribution, trajectory: int, target: str) -> Read:
         f"“{shortened(str(row.token), _TOKEN)}” {amount(row.share)} (token {row.position + 1})"
         for row in most.head(_CARRIERS).itertuples()
     ]
-    parts = [str(facts.problem_id), facts.band, facts.outcome, f"advantage {amount(facts.advantage)}"]
-    texts = {name: "" if pd.isna(facts[name]) else str(facts[name]) for name in ("prompt", "response")}
+    texts = {name: "" if pd.isna(known[name]) else str(known[name]) for name in ("prompt", "response")}
     return Read(
         trajectory,
-        f"step {int(mine.step)}, {', '.join(str(part) for part in parts if not pd.isna(part))}",
-        f"{amount(mine.share)} of {shown_name(found, target)} ({percent(mine.part)} % of its change)",
+        " ".join(texts["prompt"].split()) or str(known.problem_id),
+        "" if pd.isna(known.band) else str(known.band),
+        int(mine.step),
+        {"success": "✓ right", "failure": "✗ wrong"}.get(str(known.outcome), "not known"),
+        float(known.advantage),
+        float(mine.share),
+        f"{shown_name(found, target)}{' (nats)' * bool(_unit(target))}",
         texts["prompt"],
         texts["response"] or "".join(tokens.token.astype(str)),
         tokens,
@@ -229,29 +274,41 @@ def _read(found: Attribution, trajectory: int, target: str) -> Read:
 
 
 def statement(found: Attribution) -> Statement:
-    """The finding: what each band did to the accuracy or behaviour that changed most for its size."""
+    """The finding: what bands did to the right answers and to the behaviour that moved most; or why that is not known.
+
+    Where neither is known, what they did to the first feature.
+    """
     heading = "Which samples did that"
     if found.info["gate"]:
         return Statement(heading, (str(found.info["gate"]),), "samples")
-    names = most_moved(found) or [str(name) for name in found.targets.target[:1]]
-    if not names:
+    names = most_moved(found)
+    chosen = [next((n for n in names if (_RIGHT in n) is right), None) for right in (True, False)]
+    known = [name for name in chosen if name] or [str(name) for name in found.targets.target[:1]]
+    if not known:
         return Statement(heading, ("No target moved.",), "samples")
-    one = moved(found, names[0])
-    told = [f"{capitalised(one.name)}: {one.change}."]
-    for row in one.bands.itertuples():
-        share = f"share {amount(row.share)}{one.unit}{_other_run(row, one.unit)}"
-        told.append(f"{capitalised(str(row.band))} samples ({row.n:,}): {share}.")
-    told.append(
-        "The log has no bands, so that samples cannot be told apart by difficulty." if one.bands.empty else ONE_RUN
-    )
-    return Statement(heading, tuple(told), "samples")
+    told = [said.text for said in _replayed(found) if said.warns]
+    told += [sentence for name in known for sentence in _sentences(moved(found, name))]
+    if found.bands.empty:
+        told.append("The log has no bands, so that samples cannot be told apart by difficulty.")
+    error = found.info["path_error"]
+    replay = "" if error is None else f" The replay ends {_part(error)} of the way off the run's checkpoints."
+    return Statement(heading, (*told, ONE_RUN + replay), "samples")
 
 
-def _other_run(row: Any, unit: str) -> str:
-    """“; in a run without them +0.2 nats, with them alone +0.4 nats (replayed)”, as far as they are known."""
-    known = {"in a run without them": row.without, "with them alone": row.alone}
-    parts = [f"{what} {amount(value)}{unit}" for what, value in known.items() if np.isfinite(value)]
-    return f"; {', '.join(parts)} ({row.how})" if parts else ""
+def _sentences(one: Moved) -> Iterator[str]:
+    """What moved and what bands did of it, those that did most first; then what would be without each."""
+    rose = {1: "rose", -1: "fell", 0: "did not change"}[int(np.sign(one.realised))]
+    shares = one.bands.sort_values("share", ascending=one.realised < 0, kind="stable")
+    largest = _largest(one)
+    did = listed([f"{row.band} samples {_fixed(row.share, largest)}" for row in shares.itertuples()])
+    name = f"the {one.name}" if one.target.startswith((_RIGHT, _LIKELY)) else one.name
+    flag = f" Shares leave {one.unexplained} of the change unexplained." * one.flagged
+    yield f"{capitalised(name)} {rose}: {one.change}." + f" Of this, {did}." * bool(did) + flag
+    known = shares[shares.without.notna()]
+    if len(known):
+        first, *others = (f"{row.band} samples {{}}{_fixed(row.without, largest)}" for row in known.itertuples())
+        runs = listed([f"Without {first.format('the change would be ')}", *(f"without {o.format('')}" for o in others)])
+        yield f"{runs} ({', '.join(dict.fromkeys(known.how))})."
 
 
 _NEAR = 0.1
@@ -320,67 +377,6 @@ def _part(value: float) -> str:
     return f"{amount(100 * value, sign=False)} %"
 
 
-_MAX_TARGETS, _ROW, _SMALL = 6, 24, 1e-3
-_COLUMNS = ("share", "without", "alone")
-
-
-def attribution_figure(found: Attribution) -> go.Figure | None:
-    """A column for each of the first targets: what bands did above, where in the text below, as heat maps."""
-    names = [name for name in told_targets(found, 2) if len(moved(found, name).bands)]
-    if not names or found.info["gate"]:
-        return None
-    # Where one target alone has tokens, a second row of panels would be half empty.
-    names.sort(key=lambda name: signal(found, name).empty)
-    mixed = len(signal(found, names[0])) and signal(found, names[-1]).empty
-    names = names[: _MAX_TARGETS // 2 if mixed else _MAX_TARGETS]
-    every = [moved(found, name).bands for name in names]
-    bands = list(every[0].band)
-    tokens = [signal(found, name) for name in names]
-    heads = ["<b>bands</b>", *(["<b>tokens</b>"] if any(map(len, tokens)) else [])]
-    figure, cells, height = panels(
-        [f"<b>{figure_text(shown_name(found, name), 40)}</b>" for name in names],
-        3,
-        panel=[_ROW * len(bands)] * len(heads),
-        gap=52,
-        horizontal=0.02,
-        heads=heads,
-        beside=True,
-        align="left",
-        least=250,
-        shared_yaxes=True,
-    )
-    for place, (name, table) in enumerate(zip(names, every, strict=True)):
-        grids = [(table[list(_COLUMNS)].to_numpy(dtype=float), list(_COLUMNS), "{}")]
-        if len(tokens[place]):
-            of_tokens = tokens[place].reindex(bands).to_numpy()
-            grids.append((of_tokens, [str(fifth) for fifth in range(1, 6)], "share of tokens in fifth {}"))
-        for p, (values, columns, what) in enumerate(grids):
-            cell = cells[len(heads) * place + p]
-            limit = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
-            hover = [
-                [
-                    f"{figure_text(shown_name(found, name))}<br>{figure_text(band)} samples, {what.format(column)}: "
-                    f"{amount(values[i, j])}"
-                    for j, column in enumerate(columns)
-                ]
-                for i, band in enumerate(bands)
-            ]
-            text = [[_tile(v, limit) for v in line] for line in values]
-            figure.add_trace(tiles(values, list(range(len(columns))), text, hover, limit), **cell)
-            figure.update_xaxes(tickvals=list(range(len(columns))), ticktext=columns, ticks="", showgrid=False, **cell)
-            label_rows(figure, [figure_text(band, 18) for band in bands], edge=0.5, **cell)
-    return finish(figure, height=height + 100, left=100, top=56)
-
-
-def _tile(value: float, limit: float) -> str:
-    """With the decimals that two digits of the largest of its panel need; hovering tells more."""
-    if np.isnan(value):
-        return ""
-    decimals = max(0, 1 - floor(log10(limit)))
-    text = f"{value:+.1e}" if limit < _SMALL else f"{value:+.{decimals}f}"
-    return text.replace("-", "−") if abs(value) > limit / 100 else "0"
-
-
 _MAX_GROUPS, _SAMPLES = 20, 10
 _PROMPT, _TOKENS, _NAME = 2000, 400, 40
 """Characters of a prompt, tokens of a response, characters of a token, and of a name."""
@@ -390,20 +386,21 @@ _STRANGE = "Features here are of another SAE than those of the diff: their numbe
 
 
 class Piece(NamedTuple):
-    """A stretch of a response."""
+    """A stretch of a response, or a number of a table."""
 
     text: str
     shade: int = 0
-    """1 to 9 by the size of its share; 0 where that is small."""
+    """1 to 9 by the size of its share, or of the number; 0 where that is small."""
     against: bool = False
     """Whether it lowered the target."""
     share: str = ""
 
 
 def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
-    """All that the section shows but its figure; where `gate` says why, belief, recipe and notes alone are shown.
+    """All that the section shows; where `gate` says why, belief, recipe and notes alone are shown.
 
-    bands are targets, each with the rows of its bands; samples are to be read, each with its prompt and its response.
+    main and others are targets, each with the rows of its bands; samples are to be read, each with its prompt and its
+    response.
     """
     sae, own = found.info.get("sae"), (diff.info.get("sae") or {}).get("weights")
     same_sae = sae is not None and sae == own
@@ -412,16 +409,30 @@ def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
     described = {f"feature {i}": (int(i), str(diff.features.responds_to[i])) for i in diff.features.index if same_sae}
     gate = str(found.info["gate"])
     every = [] if gate else [moved(found, name) for name in told_targets(found)]
+    main = set() if gate else set(main_targets(found))
+    blocks: dict[bool, list[Block]] = {True: [], False: []}
+    for one in every:
+        if len(one.bands):
+            name = _target(one.target, one.name, described)
+            block = Block(name, one.change, one.unexplained if one.flagged else "", _bands(one))
+            blocks[one.target in main].append(block)
     samples = [] if gate else to_read(found, _SAMPLES)
     return {
         "gate": gate,
         "lead": lead(found),
+        "told": statement(found).sentences,
         "meaning": meaning(found),
-        "bands": [(_target(one, described), one, [_row(r.band, r) for r in one.bands.itertuples()]) for one in every],
+        "head": _HEAD,
+        "main": blocks[True],
+        "others": blocks[False],
+        "along_head": ["in the log", "samples", *_thirds(found), "first to last third"],
+        "along": [] if gate else list(_along(found, described)),
+        "levels": None if gate else _levels(found),
         "lone": _lone(every),
         "signal": _signal(found, every),
+        "to_read": _to_read(samples),
         "samples": [(one, shortened(one.prompt, _PROMPT), _pieces(one)) for one in samples],
-        "others": [(one, _others(one.others.head(_MAX_GROUPS))) for one in every if len(one.others)],
+        "kinds": [(one, _others(one.others.head(_MAX_GROUPS))) for one in every if len(one.others)],
         "belief": (strange if not gate else []) + belief(found),
         "steps": _steps(found.steps),
         "recipe": str(found.info["recipe"]),
@@ -429,12 +440,150 @@ def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
     }
 
 
-def _target(one: Moved, described: Mapping[str, tuple[int, str]]) -> Cell:
+Row = list[str | Cell | Piece]
+
+
+class Block(NamedTuple):
+    """Rows of a table about one thing."""
+
+    name: str | Cell
+    small: str
+    warns: str
+    """What shares leave unexplained, where that is much."""
+    rows: list[Row]
+
+
+_HEAD = ("what moved", "samples", "number", "share", "first third", "second", "last", "without them", "alone", "how")
+
+
+def _bands(one: Moved) -> list[Row]:
+    """A row each band: its name, samples, share, shares by third, changes of other runs, and how these were found."""
+    largest = _largest(one)
+    rows: list[Row] = []
+    for row in one.bands.itertuples():
+        thirds = one.thirds.loc[row.band] if row.band in one.thirds.index else [np.nan] * 3
+        shown = [_tinted(value, largest) for value in (row.share, *thirds, row.without, row.alone)]
+        name = Cell(shortened(str(row.band), _NAME), tone="isolated")
+        rows.append([name, f"{row.n:,}", *shown, str(row.how) or "not computed"])
+    return rows
+
+
+def _largest(one: Moved) -> float:
+    numbers = one.bands[["share", "without", "alone"]].to_numpy(dtype=float)
+    return float(np.nanmax(np.abs(numbers), initial=0.0))
+
+
+def _fixed(value: float, largest: float) -> str:
+    """With the decimals that two digits of the largest need."""
+    if not np.isfinite(value) or largest <= _NOTHING:
+        return amount(value)
+    text = f"{value:+.{max(0, 1 - floor(log10(largest)))}f}"
+    return text.replace("-", "−") if float(text) else "0"
+
+
+def _tinted(value: float, largest: float) -> Piece:
+    """A number with a shade by its size."""
+    shade = 0 if not np.isfinite(value) or largest <= 0 else int(np.ceil(_MARKS * abs(value) / largest - 0.5))
+    return Piece(_fixed(value, largest), min(shade, _MARKS), value < 0)
+
+
+def _thirds(found: Attribution) -> list[str]:
+    return [str(third) for third in dict.fromkeys(found.along.third)]
+
+
+def _along(found: Attribution, described: Mapping[str, tuple[int, str]]) -> Iterator[Block]:
+    """What the log's responses show by band and third: right answers, lengths, and the main behaviours and features."""
+    table, main = found.along, main_targets(found)
+    bands = [band for band in BANDS if band in set(table.band)] or ["all"]
+    behaviours = [name.removeprefix(_LIKELY).replace(" ", "_") for name in main if name.startswith(_LIKELY)]
+    features = [name for name in main if name.startswith(_FEATURE)]
+    for measure in ("accuracy", *behaviours, "response_length", *features) if len(_thirds(found)) == 3 else ():
+        mine = table[table.measure == measure]
+        rows = [[band, *_levels_of(of, measure)] for band in bands if len(of := mine[mine.band == band]) == 3]
+        if rows and measure in features:
+            yield Block(_target(measure, measure, described), "mean activation, read by the first weights", "", rows)
+        elif rows:
+            name = "right answers" if measure == "accuracy" else facts.behaviour_name(measure)
+            yield Block(name, "", "", rows)
+
+
+def _levels_of(rows: pd.DataFrame, measure: str) -> Row:
+    """What a measure is in each third, and its change with its interval."""
+    length = measure == "response_length"
+    share = not length and not measure.startswith(_FEATURE)
+    unit = " tokens" if length else " points" if share else ""
+
+    def change(value: float) -> str:
+        return number(100 * value if share else value, sign=True)
+
+    levels: Row = [f"{percent(value)} %" if share else number(value) + unit for value in rows["mean"]]
+    last = rows.iloc[-1]
+    if pd.isna(last.change_low):
+        return [*levels, Cell(small=too_few(0 if pd.isna(last.n_paired) else int(last.n_paired)), quiet=True)]
+    return [*levels, Cell(change(last.change) + unit, f"[{change(last.change_low)}, {change(last.change_high)}]")]
+
+
+def _levels(found: Attribution) -> Table | None:
+    """The data set's levels beside the bands: how many samples both have, and shares of the levels."""
+    known = found.facts[found.facts.level.notna() & found.facts.band.notna()]
+    if known.level.nunique() < 2 or (known.level == known.band).all():
+        return None
+    both = pd.crosstab(known.level, known.band)
+    bands = [*(band for band in BANDS if band in both), *(band for band in both if band not in BANDS)]
+    names = main_targets(found)[:3]
+    shares = found.samples.merge(known[["trajectory", "level"]]).groupby(["target", "level"]).share.sum()
+    levels = sorted(both.index, key=lambda level: (BANDS.index(level) if level in BANDS else len(BANDS), level))
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(f"level {shortened(str(level), _NAME)}", tone="isolated"),
+            *(f"{both.loc[level, band]:,}" for band in bands),
+            *(amount(shares[name, level]) for name in names),
+        ]
+        for level in levels
+    ]
+    head = [
+        "the data set's level",
+        *(f"{band} samples" for band in bands),
+        *(f"share of {shown_name(found, name)}" for name in names),
+    ]
+    return Table("The data set's levels beside the bands", head, rows)
+
+
+def _to_read(samples: list[Read]) -> Table | None:
+    rows: list[list[str | Cell]] = [
+        [f"{one.trajectory}", Cell(shortened(one.problem, _NAME), tone="isolated"), one.band or DASH, f"{one.step}",
+         Cell(shortened(" ".join(one.response.split()), _NAME), tone="isolated"), one.outcome, amount(one.advantage),
+         one.shown]
+        for one in samples
+    ]  # fmt: skip
+    head = ["row of the log", "problem", "samples", "step", "response", "outcome", "advantage", "share"]
+    caption = f"{len(rows)} samples to read first: the largest shares of the {samples[0].target}" if rows else ""
+    return Table(caption, head, rows, 6) if rows else None
+
+
+def pushed(found: Attribution | None, diff: FeatureDiff, n: int = 3) -> dict[str, dict[str, Any]]:
+    """For the cards of features that were attributed: what bands did, and n samples that raised and lowered each."""
+    if found is None or found.info["gate"] or found.info.get("sae") != (diff.info.get("sae") or {}).get("weights"):
+        return {}
+    return {
+        name.removeprefix(_FEATURE): {
+            "told": visible(" ".join(_sentences(moved(found, name)))),
+            "rows": [
+                [str(row.trajectory), *(visible(shortened(" ".join(str(text or "").split()), _NAME)) for text in
+                 (row.prompt or row.problem_id, row.band, row.step, row.response, row.outcome)), amount(row.share)]
+                for row in found.of_target(name, n).itertuples()
+            ],
+        }
+        for name in main_targets(found) if name.startswith(_FEATURE)
+    }  # fmt: skip
+
+
+def _target(target: str, name: str, described: Mapping[str, tuple[int, str]]) -> Cell:
     """A feature of the diff links to its card."""
-    if one.target in described:
-        feature, responds_to = described[one.target]
+    if target in described:
+        feature, responds_to = described[target]
         return Cell(f" “{responds_to}”", tone="isolated", feature=feature)
-    return Cell(shortened(one.name, 2 * _NAME), tone="isolated")
+    return Cell(shortened(name, 2 * _NAME), tone="isolated")
 
 
 def _row(name: str, row: Any) -> list[str | Cell]:
@@ -502,51 +651,56 @@ def _pieces(one: Read) -> list[Piece]:
     return [*found, Piece("…")] if first + _TOKENS < len(table) else found
 
 
-_LINE, _WIDTH = 90, 118
-"""Characters of a response, and of a line."""
+_WIDTH = 118
+"""Characters of a line."""
 
 
-def attribution_text(found: Attribution, n: int = 10) -> str:
-    """The three bands by target, lone successes, where the signal sits, n samples to read, and how far to believe it.
+def attribution_text(found: Attribution, n: int = 10, *, brief: bool = False) -> str:
+    """The finding, the table of bands, n samples to read, what the log shows, and how far to believe it.
 
-    Where the gate is closed, the reason stands in the place of all of these but the last.
+    Where the gate is closed, the reason stands in the place of all of these but the last. The brief text has the
+    finding and the samples alone.
     """
     gate = str(found.info["gate"])
-    lines = [visible(lead(found)), *_wrapped(f"settings: {found.info['recipe']}")]
-    lines += ["", *_wrapped(gate, "")] if gate else [*_answer(found, n)]
+    lines = [visible(lead(found)), *(line for one in statement(found).sentences for line in _wrapped(one))]
+    samples = [] if gate else to_read(found, n)
+    if brief:
+        return "\n".join([*lines, *table_text(_to_read(samples)).splitlines()])
+    lines += [] if gate else _answer(found, samples)
     lines += ["", "How far to believe it"]
     for said in belief(found):
         lines += _wrapped(f"{'beware: ' if said.warns else ''}{said.text}")
+    lines += _wrapped(f"settings: {found.info['recipe']}")
     return "\n".join([*lines, *(line for note in found.info["notes"] for line in _wrapped(f"note: {note}"))])
 
 
-def _answer(found: Attribution, n: int) -> Iterator[str]:
-    for sentence in meaning(found):
-        yield from _wrapped(sentence)
+def _answer(found: Attribution, samples: list[Read]) -> Iterator[str]:
     every = [moved(found, name) for name in told_targets(found)]
     bands: list[list[str | Cell]] = []
     for one in every:
         if len(one.bands):
             flag = f" (beware: {one.unexplained} unexplained by shares)" if one.flagged else ""
-            bands.append([f"{one.name}: {one.change}{flag}"])
-            bands += [_row(f"  {row.band} samples", row) for row in one.bands.itertuples()]
-    table = Table("Easy, medium and hard samples", ["", *_CELLS], bands) if bands else None
-    for text in map(table_text, (table, _lone(every), _signal(found, every))):
+            bands += [[f"{one.name}: {one.change}{flag}"], *map(_plain, _bands(one))]
+    along: list[list[str | Cell]] = []
+    for block in _along(found, {}):
+        along += [[block.name], *map(_plain, block.rows)]
+    table = Table("What easy, medium and hard samples did", ["", *_HEAD[2:]], bands) if bands else None
+    yield from ("", *table_text(table).splitlines())
+    for sentence in meaning(found):
+        yield from _wrapped(sentence)
+    yield from ("", *table_text(_to_read(samples)).splitlines())
+    for sample in samples:
+        if sample.carried:
+            yield from _wrapped(f"row {sample.trajectory} is carried by {sample.carried}")
+    thirds = Table("In the log, by thirds of the run", ["", *_thirds(found), "first to last third"], along)
+    for text in map(table_text, (thirds if along else None, _levels(found), _lone(every), _signal(found, every))):
         yield from ("", *text.splitlines()) if text else ()
     yield from _wrapped(FIFTHS)
-    samples = to_read(found, n)
-    if samples:
-        yield from ("", "Samples to read, with the tokens that carry their share")
-    for sample in samples:
-        yield from _sample(sample)
 
 
-def _sample(one: Read) -> Iterator[str]:
-    yield from _wrapped(f"row {one.trajectory}, {one.about}: share {one.share}")
-    if one.response:
-        yield f"      {shortened(visible(one.response).replace(chr(10), '⏎'), _LINE)}"
-    if one.carried:
-        yield from _wrapped(f"carried by {one.carried}", "      ")
+def _plain(cells: Row) -> list[str | Cell]:
+    """A row of a block for a terminal."""
+    return [cell.text if isinstance(cell, Piece) else cell for cell in cells]
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:

@@ -15,7 +15,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report import tables
-from tsae.report.attribution import attributed, attribution_figure, pushing, statement
+from tsae.report.attribution import attributed, pushing, statement
 from tsae.report.claims import HEADING, expected, told_claims
 from tsae.report.document import macro, packed, render_page, target, write_page, written_with
 from tsae.report.examples import side_by_side
@@ -80,7 +80,7 @@ def render(
     pairs = facts.opposed_pairs(diff)
     to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)
-    drawn = _figures(diff, to_draw, attribution)
+    drawn = _figures(diff, to_draw)
     shown = side_by_side(diff)
     parts = explored.parts | ({"problems": packed(shown)} if shown else {})
     return render_page(
@@ -140,7 +140,7 @@ def _readable(diff: FeatureDiff) -> FeatureDiff:
     return replace(diff, features=described)
 
 
-def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | None) -> dict[str, go.Figure | None]:
+def _figures(diff: FeatureDiff, opposed: list[int]) -> dict[str, go.Figure | None]:
     return {
         "overview": overview(diff),
         "noise-figure": checks.noise_figure(diff),
@@ -153,7 +153,6 @@ def _figures(diff: FeatureDiff, opposed: list[int], attribution: Attribution | N
         "outcomes-figure": features.outcome_figure(diff),
         "prediction-figure": checks.prediction_figure(diff),
         "steps-figure": checks.steps_figure(diff, step_features(diff)),
-        "samples-figure": None if attribution is None else attribution_figure(attribution),
         "causal-figure": checks.causal_figure(diff),
     }
 

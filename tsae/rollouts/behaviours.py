@@ -152,11 +152,18 @@ def by_thirds(rollouts: Rollouts) -> Rollouts:
     steps = np.unique(frame.step.to_numpy(dtype=int)) if known else np.empty(0, dtype=int)
     if len(steps) < _FEWEST_STEPS:
         return rollouts
-    thirds = np.array_split(steps, 3)
-    place = np.searchsorted([third[-1] for third in thirds], frame.step.to_numpy(dtype=int))
+    thirds = in_thirds(rollouts)
     problems = frame.problem_id.groupby(frame.policy).nunique().median()
-    if problems >= FEWEST or frame.problem_id.groupby(place).nunique().min() < FEWEST:
+    if problems >= FEWEST or thirds.frame.problem_id.groupby(thirds.frame.policy).nunique().min() < FEWEST:
         return rollouts
+    return thirds
+
+
+def in_thirds(rollouts: Rollouts) -> Rollouts:
+    """The same with thirds of the run ("steps 1-5") in the place of policies, in their order. All rows have steps."""
+    step = rollouts.frame.step.to_numpy(dtype=int)
+    thirds = [third for third in np.array_split(np.unique(step), 3) if len(third)]
+    place = np.searchsorted([third[-1] for third in thirds], step)
     names = [f"steps {third[0]}-{third[-1]}" for third in thirds]
     named = rollouts.with_column("policy", [names[i] for i in place])
     return named.select(np.argsort(place, kind="stable"))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tsae.diff.confounds import CONTROLS, FAILS
+from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.text import interval, number, percent
 
@@ -91,11 +91,18 @@ def strongest(table: pd.DataFrame, q: float, n: int) -> pd.DataFrame:
 
 
 def moved_features(diff: FeatureDiff, n: int) -> list[int]:
-    """The features that checkpoints moved furthest, of every checkpoint in turn; those that a control explains last."""
-    tables = [strongest(table, diff.q, len(table)) for table in (main_shift(diff, c) for c in diff.checkpoints)]
-    fails = [table[[f"survives_{control}" for control in CONTROLS]].eq(FAILS).any(axis=1) for table in tables]
-    queues = [[*table.index[~lost], *table.index[lost]] for table, lost in zip(tables, fails, strict=True)]
-    return in_turn([[int(feature) for feature in queue] for queue in queues], n)
+    """The features that checkpoints moved furthest, of every checkpoint in turn.
+
+    First come those that survive all controls, and last those that a control explains.
+    """
+    queues = []
+    for checkpoint in diff.checkpoints:
+        table = main_shift(diff, checkpoint)
+        found = strongest(table, diff.q, len(table))
+        verdicts = found[[f"survives_{control}" for control in CONTROLS]]
+        rank = verdicts.eq(FAILS).any(axis=1).astype(int) - verdicts.eq(SURVIVES).all(axis=1).astype(int)
+        queues.append([int(feature) for feature in rank.sort_values(kind="stable").index])
+    return in_turn(queues, n)
 
 
 def standardised(row: pd.Series) -> tuple[float, float, float]:
