@@ -280,8 +280,8 @@ def test_cards_get_the_samples_that_pushed_their_feature() -> None:
     assert list(known) == ["2"]
     assert known["2"]["told"].startswith("Feature 2 rose: mean activation 0.6 → 0.63 (+0.03). Of this, hard samples")
     assert known["2"]["rows"] == [
-        ["11", "prompt 11", "hard", "6", "response 11", "failure", "+0.03"],
-        ["0", "prompt 0", "easy", "1", "response 0", "success", "−0.025"],
+        ["11", "prompt 11", "hard", "6", "response 11", "✗ wrong", "−1", "+0.03"],
+        ["0", "prompt 0", "easy", "1", "response 0", "✓ right", "+1", "−0.025"],
     ]
 
 

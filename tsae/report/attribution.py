@@ -549,33 +549,38 @@ def _levels(found: Attribution) -> Table | None:
     return Table("The data set's levels beside the bands", head, rows)
 
 
+_READ = ["row of the log", "problem", "samples", "step", "response", "outcome", "advantage", "share"]
+
+
+def _cells(one: Read) -> list[str]:
+    texts = (shortened(" ".join(text.split()), _NAME) for text in (one.problem, one.response))
+    problem, response = texts
+    return [f"{one.trajectory}", problem, one.band or DASH, f"{one.step}", response, one.outcome,
+            amount(one.advantage), one.shown]  # fmt: skip
+
+
 def _to_read(samples: list[Read]) -> Table | None:
-    rows: list[list[str | Cell]] = [
-        [f"{one.trajectory}", Cell(shortened(one.problem, _NAME), tone="isolated"), one.band or DASH, f"{one.step}",
-         Cell(shortened(" ".join(one.response.split()), _NAME), tone="isolated"), one.outcome, amount(one.advantage),
-         one.shown]
-        for one in samples
-    ]  # fmt: skip
-    head = ["row of the log", "problem", "samples", "step", "response", "outcome", "advantage", "share"]
+    """A row each; texts of the log keep their own direction of writing."""
+    rows = [[Cell(cell, tone="isolated") if place in (1, 4) else cell for place, cell in enumerate(_cells(one))]
+            for one in samples]  # fmt: skip
     caption = f"{len(rows)} samples to read first: the largest shares of the {samples[0].target}" if rows else ""
-    return Table(caption, head, rows, 6) if rows else None
+    return Table(caption, _READ, rows, 6) if rows else None
 
 
 def pushed(found: Attribution | None, diff: FeatureDiff, n: int = 3) -> dict[str, dict[str, Any]]:
     """For the cards of features that were attributed: what bands did, and n samples that raised and lowered each."""
     if found is None or found.info["gate"] or found.info.get("sae") != (diff.info.get("sae") or {}).get("weights"):
         return {}
+    names = [name for name in main_targets(found) if name.startswith(_FEATURE)]
+    every = {name: [_read(found, int(row), name) for row in found.of_target(name, n).trajectory] for name in names}
     return {
         name.removeprefix(_FEATURE): {
             "told": visible(" ".join(_sentences(moved(found, name)))),
-            "rows": [
-                [str(row.trajectory), *(visible(shortened(" ".join(str(text or "").split()), _NAME)) for text in
-                 (row.prompt or row.problem_id, row.band, row.step, row.response, row.outcome)), amount(row.share)]
-                for row in found.of_target(name, n).itertuples()
-            ],
+            "head": _READ,
+            "rows": [[visible(cell) for cell in _cells(one)] for one in samples],
         }
-        for name in main_targets(found) if name.startswith(_FEATURE)
-    }  # fmt: skip
+        for name, samples in every.items()
+    }
 
 
 def _target(target: str, name: str, described: Mapping[str, tuple[int, str]]) -> Cell:

@@ -15,7 +15,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report import tables
-from tsae.report.attribution import attributed, pushing, statement
+from tsae.report.attribution import attributed, pushed, pushing, statement
 from tsae.report.claims import HEADING, expected, told_claims
 from tsae.report.document import macro, packed, render_page, target, write_page, written_with
 from tsae.report.examples import side_by_side
@@ -83,6 +83,8 @@ def render(
     drawn = _figures(diff, to_draw)
     shown = side_by_side(diff)
     parts = explored.parts | ({"problems": packed(shown)} if shown else {})
+    if on_cards := pushed(attribution, diff):
+        parts["pushed"] = packed(on_cards)
     return render_page(
         "report.html",
         ", ".join(part for part in (title or _TITLE, facts.stand_in(diff)) if part),

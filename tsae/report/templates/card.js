@@ -30,6 +30,7 @@ const makeCard = async (data, feature) => {
     element("p", { class: "quiet" }, facts.filter(Boolean).join("; ")),
     ...columns.flags[feature].map((flag) => element("p", { class: "flag" }, element("strong", { class: "warn" }, flag), " " + info.flag_words[flag])),
     ...effectTables(data, feature),
+    pushedBy(document.getElementById("part-pushed") && (await unpack("pushed"))[feature]),
     element("div", { class: "halves" },
       element("div", {}, element("div", { class: "about" }, histogram(data, feature), words(data, feature)), ...(steps ? alongSteps(steps) : [])),
       element("div", {}, ...shown(trajectories, examples, feature, info, refused))),
@@ -107,6 +108,13 @@ const effectTables = (data, feature) => {
     rest.length ? element("details", {}, element("summary", {}, "By band, part and outcome, other readers, interactions"), effectTable(data, "Further effects", rest, false)) : null,
   ];
 };
+
+// What training samples did to a feature that was attributed, and the samples that raised and lowered it most.
+const pushedBy = (found) => found && element("details", {}, element("summary", {}, "Training samples that pushed it"),
+  element("p", {}, found.told),
+  element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples with the largest shares" }, element("table", {},
+    element("thead", {}, element("tr", {}, ...found.head.map((text) => element("th", { scope: "col" }, text)))),
+    element("tbody", {}, ...found.rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))))));
 
 const term = (key, text) => element("a", { class: "term", href: "#term-" + key }, text);
 
