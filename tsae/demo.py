@@ -36,6 +36,7 @@ from tsae.testbed.tokenizer import MAX_RESPONSE_TOKENS
 _FEATURES = 4
 """Features that are attributed: those that the page names."""
 
+
 def demo(config: DemoConfig | None = None, *, progress: bool = True, everything: bool = False) -> Path:
     """Run the demo and print its verdicts, or everything that it found. Stages that an earlier run with this config
     finished are read from disk.

@@ -660,18 +660,14 @@ _WIDTH = 118
 """Characters of a line."""
 
 
-def attribution_text(found: Attribution, n: int = 10, *, brief: bool = False) -> str:
+def attribution_text(found: Attribution, n: int = 10) -> str:
     """The finding, the table of bands, n samples to read, what the log shows, and how far to believe it.
 
-    Where the gate is closed, the reason stands in the place of all of these but the last. The brief text has the
-    finding and the samples alone.
+    Where the gate is closed, the reason stands in the place of all of these but the last.
     """
     gate = str(found.info["gate"])
     lines = [visible(lead(found)), *(line for one in statement(found).sentences for line in _wrapped(one))]
-    samples = [] if gate else to_read(found, n)
-    if brief:
-        return "\n".join([*lines, *table_text(_to_read(samples)).splitlines()])
-    lines += [] if gate else _answer(found, samples)
+    lines += [] if gate else _answer(found, n)
     lines += ["", "How far to believe it"]
     for said in belief(found):
         lines += _wrapped(f"{'beware: ' if said.warns else ''}{said.text}")
@@ -679,7 +675,7 @@ def attribution_text(found: Attribution, n: int = 10, *, brief: bool = False) ->
     return "\n".join([*lines, *(line for note in found.info["notes"] for line in _wrapped(f"note: {note}"))])
 
 
-def _answer(found: Attribution, samples: list[Read]) -> Iterator[str]:
+def _answer(found: Attribution, n: int) -> Iterator[str]:
     every = [moved(found, name) for name in told_targets(found)]
     bands: list[list[str | Cell]] = []
     for one in every:
@@ -693,6 +689,7 @@ def _answer(found: Attribution, samples: list[Read]) -> Iterator[str]:
     yield from ("", *table_text(table).splitlines())
     for sentence in meaning(found):
         yield from _wrapped(sentence)
+    samples = to_read(found, n)
     yield from ("", *table_text(_to_read(samples)).splitlines())
     for sample in samples:
         if sample.carried:
