@@ -279,6 +279,7 @@ def test_words_explain_themselves(browser: Any, tested: Path) -> None:
 def test_one_problem_stands_side_by_side(browser: Any, attacked: Path) -> None:
     tab = Tab(browser, attacked)
     page = tab.page
+    page.wait_for_selector("#shown", state="visible")
     answers = page.locator("#answers .example")
     assert answers.count() == 4
     assert page.locator("#answers .outcome").all_inner_texts() == ["✓ success"] * 2 + ["✗ failure"] * 2
@@ -384,7 +385,7 @@ def test_the_demo_opens_with_the_network_blocked(browser: Any, tmp_path: Path) -
     moved = moved.assign(rest=~moved.index.isin(surviving(moved).index), apart=-(moved.auroc.round(3) - 0.5).abs())
     strongest = moved.assign(size=-moved.delta.abs()).sort_values(["rest", "apart", "size"]).feature
     tab.shows(*(str(feature) for feature in strongest.head(20)))
-    assert page.locator("#shown").is_visible()
+    page.wait_for_selector("#shown", state="visible")
     assert page.locator("table.worked tbody tr").count() == 5
     feature = int(strongest.iloc[0])
     tab.close()

@@ -112,7 +112,7 @@ def render_page(
     """
     explorer = [] if parts is None else ["card.js", "show.js", "explorer.js"]
     modules = ["data.js", *explorer, "fit.js", "report.js", *scripts]
-    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startShow();\nstartExplorer();\n")
+    ours = "\n".join(map(_resource, modules)) + ("" if parts is None else "startExplorer().then(startShow);\n")
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     return (
         environment()
