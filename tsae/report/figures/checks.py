@@ -265,7 +265,9 @@ def causal_figure(diff: FeatureDiff) -> go.Figure | None:
             symbol, size = ("diamond", 10) if main else ("circle-open", 8)
             ends = interval(r.change_low, r.change_high, sign=True)
             hover = f"{CONDITIONS[r.condition]}: {number(r.change, sign=True)} {ends}"
-            mark = Mark(conditions.index(r.condition), (r.change, r.change_low, r.change_high), hover)
+            ids = tests[test]["features"]
+            opens = int(ids[0]) if main and len(ids) == 1 else None
+            mark = Mark(conditions.index(r.condition), (r.change, r.change_low, r.change_high), hover, opens)
             figure.add_trace(layout.dots([mark], (colour, symbol), size=size, showlegend=False), **cell)
         layout.vertical_zero(figure, **cell)
         layout.name_rows(figure, [CONDITIONS[c] for c in conditions], 30, **cell)

@@ -150,7 +150,8 @@ const startExplorer = async () => {
   }
   if (!(await follow())) {
     list();
-    if (data.info.order.length) await open(data.info.order[0]);
+    const [first] = matching();
+    if (first || data.info.order.length) await open(first ? first.feature : data.info.order[0]);
   }
   frame.dataset.ready = "yes";
 };
