@@ -54,7 +54,7 @@ def sentences(name: str, text: str) -> Iterator[tuple[int, str]]:
     """Line and sentence, in order; code, tables and headings are left out."""
     for line, paragraph in _python(name, text) if name.endswith(".py") else _paragraphs(name, text):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "CODE", paragraph))
-        for sentence in re.split(r"(?<=[.:;!?])\s+(?=[A-Z“*(])", " ".join(plain.split())):
+        for sentence in re.split(r"(?<=[.!?])\s+(?=[^\W\d])|(?<=[.:;])\s+(?=[A-Z“*(])", " ".join(plain.split())):
             yield line, sentence
 
 

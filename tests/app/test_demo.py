@@ -16,7 +16,9 @@ import tsae
 from support.cli import TINY
 from tsae.checkpoints.series import base_on_card
 from tsae.cli import main
+from tsae.config import DemoConfig
 from tsae.demo import demo
+from tsae.report.story.findings import findings_content
 
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = ROOT.parent / "shared" / "data" / "gsm8k" / "example_model_solutions.jsonl"
@@ -64,6 +66,19 @@ def test_same_seed_same_findings(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     demo(config, progress=False)
     assert capsys.readouterr().out.replace(str(tmp_path / "one"), "").endswith(printed[0])
+
+
+@pytest.mark.slow
+def test_the_readme_and_its_picture_say_what_the_demo_finds(tmp_path: Path) -> None:
+    demo(DemoConfig(to=tmp_path / "demo", attribute=False), progress=False)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    picture = (ROOT / "docs" / "report.png").read_bytes()
+    diff = tsae.FeatureDiff.load(tmp_path / "demo" / "diff")
+    verdicts = [found["sentences"][0] for found in findings_content(diff)["findings"] if "lights" in found]
+    assert len(verdicts) == 3
+    assert all(verdict in readme and verdict.encode() in picture for verdict in verdicts)
+    hard = diff.contrasts.query("checkpoint == 'hard-150' and part == 'total' and band == 'all' and outcome == 'all'")
+    assert f"{hard.n_discoveries.item()} of {hard.n_tested.item()} tested features moved" in readme
 
 
 def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:

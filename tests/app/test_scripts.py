@@ -56,6 +56,7 @@ NOT_RUN = {
     "check_mutants.py": "needs the extra mutants, and the fast tests several times",
     "docstring_tables.py": "a hook of mkdocs, which runs it when the site is built",
     "gsm8k_log.py": "run by smollm2_gsm8k.sh",
+    "take_picture.py": "needs a whole demo; test_demo.py looks at what it took",
 }
 
 
