@@ -160,7 +160,7 @@ def test_without_checkpoints_the_page_is_served_and_a_line_says_why(play: Playgr
     def none(_: tsae.FeatureDiff) -> Playground:
         raise TsaeError("holds no tokenizer", where="base")
 
-    assert b"/playground" not in ServedRun(lambda: (play.diff, None, None), list, play=none).page()
+    assert b'<a href="/playground"' not in ServedRun(lambda: (play.diff, None, None), list, play=none).page()
     assert capsys.readouterr().err == "tsae: there is no playground. base: holds no tokenizer.\n"
 
 
@@ -177,10 +177,10 @@ def test_the_page_asks_colours_links_and_stays_harmless(port: int, play: Playgro
         page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme="dark")
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(f"http://127.0.0.1:{port}/")
-        page.get_by_role("link", name="Playground").click()
+        page.goto(f"http://127.0.0.1:{port}/#feature-3")
+        page.locator("#card").get_by_role("link", name="playground").click()
         page.get_by_label("Prompt", exact=True).fill(PROMPT)
-        page.get_by_label("Feature", exact=True).fill("3")
+        expect(page.get_by_label("Feature", exact=True)).to_have_value("3")
         page.get_by_label("Change the feature").select_option("steer")
         page.get_by_label("Strength of steering").fill("-2")
         page.keyboard.press("Enter")

@@ -44,8 +44,8 @@ LARGEST = 20_000
 """Characters of a prompt."""
 _GREEDY = 1e-6
 """What stands for temperature 0: sampling then takes the likeliest token."""
-_PROBLEMS, _TOP = 8, 6
-"""Problems of every band that the page offers; surviving and other features that it lists of an answer."""
+_PROBLEMS, _NAMED, _TOP = 8, 40, 6
+"""Problems of every band and features that the page offers; surviving and other features that it lists of an answer."""
 
 
 @config
@@ -120,7 +120,8 @@ class Playground:
             of_band = offered.setdefault(self._bands[problem.id], [])
             if len(of_band) < _PROBLEMS and 0 < len(text) <= LARGEST:
                 of_band.append(text)
-        named = facts.in_turn([self._survivors[run] for run in runs], self.features.n_features)
+        survivors = facts.in_turn([self._survivors[run] for run in runs], _NAMED)
+        named = facts.in_turn([facts.moved_features(self.diff, _NAMED)], _NAMED, survivors)
         page = render_page(
             "playground.html", "Playground", {}, connect="'self'", scripts=["card.js", "playground.js"],
             base=self.series.base.id, runs=runs, largest=LARGEST, n_features=self.features.n_features,

@@ -55,7 +55,7 @@ class ServedRun:
         read: reads the diff, with its features, and the attribution and the claims if there are any.
         files: lists the files of which one changes, comes or goes whenever what is read does. They need not exist.
         title: of the page.
-        play: opens the playground of a diff; a TsaeError says why there is none.
+        play: opens the playground of a diff; its error says why there is none.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ServedRun:
     def _opened(self, diff: FeatureDiff) -> Playground | None:
         try:
             return None if self._play is None else self._play(diff)
-        except TsaeError as error:
+        except Exception as error:  # the page is served in any case
             self._tell(error, "there is no playground")
             return None
 

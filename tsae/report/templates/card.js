@@ -24,7 +24,7 @@ const makeCard = async (data, feature) => {
     info.inserted[feature],
   ];
   return element("article", { class: "card", id: "feature-" + feature, "aria-label": "Feature " + feature },
-    element("p", { class: "steps" }, place >= 0 ? step(place - 1, "← previous") : null, place >= 0 ? step(place + 1, "next →") : null),
+    element("p", { class: "steps" }, played(feature), place >= 0 ? step(place - 1, "← previous") : null, place >= 0 ? step(place + 1, "next →") : null),
     element("h3", {}, `Feature ${feature}: `, element("bdi", {}, columns.responds[feature]), share ? element("small", {}, ` ${share}`) : null),
     labelled(data, feature),
     element("p", { class: "quiet" }, facts.filter(Boolean).join("; ")),
@@ -36,6 +36,9 @@ const makeCard = async (data, feature) => {
       element("div", {}, ...shown(trajectories, examples, feature, info, refused))),
   );
 };
+
+// Where `tsae serve` has a playground, its page links to that.
+const played = (feature) => document.querySelector("[href='/playground']") && element("a", { href: "/playground?feature=" + feature }, "playground");
 
 // What `tsae explain` says of a feature; nothing where it was not asked about it.
 const labelled = (data, feature) => {

@@ -54,7 +54,7 @@ const featureRow = ([feature, size], facts, chosen) => {
     recolour(button.closest("section"));
   });
   return element("tr", {}, element("th", { scope: "row" }, button),
-    element("td", {}, element("a", { href: "/#feature-" + feature }, element("bdi", {}, name)), survives ? element("small", {}, " survives all controls") : null),
+    element("td", {}, element("a", { href: "/#feature-" + feature }, element("bdi", {}, name)), survives ? element("small", { class: "good", title: "survives all controls" }, " ✓ survives") : null),
     element("td", { class: "n" }, numberText(size)));
 };
 
@@ -75,12 +75,12 @@ const show = () => {
     const title = answer.who + (answer.edited ? ` with feature ${asked.feature} ${done}` : "");
     const n = answer.tokens.length - answer.n_prompt;
     const active = answer.codes.slice(answer.n_prompt).filter((codes) => codes.some(([of]) => of === feature)).length;
-    const told = feature === null ? "" : ` Feature ${feature} is active on ${active}${answer.edited && feature === asked.feature ? ", before the change" : ""}.`;
+    const told = feature === null ? "" : ` Feature ${feature} is active on ${active} of them${answer.edited && feature === asked.feature ? ", before the change" : ""}.`;
     const plain = found.answers[1].tokens, same = answer.edited && plain.length === answer.tokens.length && plain.every((token, i) => token === answer.tokens[i]);
     return element("section", { "aria-label": title }, element("h2", {}, element("bdi", {}, title)),
       passage(answer, feature, maximum),
       element("p", { class: "quiet" }, `${countText(n, "token")}${answer.ended ? "" : ", cut off there"}${same ? ", the same as without the change" : ""}.${told}`),
-      element("table", {}, element("caption", {}, "Strongest features of the answer"),
+      same ? null : element("table", {}, element("caption", {}, "Strongest features of the answer"),
         element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Feature"), element("th", { scope: "col" }, "What it responds to"),
           element("th", { scope: "col", class: "n", title: "Mean over the answer's tokens, in units of the feature's typical activation" }, "× typical"))),
         element("tbody", {}, ...answer.top.map((one) => featureRow(one, found.features, feature)))));
