@@ -30,7 +30,7 @@ def main(demo: str) -> None:
         picture = page.screenshot()
         browser.close()
     found = findings_content(tsae.FeatureDiff.load(Path(demo) / "diff"))["findings"]
-    text = "\n".join(one["sentences"][0] for one in found if "lights" in one)
+    text = "\n".join(one["sentences"][0] for one in found if one["lights"])
     chunk = b"iTXtDescription\0\0\0\0\0" + text.encode()
     head = 33  # the signature, and the chunk that comes first
     length, check = struct.pack(">I", len(chunk) - 4), struct.pack(">I", zlib.crc32(chunk))

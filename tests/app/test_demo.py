@@ -74,7 +74,7 @@ def test_the_readme_and_its_picture_say_what_the_demo_finds(tmp_path: Path) -> N
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     picture = (ROOT / "docs" / "report.png").read_bytes()
     diff = tsae.FeatureDiff.load(tmp_path / "demo" / "diff")
-    verdicts = [found["sentences"][0] for found in findings_content(diff)["findings"] if "lights" in found]
+    verdicts = [found["sentences"][0] for found in findings_content(diff)["findings"] if found["lights"]]
     assert len(verdicts) == 3
     assert all(verdict in readme and verdict.encode() in picture for verdict in verdicts)
     hard = diff.contrasts.query("checkpoint == 'hard-150' and part == 'total' and band == 'all' and outcome == 'all'")
