@@ -17,7 +17,7 @@ from tsae.activations.config import CaptureConfig
 from tsae.activations.manifest import check_store
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.artefact import is_whole, manifest_of
+from tsae.base.artefact import file_hash, is_whole, manifest_of
 from tsae.base.files import plain
 from tsae.base.output_lock import output_lock
 from tsae.base.part import digest_of
@@ -31,6 +31,8 @@ from tsae.claims.run_claims import FILE as CLAIMS
 from tsae.claims.run_claims import Claims, claims_before, claims_of
 from tsae.diff.baselines import baselines
 from tsae.diff.config import DiffConfig
+from tsae.diff.explain import FILE as EXPLANATIONS
+from tsae.diff.explain import labelled
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, logit_effects
@@ -353,15 +355,17 @@ class Pipeline:
 
     def _page(self) -> Stage:
         page, inputs = self.to / "report.html", ("diff", *self.questions, "claims")
+        file = self.to / "explanations" / EXPLANATIONS
+        labels = {"labels": file_hash(file)} if file.is_file() else {}
 
         def make(*found: Any) -> Path:
             results = dict(zip(inputs, found, strict=True))
             attribution = results["attribution"].found if "attribution" in results else None
-            diff, claims = with_results(results), results["claims"]
+            diff, claims = with_results(results, self.to), results["claims"]
             return diff.to_html(page, title=self.title, attribution=attribution, claims=claims)
 
         return Stage(
-            "report", page.name, {"title": self.title}, make, lambda *_: page, inputs,
+            "report", page.name, {"title": self.title, **labels}, make, lambda *_: page, inputs,
             lines=lambda *_: {"report": str(page)},
         )  # fmt: skip
 
@@ -389,9 +393,9 @@ def _hashes(folder: Path) -> Any:
     return (manifest_of(folder) or {}).get("files")
 
 
-def with_results(results: Mapping[str, Any]) -> FeatureDiff:
-    """The diff, with a note of what was tested causally, and of why nothing was attributed."""
-    diff: FeatureDiff = results["diff"]
+def with_results(results: Mapping[str, Any], folder: Path) -> FeatureDiff:
+    """The diff, with labels in the run's folder, what was tested causally, and why nothing was attributed."""
+    diff = labelled(results["diff"], folder / "explanations")
     for test in results["causal"].tests if "causal" in results else ():
         diff = test.mark(diff)
     if "attribution" in results and results["attribution"].found is None:

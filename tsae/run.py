@@ -178,7 +178,7 @@ def analyze_state(
         record=record, drawing=drawing, known=known,
     )  # fmt: skip
     results = carry_out(work.stages(work.rollouts()), record, lines.say, say)
-    return with_results(results)
+    return with_results(results, config.to)
 
 
 def run_facts(

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from tsae.report.figures.plots import Plots as Plots
     from tsae.report.notebook import card as card
     from tsae.report.notebook import diff_card as diff_card
+    from tsae.report.notebook import diff_text as diff_text
     from tsae.report.notebook import feature_card as feature_card
     from tsae.report.notebook import feature_line as feature_line
     from tsae.report.notebook import show_feature as show_feature
     from tsae.report.notebook import show_problem as show_problem
     from tsae.report.notebook import show_trajectory as show_trajectory
+    from tsae.report.notebook import shown_effects as shown_effects
     from tsae.report.page import write_report as write_report
     from tsae.report.text import markdown_table as markdown_table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,27 @@ def several(value: Any) -> tuple[Any, ...]:
     # Arrays of no dimension have __iter__, too.
     single = isinstance(value, (str, bytes)) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0
     return (value,) if single else tuple(value)
+
+
+def feature_number(given: Any, n_features: int, where: str | Path) -> int:
+    """A feature by its number, or by that number as text.
+
+    Raises:
+        TsaeError: where there is no such feature.
+    """
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    missing = f"no feature {given!r}; there are 0 to {n_features - 1}"
+    refuse(where, (not hasattr(number, "__index__"), missing, None))
+    need_features([index(number)], n_features, where)
+    return index(number)
+
+
+def need_names(what: str, given: Iterable[Any], known: Iterable[Any], where: str | Path) -> None:
+    """Refuse a name that there is not, and list those that there are."""
+    known = list(dict.fromkeys(known))
+    for name in given:
+        there = ", ".join(map(str, known)) or "none"
+        refuse(where, (name not in known, f"no {what} {name!r}; there are {there}", None))
 
 
 def need_features(chosen: Iterable[int], n_features: int, where: str | Path) -> None:

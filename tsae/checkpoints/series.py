@@ -76,6 +76,11 @@ class CheckpointSeries:
         others = (replace(c, base=base) for c in self.checkpoints if not c.is_base)
         object.__setattr__(self, "checkpoints", (base, *others))
 
+    def __repr__(self) -> str:
+        steps = {run: ", ".join(str(c.step) for c in self if c.run == run) for run in self.runs}
+        runs = "".join(f"; {run} at step {found}" for run, found in steps.items())
+        return f"CheckpointSeries({self.name}: {self.base.id}{runs})"
+
     def _repr_html_(self) -> str:
         import pandas as pd
 

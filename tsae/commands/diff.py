@@ -163,7 +163,7 @@ class Diff:
                 named = {id: repr(text) for id, text in diff.info["token_strings"].items()}
                 print(f"\n{table_text(tables.insertion(inserted, named))}")
             if self.to is not None:
-                say_wrote(diff.save(self.to), diff)
+                say_wrote(diff.save(self.to), repr(diff))
             if other is not None:
                 content["agreement"] = diff.compare(other).agreement.value_counts().to_dict()
                 print(f"\nAgainst {self.compare}: {content['agreement']}")

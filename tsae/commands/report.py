@@ -68,7 +68,7 @@ class Report:
         from tsae.causal.intervention import folders_of_tests
         from tsae.claims.evidence import NAMES, inputs_of
         from tsae.claims.run_claims import claims_in
-        from tsae.diff.explain import Explanations
+        from tsae.diff.explain import Explanations, labelled
 
         assert self.diff is not None
         assert self.to is not None
@@ -88,7 +88,7 @@ class Report:
         if self.explanations is not None:
             diff = Explanations.load(self.explanations).mark(diff)
         else:
-            diff = _labelled(diff, self.diff.parent / "explanations")
+            diff = labelled(diff, self.diff.parent / "explanations")
         folder = self.diff.parent
         attribution = _attribution_in(folder) if self.attribution is None else Attribution.load(self.attribution)
         claims = claims_in(self.diff.parent, diff)
@@ -118,6 +118,7 @@ class Serve:
     def execute(self) -> None:
         from tsae.causal.intervention import folders_of_tests
         from tsae.claims.run_claims import claims_in
+        from tsae.diff.explain import labelled
         from tsae.report.playground import Playground
         from tsae.report.serving import HOST, ServedRun, server
 
@@ -131,8 +132,8 @@ class Serve:
             for test in folders_of_tests(folder):
                 if (test / "causal.json").is_file():
                     diff = tsae.Intervention.load(test).mark(diff)
-            labelled = _labelled(diff, folder / "explanations")
-            return labelled, _attribution_in(folder), claims_in(folder, diff)
+            diff = labelled(diff, folder / "explanations")
+            return diff, _attribution_in(folder), claims_in(folder, diff)
 
         def play(diff: tsae.FeatureDiff) -> Playground:
             series = load_series(*self.series) if self.series else checkpoints_of(folder, diff.info["readers"])
@@ -235,13 +236,6 @@ class Push:
                 return
             for address in upload(found, private=self.config.private):
                 print(f"pushed {address}")
-
-
-def _labelled(diff: tsae.FeatureDiff, folder: Path) -> tsae.FeatureDiff:
-    """The diff with the labels in a folder, if there are any."""
-    from tsae.diff.explain import FILE as EXPLANATIONS
-
-    return tsae.Explanations.load(folder).mark(diff) if (folder / EXPLANATIONS).is_file() else diff
 
 
 def _attribution_in(folder: Path) -> tsae.Attribution | None:

@@ -96,7 +96,7 @@ class Sample:
             for c in chosen
         ]
         rollouts = tsae.Rollouts.concat(of_each).with_advantages()
-        say_wrote(rollouts.write(self.to), rollouts)
+        say_wrote(rollouts.write(self.to), repr(rollouts))
         published(self.to)  # before its pieces are removed
         room = local(pieces, fetch=False)
         for checkpoint in chosen:
@@ -170,7 +170,7 @@ class Bands:
         else:
             measured_on = None if self.measured_on is None else tsae.Rollouts.read(self.measured_on)
             banded = rollouts.with_bands(self.reference, cutoffs=_cutoffs(self), measured_on=measured_on)
-        say_wrote(banded.write(self.to), banded)
+        say_wrote(banded.write(self.to), repr(banded))
         print(f"problems: {band_counts(problem_bands(banded.frame))}")
         print(found_how(banded.info["bands"]))
         if beside := banded.info.get("bands_beside"):
@@ -249,7 +249,7 @@ class Behaviours:
             print(behaviour_text(behaviours, bands_label(rollouts.info.get("bands"))))
             print(f"\n{format_text(formats)}")
             if self.to is not None:
-                say_wrote(found.write(self.to), found)
+                say_wrote(found.write(self.to), repr(found))
             write({"behaviours": behaviours, "formats": formats})
 
 

@@ -306,6 +306,14 @@ class Explanations(Tables):
         return cls(tables["explanations"], info)
 
 
+def labelled(diff: FeatureDiff, folder: Path) -> FeatureDiff:
+    """The diff with the labels in a folder, if there are any of its SAE."""
+    if not (folder / FILE).is_file():
+        return diff
+    found = Explanations.load(folder)
+    return found.mark(diff) if found.info["sae"] in (None, diff.info["sae"].get("weights")) else diff
+
+
 EXPLANATIONS = Kind("explanations", 1, FILE, "Make it with `tsae explain`.", Explanations.load)
 
 

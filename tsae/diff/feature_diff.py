@@ -16,7 +16,7 @@ import pandas as pd
 from tsae.base import display
 from tsae.base.artefact import Kind, versions, write_artefact
 from tsae.base.files import as_path, reading
-from tsae.base.filters import need_features, several
+from tsae.base.filters import feature_number, need_names, several
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.checkpoints.tokenizers import text_of
@@ -35,6 +35,7 @@ from tsae.features.contexts import Annotator, Context, annotate_tokens, top_cont
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.bands import bands_info, kind_of_bands
 from tsae.rollouts.behaviours import behaviour_table, by_thirds
+from tsae.rollouts.schema import BANDS
 from tsae.sae.quality.stability import Stability
 
 
@@ -153,6 +154,14 @@ def _strings_of(features: FeatureTable, strings: Sequence[str]) -> dict[str, str
     return {str(i): text_of(strings, i).encode("utf-8", "replace").decode() for i in ids}
 
 
+_NAMES = {
+    "kind": ("shift", "outcome", "interaction"),
+    "checkpoint": (),
+    "part": ("total", "policy", "representation", "same_trajectories", "success_minus_failure"),
+    "band": ("all", *BANDS),
+    "outcome": ("all", "success", "failure"),
+}
+"""Keys of contrasts, and the names that every diff knows, whether it drew them or not."""
 _TABLES = ("shifts", "contrasts", "features", "behaviours", "confounds", "families")
 _OPTIONAL = ("dynamics", "behaviour_dynamics", "baselines", "insertion", "reinforcement", "predicted", "noise")
 
@@ -243,19 +252,30 @@ class FeatureDiff(Tables):
 
         Returns:
             `shifts` with the columns moved (q at most the config's), survives_length and the like, and `features`.
+
+        Raises:
+            TsaeError: for a column, band, checkpoint or other name that there is not; it lists those that there are.
         """
+        where = "FeatureDiff.table"
         wanted = {name: several(value) for name, value in keys.items()}
+        need_names("column", wanted, self.shifts.columns, where)
+        self._need(wanted, where)
+        if "feature" in wanted:
+            wanted["feature"] = tuple(feature_number(f, len(self.features), where) for f in wanted["feature"])
         contrast = {name: value for name, value in wanted.items() if name in CONTRAST}
         table = self._of_contrasts(contrast)
         for name, value in wanted.items():
-            if name not in self.shifts.columns:
-                there = ", ".join(self.shifts.columns)
-                raise TsaeError(f"no column {name!r}; there are {there}", where="FeatureDiff.table")
             if name not in contrast:
                 table = table[table[name].isin(value)]
         if discoveries:
             table = table[table.moved]
         return table.join(self.features, on="feature").reset_index(drop=True)
+
+    @property
+    def names(self) -> pd.Series:
+        """What every feature responds to, by feature: its label (`tsae.explain`) where that passed its test."""
+        table = self.features
+        return table.label.where(table.label != "", table.responds_to) if "label" in table else table.responds_to
 
     @cached_property
     def _judged(self) -> pd.DataFrame:
@@ -266,6 +286,13 @@ class FeatureDiff(Tables):
     def _places(self) -> dict[tuple[str, ...], np.ndarray]:
         """Rows of every contrast's shifts. Comparing names over all rows at every call takes seconds."""
         return self.shifts.groupby(list(CONTRAST), sort=False).indices
+
+    def _need(self, keys: Mapping[str, Sequence[Any]], where: str) -> None:
+        """Refuse names of contrasts that cannot be: those of a typo. One that was not drawn has no rows."""
+        for name in keys.keys() & _NAMES.keys():
+            there = [*self.contrasts[name].unique()] if len(self.contrasts) else []
+            readers = [self.base, *self.checkpoints] if name == "checkpoint" else []
+            need_names(name, keys[name], [*readers, *there, *_NAMES[name]], where)
 
     def _of_contrasts(self, keys: dict[str, tuple[Any, ...]]) -> pd.DataFrame:
         """Judged shifts of the contrasts with these keys, in their order."""
@@ -314,14 +341,16 @@ class FeatureDiff(Tables):
     def top(self, n: int = 10, **keys: Any) -> pd.DataFrame:
         """The n discoveries of the selected contrasts, by default of all main shifts, that separate both sides best.
 
-        By AUROC, whose distance from ½ no feature has by being rare; then by |Δ|.
+        Rows of `table`, of which the columns that matter are shown. By AUROC, whose distance from ½ no feature has by
+        being rare; then by |Δ|.
         """
         if keys:
             table = self.table(discoveries=True, **keys)
         else:
             parts = [self.main_shift(checkpoint, discoveries=True) for checkpoint in self.checkpoints]
             table = pd.concat(parts, ignore_index=True) if parts else self.table(discoveries=True, kind="shift")
-        return table.iloc[np.lexsort((-table.delta.abs(), -(table.auroc - 0.5).abs()))].head(n).reset_index(drop=True)
+        order = np.lexsort((-table.delta.abs(), -(table.auroc - 0.5).abs()))
+        return Clearest(table.iloc[order].head(n).reset_index(drop=True))
 
     def main_part(self, checkpoint: str) -> str | None:
         """The shift that speaks for a checkpoint: total, or same_trajectories where total cannot be drawn.
@@ -383,6 +412,7 @@ class FeatureDiff(Tables):
         Returns:
             indexed by feature, strongest first (by the smaller |Δ| of the two), with the features' descriptions.
         """
+        self._need({"checkpoint": (up, down), "band": (band,), "part": (part,) if part else ()}, "FeatureDiff.opposed")
         if part is None:
             mains = {self.main_part(up), self.main_part(down)}
             part = str(mains.pop()) if len(mains) == 1 else "same_trajectories"
@@ -401,9 +431,9 @@ class FeatureDiff(Tables):
         found.insert(0, "strength", strength[order])
         return found
 
-    def feature(self, feature: int) -> Feature:
-        """One feature: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
-        need_features([feature], len(self.features), "FeatureDiff.feature")
+    def feature(self, feature: int | str) -> Feature:
+        """One feature, by its number: `table()`, `contexts()`, and `show()` for a notebook or a terminal."""
+        feature = feature_number(feature, len(self.features), "FeatureDiff.feature")
         table = self.table()
         return Feature(
             feature,
@@ -419,6 +449,9 @@ class FeatureDiff(Tables):
         """Figures: overview, behaviours, bands, volcano, decomposition, opposed, outcomes and feature."""
         return display.Plots(self)
 
+    def __str__(self) -> str:
+        return display.diff_text(self)
+
     def __repr__(self) -> str:
         of = {c: {"checkpoint": c, "part": self.main_part(c)} for c in self.checkpoints}
         shifts = {c: self.contrast(kind="shift", band="all", **keys) for c, keys in of.items()}
@@ -432,6 +465,7 @@ class FeatureDiff(Tables):
         table = self.contrasts
         if table.empty:
             return None
+        self._need({name: (value,) for name, value in keys.items() if value is not None}, "FeatureDiff.contrast")
         for name, value in {"outcome": "all", **keys}.items():
             table = table[table[name] == value]
         return None if table.empty else table.iloc[0]
@@ -497,6 +531,20 @@ class FeatureDiff(Tables):
 
 
 DIFF = Kind("diff", 1, "diff.json", "Make it with `tsae diff`.", FeatureDiff.load)
+
+
+class Clearest(pd.DataFrame):
+    """Rows of `FeatureDiff.table`, shown with the columns that a reader wants first. It holds all of them."""
+
+    @property
+    def _constructor(self) -> Any:
+        return pd.DataFrame
+
+    def __repr__(self) -> str:
+        return display.shown_effects(self).to_string(index=False)
+
+    def _repr_html_(self) -> str:
+        return display.shown_effects(self).to_html(index=False)
 
 
 @dataclass(frozen=True)

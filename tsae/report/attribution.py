@@ -406,7 +406,7 @@ def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
     same_sae = sae is not None and sae == own
     named = any(name.startswith("feature ") for name in found.targets.target)
     strange = [Said(_STRANGE, warns=True)] if named and None not in (sae, own) and not same_sae else []
-    described = {f"feature {i}": (int(i), str(diff.features.responds_to[i])) for i in diff.features.index if same_sae}
+    described = {f"feature {i}": (int(i), str(diff.names[i])) for i in diff.features.index if same_sae}
     gate = str(found.info["gate"])
     every = [] if gate else [moved(found, name) for name in told_targets(found)]
     main = set() if gate else set(main_targets(found))

@@ -17,6 +17,7 @@ import pandas as pd
 from tsae.activations.reading_plan import check_tokenizer
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import token_strings
+from tsae.diff.confounds import CONTROLS, NOT_MEASURED, SURVIVES
 from tsae.diff.feature_diff import Feature, FeatureDiff
 from tsae.errors import TsaeError
 from tsae.features.contexts import context
@@ -25,7 +26,7 @@ from tsae.features.sparse_matrices import row_blocks
 from tsae.report.document import macro
 from tsae.report.story.facts import bands_of, compared_with
 from tsae.report.story.findings import verdicts
-from tsae.report.text import count, number, visible
+from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 
@@ -194,6 +195,38 @@ def diff_card(diff: FeatureDiff) -> str:
         ("reconstruction per reader", pd.DataFrame(diff.info["readers"])[["id", "fve", "flagged"]]),
         note="Correlational: not causally tested. See diff.plot, diff.feature(i).show() and diff.to_html(path).",
         sortable=_ROWS,
+    )
+
+
+_ENDS, _ACTIVE = ("delta_low", "delta_high"), ("active_reference", "active")
+
+
+def diff_text(diff: FeatureDiff) -> str:
+    """For a terminal: the verdict on every run, and the clearest shifts."""
+    told = [f"{one.heading}: {' '.join(one.sentences[:2])}" for one in verdicts(diff)]
+    top = diff.top(5)
+    return "\n".join([repr(diff), *map(visible, told), *([str(top)] if len(top) else [])])
+
+
+def shown_effects(table: pd.DataFrame) -> pd.DataFrame:
+    """Of rows of `FeatureDiff.table` what a reader wants first, as text."""
+    names = table.label.where(table.label != "", table.responds_to) if "label" in table else table.responds_to
+    ends, active = (zip(table[a], table[b], strict=True) for a, b in (_ENDS, _ACTIVE))
+    survives = table[[f"survives_{control}" for control in CONTROLS]]
+    return pd.DataFrame(
+        {
+            "feature": table.feature,
+            "responds to": [shortened(visible(str(name)), 40) for name in names],
+            "checkpoint": table.checkpoint,
+            **{name: table[name] for name in ("kind", "part", "band") if table[name].nunique() > 1},
+            "Δ (sd)": [number(value, sign=True) for value in table.delta],
+            "interval": [interval(*both, sign=True) for both in ends],
+            "active %": [f"{percent(before)} → {percent(after)}" for before, after in active],
+            "q": [q_value(value) for value in table.q],
+            "past all controls": np.select(
+                [survives.eq(SURVIVES).all(axis=1), survives.eq(NOT_MEASURED).all(axis=1)], ["yes", "–"], "no"
+            ),
+        }
     )
 
 

@@ -90,7 +90,7 @@ def described_cells(diff: FeatureDiff, feature: int) -> list[str | Cell]:
     share = f"{100 * row.share:.0f} %, " if facts.has_classes(diff) else ""
     stable = f", stability {number(row.stability)}" if facts.has_stability(diff) else ""
     small = f"{share}{row.group}-level{stable}"
-    return [Cell(feature=int(feature)), Cell(str(row.responds_to), small, tone="isolated")]
+    return [Cell(feature=int(feature)), Cell(str(diff.names[feature]), small, tone="isolated")]
 
 
 def delta_cell(row: Any, q: float) -> Cell:

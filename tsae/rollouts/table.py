@@ -171,7 +171,11 @@ class Rollouts(TokenParts, Tables):
         policies = ", ".join(self.policies[:4]) + (", …" if len(self.policies) > 4 else "")
         return f"Rollouts({len(self):,} trajectories of {self.n_problems:,} problems; policies: {policies})"
 
-    def _repr_html_(self) -> str:
+    def __str__(self) -> str:
+        return f"{self!r}\n{self._summary().round(2).to_string(index=False)}"
+
+    def _summary(self) -> pd.DataFrame:
+        """Problems, trajectories, pass rates and lengths by policy and band."""
         frame = self.frame.assign(
             band=self.frame.band.fillna("none"),
             right=(self.frame.outcome == "success").where(self.frame.outcome != "unknown").astype(float),
@@ -183,7 +187,10 @@ class Rollouts(TokenParts, Tables):
             response_tokens=("response_length", "mean"),
         )
         order = {name: i for i, name in enumerate((*self.policies, *BANDS, "none"))}
-        table = table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
+        return table.reset_index().sort_values(["policy", "band"], key=lambda names: names.map(order))
+
+    def _repr_html_(self) -> str:
+        frame, table = self.frame, self._summary()
         counts = frame.outcome.value_counts()
         outcomes = ", ".join(f"{name} {counts[name]:,}" for name in OUTCOMES if name in counts)
         facts = {"trajectories": len(self), "problems": self.n_problems, "outcomes": outcomes}

@@ -93,6 +93,10 @@ class TemporalSAE(torch.nn.Module):
         }
         return display.card(type(self).__name__, facts)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, d_model) -> (…, d_model): the reconstruction of activations. No gradients pass."""
+        return self.decode(self.encode(x), x).detach()
+
     @property
     def fingerprint(self) -> str:
         """Hash of weights and threshold: the same SAE wherever its folder lies."""

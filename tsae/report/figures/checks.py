@@ -147,7 +147,7 @@ def steps_figure(diff: FeatureDiff, features: list[int]) -> go.Figure | None:
         last = first + len(heights) - 1
         for order, feature in enumerate(features):
             mine = table[(table.run == run) & (table.feature == feature)].sort_values("step")
-            label = f"{feature}: {figure_text(diff.features.responds_to[feature], 26)}"
+            label = f"{feature}: {figure_text(diff.names[feature], 26)}"
             text = [
                 f"step {r.step}, feature {label}<br>shift {number(r.shift, sign=True)} "
                 f"{interval(r.low, r.high, sign=True, like=r.shift)}, {figure_text(r.kind)}"

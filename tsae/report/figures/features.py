@@ -34,7 +34,7 @@ def top_features(diff: FeatureDiff, runs: list[str], n: int) -> list[int]:
 
 def feature_rows(figure: go.Figure, diff: FeatureDiff, features: Sequence[int], **cell: int) -> None:
     """Number and description of the features on the vertical axis."""
-    labels = [f"<b>{f}</b> {figure_text(diff.features.responds_to[f], 28)}" for f in features]
+    labels = [f"<b>{f}</b> {figure_text(diff.names[f], 28)}" for f in features]
     layout.label_rows(figure, labels, **cell)
 
 

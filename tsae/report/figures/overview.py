@@ -172,7 +172,7 @@ def _largest(moved: dict[str, pd.DataFrame], by: str) -> list:
 
 
 def _named(diff: FeatureDiff, features: Sequence[int]) -> list[str]:
-    return [f"{f}: {diff.features.responds_to[f]}" for f in features]
+    return [f"{f}: {diff.names[f]}" for f in features]
 
 
 def _strip(figure: go.Figure, classes: Sequence[str], moved: pd.DataFrame, cell: dict[str, int], limit: float) -> None:

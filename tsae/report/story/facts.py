@@ -225,8 +225,9 @@ def has_classes(diff: FeatureDiff) -> bool:
 
 def named(diff: FeatureDiff, feature: int) -> str:
     """A feature's number with what it responds to, for sentences; top tokens carry their own quotation marks."""
-    described = diff.features.responds_to[feature]
-    return f"{feature} “{described}”" if has_classes(diff) else f"{feature} ({described})"
+    described = diff.names[feature]
+    plain = not has_classes(diff) and described == diff.features.responds_to[feature]
+    return f"{feature} ({described})" if plain else f"{feature} “{described}”"
 
 
 def has_stability(diff: FeatureDiff) -> bool:
