@@ -214,6 +214,30 @@ def test_a_diff_shows_more_where_it_is_asked(shell: Shell, pipeline: Path, tmp_p
             np.testing.assert_allclose(rows.q, stats.false_discovery_control(rows.p, method=method))
 
 
+def test_the_folder_of_a_run_takes_the_place_of_options(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
+    before = sorted(pipeline.rglob("*"))
+    shown = shell("diff {p} --n-permutations 500 --n-bootstrap 200 --min-problems 5")
+    assert "\nrun-5: After" in shown
+    assert "wrote" not in shown
+    assert sorted(pipeline.rglob("*")) == before
+    shell("report {p} --to {t}/page.html")
+    assert "run-5" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "--diff: is missing. Give it, or the folder of a run." in shell.fails("report --to {t}/page.html")
+    assert "--to: is missing" in shell.fails("attribute {p}")
+    (tmp_path / "run").mkdir()
+    for name in ("run.json", "stages.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    assert "is what `tsae run` wrote. Give the trainer's folder" in shell.fails("run {t}/run")
+
+
+def test_features_name_their_tokens(pipeline: Path) -> None:
+    diff = tsae.feature_diff(pipeline / "features", tsae.DiffConfig(n_permutations=500, min_problems=5), progress=False)
+    known = tsae.FeatureDiff.load(pipeline / "diff").info["token_strings"]
+    assert diff.info["token_strings"] == known
+    words = {repr(word) for word in known.values()}
+    assert any(word in words for text in diff.features.responds_to for word in text.split())
+
+
 def test_evaluation_prints_and_writes_what_was_measured(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     lines = shell("evaluate --sae {p}/sae --store {p}/acts --readers run-5 --json {t}/numbers.json").splitlines()
     expected = tsae.evaluate(pipeline / "sae", tsae.ActivationStore(pipeline / "acts").subset(readers="run-5"))

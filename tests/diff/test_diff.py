@@ -435,6 +435,29 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
         diff.table(bands="all")
 
 
+def test_a_misspelt_name_is_answered_with_those_that_there_are(diff: FeatureDiff) -> None:
+    for ask, message in (
+        (lambda: diff.table(band="medum"), "no band 'medum'; there are all, easy, medium, hard"),
+        (lambda: diff.top(kind="shfit"), "no kind 'shfit'; there are shift, outcome, interaction"),
+        (lambda: diff.main_shift("rum"), "no checkpoint 'rum'; there are base, run"),
+        (lambda: diff.opposed("base", "rum"), "no checkpoint 'rum'"),
+        (lambda: diff.table(feature="ten"), "no feature 'ten'; there are 0 to 9"),
+    ):
+        with pytest.raises(TsaeError, match=message):
+            ask()
+    assert diff.feature("4").index == 4
+    assert set(diff.table(feature="4").feature) == {4}
+
+
+def test_the_clearest_shifts_are_printed_with_what_decides(diff: FeatureDiff) -> None:
+    top = diff.top(3)
+    head = " ".join(str(top).splitlines()[0].split())
+    assert head == "feature responds to checkpoint Δ (sd) interval active % q past all controls"
+    assert str(top) in str(diff)
+    assert str(diff).startswith(f"{diff!r}\nrun: ")
+    assert type(top[["feature", "q"]]) is pd.DataFrame
+
+
 def test_opposed_features_are_raised_by_one_and_lowered_by_another(diff: FeatureDiff) -> None:
     other = diff.shifts.assign(checkpoint="other", difference=-diff.shifts.difference, delta=-diff.shifts.delta)
     both = replace(

@@ -413,6 +413,8 @@ def test_labels_go_with_their_sae_only(diff: FeatureDiff) -> None:
     found = explain(diff, CONFIG, progress=False)
     marked = found.mark(diff)
     assert marked.features.label.tolist() == [f"the token {word!r}" for word in WORDS[:4]] + ["", ""]
+    assert marked.names.tolist() == [*marked.features.label[:4], *marked.features.responds_to[4:]]
+    assert str(marked.features.label[0]) in str(marked.top())
     other = replace(diff, info={**diff.info, "sae": {**diff.info["sae"], "weights": "other"}})
     with pytest.raises(TsaeError, match="another SAE than the labels"):
         found.mark(other)

@@ -569,6 +569,7 @@ def test_decoder_rows_have_unit_norm_in_raw_units(planted: tuple[ActivationStore
     x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(0, 500)))
     assert float((sae.encode(x) > 0).sum(1).float().mean()) == pytest.approx(3, rel=0.05)
     assert float(sae.threshold) > 0
+    torch.testing.assert_close(sae(x), sae.decode(sae.encode(x)))
 
 
 @pytest.mark.parametrize("k", [1, 7, 30])
