@@ -91,7 +91,7 @@ def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:
 def test_a_run_to_try_is_written_as_trl_leaves_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["demo", "--as-run", str(tmp_path / "a run")])
     printed = capsys.readouterr().out
-    assert f"tsae run '{tmp_path / 'a run'}' --to analysis" in printed
+    assert f"tsae run '{tmp_path / 'a run'}' --to mixed-analysis" in printed
     series, log = tsae.CheckpointSeries.load(tmp_path / "a run"), tsae.testbed.mixed_run() / "completions"
     assert [c.id for c in series] == ["a-run-00008", "a-run-00016"]
     assert base_on_card(tmp_path / "a run") == tsae.testbed.series().base.path

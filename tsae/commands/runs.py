@@ -89,9 +89,9 @@ class Watch:
 
 
 _NEXT = (
-    "tsae doctor {}                  # in a second: what the run has, and what it lacks",
-    "tsae run {} --to analysis       # in two minutes: what changed, and which samples did that",
-    "tsae attribute {} --to samples --sae analysis/sae  # the second question alone, in more detail",
+    "tsae doctor {0}                                            # what the run has, and what it lacks",
+    "tsae run {0} --to mixed-analysis                           # what changed, and which samples did that",
+    "tsae attribute {0} --sae mixed-analysis/sae --to samples   # the second question alone, of more targets",
 )
 """What to do with the run that `tsae demo --as-run` wrote."""
 
