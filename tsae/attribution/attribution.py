@@ -74,10 +74,11 @@ class Attribution(Tables):
     both asked. See `tsae.rollouts.behaviours.behaviour_table`."""
     info: dict[str, Any] = field(default_factory=dict)
     """recipe (the settings in words), run, series, checkpoints (their steps), inputs (fingerprints of what it was made
-    from), sae (its fingerprint, or None), path_error (distance of the replay from the last checkpoint, or None), replay
-    (steps: of the run; to: the last one that is replayed well; within: the largest deviation until then; departs: the
-    first step that is not, or None; cause), gate (why no effect is stated; or empty), trained_on (whether
-    right and wrong answers are those of the log's own problems), and notes: what was sampled, assumed or left out."""
+    from), sae (its fingerprint, or None), path_error (distance of the replay from the last checkpoint, or None),
+    replay (steps: of the run; to: the last one that is replayed well; within: the largest deviation until then;
+    departs: the first step that is not, or None; cause), about (which run this is, where that is not clear), gate
+    (why no effect is stated; or empty), trained_on (whether right and wrong answers are those of the log's own
+    problems), and notes: what was sampled, assumed or left out."""
     source: Rollouts | None = field(default=None, repr=False, compare=False)
     """The log, for texts; None after loading without it."""
 

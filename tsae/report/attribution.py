@@ -286,7 +286,7 @@ def statement(found: Attribution) -> Statement:
     known = [name for name in chosen if name] or [str(name) for name in found.targets.target[:1]]
     if not known:
         return Statement(heading, ("No target moved.",), "samples")
-    told = [said.text for said in _replayed(found) if said.warns]
+    told = [*filter(None, [found.info.get("about")]), *(said.text for said in _replayed(found) if said.warns)]
     told += [sentence for name in known for sentence in _sentences(moved(found, name))]
     if found.bands.empty:
         told.append("The log has no bands, so that samples cannot be told apart by difficulty.")

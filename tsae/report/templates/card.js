@@ -116,8 +116,8 @@ const effectTables = (data, feature) => {
 const pushedBy = (found) => found && element("details", {}, element("summary", {}, "Training samples that pushed it"),
   element("p", {}, found.told),
   element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples with the largest shares" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...found.head.map((text) => element("th", { scope: "col" }, text)))),
-    element("tbody", {}, ...found.rows.map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text))))))));
+    element("thead", {}, element("tr", {}, ...found.head.map((text, i) => element("th", { scope: "col", class: i === 1 || i === 4 ? null : "n" }, text)))),
+    element("tbody", {}, ...found.rows.map((row) => element("tr", {}, ...row.map((text, i) => element("td", { class: i === 1 || i === 4 ? null : "n" }, text))))))));
 
 const term = (key, text) => element("a", { class: "term", href: "#term-" + key }, text);
 
