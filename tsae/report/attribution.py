@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import floor, log10
 from typing import Any, NamedTuple
@@ -227,23 +227,6 @@ def to_read(found: Attribution, n: int = 10) -> list[Read]:
     known = found.tokens.groupby("trajectory").target.agg(set)
     most = {row: next(name for name in found.of_sample(row).target if name in known[row]) for row in shown}
     return [_read(found, row, name) for row, name in most.items()]
-
-
-def pushing(
-    found: Attribution, features: Iterable[int], n: int = 2
-) -> list[tuple[int, str, list[tuple[Read, list[Piece]]]]]:
-    """Of these features, those that are targets: their change, and the n samples with the largest shares either way."""
-    names = {feature: f"{_FEATURE}{feature}" for feature in features if not found.info["gate"]}
-    chosen = {feature: name for feature, name in names.items() if name in set(found.targets.target)}
-    rows = {feature: found.of_target(name, n).trajectory for feature, name in chosen.items()}
-    return [
-        (
-            feature,
-            moved(found, name).change,
-            [(one := _read(found, int(row), name), _pieces(one)) for row in rows[feature]],
-        )
-        for feature, name in chosen.items()
-    ]
 
 
 def _read(found: Attribution, trajectory: int, target: str) -> Read:

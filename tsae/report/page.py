@@ -15,7 +15,7 @@ from tsae.attribution.attribution import Attribution
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report import tables
-from tsae.report.attribution import attributed, pushed, pushing, statement
+from tsae.report.attribution import attributed, pushed, statement
 from tsae.report.claims import HEADING, expected, told_claims
 from tsae.report.document import macro, packed, render_page, target, write_page, written_with
 from tsae.report.examples import side_by_side
@@ -102,7 +102,6 @@ def render(
         sections=list(_sections(diff, shown is not None, attribution, claims)),
         task=visible(str(diff.info.get("task", ""))),
         worked=_worked(shown) if shown and diff.info.get("task") else [],
-        pushed=_pushed(diff, shown, attribution),
         glossary=GLOSSARY,
         claims=[] if claims is None else told_claims(claims),
         one_run=ONE_RUN,
@@ -171,13 +170,6 @@ def _worked(shown: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         text = "".join(shown["strings"][token] for token in tokens)
         rows.append((policy, shortened(text, 400), outcome, f"{right} of {n} right"))
     return rows
-
-
-def _pushed(diff: FeatureDiff, shown: dict[str, Any] | None, attribution: Attribution | None) -> list[Any]:
-    """The training samples that pushed the features that colour tokens, where the attribution is of the same SAE."""
-    if shown is None or attribution is None or attribution.info.get("sae") != diff.made_from["sae"]:
-        return []
-    return pushing(attribution, shown["features"])
 
 
 def _sections(

@@ -113,7 +113,7 @@ const effectTables = (data, feature) => {
 };
 
 // What training samples did to a feature that was attributed, and the samples that raised and lowered it most.
-const pushedBy = (found) => found && element("details", {}, element("summary", {}, "Training samples that pushed it"),
+const pushedBy = (found, feature = "it") => found && element("details", {}, element("summary", {}, `Training samples that pushed ${feature}`),
   element("p", {}, found.told),
   element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Samples with the largest shares" }, element("table", {},
     element("thead", {}, element("tr", {}, ...found.head.map((text, i) => element("th", { scope: "col", class: i === 1 || i === 4 ? null : "n" }, text)))),

@@ -3,6 +3,7 @@ const startShow = async () => {
   const place = document.getElementById("shown");
   if (!place) return;
   const data = await unpack("problems");
+  const pushed = document.getElementById("part-pushed") ? await unpack("pushed") : {};
   const [run, problem, colour] = place.querySelectorAll("select");
   const options = (select, texts) => select.replaceChildren(...texts.map((text, i) => element("option", { value: i }, text)));
   const often = ([right, n, responses]) => (responses.some(([outcome]) => outcome !== "unknown") ? `${right} of ${n} right` : countText(n, "response"));
@@ -50,6 +51,10 @@ const startShow = async () => {
       return element("div", { class: "example" }, head, text);
     }));
     document.getElementById("answers").replaceChildren(element("div", { class: "tokens prompt", dir: "auto" }, prompt), element("div", { class: "pair" }, ...cells));
+    const known = signs.filter(([feature]) => pushed[feature]).map(([feature]) => pushedBy(pushed[feature], `feature ${feature}, ${data.features[feature][1]}`));
+    const others = Object.keys(pushed).flatMap((feature, i) => [i ? ", " : "", element("a", { href: "#feature-" + feature }, feature)]);
+    const instead = others.length ? [element("p", { class: "quiet" }, "Training samples are known of other features than these: ", ...others, ".")] : [];
+    document.getElementById("pushed").replaceChildren(...(known.length ? known : instead));
   };
 
   const fill = () => {
