@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from support.builders import feature_table
 from support.results import (
     INVISIBLE,
     MARKUP,
@@ -28,11 +29,11 @@ from support.results import (
     source,
     table_of,
 )
-from tsae.diff.confounds import FAILS, SURVIVES
+from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError
 from tsae.report.document import number_array
-from tsae.report.examples import AFTER, BEFORE, contexts, histograms
+from tsae.report.examples import AFTER, BEFORE, colouring, contexts, histograms, side_by_side
 from tsae.report.explorer import contrasts_shown, explorer
 from tsae.report.figures.features import decomposition_figure
 from tsae.report.figures.layout import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SERIES, SYMBOLS, panels
@@ -44,6 +45,7 @@ from tsae.report.story.gates import statistics_text
 from tsae.report.tables import opposed, table_text
 from tsae.report.terminal import contrasts_text, gates_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
+from tsae.rollouts.table import Rollouts
 
 
 @pytest.fixture(scope="module")
@@ -503,6 +505,58 @@ def test_every_link_and_figure_has_its_target(page: Page) -> None:
         if "data-figure" in attrs:
             assert attrs["data-figure"] in page.drawn
             assert attrs["aria-label"]
+
+
+def side(outcomes: dict[str, dict[str, str]]) -> FeatureDiff:
+    """Base and up-run answer problems, r or w a response. On the first token of each, feature f is f + 1."""
+    records = [
+        {
+            "problem_id": problem, "policy": policy, "prompt_ids": [0, 0], "response_ids": [1, 2, 3], "prompt": "ask",
+            "response": "", "band": problem[:4], "outcome": {"r": "success", "w": "failure"}[letter],
+        }
+        for policy, of in outcomes.items() for problem, letters in of.items() for letter in letters
+    ]  # fmt: skip
+    rollouts = Rollouts.from_records(records)
+    policies = np.array([record["policy"] for record in records])
+    codes = np.zeros((len(records) * 5, 6))
+    codes[2::5] = np.arange(1, 7)
+    readers = [(name, np.flatnonzero(policies == name)) for name in outcomes]
+    made = make()
+    made.info["token_strings"] = {"1": "one", "2": "two\u202e"}
+    return replace(made, source=feature_table(rollouts, codes, readers, d_high=2, special=(0,)))
+
+
+def test_a_problem_side_by_side() -> None:
+    base = {"easy0": "rrww", "easy1": "rrrr", "hard0": "wwww"}
+    diff = side({"base": base, "up-run": {"easy0": "wwww", "easy1": "rrrw", "hard0": "wrww"}})
+    shown = side_by_side(diff)
+    assert shown is not None
+    # No control was measured, so features that moved stand in for those that survive: the clearest first.
+    assert shown["runs"] == [["up-run", [(0, 1), (2, -1), (1, 1), (4, 1)], False]]
+    # From each band in turn, those whose solve rate changed most.
+    assert [(name, band, prompt) for name, band, prompt, _ in shown["problems"]] == [
+        ("easy0", "easy", "ask"), ("hard0", "hard", "ask"), ("easy1", "easy", "ask")
+    ]  # fmt: skip
+    right, n, responses = shown["problems"][0][3]["base"]
+    assert (right, n, [outcome for outcome, *_ in responses]) == (2, 4, ["success", "failure"])
+    # Three tokens; on the first one all four features are as active as ever.
+    assert responses[0][1:] == [3, [0, 1, 2], [0, 0, 99, 0, 2, 99, 0, 1, 99, 0, 4, 99]]
+    assert [shown["strings"][token] for token in responses[0][2]] == ["one", "two‹U+202E›", "#3 "]
+    assert [shown["problems"][2][3]["up-run"][0], len(shown["problems"][2][3]["base"][2])] == [3, 1]
+    # A feature that survives every control takes the place of the others.
+    keys = {"kind": "shift", "checkpoint": "up-run", "part": "total", "band": "all", "outcome": "all", "feature": 1}
+    kept = pd.DataFrame([{**keys, "control": control, "verdict": SURVIVES} for control in CONTROLS])
+    assert colouring(replace(diff, confounds=kept), "up-run") == (True, {1: 1})
+    assert side_by_side(replace(diff, source=None)) is None
+    assert side_by_side(side({"base": base, "up-run": {"hard9": "r"}})) is None
+
+
+def test_the_task_is_shown_with_a_worked_example() -> None:
+    diff = side({"base": {"hard0": "wwr"}, "up-run": {"hard0": "rrw"}})
+    assert "The task." not in rendered(diff)
+    page = rendered(replace(diff, info={**diff.info, "task": f"Add {MARKUP}."}))
+    assert f"The task.</strong> Add {html_text(MARKUP)}." in page
+    assert page.count("✗ wrong</span> <small>1 of 3 right") == page.count("✓ right</span> <small>2 of 3 right") == 1
 
 
 def test_the_same_diff_gives_the_same_bytes(tmp_path: Path) -> None:

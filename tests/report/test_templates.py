@@ -7,9 +7,11 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from markupsafe import Markup
 
 import tsae
 from tsae.report.document import environment, macro
+from tsae.report.glossary import GLOSSARY, explained
 from tsae.report.story.statements import Caveat
 from tsae.report.tables import Cell, Table
 
@@ -51,6 +53,29 @@ def test_every_part_of_a_table_is_escaped() -> None:
 def test_a_sentence_links_features_and_escapes_the_rest() -> None:
     written = macro("macros.html", "sentence", [HOSTILE, 7, "."])
     assert written == f'{SHOWN}<span class="feature" data-feature="7">7</span>.'
+
+
+def test_words_are_links_to_the_glossary_once_a_table_and_never_in_texts_of_files() -> None:
+    q = '<a class="term" href="#term-q">q</a>'
+    assert explained(f"q {HOSTILE} q") == f"{q} {SHOWN} q"
+    assert explained(Markup("<p>q</p><table><th>q</th></table>")) == f"<p>{q}</p><table><th>{q}</th></table>"
+    for kept in (
+        '<a href="#q">q</a>', "<bdi>q <i>q</i></bdi>", '<div class="tokens" dir="auto">q <div>q</div> q</div>',
+        '<p title="q &gt; 1">queue</p>', "<code>q</code>",
+    ):  # fmt: skip
+        assert explained(Markup(kept)) == kept
+    paper = '<a href="https://arxiv.org/abs/2605.28388">arXiv 2605.28388</a>'
+    assert explained("see arXiv 2605.28388, 2605.28388; 1234.5 2699.12345 12605.28388") == (
+        f"see {paper}, {paper}; 1234.5 2699.12345 12605.28388"
+    )
+
+
+def test_every_word_of_the_glossary_is_found_as_itself() -> None:
+    for term in GLOSSARY:
+        assert explained(term.name) == term.name or f"#term-{term.key}" in explained(term.name)
+        assert term.meaning.endswith(".")
+    named = re.findall(r'term\("(\S+?)"', (FOLDER / "card.js").read_text(encoding="utf-8"))
+    assert {"delta", "survivors", "auroc", "q"} == set(named) <= {term.key for term in GLOSSARY}
 
 
 @pytest.mark.parametrize("name", ["text", "heading"])

@@ -316,6 +316,7 @@ def side_by_side(diff: FeatureDiff) -> dict[str, Any] | None:
     if source is None or not runs:
         return None
     table = _answers(source, [diff.base, *runs])
+    runs = [run for run in runs if {diff.base, run} <= set(table.column)]
     sides = {run: colouring(diff, run) for run in runs}
     features = list(dict.fromkeys(feature for _, signs in sides.values() for feature in signs))
     chosen = _problems(diff, table, runs)
@@ -392,8 +393,6 @@ def _problems(diff: FeatureDiff, table: pd.DataFrame, runs: list[str]) -> list[s
     bands = right.drop_duplicates("problem_id").set_index("problem_id").band.reindex(rates.index)
     names, queues = list(rates.index), []
     for run in runs:
-        if not {diff.base, run} <= set(n.columns):
-            continue
         both = n[[diff.base, run]].notna().all(axis=1).to_numpy()
         order = np.argsort(-(rates[run] - rates[diff.base]).abs().fillna(0).to_numpy(), kind="stable")
         first = facts.trained_on(diff, run)
