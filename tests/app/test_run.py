@@ -916,7 +916,7 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
     lines, diff = analysed(config)
     refused = diff.info["bands"]["refused"]
     assert lines[3].startswith(
-        "bands:       bands and training steps cannot be told apart: the training step explains 7"
+        "bands:       bands and training steps cannot be separated: the training step explains 7"
     )
     assert "Give the base's own pass rates on these problems (--bands-from)" in lines[3]
     assert diff.info["bands"]["confounded_with_step"]["table"].keys() == {"easy", "medium", "hard"}

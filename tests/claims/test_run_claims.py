@@ -573,7 +573,7 @@ def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
     "bands", ["easy", {"reference": "base"}, {"reference": "base", "separate": False, "refused": 1}]
 )
 def test_damaged_facts_on_bands_are_refused(tmp_path: Path, bands: Any) -> None:
-    with pytest.raises(TsaeError, match="in no known way"):
+    with pytest.raises(TsaeError, match="not describe in a known way"):
         claims_of(ran(tmp_path, info={"sampled": {}, "bands": bands}), ["a"])
 
 

@@ -379,9 +379,9 @@ def test_damaged_facts_on_bands_are_refused(bands: Any) -> None:
     """What says whether bands can be compared must be as it was written."""
     table = log(n_problems=8)
     table.rollouts.info["bands"] = bands
-    with pytest.raises(TsaeError, match="in no known way"):
+    with pytest.raises(TsaeError, match="not describe in a known way"):
         comparisons(table, Rows.of(table, QUICK), QUICK)
-    with pytest.raises(TsaeError, match="in no known way"):
+    with pytest.raises(TsaeError, match="not describe in a known way"):
         feature_diff(table, QUICK, progress=False)
 
 

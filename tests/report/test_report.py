@@ -691,16 +691,16 @@ def test_panels_have_the_heights_and_gaps_that_were_asked_for() -> None:
 def test_bands_that_are_steps_are_said_before_all_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Where the log has many steps, several stand together.
     table = {"easy": {"10-25": 7, "2": 0}, "medium": {"2": 3, "3-9": 4}, "hard": {"2": 5, "10-25": 0}}
-    why = "bands and training steps cannot be told apart"
+    why = "bands and training steps cannot be separated"
     bands = {**make().info["bands"], "refused": why, "confounded_with_step": {"table": table, "sentence": why}}
     diff = replace(make(), info={**make().info, "bands": bands})
     assert findings(diff)[0].sentences == (f"{why[0].upper()}{why[1:]}. Bands are shown, and not compared.",)
     page = diff.to_html(tmp_path / "r.html").read_text()
-    assert page.index("cannot be told apart") < page.index("<bdi>up-run</bdi>")
+    assert page.index("cannot be separated") < page.index("<bdi>up-run</bdi>")
     assert "Problems by band and training step" in page
     print_findings(diff)
     said = capsys.readouterr().out
-    assert said.index("cannot be told apart") < said.index("Behaviour on each band")
+    assert said.index("cannot be separated") < said.index("Behaviour on each band")
     assert re.search(r"step 2 +step 3-9 +step 10-25\n  easy +0 +0 +7\n", said)
 
 

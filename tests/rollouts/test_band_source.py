@@ -185,7 +185,7 @@ def test_a_curriculum_by_the_data_sets_levels_is_its_steps(rollouts: Rollouts) -
     both = rollouts.with_source(BandSource(bands_column="level"))
     (bands, _), rank = bands_of(both), both.frame.problem_id.str[1:].astype(int)
     in_turn = both.frame.assign(step=rank % 5)  # the level is i % 5 + 1
-    assert of_steps(bands, in_turn, 0).startswith("bands and training steps cannot be told apart: the training step")
+    assert of_steps(bands, in_turn, 0).startswith("bands and training steps cannot be separated: the training step")
     assert "of the differences of difficulty" in bands.info["refused"]
     (bands, _), mixed = bands_of(both), both.frame.assign(step=rank // 5)
     assert of_steps(bands, mixed, 0).startswith("the training step explains 0% of the differences of difficulty")

@@ -191,7 +191,7 @@ def test_bands_of_a_log_that_learns_are_its_steps() -> None:
     frame["policy"] = "run-" + frame["step"].astype(str)
     bands, told = band_problems(frame, "log")
     assert bands is not None
-    assert told.startswith("bands and training steps cannot be told apart: the training step explains ")
+    assert told.startswith("bands and training steps cannot be separated: the training step explains ")
     assert bands.info["refused"] in told
     found = bands.info["confounded_with_step"]
     assert found["sentence"] == bands.info["refused"]

@@ -525,7 +525,7 @@ def test_separate_rollouts_are_matched_by_their_prompts(tmp_path: Path) -> None:
 )
 def test_bands_that_a_file_describes_wrongly_are_refused(bands: Any) -> None:
     rollouts = graded({"base": {"a": (2, 2)}}, band="easy")
-    with pytest.raises(TsaeError, match=r"in no known way\. Band the rollouts again"):
+    with pytest.raises(TsaeError, match=r"not describe in a known way .*\. Band the rollouts again"):
         difficulty(Rollouts(rollouts.table, {"bands": bands}), DifficultyConfig(k=(1,)))
 
 
@@ -549,7 +549,7 @@ def test_problems_that_share_a_prompt_are_matched_by_their_ids(tmp_path: Path) -
     assert separate_rollouts(other, log, "base").problem_id.tolist() == ["a", "c"]
     of_others = asking("of-others.parquet", "base", ("c", 6, "failure"), ("d", 6, "success"))
     assert separate_rollouts(of_others, log, "base").problem_id.tolist() == ["c"]
-    with pytest.raises(TsaeError, match=r"of 2 of its problems nothing says which they are: .* share their prompt"):
+    with pytest.raises(TsaeError, match=r"2 of its problems cannot be identified: .* share their prompt"):
         separate_rollouts(asking("none.parquet", "base", ("x", 5, "success"), ("y", 5, "success")), log, "base")
 
 

@@ -295,7 +295,7 @@ def altered(name: str, value: Any) -> Any:
         (altered("prompt_token_ids", [1]), "read another prompt than was sent"),
         (altered("token_ids", [3, 2000]), "gives token id 2000, and the checkpoint's tokenizer has 20"),
         (altered("token_ids", [3, -1]), "gives token id"),
-        (altered("text", "other"), "gives ids whose text is another one with the checkpoint's tokenizer"),
+        (altered("text", "other"), "gives ids that the checkpoint's tokenizer decodes to another text"),
         (altered("text", None), "gives no completion .choices.0.text: .*string"),
         (altered("token_ids", ["x"]), "gives no completion .choices.0.token_ids"),
         (altered("token_ids", [1.5]), "gives no completion .choices.0.token_ids"),

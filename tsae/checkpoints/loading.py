@@ -271,7 +271,7 @@ def need_unchanged(checkpoint: CheckpointRecord, before: str, *, loaded: bool = 
     found = weights_fingerprint(checkpoint)
     if found != before:
         what = f"its weights or its config changed while they were in use (hash {found}, before {before})"
-        fix = "Put the earlier files back and give the command again, or begin anew with an output of another name."
+        fix = "Put the earlier files back and give the command again, or start again with another output."
         raise TsaeError(what, where=checkpoint.path, fix=fix)
 
 

@@ -272,7 +272,7 @@ def statement(found: Attribution) -> Statement:
     told = [*filter(None, [found.info.get("about")]), *(said.text for said in _replayed(found) if said.warns)]
     told += [sentence for name in known for sentence in _sentences(moved(found, name))]
     if found.bands.empty:
-        told.append("The log has no bands, so that samples cannot be told apart by difficulty.")
+        told.append("The log has no bands, so that samples cannot be divided by difficulty.")
     error = found.info["path_error"]
     replay = "" if error is None else f" The replay ends {_part(error)} of the way off the run's checkpoints."
     return Statement(heading, (*told, ONE_RUN + replay), "samples")

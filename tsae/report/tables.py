@@ -143,7 +143,7 @@ def readers(diff: FeatureDiff) -> Table:
 
 
 def problems_by_step(diff: FeatureDiff) -> Table | None:
-    """Problems of every band by the step at which they were asked, where the two cannot be told apart."""
+    """Problems of every band by the step at which they were asked, where the two cannot be separated."""
     steps, counts = bands_by_step(diff)
     rows = [[band, *(f"{n:,}" for n in row)] for band, row in counts.items()]
     head = [band_head(diff), *(f"step {step}" for step in steps)]

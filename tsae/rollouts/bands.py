@@ -235,7 +235,7 @@ def bands_info(info: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         return None
     whole = isinstance(bands, dict) and {"reference", "separate"} <= bands.keys()
     if not whole or not all(isinstance(bands[name], _KINDS[name]) for name in _KINDS.keys() & bands.keys()):
-        what = 'says what its bands were measured on (info["bands"]) in no known way'
+        what = 'does not describe in a known way what its bands were measured on (info["bands"])'
         raise TsaeError(what, where=where, fix="Band the rollouts again (tsae rollouts bands).")
     return bands
 
@@ -301,7 +301,7 @@ class Confounding:
 
     def __str__(self) -> str:
         if self.n_steps < 2:
-            return "the log is of one training step, so that bands are not steps, and shows nothing of the run's course"
+            return "the log is of one training step, so that bands are not steps, and the run's course does not show"
         if np.isnan(self.share):
             return "all problems have the same pass rate"
         p = f"p < {1 / _DRAWS:g}" if self.p <= 1 / _DRAWS else f"p {self.p:.2g}"
@@ -326,7 +326,7 @@ def of_steps(bands: Bands, outline: pd.DataFrame, seed: int) -> str:
     if measured.told_apart:
         return told
     told = (
-        f"bands and training steps cannot be told apart: {told}; {measured.late}. A difference between bands would be "
+        f"bands and training steps cannot be separated: {told}; {measured.late}. A difference between bands would be "
         "one between steps. Let all checkpoints answer anew (--sample)"
     )
     bands.info["refused"] = told
@@ -434,8 +434,8 @@ def band_problems(
     if len(outcomes) == 1:
         same = "right" if outcomes == {"success"} else "wrong"
         return None, (
-            f"none: every response is {same}, so that no problem is harder than another here, and nothing can be said "
-            "of successes against failures; how a checkpoint reads these responses can be compared"
+            f"none: every response is {same}, so that no problem is harder than another here. Successes and failures "
+            "cannot be compared; how checkpoints read these responses can"
         )
     enough = outline[(outline.policy == base) & (outline.outcome != "unknown")].problem_id.value_counts() >= 2
     answered = set(enough.index[enough])
@@ -452,7 +452,7 @@ def band_problems(
     if own is not None and _smallest_band(own) >= FEWEST:
         return own, f"{of_base}; of the log's other responses {measured}"
     refused = (
-        f"bands and training steps cannot be told apart: {measured}; {measured.late}. A difference between bands would "
+        f"bands and training steps cannot be separated: {measured}; {measured.late}. A difference between bands would "
         "be one between steps. Give the base's own pass rates on these problems (--bands-from), or bands from "
         "elsewhere (--difficulty, --bands-column)"
     )

@@ -243,7 +243,7 @@ def choose_verifier(logged: Rollouts, asked: str | None) -> tuple[str | None, st
         told = f"{best}, the nearest, confirms {tried[best]:.0%}"
     else:
         told = "it has no reference answers with outcomes"
-    return None, f"accuracy is not measured: no verifier says what the log says ({told}); name one (--verifier)"
+    return None, f"accuracy is not measured: no verifier agrees with the log ({told}); name one (--verifier)"
 
 
 def _confirmed(frame: pd.DataFrame, verify: Callable[[str, str], bool]) -> float | None:
@@ -303,7 +303,7 @@ def separate_rollouts(path: Path, log: Path, base: str) -> pd.DataFrame:
         what = f"asks none of the problems of {log.name}: no prompt has the same tokens"
         if unclear:
             what = (
-                f"of {len(unclear)} of its problems nothing says which they are: several problems of {log.name} share "
+                f"{len(unclear)} of its problems cannot be identified: several problems of {log.name} share "
                 "their prompt, and have other ids"
             )
         raise TsaeError(what, where=path, fix="Sample the log's own problems, with the prompt format of the training.")

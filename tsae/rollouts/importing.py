@@ -272,7 +272,7 @@ def _workers(
             time.sleep(0.02)
         if not path.is_file() and of[path].returncode:
             what = f"a process that read the log was ended from outside (exit status {of[path].returncode})"
-            fix = "If memory ran out, say --workers 1; finished parts are not read again."
+            fix = "If memory ran out, give --workers 1; finished parts are not read again."
             raise TsaeError(what, where="--workers", fix=fix)
 
     try:
@@ -461,7 +461,7 @@ class LogImporter:
                 yield f"{times:,} of {n:,} trajectories have {article} {name}; the others do not"
         if retokenised := counts[_RESPONSES][_RETOKENISED]:
             yield (
-                f"{retokenised:,} responses were tokenised from text: equal text, not surely the tokens that were "
+                f"{retokenised:,} responses were tokenised from text, perhaps into other tokens than those that were "
                 "sampled (round_trip is false)"
             )
         if without_end := counts[_RESPONSES][_WITHOUT_END]:

@@ -172,7 +172,7 @@ class Server:
             what = f"gives token id {max(found_ids)}, and the checkpoint's tokenizer has {len(self.tokenizer)}"
             self._refuse(what)
         if exact and not _same_text(text, str(self.tokenizer.decode(found_ids, skip_special_tokens=True))):
-            self._refuse(f"gives ids whose text is another one with the checkpoint's tokenizer ({text[:40]!r})")
+            self._refuse(f"gives ids that the checkpoint's tokenizer decodes to another text ({text[:40]!r})")
         if reason == "stop" and not (found_ids and found_ids[-1] in self.ends):
             stop = choice.stop_reason
             found_ids.append(stop if isinstance(stop, int) and stop in self.ends else self.ends[0])

@@ -57,8 +57,8 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     if config.format != "auto":
         chosen = _BY_NAME[config.format]
         if path.is_file() and kind_of(path) not in chosen.suffixes:
-            what = f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this is none"
-            fix = "Name its columns (--format plain --column response=NAME …), or say no --format."
+            what = f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this file is not"
+            fix = "Name its columns (--format plain --column response=NAME …), or leave --format out."
             raise TsaeError(what, where=path, fix=fix)
         matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
         # One file, or files with other names than the trainer's, are what the user says.

@@ -424,7 +424,7 @@ def test_an_unknown_log_says_how_to_name_its_columns(
     assert main(["rollouts", "import", str(log), *options]) in (None, 0)
     capsys.readouterr()
     assert column(Rollouts.read(tmp_path / "r.parquet"), "response_ids") == [RIGHT]
-    refused(r"slime rollout data are \.pt files, and this is none", read, log, chat, format="slime")
+    refused(r"slime rollout data are \.pt files, and this file is not", read, log, chat, format="slime")
     for row, options_shown in (
         ({"question": "1?", "model output": "2", "score": 1},
          "--column prompt=question --column 'response=model output' --column reward=score"),

@@ -380,7 +380,7 @@ class LogProbs:
         if not sampled:
             told = "no trajectory is known to be sampled by a checkpoint that is here"
             if not self.checkpoints:
-                told = "of a single checkpoint it is not known whether it sampled"
+                told = "it is not known whether this single checkpoint sampled"
             if self._placeholders:
                 told = "all tokens of a response have the same one, as placeholders have"
             return _not_compared(told)

@@ -62,7 +62,7 @@ def drop_repeats(
     if differs.any() and "repeated" not in config.skip:
         a, b = first[differs][0], second[differs][0]
         what = f"the trajectory of {place(a)} comes here again, and is another"
-        fix = "If the run went on from an older checkpoint, keep what it logged last with --skip repeated."
+        fix = "If the run resumed from an older checkpoint, keep what it logged last with --skip repeated."
         raise TsaeError(what, where=place(b), fix=fix)
     kept[first] = False
     if copies:
@@ -82,7 +82,7 @@ def drop_repeats(
                 f"reward {reward[b]:g} for the trajectory that has {reward[a]:g} at {place(a)}: same step, problem and "
                 "response",
                 where=place(b),
-                fix="Correct the log; if its rewards are noisy, as a judge's are, say --noisy-rewards.",
+                fix="Correct the log; if its rewards are noisy, as a judge's are, give --noisy-rewards.",
             )
     return kept
 
