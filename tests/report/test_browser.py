@@ -317,7 +317,7 @@ def test_hostile_text_is_shown_as_text(browser: Any, attacked: Path) -> None:
 @pytest.mark.parametrize("width", [pytest.param(1400, marks=pytest.mark.slow), 400])
 def test_nothing_is_wider_than_the_screen(browser: Any, tested: Path, width: int) -> None:
     tab = Tab(browser, tested, viewport={"width": width, "height": 900})
-    tab.page.wait_for_selector("article mark")
+    tab.page.wait_for_selector("article .example mark")
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
     tab.close()
 
@@ -352,7 +352,7 @@ def test_axe_finds_no_serious_violation(browser: Any, tested: Path, scheme: str)
     from axe_playwright_python.sync_playwright import Axe
 
     tab = Tab(browser, tested, color_scheme=scheme)
-    tab.page.wait_for_selector("article mark")
+    tab.page.wait_for_selector("article .example mark")
     for details in tab.page.locator("details").all():
         details.evaluate("place => { place.open = true; }")
     found = Axe().run(tab.page).response["violations"]
