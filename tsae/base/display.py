@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tsae.report.notebook import show_trajectory as show_trajectory
     from tsae.report.notebook import shown_effects as shown_effects
     from tsae.report.page import write_report as write_report
+    from tsae.report.terminal import gates_text as gates_text
     from tsae.report.text import markdown_table as markdown_table
 
 _ELSEWHERE = {
@@ -32,6 +33,7 @@ _ELSEWHERE = {
     "claims_card": "claims",
     "claims_text": "claims",
     "difficulty_text": "difficulty",
+    "gates_text": "terminal",
     "markdown_table": "text",
     "write_difficulty": "difficulty",
     "write_report": "page",

@@ -149,7 +149,7 @@ class Diff:
         with as_json(self.json) as write:
             content = findings_content(diff)
             (print_findings if self.all else print_summary)(diff)
-            if self.config.noise_draws:
+            if self.config.noise_draws and not (self.all and series is not None):
                 lines = noise_lines(diff.info["noise"]) if series is not None else [NOT_RUN]
                 print("\n" + "\n".join(lines))
             content["noise"] = diff.info.get("noise")

@@ -352,6 +352,39 @@ class FeatureDiff(Tables):
         order = np.lexsort((-table.delta.abs(), -(table.auroc - 0.5).abs()))
         return Clearest(table.iloc[order].head(n).reset_index(drop=True))
 
+    def check(self, claims: Mapping[str, tuple[str, str, str, str]]) -> pd.DataFrame:
+        """Whether behaviours and families of features change as claims say.
+
+        Args:
+            claims: by a sentence: a checkpoint, "raises" or "lowers", a behaviour or family, and a band.
+
+        Returns:
+            claim; measured: the paired change of a behaviour, or the Δ of a family, with its interval; holds: yes, no,
+            not clear (the interval holds 0), or not measured.
+        """
+        columns = (
+            (self.behaviours, ["policy", "behaviour", "band", "change", "change_low", "change_high"]),
+            (self.families, ["checkpoint", "family", "band", "delta", "delta_low", "delta_high"]),
+        )
+        names = ["who", "name", "band", "value", "low", "high"]
+        known = pd.concat([table[some].set_axis(names, axis=1) for table, some in columns if len(table)]).dropna()
+        rows = []
+        for claim, (checkpoint, way, name, band) in claims.items():
+            found = known[(known.who == checkpoint) & (known.name == name) & (known.band == band)]
+            if found.empty:
+                rows.append((claim, "–", "not measured"))
+                continue
+            value, low, high = (float(found[column].iloc[0]) for column in names[3:])
+            seen = "raises" if low > 0 else "lowers" if high < 0 else "neither"
+            holds = "not clear" if seen == "neither" else "yes" if seen == way else "no, the opposite"
+            rows.append((claim, f"{value:+.2f} [{low:+.2f}, {high:+.2f}]", holds))
+        return pd.DataFrame(rows, columns=["claim", "measured", "holds"])
+
+    @property
+    def gates(self) -> str:
+        """How far to believe it: reconstruction, nulls, noise, stability, and what was tested causally, as text."""
+        return display.gates_text(self)
+
     def main_part(self, checkpoint: str) -> str | None:
         """The shift that speaks for a checkpoint: total, or same_trajectories where total cannot be drawn.
 

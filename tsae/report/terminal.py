@@ -24,7 +24,7 @@ from tsae.report.attribution import attribution_text, statement
 from tsae.report.story import facts
 from tsae.report.story.findings import findings, tested, verdicts
 from tsae.report.story.gates import bands_warning, gates, stand_in_warning
-from tsae.report.story.statements import Statement, contrasts, found_in, survivors
+from tsae.report.story.statements import Statement, contrasts, found_in, noise_lines, survivors
 from tsae.report.tables import Cell, Table, table_text
 from tsae.report.text import number, visible
 from tsae.rollouts.bands import bands_label
@@ -216,7 +216,7 @@ def _steps_text(diff: FeatureDiff) -> str:
     return "\n".join(lines)
 
 
-def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
+def gates_text(diff: FeatureDiff, evaluation: Evaluation | None = None) -> str:
     """What a reader checks before believing the rest."""
     found = gates(diff)
     readers = ", ".join(
@@ -239,7 +239,7 @@ def gates_text(diff: FeatureDiff, evaluation: Evaluation | None) -> str:
         )
     if found.stability:
         lines.append(f"  stability: {found.stability}")
-    lines += [f"  {sentence}" for sentence in found.nulls]
+    lines += [f"  {sentence}" for sentence in (*found.nulls, *noise_lines(diff.info.get("noise") or {}))]
     told = tested(diff)
     untested = ("Not causally tested: what a feature responds to may not be what it does.",)
     lines += [f"  {visible(sentence)}" for sentence in (untested if told is None else told.sentences)]

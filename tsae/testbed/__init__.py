@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from tsae.base.files import as_path, new_folder, write_text
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response, given_answer, verify
 from tsae.testbed.chains import LEVELS, evaluate, generate_problems, parse_prompt
@@ -38,6 +41,7 @@ __all__ = [
     "series",
     "series_path",
     "split_tokens",
+    "study",
     "verify",
 ]
 
@@ -69,6 +73,20 @@ def series_path() -> Path:
 def series() -> CheckpointSeries:
     """The shipped series: one base and three GRPO runs (easy, medium, hard), several steps of each."""
     return CheckpointSeries.load(series_path())
+
+
+def study(name: str) -> ModuleType:
+    """A module of the repository's scripts, such as "organism.claims": the studies behind the documentation.
+
+    Raises:
+        TsaeError: where tsae was not installed from a clone.
+    """
+    folder = Path(__file__).parents[2] / "scripts"
+    fix = "Install tsae from a clone of the repository: pip install -e ."
+    refuse(folder, (not (folder / "build_testbed.py").is_file(), "the repository's scripts are not there", fix))
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return import_module(name)
 
 
 def mixed_run() -> Path:
