@@ -449,6 +449,17 @@ def test_a_misspelt_name_is_answered_with_those_that_there_are(diff: FeatureDiff
     assert set(diff.table(feature="4").feature) == {4}
 
 
+def test_claims_are_checked_against_intervals(diff: FeatureDiff) -> None:
+    names = ["up", "down", "open"]
+    table = pd.DataFrame({"policy": "run", "band": "all", "behaviour": names, "change": [1.0, -1.0, 0.5]})
+    table = table.assign(change_low=[0.5, -2.0, -0.5], change_high=[2.0, -0.5, 2.0])
+    claims = {name: ("run", "raises", name, "all") for name in (*names, "never")}
+    found = replace(diff, behaviours=table, families=pd.DataFrame()).check(claims)
+    assert found.holds.tolist() == ["yes", "no, the opposite", "not clear", "not measured"]
+    assert found.measured.tolist() == ["+1.00 [+0.50, +2.00]", "-1.00 [-2.00, -0.50]", "+0.50 [-0.50, +2.00]", "–"]
+    assert diff.gates.startswith("Before you believe it\n")
+
+
 def test_the_clearest_shifts_are_printed_with_what_decides(diff: FeatureDiff) -> None:
     top = diff.top(3)
     head = " ".join(str(top).splitlines()[0].split())
