@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SITE = "blocks.1.hook_resid_post"
 NAMES = {"blocks.14.hook_resid_post": SITE, "blocks.6.hook_resid_post": "blocks.0.hook_resid_post",
-         "blocks.12.hook_resid_post": SITE, "SITE-": f"{SITE}-", "saes/l14": "sae"}  # fmt: skip
+         "blocks.12.hook_resid_post": SITE, "SITE-": f"{SITE}-", "saes/l14": "sae",
+         "demo/features": "features", "demo/diff": "diff"}  # fmt: skip
 DRAWS = {"--n-bootstrap": "100", "--n-permutations": "100"}
 TRAINING = {"--tokens": "6000", "--batch-tokens": "512", "--d-sae": "64", "--k": "4"}
 SMALL: dict[str, dict[str, str]] = {
