@@ -130,4 +130,4 @@ const reading = new IntersectionObserver((entries) => {
     else contents.get(target.id)?.removeAttribute("aria-current");
   }
 }, { rootMargin: "-30% 0px -69% 0px" });
-document.querySelectorAll("main > section").forEach((section) => reading.observe(section));
+for (const section of document.querySelectorAll("main > section")) reading.observe(section);
