@@ -98,11 +98,13 @@ def lighten(notebook: Any) -> None:
             kept.append(output)
         cell.outputs = kept
     for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
-        data = output.get("data", {})
+        data, here = output.get("data", {}), str(Path(tsae.__file__).parents[1])
+        # Where this machine has the package is nobody's concern.
+        if "text" in output:
+            output.text = output.text.replace(here, "…")
         if "text/html" in data:
-            # The same once more; and where this machine has the package is nobody's concern.
-            data.pop("text/plain", None)
-            data["text/html"] = data["text/html"].replace(str(Path(tsae.__file__).parents[1]), "…")
+            data.pop("text/plain", None)  # the same once more
+            data["text/html"] = data["text/html"].replace(here, "…")
     notebook.metadata.pop("widgets", None)
     notebook.metadata["language_info"] = {"name": "python"}
     for (output, figure), image in zip(figures, pictures([figure for _, figure in figures]), strict=True):

@@ -93,7 +93,7 @@ def test_a_run_to_try_is_written_as_trl_leaves_one(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert f"tsae run '{tmp_path / 'a run'}' --to mixed-analysis" in printed
     series, log = tsae.CheckpointSeries.load(tmp_path / "a run"), tsae.testbed.mixed_run() / "completions"
-    assert [c.id for c in series] == ["a-run-00008", "a-run-00016"]
+    assert [c.id for c in series] == ["a-run-00016", "a-run-00032"]
     assert base_on_card(tmp_path / "a run") == tsae.testbed.series().base.path
     for file in log.iterdir():
         assert (tmp_path / "a run" / "completions" / file.name).read_bytes() == file.read_bytes()

@@ -39,18 +39,18 @@ def test_a_whole_run_lacks_nothing(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert {finding.state for finding in found.values()} == {"ok"}
     assert not any(finding.fix for finding in found.values())
-    assert "1,024 trajectories, steps 1 to 16" in found["log"].what
+    assert "2,048 trajectories, steps 1 to 32" in found["log"].what
     log = pd.concat(map(pd.read_parquet, (testbed.mixed_run() / "completions").glob("*.parquet")))
     right = log.accuracy_reward.groupby(log.prompt).mean()
     easy, hard = (right >= 0.75).sum(), (right <= 0.25).sum()
     bands = f"easy {easy}, medium {len(right) - easy - hard}, hard {hard}"
     assert bands in found["bands"].what
-    assert f"{log.accuracy_reward.gt(0).mean():.0%} of 1,024 are right" in found["success"].what
+    assert f"{log.accuracy_reward.gt(0).mean():.0%} of 2,048 are right" in found["success"].what
 
 
 def test_what_is_missing_is_named_with_the_option_that_adds_it(mixed: Path, tmp_path: Path) -> None:
-    shutil.rmtree(mixed / "checkpoint-8")
-    (mixed / "checkpoint-16" / "training_args.bin").unlink()
+    shutil.rmtree(mixed / "checkpoint-16")
+    (mixed / "checkpoint-32" / "training_args.bin").unlink()
     for file in (mixed / "completions").iterdir():
         table = pd.read_parquet(file).drop(columns="completion_ids")
         table.rename(columns={"format_reward": "one_reward", "accuracy_reward": "other_reward"}).to_parquet(file)
@@ -196,7 +196,7 @@ def test_bands_from_elsewhere(mixed: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(mixed / "checkpoint-8")
+    shutil.rmtree(mixed / "checkpoint-16")
     path, to = str(mixed), str(tmp_path / "out")
     run("doctor", path, "--base", BASE, "--to", to, "--json", "-")
     printed = capsys.readouterr()

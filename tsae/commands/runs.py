@@ -114,7 +114,7 @@ class Demo:
             from tsae.testbed import as_run
 
             run = as_run(self.as_run)
-            print(f"{run}: 16 steps of GRPO on easy, medium and hard problems, as TRL leaves them.\n\nGive next:")
+            print(f"{run}: 32 steps of GRPO on easy, medium and hard problems, as TRL leaves them.\n\nGive next:")
             for command in _NEXT:
                 print(f"  {command.format(shlex.quote(str(run)))}")
             return

@@ -363,8 +363,8 @@ def _part(value: float) -> str:
 _MAX_GROUPS, _SAMPLES = 20, 10
 _PROMPT, _TOKENS, _NAME = 2000, 400, 40
 """Characters of a prompt, tokens of a response, characters of a token, and of a name."""
-_MARKS = 9
-"""Shades of tokens."""
+_MARKS, _MOST_LEVELS = 9, 6
+"""Shades of tokens, and levels of a data set that are shown."""
 _STRANGE = "Features here are of another SAE than those of the diff: their numbers do not mean the features above."
 
 
@@ -509,7 +509,7 @@ def _levels_of(rows: pd.DataFrame, measure: str) -> Row:
 def _levels(found: Attribution) -> Table | None:
     """The data set's levels beside the bands: how many samples both have, and shares of the levels."""
     known = found.facts[found.facts.level.notna() & found.facts.band.notna()]
-    if known.level.nunique() < 2 or (known.level == known.band).all():
+    if not 2 <= known.level.nunique() <= _MOST_LEVELS or (known.level == known.band).all():
         return None
     both = pd.crosstab(known.level, known.band)
     bands = [*(band for band in BANDS if band in both), *(band for band in both if band not in BANDS)]
