@@ -24,7 +24,7 @@ PICTURE = Path(__file__).parents[1] / "docs" / "report.png"
 def main(demo: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_context(viewport={"width": 1280, "height": 972}, offline=True).new_page()
+        page = browser.new_context(viewport={"width": 1280, "height": 960}, offline=True).new_page()
         page.goto((Path(demo).resolve() / "report.html").as_uri())
         page.wait_for_selector("#explorer[data-ready=yes]")
         picture = page.screenshot()
