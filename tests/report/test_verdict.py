@@ -126,8 +126,8 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     ),
     "too few problems": (
         situation(OPEN, n=3, same_text="3 problems have such trajectories on both sides; 8 are needed"),
-        "After training on medium problems, it is not decided whether what the model writes changed (accuracy "
-        "(56 → 33 %), too few problems (3; 8 are needed)); what it computes on the same text is not measured. "
+        "After training on medium problems, whether what the model writes changed is not decided: both policies "
+        "answered 3 of the same problems, and 8 are needed; what it computes on the same text is not measured. "
         + ONE_RUN,
         (U, M, M),
     ),

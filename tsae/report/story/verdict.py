@@ -215,8 +215,11 @@ def _unchanged(diff: FeatureDiff, known: Sequence[Change], writes: Light) -> str
     first = next((change for change in known if change.name == "accuracy"), known[0])
     if writes.answer == NO:
         return f"what the model writes did not change ({first.named})"
-    few = f", {too_few(first.n)}" if first.n < FEWEST else ""
-    return f"it is not decided whether what the model writes changed ({first.named}{few})"
+    if (n := max(change.n for change in known)) < FEWEST:
+        both = f"both policies answered {n} of the same problems, and {FEWEST} are needed"
+        return f"whether what the model writes changed is not decided: {both}"
+    widest = next((c for c in known if c.name == "accuracy" and c.n >= FEWEST), first)
+    return f"it is not decided whether what the model writes changed ({widest.named})"
 
 
 def _same_text(computes: Light) -> str:
