@@ -53,7 +53,7 @@ const startShow = async () => {
     document.getElementById("answers").replaceChildren(element("div", { class: "tokens prompt", dir: "auto" }, prompt), element("div", { class: "pair" }, ...cells));
     const known = signs.filter(([feature]) => pushed[feature]).map(([feature]) => pushedBy(pushed[feature], `feature ${feature}, ${data.features[feature][1]}`));
     const others = Object.keys(pushed).flatMap((feature, i) => [i ? ", " : "", element("a", { href: "#feature-" + feature }, feature)]);
-    const instead = others.length ? [element("p", { class: "quiet" }, "Training samples are known of other features than these: ", ...others, ".")] : [];
+    const instead = others.length ? [element("p", { class: "quiet" }, "The training samples of other features are known: the cards of ", ...others, " list them.")] : [];
     document.getElementById("pushed").replaceChildren(...(known.length ? known : instead));
   };
 
@@ -65,6 +65,7 @@ const startShow = async () => {
     const change = ({ [data.base]: before, [name]: after }) => (before && after ? Math.abs(after[0] / after[1] - before[0] / before[1]) : 0);
     const changes = data.problems.map(([, , , answers]) => change(answers));
     problem.value = changes.indexOf(Math.max(...changes));
+    colour.closest("label").hidden = !signs.length;
     options(colour, [`all ${signs.length} features`, ...signs.map(([feature, sign]) => `${feature} ${data.features[feature][1]} (${sign > 0 ? "raised" : "lowered"})`)]);
     write();
   };
