@@ -44,13 +44,14 @@ const startShow = async () => {
     document.getElementById("legend").replaceChildren(...none, ...sides, signs.length ? (survive ? "They survive all controls." : "None survives all controls: these moved most clearly.") : "");
     const columns = [data.base, name].filter((who) => answers[who]);
     const outcomes = ["success", "failure", "unknown"].filter((outcome) => columns.some((who) => answers[who][2].some(([of]) => of === outcome)));
-    const cells = outcomes.flatMap((outcome) => columns.map((who) => {
+    const cell = (who, outcome) => {
       const found = answers[who][2].find(([of]) => of === outcome);
       const head = element("p", { class: "quiet" }, element("strong", {}, element("bdi", {}, who)), " ", element("span", { class: "outcome " + outcome }, OUTCOMES[outcome] || ""), ` (${often(answers[who])})`);
       const text = found ? tokens(found[2], found[3], colours, found[1]) : element("p", { class: "quiet" }, `No ${outcome} among its ${countText(answers[who][1], "response")}.`);
       return element("div", { class: "example" }, head, text);
-    }));
-    document.getElementById("answers").replaceChildren(element("div", { class: "tokens prompt", dir: "auto" }, prompt), element("div", { class: "pair" }, ...cells));
+    };
+    document.getElementById("answers").replaceChildren(...(prompt ? [element("div", { class: "tokens prompt", dir: "auto" }, prompt)] : []),
+      element("div", { class: "pair" }, ...columns.map((who) => element("div", {}, ...outcomes.map((outcome) => cell(who, outcome))))));
     const known = signs.filter(([feature]) => pushed[feature]).map(([feature]) => pushedBy(pushed[feature], `feature ${feature}, ${data.features[feature][1]}`));
     const others = Object.keys(pushed).flatMap((feature, i) => [i ? ", " : "", element("a", { href: "#feature-" + feature }, feature)]);
     const instead = others.length ? [element("p", { class: "quiet" }, "The training samples of other features are known: the cards of ", ...others, " list them.")] : [];
