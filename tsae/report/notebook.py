@@ -189,7 +189,7 @@ def diff_card(diff: FeatureDiff) -> str:
             "q ≤": f"{diff.q:g}",
             **{one.heading: " ".join(one.sentences[:2]) for one in told},
         },
-        ("clearest shifts (delta: standard deviations over base trajectories)", shown),
+        ("clearest shifts (delta: standard deviations, with a floor)", shown),
         ("verdicts", pd.DataFrame(lights)),
         ("contrasts over all problems", drawn),
         ("reconstruction per reader", pd.DataFrame(diff.info["readers"])[["id", "fve", "flagged"]]),
