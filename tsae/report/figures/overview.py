@@ -47,8 +47,8 @@ def overview_caption(diff: FeatureDiff) -> str:
     below = (
         "no feature moved"
         if all(diff.main_shift(run, discoveries=True).empty for run in runs)
-        else "a dot is one feature that moved, placed by Δ; dark ones survive the controls for length, position and tokens; "
-        "numbers count dots; a click opens the feature's card"
+        else "a dot is one feature that moved, placed by Δ; dark ones survive the controls for length, position and "
+        "tokens; numbers count dots; a click opens the feature's card"
         if facts.has_classes(diff)
         else "the features that moved most, with Δ and its interval"
     )
