@@ -33,8 +33,8 @@ class InterventionConfig:
     tokens of prompts are never edited, except the last token, which some chat templates end in."""
     n_random: Daily[Annotated[int, Field(ge=1, le=10_000)]] = 12
     """Sets of random features to compare with, matched on firing rate on such tokens and on magnitude. Each set is two
-    conditions: with 12 sets there are 28, with 5 sets 14. With 12 sets an effect of 4 standard deviations of random
-    sets is found 9 times in 10, with 5 sets 3 times in 4, with one set never."""
+    conditions: with 12 sets there are 28, with 5 sets 14. An effect of 4 standard deviations of random sets is found 9
+    times in 10 with 12 sets, and 3 times in 4 with 5. With one set it is never found."""
     backend: Backend = "huggingface"
     """Forward hooks on the Hugging Face model, or a TransformerBridge (eager attention, slower)."""
     confidence: Confidence = 0.95

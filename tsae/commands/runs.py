@@ -104,10 +104,11 @@ class Demo:
     open: Daily[bool] = False
     """Open the report in the browser."""
     all: Daily[bool] = False
-    """Print every table. By default the verdicts are printed, which fit one screen; the page has all of it."""
+    """Print every table. By default only the verdicts are printed, on one screen; the page has everything."""
     as_run: Daily[Path | None] = None
-    """Instead write a training run to try the other commands on, as TRL leaves it: a short run on easy, medium and hard
-    problems with its log, settings and last two checkpoints. The folder must be new or empty."""
+    """Instead, write a small training run as TRL leaves it, on which you can try the other commands: a short run on
+    easy, medium and hard problems. It has a log, settings and the last two checkpoints. The folder must be new or
+    empty."""
 
     def execute(self) -> None:
         if self.as_run is not None:

@@ -52,8 +52,8 @@ class DiffConfig:
     """A reader is also flagged if more than this share of its tokens lies beyond the SAE's norm limit. Such tokens
     count nowhere. Attention sinks of language models are about one token a trajectory."""
     noise_draws: Annotated[int, Field(ge=0, le=10_000)] = 3
-    """Noisy checkpoints for each checkpoint: the base's weights plus Gaussian noise of the norm of its update, tensor
-    by tensor (`tsae.noise_null`). 0 leaves this null out."""
+    """Number of noisy checkpoints for each checkpoint: the base's weights plus Gaussian noise, with the norm of its
+    update in every tensor (`tsae.noise_null`). 0 leaves this null out."""
     noise_problems: Size = 60
     """Problems whose trajectories noisy checkpoints read, at most, as many from every band."""
     seed: Seed = 0

@@ -188,8 +188,8 @@ class ImportConfig:
     merge_prompts: bool = False
     """A problem id with several prompts is one problem; by default every prompt is a problem of its own."""
     copies: Literal["auto", "drop", "keep"] = "auto"
-    """Trajectories that repeat others word for word, in groups that consist of equal parts. "drop" counts them once,
-    "keep" all of them. "auto" counts them once if chance hardly explains them."""
+    """What to do with trajectories that repeat others word for word, in groups of equal parts. "drop" counts them once.
+    "keep" counts all of them. "auto" counts them once if chance hardly explains them."""
     noisy_rewards: bool = False
     """Allow different rewards for equal responses to a problem in one step, as a judge gives them."""
     columns: Annotated[ColumnNames, arg(name="", constructor=name_columns)] = field(default_factory=ColumnNames)
