@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,10 @@ def lighten(notebook: Any) -> None:
             output.text = output.text.replace(here, "…")
         if "text/html" in data:
             data.pop("text/plain", None)  # the same once more
-            data["text/html"] = data["text/html"].replace(here, "…")
+            # Where notebooks are shown no script runs.
+            data["text/html"] = re.sub(
+                r"<script>.*?</script>", "", data["text/html"].replace(here, "…"), flags=re.DOTALL
+            )
     notebook.metadata.pop("widgets", None)
     notebook.metadata["language_info"] = {"name": "python"}
     for (output, figure), image in zip(figures, pictures([figure for _, figure in figures]), strict=True):

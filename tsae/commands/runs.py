@@ -88,11 +88,11 @@ class Watch:
             pass
 
 
-_NEXT = (
-    "tsae doctor {0}                                            # what the run has, and what it lacks",
-    "tsae run {0} --to mixed-analysis                           # what changed, and which samples did that",
-    "tsae attribute {0} --sae mixed-analysis/sae --to samples   # the second question alone, of more targets",
-)
+_NEXT = {
+    "tsae doctor {}": "what the run has, and what it lacks",
+    "tsae run {} --to mixed-analysis --sample 8": "what changed, and which samples did that",
+    "tsae attribute {} --sae mixed-analysis/sae --to samples": "the second question alone, of more targets",
+}
 """What to do with the run that `tsae demo --as-run` wrote."""
 
 
@@ -116,8 +116,9 @@ class Demo:
 
             run = as_run(self.as_run)
             print(f"{run}: 32 steps of GRPO on easy, medium and hard problems, as TRL leaves them.\n\nGive next:")
-            for command in _NEXT:
-                print(f"  {command.format(shlex.quote(str(run)))}")
+            commands = {command.format(shlex.quote(str(run))): what for command, what in _NEXT.items()}
+            for command, what in commands.items():
+                print(f"  {command:<{max(map(len, commands))}}  # {what}")
             return
         from tsae.demo import demo
 
