@@ -24,6 +24,7 @@ from einops import reduce
 
 from tsae.activations.forward_batches import fitting, read_batches
 from tsae.base.filters import need_features
+from tsae.base.progress import progress_bar
 from tsae.base.statistics import bootstrap_interval
 from tsae.causal.config import InsertionConfig
 from tsae.causal.intervene import check_model
@@ -81,8 +82,6 @@ def insertion(
     Raises:
         TsaeError: where the checkpoint is not a reader, or the SAE, the checkpoint and the table do not fit together.
     """
-    from tqdm.auto import tqdm
-
     config = config or InsertionConfig()
     features = FeatureTable.of(features)
     sae = TemporalSAE.of(sae, device=config.device)
@@ -94,7 +93,7 @@ def insertion(
     reading = HuggingFaceReader(model, [sae.site])
     split = _Split.of(features, checkpoint.id, config.seed)
     records = []
-    for feature in tqdm(chosen, desc=f"inserting, {checkpoint.id}", unit="feature", disable=not progress):
+    for feature in progress_bar(f"inserting, {checkpoint.id}", "feature", over=chosen, shown=progress):
         tokens = _top_tokens(features, split.learnt, feature, config)
         known = {"reader": checkpoint.id, "feature": feature, **tokens.columns()}
         refused = {"verdict": tokens.note} if tokens.note else {}

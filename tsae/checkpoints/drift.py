@@ -23,6 +23,7 @@ import pandas as pd
 import torch
 
 from tsae.base.files import read_object, reading
+from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, check_places
 from tsae.checkpoints.lora import LoraUpdate, fitting_updates
 from tsae.checkpoints.record import Noise, frobenius
@@ -77,8 +78,6 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
         TsaeError: where weights are missing, have another shape or no place in the model, are quantised or not finite,
             or an adapter holds other weights than LoRA's.
     """
-    from tqdm.auto import tqdm
-
     base = _Tensors(series.base)
     rows: list[dict[str, Any]] = []
     norms: dict[str, float] = {}
@@ -87,7 +86,7 @@ def weight_drift(series: CheckpointSeries, *, spectral: bool = True, progress: b
         if base.has_class:
             check_places([series.base, checkpoint])
         names = [name for name in dict.fromkeys([*base.names, *after]) if base.dtype(name) in _FLOATS]
-        for name in tqdm(names, desc=f"drift of {checkpoint.id}", unit="tensor", disable=not progress):
+        for name in progress_bar(f"drift of {checkpoint.id}", "tensor", over=names, shown=progress):
             layer, module = place(name)
             where = {"checkpoint": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step, "tensor": name}
             measured = _measure(base, name, after.get(name), norms, spectral)

@@ -40,8 +40,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from scipy.stats import mannwhitneyu
-from tqdm.auto import tqdm
 
+from tsae.base.progress import progress_bar
 from tsae.diff.comparisons import Comparison, Rows, difference_weights, side_means, some_columns, within_problem_auroc
 from tsae.diff.config import DiffConfig
 from tsae.diff.inference import (
@@ -86,7 +86,7 @@ class Contrast:
 def draw_all(rows: Rows, compared: Sequence[Comparison], config: DiffConfig, progress: bool) -> list[Contrast]:
     """Draw every comparison, some at once in threads."""
     drawn = in_threads([partial(draw, rows, of, config) for of in compared], config.threads)
-    return list(tqdm(drawn, desc="diff", unit="contrast", total=len(compared), disable=not progress))
+    return list(progress_bar("diff", "contrast", len(compared), over=drawn, shown=progress))
 
 
 def draw(rows: Rows, of: Comparison, config: DiffConfig) -> Contrast:

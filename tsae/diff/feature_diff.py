@@ -521,6 +521,7 @@ class FeatureDiff(Tables):
     def to_markdown(self, n: int = 10, **keys: str) -> str:
         """The rows of `top` as a Markdown table; text of rollouts is escaped."""
         table = self.top(n, **keys)
+        table = table.assign(responds_to=self.names[table.feature].to_numpy())
         columns = ["kind", "checkpoint", "part", "band", "feature", "responds_to", "difference", "low", "high"]
         columns += ["delta", "delta_low", "delta_high", "auroc", "q", *(f"survives_{control}" for control in CONTROLS)]
         return display.markdown_table(table[columns])

@@ -34,7 +34,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch.autograd import forward_ad
-from tqdm.auto import tqdm
 
 from tsae.activations.forward_batches import pad, plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
@@ -42,6 +41,7 @@ from tsae.base import display
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
 from tsae.base.filters import need_features, several, strongest
+from tsae.base.progress import progress_bar
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.checkpoints.hooks import attach, decoder_blocks, positions
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
@@ -97,7 +97,7 @@ def influence(
     means = forward.feature_means(weights, targets, columns, config)  # (n_trajectories, n_features)
     found = {part: np.zeros((len(rollouts), len(features))) for part in PARTS}
     used = np.flatnonzero(score)
-    with tqdm(total=len(features), desc="influence", unit="feature", disable=not progress) as bar:
+    with progress_bar("influence", "feature", len(features), shown=progress) as bar:
         for j in range(len(features)):
             gradients = forward.gradients(weights, targets, columns[j : j + 1], targets.score(means[:, j]), config)
             for part, gradient in gradients.items():

@@ -20,9 +20,8 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from tqdm.auto import tqdm
-
 from tsae.base.files import append_line, need_no_link
+from tsae.base.progress import progress_bar
 from tsae.base.untrusted import parse_json
 from tsae.diff.config import ExplainConfig
 from tsae.diff.label_contexts import CLOSE, OPEN, Case, Task, Test, Window
@@ -146,7 +145,7 @@ class Asked:
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self.known}
         with (
             ThreadPoolExecutor(self.endpoint.config.concurrency) as pool,
-            tqdm(total=len(missing), desc=what, unit="answer", disable=not self.progress) as bar,
+            progress_bar(what, "answer", len(missing), shown=self.progress) as bar,
         ):
             try:
                 for _ in pool.map(lambda item: self._one(*item), missing.items()):

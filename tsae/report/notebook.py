@@ -164,7 +164,7 @@ def _plain(value: Any) -> str | Spark:
     return str(value)
 
 
-_ROWS = 100
+_ROWS = 30
 _KEPT = ["checkpoint", "feature", "group", "responds_to"]
 _NUMBERS = ["delta", "delta_low", "delta_high", "active_reference", "active", "q"]
 _NUMBERS += ["survives_length", "survives_position", "survives_token"]
@@ -289,7 +289,7 @@ def _with_examples(feature: Feature, n: int, reader: str | None) -> tuple[str, s
 def feature_line(feature: Feature) -> str:
     """A feature in one line of text."""
     row = feature.described
-    described = visible(str(row.responds_to))
+    described = visible(str(row.get("label") or row.responds_to))
     return f"Feature({feature.index}, {row.group}-level, responds to {described}, fires on {row.firing_rate:.2%})"
 
 

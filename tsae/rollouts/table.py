@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.base import display
-from tsae.base.filters import several
+from tsae.base.filters import need_names, several
 from tsae.base.mirror import is_url, local, published, url_of
 from tsae.base.table_export import Tables
 from tsae.checkpoints.loading import Checkpoint
@@ -305,8 +305,10 @@ class Rollouts(TokenParts, Tables):
             if name not in self.table.column_names:
                 what = f"no column {name!r}; there are {', '.join(self.table.column_names)}"
                 raise TsaeError(what, where=self.origin)
-            wanted = set(several(value))
-            mask &= np.array([v in wanted for v in self.table[name].to_pylist()])
+            wanted, held = set(several(value)), self.table[name].to_pylist()
+            if wanted.isdisjoint(held):
+                need_names(name, wanted, list(dict.fromkeys(held))[:12], self.origin)
+            mask &= np.array([v in wanted for v in held])
         return self.select(mask)
 
     def with_column(self, name: str, values: Any) -> Rollouts:

@@ -39,6 +39,7 @@ from tsae.activations.windows import kept_problems
 from tsae.base.distributed import Processes, join
 from tsae.base.files import as_path
 from tsae.base.output_lock import output_lock
+from tsae.base.progress import progress_bar
 from tsae.errors import TsaeError, needing, public
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.crosscoder import OF_PAIR, Crosscoder
@@ -91,8 +92,6 @@ def train(
 
 def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list[TemporalSAE]:
     """Run trainings that differ only in site, seed and folder; those of one site share every batch."""
-    from tqdm.auto import tqdm
-
     training = plans[0].training
     folders = [plan.folder for plan in plans]
     with ExitStack() as held, join(training.device) as processes:
@@ -106,13 +105,12 @@ def train_plans(store: Source, plans: Sequence[Plan], *, progress: bool) -> list
         }
         left = [i for i in range(len(plans)) if i not in saes]
         steps = [folder.steps for i in left if (folder := folders[i]) is not None]
-        with tqdm(
+        with progress_bar(
+            "train",
+            "token",
             total=len(left) * (training.tokens // training.batch_tokens) * training.batch_tokens,
             initial=sum(steps) * training.batch_tokens,
-            desc="train",
-            unit="token",
-            unit_scale=True,
-            disable=not (progress and processes.first and left),
+            shown=bool(progress and processes.first and left),
         ) as bar:
             windows: Windows | None = None
             for site in dict.fromkeys(plans[i].site for i in left):
