@@ -106,13 +106,15 @@ def parse(args: Sequence[str]) -> Any:
     with hiding as hidden:
         try:
             with redirect_stdout(WrappedOutput()) if helping else redirect_stderr(errors):
-                return tyro.cli(Command, prog="tsae", args=words, **given)
+                found = tyro.cli(Command, prog="tsae", args=words, **given)
         except SystemExit as ended:
             if ended.code == 2:
                 raise _mistake(path, words[len(path) :], errors.getvalue()) from None
             if hidden:
                 print(f"{hidden} more options: tsae {' '.join(path)} --help-all")
             raise
+    print(errors.getvalue(), end="", file=sys.stderr)  # such as warnings
+    return found
 
 
 def _command(words: Sequence[str]) -> tuple[list[str], type | None]:

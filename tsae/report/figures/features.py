@@ -50,7 +50,7 @@ def feature_marks(table: pd.DataFrame, features: Sequence[int], rows: Sequence[i
 def feature_hover(record: Any, who: str) -> str:
     """What a feature is and how far it moved, in units of activation and in Δ."""
     return (
-        f"{figure_text(who)}<br>feature {int(record.feature)}: {figure_text(record.responds_to)}<br>"
+        f"{figure_text(who)}<br>feature {int(record.feature)}: {figure_text(facts.responds(record))}<br>"
         f"{number(record.reference)} → {number(record['mean'])}, difference {number(record.difference, sign=True)} "
         f"[{number(record.low, sign=True)}, {number(record.high, sign=True)}]<br>"
         f"Δ {facts.effect_text(record)}, q = {record.q:.4f}"
@@ -225,7 +225,7 @@ def spread_figure(diff: FeatureDiff) -> go.Figure | None:
             level = np.maximum((part["mean"] + part.reference) / 2, 1e-9)
             marker = {"color": colour, "symbol": symbol, "size": 5 if name == "no discovery" else 7, "opacity": 0.7}
             text = [
-                f"feature {r.feature}: {figure_text(r.responds_to)}<br>{number(r.reference)} → "
+                f"feature {r.feature}: {figure_text(facts.responds(r))}<br>{number(r.reference)} → "
                 f"{number(r.mean)}, Δ {facts.effect_text(r)}, q {r.q:.2g}"
                 for r in facts.records(part)
             ]

@@ -231,7 +231,7 @@ def _forest(figure: go.Figure, features: Sequence[int], moved: pd.DataFrame, cel
         if feature in moved.index:
             record = facts.record(moved, feature)
             hover = (
-                f"feature {feature}<br>{figure_text(record.responds_to)}<br>"
+                f"feature {feature}<br>{figure_text(facts.responds(record))}<br>"
                 f"{number(record.reference)} → {number(record['mean'])}, Δ {facts.effect_text(record)}"
             )
             point = facts.standardised(record)

@@ -230,6 +230,11 @@ def named(diff: FeatureDiff, feature: int) -> str:
     return f"{feature} ({described})" if plain else f"{feature} “{described}”"
 
 
+def responds(effect: Any) -> str:
+    """What the feature of a row of `FeatureDiff.table` responds to: its label, where one passed its test."""
+    return str(getattr(effect, "label", "") or effect.responds_to)
+
+
 def has_stability(diff: FeatureDiff) -> bool:
     """Whether the SAE's latents were matched with those of other seeds."""
     return "stability" in diff.features.columns
