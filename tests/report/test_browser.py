@@ -267,9 +267,10 @@ def test_words_explain_themselves(browser: Any, tested: Path) -> None:
     assert len(links) > 5
     assert all(page.locator(link).count() == 1 for link in links)
     # The table of contents stays, and names the section on the screen; a row opens its card.
-    page.locator("#opposed").scroll_into_view_if_needed()
-    page.locator("#opposed").evaluate("(place) => place.scrollIntoView()")
+    page.locator("nav a[href='#opposed']").click()
     page.wait_for_selector("nav a[href='#opposed'][aria-current]")
+    tab.rests(page.locator("#opposed h2"))
+    assert 0 < page.locator("#opposed h2").bounding_box()["y"] < 120  # although figures above it were drawn meanwhile
     assert page.locator("nav").bounding_box()["y"] == 0
     page.locator("#opposed tbody tr td").last.click()
     page.wait_for_function("/^#feature-/.test(location.hash)")

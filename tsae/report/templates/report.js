@@ -131,3 +131,14 @@ const reading = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "-30% 0px -69% 0px" });
 for (const section of document.querySelectorAll("main > section")) reading.observe(section);
+
+// Figures grow when they are drawn: until then, and until the reader does something else, a link's goal is kept in place.
+let goal = null;
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a[href^='#']");
+  const mine = link && document.getElementById(link.hash.slice(1));
+  goal = mine;
+  setTimeout(() => { if (goal === mine) goal = null; }, 4000);
+});
+for (const name of ["wheel", "touchmove", "keydown"]) document.addEventListener(name, () => { goal = null; }, { passive: true });
+new ResizeObserver(() => goal?.scrollIntoView({ behavior: "instant" })).observe(document.body);
