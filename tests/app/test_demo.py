@@ -97,6 +97,10 @@ def test_a_run_to_try_is_written_as_trl_leaves_one(tmp_path: Path, capsys: pytes
     assert base_on_card(tmp_path / "a run") == tsae.testbed.series().base.path
     for file in log.iterdir():
         assert (tmp_path / "a run" / "completions" / file.name).read_bytes() == file.read_bytes()
+    # Its base is found by the other commands: here the settings alone are missing.
+    with pytest.raises(SystemExit):
+        main(["attribute", str(tmp_path / "a run"), "--to", str(tmp_path / "to"), "--settings", str(tmp_path / "no")])
+    assert f"the base is {tsae.testbed.series().base.path} (by README.md)" in capsys.readouterr().err
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     with pytest.raises(SystemExit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Attribute:
     """The run's log: a Parquet file that `tsae rollouts import` wrote, or the trainer's own. By default the log in the
     run's folder."""
     series: Daily[tuple[str, ...]] = ()
-    """Checkpoints with the base first, where the run's folder lacks the base."""
+    """Checkpoints with the base first, where the run's folder neither holds nor names the base."""
     sae: Daily[Path | None] = None
     """Folder that `tsae train` wrote: features become targets."""
     first_token: str | None = None
@@ -77,7 +78,7 @@ class Attribute:
         if self.analysed and not self.series and self.rollouts is None:
             self, series, log = _of_analysis(self)
         else:
-            series = load_series(*(self.series or (self.run,)))
+            series = load_series(*self.series) if self.series else _of_run(self.run)
             log = tsae.Rollouts.read(self.rollouts or self.run, series)
         assert self.to is not None
         first_token = None if self.first_token is None else _token_id(series.base, self.first_token)
@@ -100,6 +101,19 @@ class Attribute:
             names = ["targets", "steps", *(["bands", "groups", "entropy", "tokens"] if targets else [])]
             samples = {name: found.of_target(name, self.top) for name in targets}
             write({**{name: getattr(found, name) for name in names}, "samples": samples, "info": found.info})
+
+
+def _of_run(run: Path) -> tsae.CheckpointSeries:
+    """The checkpoints of a run's folder, with the base that it holds or names, as `tsae run` finds it."""
+    from tsae.config import RunConfig
+    from tsae.doctor import NoBase, find_series
+
+    try:
+        series, origin = find_series(RunConfig(path=run))
+    except NoBase as error:
+        return error.series
+    print(f"note: {origin}", file=sys.stderr)
+    return series
 
 
 def _of_analysis(options: Attribute) -> tuple[Attribute, tsae.CheckpointSeries, tsae.Rollouts]:

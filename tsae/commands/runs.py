@@ -91,7 +91,7 @@ class Watch:
 _NEXT = {
     "tsae doctor {}": "what the run has, and what it lacks",
     "tsae run {} --to mixed-analysis --sample 8": "what changed, and which samples did that",
-    "tsae attribute {} --sae mixed-analysis/sae --to samples": "the second question alone, of more targets",
+    "tsae attribute {} --to samples --top 20": "the second question alone, with more samples",
 }
 """What to do with the run that `tsae demo --as-run` wrote."""
 
