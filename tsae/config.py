@@ -153,7 +153,7 @@ class DemoConfig:
     steps: Daily[bool] = False
     """Also follow features along steps 25, 50, 100 and 150 of the runs. Takes about a minute more."""
     attribute: Daily[bool] = True
-    """Also say which samples did that in a fourth, short run, on problems of all levels. Takes about half a minute."""
+    """Also say which samples did that in a fourth, short run, on problems of all levels. Takes about a minute."""
     seed: Daily[Seed] = 0
     """Seed of everything random."""
     sae: SAEConfig = field(default_factory=lambda: SAEConfig(d_sae=256, k=8))
