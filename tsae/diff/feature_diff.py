@@ -289,7 +289,7 @@ class FeatureDiff(Tables):
 
     def _need(self, keys: Mapping[str, Sequence[Any]], where: str) -> None:
         """Refuse names of contrasts that cannot be: those of a typo. One that was not drawn has no rows."""
-        for name in keys.keys() & _NAMES.keys():
+        for name in (name for name in _NAMES if name in keys):
             there = [*self.contrasts[name].unique()] if len(self.contrasts) else []
             readers = [self.base, *self.checkpoints] if name == "checkpoint" else []
             need_names(name, keys[name], [*readers, *there, *_NAMES[name]], where)
