@@ -96,7 +96,8 @@ class Attribute:
         )
         with as_json(self.json) as write:
             print(attribution_text(found, self.top))
-            say_wrote(self.to, f"`tsae report {self.run}` shows it" if self.analysed else None)
+            beside = self.analysed and self.to == self.run / "attribution"
+            say_wrote(self.to, f"`tsae report {self.run}` shows it" if beside else None)
             targets = [] if found.info["gate"] else list(found.targets.target)
             names = ["targets", "steps", *(["bands", "groups", "entropy", "tokens"] if targets else [])]
             samples = {name: found.of_target(name, self.top) for name in targets}
