@@ -404,6 +404,12 @@ def test_samples_are_attributed_where_the_run_allows_it(mixed: Path, tmp_path: P
     assert again == [*(f"{line} [from disk]" for line in lines[:-1]), lines[-1]]
     assert (tmp_path / "out" / "attribution" / "attribution.json").stat().st_mtime_ns == stamp
     assert (tmp_path / "out" / "report.html").read_text() == page
+    # The command takes log, SAE, bands and features from the folder.
+    options = ["--targets", "features", "--n-features", "2", "--no-effects", "--to", str(tmp_path / "alone")]
+    main(["attribute", str(tmp_path / "out"), *options])
+    alone = Attribution.load(tmp_path / "alone")
+    assert list(alone.targets.target) == [name for name in found.targets.target if name.startswith("feature")]
+    assert set(alone.bands.band) == {"easy", "medium", "hard"}
 
 
 @pytest.mark.slow  # runs the whole pipeline
