@@ -410,7 +410,7 @@ def test_a_buffer_that_does_not_fit_into_memory_is_read_in_smaller_batches(
     found = []
     for _ in range(2):
         tried.clear()
-        with pytest.warns(RuntimeWarning, match=r"was short of memory and goes on with \d+ tokens in a forward pass"):
+        with pytest.warns(RuntimeWarning, match=r"was short of memory and continues with \d+ tokens in a forward pass"):
             found.append(list(LiveWindows(LiveSource(series, rollouts, SITE, config=CONFIG), SITE).epoch(1, 64)))
         assert max(tried) > 30
         assert sum(tokens <= 30 for tokens in tried) > 10

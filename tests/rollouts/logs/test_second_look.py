@@ -534,8 +534,8 @@ def test_where_log_probabilities_are_not_compared(
     alone.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (alone / name).write_bytes((Path(series.base.path) / name).read_bytes())
-    assert "not compared (of a single checkpoint" in told(alone)
-    assert "not compared (of a single checkpoint" in told(series.base)
+    assert "not compared (it is not known whether this single checkpoint" in told(alone)
+    assert "not compared (it is not known whether this single checkpoint" in told(series.base)
     monkeypatch.setattr(consistency_checks, "_MOST_BYTES", 1000)
     assert "too many to load here" in told(series)
     monkeypatch.undo()
