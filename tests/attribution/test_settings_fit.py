@@ -146,10 +146,10 @@ def test_missing_advantages_are_computed_as_the_settings_say() -> None:
 def test_samples_that_were_cut_off() -> None:
     log = the_log().with_column("finish_reason", ["length"] * 2 + ["stop"] * 22)
     same, notes = check(log)
-    assert "2 samples were cut off at the limit of length; they count like the others." in notes
+    assert "Samples that were cut off at the limit of length: 2. They count like the others." in notes
     assert (same.frame.advantage[:2] != 0).any()
     without, notes = check(log, mask=True)
-    assert any("the trainer left them out of the loss" in note for note in notes)
+    assert any("The trainer left them out of the loss" in note for note in notes)
     assert (without.frame.advantage[:2] == 0).all()
     np.testing.assert_array_equal(without.frame.advantage[2:], log.frame.advantage[2:])
 

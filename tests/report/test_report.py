@@ -40,7 +40,7 @@ from tsae.report.figures.layout import BAND_STYLE, LOWERED, NEUTRAL, RAISED, SER
 from tsae.report.figures.overview import overview, overview_caption
 from tsae.report.page import linked, render, write_report
 from tsae.report.story import facts
-from tsae.report.story.findings import findings, lead
+from tsae.report.story.findings import NEXT, findings, lead
 from tsae.report.story.gates import statistics_text
 from tsae.report.tables import opposed, table_text
 from tsae.report.terminal import contrasts_text, gates_text, print_findings
@@ -209,7 +209,8 @@ def test_no_bands() -> None:
 
 def test_no_runs() -> None:
     made = make(runs=False)
-    assert [f.heading for f in findings(made)] == ["Success against failure", "How far to believe it"]
+    assert [f.heading for f in findings(made)] == ["Success against failure", "How far to believe it", NEXT]
+    assert sentences(made, NEXT).startswith("Read problems side by side")
     told = sentences(made, "Success against failure")
     assert "Hard problems: 4 of 6 tested features differ" in told
     assert "30 problems with both outcomes, 4 left out" in told
@@ -584,7 +585,8 @@ def test_many_runs_are_cut_to_a_readable_picture() -> None:
         made, shifts=pd.concat(shifts), contrasts=pd.concat(contrasts), behaviours=pd.concat([made.behaviours, *lived])
     )
     made.info["readers"][1:] = [reader(name, name) for name in names]
-    assert len(findings(made)) == 5
+    assert len(findings(made)) == 6
+    assert sentences(made, NEXT).startswith("Open the cards of the clearest features: ")
     assert "The first 4 of 6 runs are shown." in overview_caption(made)
     assert "6 runs compared with base" in lead(made)
 

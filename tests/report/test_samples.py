@@ -135,13 +135,13 @@ def test_the_finding_is_what_bands_did_and_what_would_be_without_them() -> None:
     # Shares of hard samples: −0.9 (4 + 5 + 10 + 11 − 20) / 6. Without them: −0.9 + 2 · 1.5.
     assert told.sentences == (
         "The preference for right answers, easy problems (trained on) rose: 1 → 1.6 nats (+0.6). "
-        "Of this, hard samples +1.0, medium samples +0.2 and easy samples −0.6.",
-        "Without hard samples the change would be −1.4, without medium samples +0.2 and without easy samples +1.8 "
-        "(replayed).",
+        "Shares, which add up to it: hard samples +1.0, medium samples +0.2 and easy samples −0.6.",
+        "In a run without hard samples it changes by −1.4, without medium samples by +0.2 and without easy samples "
+        "by +1.8 (replayed).",
         "The preference for direct answers fell: 0.5 → −0.4 nats (−0.9). "
-        "Of this, hard samples −1.5, medium samples −0.3 and easy samples +0.9.",
-        "Without hard samples the change would be +2.1, without medium samples −0.3 and without easy samples −2.7 "
-        "(replayed).",
+        "Shares, which add up to it: hard samples −1.5, medium samples −0.3 and easy samples +0.9.",
+        "In a run without hard samples it changes by +2.1, without medium samples by −0.3 and without easy samples "
+        "by −2.7 (replayed).",
         "These numbers have no intervals: they are of one run with one seed, and another seed may differ. "
         "The replay ends 0.02 % of the way off the run's checkpoints.",
     )
@@ -278,7 +278,9 @@ def test_cards_get_the_samples_that_pushed_their_feature() -> None:
     assert pushed(found, diff) == {}
     known = pushed(found, replace(diff, info={**diff.info, "sae": {**(diff.info.get("sae") or {}), "weights": "w"}}), 1)
     assert list(known) == ["2"]
-    assert known["2"]["told"].startswith("Feature 2 rose: mean activation 0.6 → 0.63 (+0.03). Of this, hard samples")
+    assert known["2"]["told"].startswith(
+        "Feature 2 rose: mean activation 0.6 → 0.63 (+0.03). Shares, which add up to it: hard samples"
+    )
     assert known["2"]["rows"] == [
         ["11", "prompt 11", "hard", "6", "response 11", "✗ wrong", "−1", "+0.03"],
         ["0", "prompt 0", "easy", "1", "response 0", "✓ right", "+1", "−0.025"],

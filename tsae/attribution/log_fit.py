@@ -195,9 +195,9 @@ def _cut_off(rollouts: Rollouts, rows: np.ndarray, settings: RunSettings, notes:
         return rollouts
     if settings.loss.mask_truncated:
         notes.append(
-            f"{cut.sum():,} samples were cut off; the trainer left them out of the loss, and so they are here."
+            f"Samples that were cut off: {cut.sum():,}. The trainer left them out of the loss, and so they are here."
         )
         advantage = rollouts.frame.advantage.to_numpy(dtype=float)
         return rollouts.with_column("advantage", np.where(cut, 0.0, advantage))
-    notes.append(f"{cut.sum():,} samples were cut off at the limit of length; they count like the others.")
+    notes.append(f"Samples that were cut off at the limit of length: {cut.sum():,}. They count like the others.")
     return rollouts

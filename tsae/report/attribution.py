@@ -286,12 +286,21 @@ def _sentences(one: Moved) -> Iterator[str]:
     did = listed([f"{row.band} samples {_fixed(row.share, largest)}" for row in shares.itertuples()])
     name = f"the {one.name}" if one.target.startswith((_RIGHT, _LIKELY)) else one.name
     flag = f" Shares leave {one.unexplained} of the change unexplained." * one.flagged
-    yield f"{capitalised(name)} {rose}: {one.change}." + f" Of this, {did}." * bool(did) + flag
+    yield f"{capitalised(name)} {rose}: {one.change}." + f" Shares, which add up to it: {did}." * bool(did) + flag
     known = shares[shares.without.notna()]
     if len(known):
         first, *others = (f"{row.band} samples {{}}{_fixed(row.without, largest)}" for row in known.itertuples())
-        runs = listed([f"Without {first.format('the change would be ')}", *(f"without {o.format('')}" for o in others)])
-        yield f"{runs} ({', '.join(dict.fromkeys(known.how))})."
+        runs = listed(
+            [f"In a run without {first.format('it changes by ')}", *(f"without {o.format('by ')}" for o in others)]
+        )
+        gone = one.realised - known.without
+        against = known.band[
+            (gone * known.share < 0) & (np.minimum(gone.abs(), known.share.abs()) > 0.1 * abs(one.realised))
+        ]
+        told = f" Without {listed(list(against))} samples the others act otherwise than beside them." * bool(
+            len(against)
+        )
+        yield f"{runs} ({', '.join(dict.fromkeys(known.how))}).{told}"
 
 
 _NEAR = 0.1

@@ -74,9 +74,12 @@ def render(
     diff = _readable(diff)
     found = findings(diff)
     if attribution is not None:
-        found.insert(-1, with_stand_in(diff, statement(attribution)))
+        found.insert(-2, with_stand_in(diff, statement(attribution)))
+        if not attribution.info["gate"]:
+            read = "Read the samples that moved most, in “Which samples did that”."
+            found[-1] = replace(found[-1], sentences=(read, *found[-1].sentences))
     if claims is not None:
-        found.insert(-1, expected(diff, claims))
+        found.insert(-2, expected(diff, claims))
     pairs = facts.opposed_pairs(diff)
     to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)

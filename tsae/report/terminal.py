@@ -22,7 +22,7 @@ from tsae.diff.reinforcement import Reinforcement
 from tsae.report import tables
 from tsae.report.attribution import attribution_text, statement
 from tsae.report.story import facts
-from tsae.report.story.findings import findings, tested, verdicts
+from tsae.report.story.findings import NEXT, findings, tested, verdicts
 from tsae.report.story.gates import bands_warning, gates, stand_in_warning
 from tsae.report.story.statements import Statement, contrasts, found_in, noise_lines, survivors
 from tsae.report.tables import Cell, Table, table_text
@@ -34,7 +34,7 @@ _SAMPLES = 3
 """Samples to read that are printed."""
 _LINES = 34
 """Most that `print_summary` prints. With what commands print around it, this fits a terminal of 40 lines."""
-_APART = ("Predicted against realised", "How far to believe it")
+_APART = ("Predicted against realised", "How far to believe it", NEXT)
 
 
 def print_run(

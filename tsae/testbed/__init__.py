@@ -48,8 +48,9 @@ __all__ = [
 
 TASK = (
     "A chain of digits is worked out from left to right, and of every result only the last digit is kept (modulo 10). "
-    "3+5*2-7? is 9: 3 + 5 = 8, 8 * 2 = 16, so 6, and 6 - 7 = -1, so 9. Easy chains have one operation, medium ones 4 "
-    "to 6, hard ones 10 to 14. The model may write its steps, or answer at once."
+    "3+5*2-7? is 9: 3 + 5 = 8, 8 * 2 = 16, so 6, and 6 - 7 = -1, so 9. Training had easy chains of one operation, "
+    "medium ones of 4 to 6 and hard ones of 10 to 14; bands of problems go by how often the base solves them. The "
+    "model may write its steps, or answer at once."
 )
 """What the problems ask for, in words."""
 

@@ -21,6 +21,7 @@ from tsae.report.story import facts
 from tsae.report.story.statements import surviving, survivors
 from tsae.report.text import figure_text, number, percent
 
+_OTHERS = "others"
 _MAX_RUNS, _MAX_ROWS, _MAX_LINES, _LEFT = 4, 9, 8, 178
 _ROW, _TOP, _BOTTOM = 27, 100, 44  # pixels
 # Between panels: axis labels and a heading.
@@ -47,7 +48,7 @@ def overview_caption(diff: FeatureDiff) -> str:
     below = (
         "no feature moved"
         if all(diff.main_shift(run, discoveries=True).empty for run in runs)
-        else "a dot is one feature that moved, placed by Δ; dark ones survive the controls for length, position and "
+        else "a dot is one feature that moved, placed by Δ; strong ones survive the controls for length, position and "
         "tokens; numbers count dots; a click opens the feature's card"
         if facts.has_classes(diff)
         else "the features that moved most, with Δ and its interval"
@@ -77,6 +78,12 @@ def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:
     moved = {run: shift[shift.q <= diff.q] for run, shift in shifts.items()}
     by_class = facts.has_classes(diff)
     rows = _largest(moved, "responds_to" if by_class else "feature")
+    if by_class:  # every feature that moved is one of the dots
+        moved = {
+            run: m.assign(responds_to=m.responds_to.where(m.responds_to.isin(rows), _OTHERS))
+            for run, m in moved.items()
+        }
+        rows += [_OTHERS] * any(_OTHERS in set(m.responds_to) for m in moved.values())
     heads = {"<b>behaviour</b>": len(lines), "<b>features that respond to</b>": len(rows)}
     heads = {head: n for head, n in heads.items() if n} or {"": 1}
     figure, cells, height = layout.panels(

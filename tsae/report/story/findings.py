@@ -29,10 +29,11 @@ from tsae.report.story.statements import (
     tests,
     with_stand_in,
 )
-from tsae.report.story.verdict import UNMEASURED, unreadable, verdict
+from tsae.report.story.verdict import TESTED, UNDECIDED, UNMEASURED, WRITES, YES, unreadable, verdict
 from tsae.report.text import capitalised, count, interval, listed, number, percent
 
 _MAX_TESTS = 3
+NEXT = "What to look at next"
 
 
 def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
@@ -54,6 +55,7 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
         *later,
         tested(diff),
         Statement("How far to believe it", belief(diff), "gates"),
+        _next(diff, found),
     ]
     return [statement for statement in kept if statement]
 
@@ -206,14 +208,14 @@ def _predicted(diff: FeatureDiff) -> Statement | None:
     own = table[(table.part == "policy") & table.get("matched", False) & (table.realised_on == "all")]
     own = own[(own.note == "") & (own.gradient == "natural")]
     clauses = [
-        f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} of at most {number(r.ceiling)}"
+        f"{r.checkpoint} {number(r.rho, sign=True)} {interval(r.low, r.high, sign=True)} of about {number(r.ceiling)}"
         for r in facts.records(own)
     ]
     if not clauses:
         return None
     told = (
-        f"The rewards of {diff.base}'s own responses, on the band that a run was trained on, predict which features it "
-        "moves. Rank correlation with the shifts that came, and the most that noise allows: "
+        f"Do the rewards of {diff.base}'s own responses to the problems that a run was trained on tell which features "
+        "it moves? Rank correlation with the shifts that came, and about the most that noise allows: "
     )
     told += f"{'; '.join(clauses)}."
     return Statement("Predicted against realised", (told,), "predicted")
@@ -243,6 +245,25 @@ def tested(diff: FeatureDiff) -> Statement | None:
             sentences.append(f"{capitalised(what)}{of}; matched random features {_change(both['random'])}.")
     more = [f"{count(len(sentences) - _MAX_TESTS, 'more test')} below."] if len(sentences) > _MAX_TESTS else []
     return Statement("Tested causally", (*sentences[:_MAX_TESTS], *more), "causal") if sentences else None
+
+
+def _next(diff: FeatureDiff, found: list[Statement]) -> Statement:
+    """What a reader does next, by what is not known yet."""
+    clearest, answers = [], {light.question: light for one in found for light in one.lights if light.answer != YES}
+    for run in diff.final_checkpoints:
+        contrast = main_contrast(diff, run)
+        if contrast is not None and not contrast.note and not unreadable(diff, run):
+            moved = found_in(diff, contrast)
+            left = surviving(moved) if survivors(moved) else moved
+            clearest += [f"{facts.named(diff, feature)} ({run})" for feature in left.feature.head(1)]
+    said = [f"Open the cards of the clearest features: {listed(clearest)}."] if clearest else []
+    if not clearest:
+        said.append("Read problems side by side in Show me: no feature is named.")
+    for question, answer in ((WRITES[0], UNDECIDED), (WRITES[0], UNMEASURED), (TESTED[0], UNMEASURED)):
+        if (light := answers.get(question)) is not None and light.answer == answer:
+            said.append(light.sentences[-1])
+    said.append("Train once more with another seed: one run does not tell its change from chance in training.")
+    return Statement(NEXT, tuple(said), "explorer-section")
 
 
 def _change(row: dict[str, Any]) -> str:

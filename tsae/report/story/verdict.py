@@ -288,7 +288,7 @@ def _computes(diff: FeatureDiff, run: str) -> Light:
     beside += f"{record['n_moved']} of {record['n_tested']} features; noise as large as its update moves {noise} of "
     beside += f"{tested}."
     if mine <= 2 * noise / tested:
-        return Light(*COMPUTES, UNDECIDED, (moved, beside), "gates")
+        return Light(*COMPUTES, UNDECIDED, (moved, f"{beside} That is not clearly more."), "gates")
     return Light(*COMPUTES, YES, (moved, beside), evidence)
 
 
