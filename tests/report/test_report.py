@@ -168,8 +168,7 @@ def test_runs_in_opposition_and_the_gates() -> None:
     assert "down-run raised and up-run lowered 1 feature, most clearly 2 “answer”" in opposed
     belief = sentences(make(), "How far to believe it")
     assert "explains 0.90 of the variance of 3 readers" in belief
-    assert "on the same rows and by the same test (mean of 5)" in belief
-    assert "trajectories split at random within problem: at most 0.4 of 6; outcomes shuffled" in belief
+    assert "at most (mean of 5): 0.4 of 6 features where the trajectories of a problem are split at random; " in belief
     assert "not causally tested" in belief
 
 

@@ -143,7 +143,7 @@ def test_the_finding_is_what_bands_did_and_what_would_be_without_them() -> None:
         "In a run without hard samples it changes by +2.1, without medium samples by −0.3 and without easy samples "
         "by −2.7 (replayed).",
         "These numbers have no intervals: they are of one run with one seed, and another seed may differ. "
-        "The replay ends 0.02 % of the way off the run's checkpoints.",
+        "The replay ends off the run's checkpoints by 0.02 % of what training moved.",
     )
     # Doubts come first.
     replay = {"steps": 6, "to": 3, "within": 0.02, "departs": 4, "cause": "special tokens are missing from the log"}

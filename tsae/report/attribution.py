@@ -274,7 +274,9 @@ def statement(found: Attribution) -> Statement:
     if found.bands.empty:
         told.append("The log has no bands, so that samples cannot be divided by difficulty.")
     error = found.info["path_error"]
-    replay = "" if error is None else f" The replay ends {_part(error)} of the way off the run's checkpoints."
+    replay = (
+        "" if error is None else f" The replay ends off the run's checkpoints by {_part(error)} of what training moved."
+    )
     return Statement(heading, (*told, ONE_RUN + replay), "samples")
 
 

@@ -15,9 +15,9 @@ from tsae.rollouts.bands import bands_label, found_how
 from tsae.sae.quality.stability import FOUND_AGAIN
 
 _NULLS = {
-    "shift": "trajectories split at random within problem",
-    "outcome": "outcomes shuffled within problem",
-    "interaction": "the same between bands",
+    "shift": "where the trajectories of a problem are split at random",
+    "outcome": "where the outcomes of a problem are shuffled",
+    "interaction": "where both are, between bands",
 }
 _SAE = {
     "site": "site {}",
@@ -86,9 +86,9 @@ def _nulls(diff: FeatureDiff) -> tuple[str, ...]:
         if mine := [c for c in mine if not pd.isna(c.n_null)]:  # NaN where none was drawn
             worst = max(mine, key=lambda c: c.n_null)
             most = f"{worst.n_null:.0f}" if worst.n_null.is_integer() else f"{worst.n_null:.1f}"
-            clauses.append(f"{what}: at most {most} of {worst.n_tested}")
-    told = "Discoveries where there is nothing to find, on the same rows and by the same test (mean of"
-    return (f"{told} {diff.info.get('null_repeats', 0):g}): {'; '.join(clauses)}.",) if clauses else ()
+            clauses.append(f"{most} of {worst.n_tested} features {what}")
+    told = f"By chance alone the same tests find at most (mean of {diff.info.get('null_repeats', 0):g}):"
+    return (f"{told} {'; '.join(clauses)}.",) if clauses else ()
 
 
 def _stability(diff: FeatureDiff) -> str:

@@ -328,5 +328,5 @@ def _tested(diff: FeatureDiff, run: str) -> Light:
     for answer, sentences in told.items():
         if sentences:
             return Light(*TESTED, answer, tuple(sentences[:2]), evidence)
-    missing = ("No features were edited.", "To test them, repeat `tsae run` with --causal, or use `tsae causal`.")
+    missing = ("No features were edited.", "To test features, repeat `tsae run` with --causal, or use `tsae causal`.")
     return Light(*TESTED, UNMEASURED, missing, evidence)
