@@ -148,8 +148,8 @@ def weight_files(folder: Path) -> list[Path]:
         folder,
         (
             not adapter and not (folder / "config.json").is_file(),
-            "holds no config.json",
-            f"Give one of its adapters: {named}." if named else "Give a Hugging Face model directory.",
+            "holds no config.json" + f", and adapters in folders ({named})" * bool(named),
+            "Give one of these folders." if named else "Give a Hugging Face model directory.",
         ),
         (
             not adapter and whole and indexed and any(folder.glob("model-*.safetensors")),
@@ -327,10 +327,11 @@ def _missing(folder: Path, *, last: bool, tokens: bool) -> str:
         # An adapter has that of its base.
         lacks = tokens and not is_adapter(folder) and not has_tokenizer(folder)
         refuse(folder, (lacks, "holds no tokenizer", None))
+        files = weight_files(folder)
         for name in (ADAPTER_CONFIG if is_adapter(folder) else "config.json", *((_LAST,) if last else ())):
             refuse(folder, (not (folder / name).is_file(), f"holds no {name}", None))
             read_object(folder / name, "")
-        short = next((file.name for file in weight_files(folder) if not _whole(file)), None)
+        short = next((file.name for file in files if not _whole(file)), None)
         return f"{short} is not all there" if short else ""
     except TsaeError as error:
         return error.what
