@@ -466,8 +466,9 @@ def test_trainer_folders_are_understood(llama: Path, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
     refuses(r"no checkpoint is complete: checkpoint-100 \(model\.saf", CheckpointSeries.load, tmp_path / "out")
     shutil.copytree(llama, tmp_path / "out", dirs_exist_ok=True)
-    found = CheckpointSeries.load("org/model", tmp_path / "out")
-    assert [(c.run, c.path) for c in found] == [(None, "org/model"), ("out", str((tmp_path / "out").resolve()))]
+    for place in (tmp_path, tmp_path / "out"):
+        found = CheckpointSeries.load("org/model", place)
+        assert [(c.run, c.path) for c in found] == [(None, "org/model"), ("out", str((tmp_path / "out").resolve()))]
     assert "none of its checkpoints can be read: checkpoint-100 (model.safe" in found.notes[0]
 
 

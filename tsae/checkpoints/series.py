@@ -310,10 +310,12 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
         complete, partial = _complete_and_not(folders, without)
         some = [f"{os.path.relpath(folder, path.resolve())} ({why})" for folder, why in partial.items()]
         left_out = "".join(f", {one}" for one in [*some[:3], *["…"] * (len(some) > 3)]).removeprefix(", ")
-        if is_model and not complete and layouts.has_weights(path):
+        above = [run for run in dict.fromkeys(folder.run for folder in folders) if layouts.has_weights(run)]
+        if above and not complete:
             why = left_out or f"their weights are {folders[-1].shards}"
-            notes.append(f"the series is the model in {path} itself, as none of its checkpoints can be read: {why}.")
-            return [_unnamed(path.resolve())]
+            where = ", ".join(map(str, above))
+            notes.append(f"the series is the model in {where} itself, as none of its checkpoints can be read: {why}.")
+            return [_unnamed(run) for run in above]
         layouts.refuse_shards(path, folders)
         fix = (
             "Wait, if one is being written. Else export one in Hugging Face's format, as safetensors (shards of "
