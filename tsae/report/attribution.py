@@ -30,7 +30,8 @@ MEANING = (
 TRAINED_ON = "(trained on): measured on problems of the log, which the run was trained on."
 FIFTHS = (
     "All sampled tokens in five equal parts by the entropy of the policy: in fifth 1 it was surest of the next token, "
-    "in fifth 5 least sure."
+    "in fifth 5 least sure. Measured on prompt groups drawn at random and brought to all, so that fifths need not add "
+    "up to the shares above."
 )
 ONE_RUN = "These numbers have no intervals: they are of one run with one seed, and another seed may differ."
 _RIGHT, _LIKELY, _FEATURE = "right − wrong", "log-likelihood, ", "feature "
@@ -299,9 +300,10 @@ def _sentences(one: Moved) -> Iterator[str]:
         against = known.band[
             (gone * known.share < 0) & (np.minimum(gone.abs(), known.share.abs()) > 0.1 * abs(one.realised))
         ]
-        told = f" Without {listed(list(against))} samples the others act otherwise than beside them." * bool(
-            len(against)
+        told = (
+            f" For {listed(list(against))} samples both have opposite signs: samples act through each other, and a run"
         )
+        told = f"{told} without some of them is not the run less their share." * bool(len(against))
         yield f"{runs} ({', '.join(dict.fromkeys(known.how))}).{told}"
 
 

@@ -17,7 +17,7 @@ from tsae.sae.quality.stability import FOUND_AGAIN
 _NULLS = {
     "shift": "where the trajectories of a problem are split at random",
     "outcome": "where the outcomes of a problem are shuffled",
-    "interaction": "where both are, between bands",
+    "interaction": "in contrasts between bands, after the same",
 }
 _SAE = {
     "site": "site {}",
