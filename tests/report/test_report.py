@@ -42,6 +42,7 @@ from tsae.report.page import linked, render, write_report
 from tsae.report.story import facts
 from tsae.report.story.findings import NEXT, findings, lead
 from tsae.report.story.gates import statistics_text
+from tsae.report.story.verdict import clear_changes, measured_changes
 from tsae.report.tables import opposed, table_text
 from tsae.report.terminal import contrasts_text, gates_text, print_findings
 from tsae.report.text import figure_text, html_text, number, percent, q_value, script_json, visible
@@ -286,6 +287,17 @@ def test_the_picture_says_what_the_tables_say() -> None:
     by_mode = [trace for trace in figure.data if trace.mode == "markers" and len(trace.x) == 4]
     assert sorted(by_mode[0].x) == pytest.approx([-1.4, 0.4, 1.0, 1.8])
     assert any("80" in str(trace.text) for trace in figure.data if trace.mode == "text")
+    # A filled mark has a colour where the verdict counts the change: not where an interval leaves out 0 by a hair.
+    made = make()
+    made.behaviours.loc[
+        (made.behaviours.policy == "down-run") & (made.behaviours.behaviour == "accuracy"), "change_high"
+    ] = -0.002
+    marks = [
+        trace.marker for trace in overview(made).data if trace.mode == "markers" and trace.marker.symbol == "circle"
+    ]
+    known = [c for run in made.final_checkpoints for c in clear_changes(measured_changes(made, run), 0.95)]
+    coloured = [mark for mark in marks if mark.line.color in (RAISED, LOWERED)]
+    assert len(coloured) == sum(c.name == "accuracy" for c in known) == len(marks) - 2 == 2
 
 
 def test_parts_add_up_in_the_decomposition() -> None:

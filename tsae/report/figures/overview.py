@@ -19,6 +19,7 @@ from tsae.report.figures.features import drawn_runs
 from tsae.report.figures.layout import HOVER, LOWERED, NEUTRAL, RAISED, Mark
 from tsae.report.story import facts
 from tsae.report.story.statements import surviving, survivors
+from tsae.report.story.verdict import clear_changes, measured_changes
 from tsae.report.text import figure_text, number, percent
 
 _OTHERS = "others"
@@ -129,11 +130,14 @@ def _header(diff: FeatureDiff, run: str, moved: pd.DataFrame) -> str:
 def _behaviours(
     figure: go.Figure, diff: FeatureDiff, run: str, lines: list[tuple[str, str, str]], cell: dict[str, int]
 ) -> None:
+    # As the verdict has it: of several measures side by side, some intervals leave out 0 by chance.
+    found = clear_changes(measured_changes(diff, run), float(diff.info["config"]["confidence"]))
+    clear = {(change.name, change.band) for change in found}
     for y, (label, name, band) in enumerate(lines):
         before, after = (facts.behaviour(diff, policy, band, name) for policy in (diff.base, run))
         if before is None or after is None:
             continue
-        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[facts.direction(after)]
+        colour = {1: RAISED, -1: LOWERED, 0: NEUTRAL}[facts.direction(after) if (name, band) in clear else 0]
         line = {"color": colour, "width": 2.5}
         x = [100 * before["mean"], 100 * after["mean"]]
         figure.add_trace(go.Scatter(x=x, y=[y, y], mode="lines", line=line, opacity=0.55, hoverinfo="skip"), **cell)
