@@ -22,6 +22,7 @@ from typing import Any
 from tsae.base.artefact import MANIFEST, command_facts, file_hash, is_whole, read_record, write_record
 from tsae.base.files import partial_name, read_object, write_json
 from tsae.base.mirror import removed
+from tsae.base.output_lock import drop_dead_lock
 from tsae.errors import TsaeError, public
 from tsae.report.text import visible
 
@@ -222,6 +223,7 @@ def _loaded(stage: Stage, inputs: Sequence[Any], output: Path, tell: Callable[[s
     """The result that lies there; None where it is to be made. What is damaged is removed."""
     if not output.exists():
         return None
+    drop_dead_lock(output)
     try:
         return stage.load(*inputs)
     except TsaeError as error:

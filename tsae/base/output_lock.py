@@ -71,6 +71,13 @@ def output_lock(to: str | Path, part: Part | None = None) -> Iterator[None]:
         yield
 
 
+def drop_dead_lock(to: Path) -> None:
+    """Remove the lock file of a process that was killed when it had written the output, if there is one."""
+    if (to.parent / f".{to.name}.lock").exists():
+        with suppress(TsaeError), output_lock(to):
+            pass
+
+
 @contextmanager
 def _held(file: Path, to: Path, *, wait: bool = False) -> Iterator[None]:
     lock: BaseFileLock = FileLock(file, is_singleton=True)
