@@ -312,7 +312,7 @@ def _expand(source: str, notes: list[str], without: Collection[Path]) -> list[Ch
         left_out = "".join(f", {one}" for one in [*some[:3], *["…"] * (len(some) > 3)]).removeprefix(", ")
         above = [run for run in dict.fromkeys(folder.run for folder in folders) if layouts.has_weights(run)]
         if above and not complete:
-            why = left_out or f"their weights are {folders[-1].shards}"
+            why = left_out or f"their weights are {folders[-1].shards or 'being written'}"
             where = ", ".join(map(str, above))
             notes.append(f"the series is the model in {where} itself, as none of its checkpoints can be read: {why}.")
             return [_unnamed(run) for run in above]

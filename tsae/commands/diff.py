@@ -60,7 +60,7 @@ class Diff:
     """Compare every checkpoint with the base, and successes with failures; print the findings."""
 
     run: Positional[Path | None] = None
-    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote: compares its features anew, by other options."""
+    """Folder that `tsae run`, `tsae watch` or `tsae demo` wrote: its features are compared again by other options."""
     features: Daily[Path | None] = None
     """Folder that `tsae encode` wrote, in place of RUN."""
     to: Daily[Path | None] = None
