@@ -22,8 +22,7 @@ from typing import Any
 from organism.claims import FAMILIES, Records, judge, judge_claim
 from organism.pages import fill, markdown
 
-from tsae.claims.judging import Judgement, Part
-from tsae.claims.literature import CLAIMS, STUDIED
+from tsae.claims.judging import CLAIMS, STUDIED, Judgement, Part
 from tsae.errors import TsaeError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -46,8 +46,7 @@ from .features.encode import encode as encode
 from .features.expert_use import expert_use as expert_use
 from .features.expert_use import experts as experts
 from .features.feature_table import FeatureTable as FeatureTable
-from .report.hub.config import PushConfig as PushConfig
-from .report.hub.push import push as push
+from .report.hub import push as push
 from .rollouts.config import BandCutoffs as BandCutoffs
 from .rollouts.config import BandQuantiles as BandQuantiles
 from .rollouts.config import BandSource as BandSource
@@ -60,6 +59,7 @@ from .rollouts.problems import Problem as Problem
 from .rollouts.sampling import sample as sample
 from .rollouts.table import Rollouts as Rollouts
 from .run import analyze_run as analyze_run
+from .sae.config import PushConfig as PushConfig
 from .sae.config import SAEConfig as SAEConfig
 from .sae.config import TrainingConfig as TrainingConfig
 from .sae.crosscoder import Crosscoder as Crosscoder

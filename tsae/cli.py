@@ -31,7 +31,7 @@ from tsae.base.usual_state import usual_state
 from tsae.commands.activations import Capture, StoreCommand
 from tsae.commands.causes import Attribute, Causal, Influence
 from tsae.commands.diff import Diff, Drift, Explain, Reinforcement
-from tsae.commands.helptext import WrappedOutput, daily_options, join_lines, subcommands
+from tsae.commands.helptext import WrappedOutput, help_rules, left_out, subcommands
 from tsae.commands.outputs import check_outputs, output
 from tsae.commands.report import Export, Push, Report, Serve
 from tsae.commands.rl import CreditCommand, Reformulate
@@ -95,24 +95,22 @@ def parse(args: Sequence[str]) -> Any:
     path, kind = _command(words)
     if helping and kind is None:
         _print_help()
-    if helping or path == ["completion"]:
-        join_lines(Command)
     given: dict[str, Any] = {}
     if path == ["train"] and any(text.startswith("--start") for text in args):
         start = start_as_default(args)
         given = {} if start is None else {"default": start}
-    hiding = daily_options(kind) if helping and kind is not None and "--help-all" not in args else nullcontext(0)
+    hidden = left_out(kind) if helping and kind is not None and "--help-all" not in args else []
     errors = io.StringIO()
-    with hiding as hidden:
-        try:
-            with redirect_stdout(WrappedOutput()) if helping else redirect_stderr(errors):
-                found = tyro.cli(Command, prog="tsae", args=words, **given)
-        except SystemExit as ended:
-            if ended.code == 2:
-                raise _mistake(path, words[len(path) :], errors.getvalue()) from None
-            if hidden:
-                print(f"{hidden} more options: tsae {' '.join(path)} --help-all")
-            raise
+    try:
+        with redirect_stdout(WrappedOutput()) if helping else redirect_stderr(errors):
+            rules = help_rules(hidden) if helping else None
+            found = tyro.cli(Command, prog="tsae", args=words, registry=rules, **given)
+    except SystemExit as ended:
+        if ended.code == 2:
+            raise _mistake(path, words[len(path) :], errors.getvalue()) from None
+        if hidden:
+            print(f"{len(hidden)} more options: tsae {' '.join(path)} --help-all")
+        raise
     print(errors.getvalue(), end="", file=sys.stderr)  # such as warnings
     return found
 
@@ -196,7 +194,8 @@ def run(options: Any, words: Sequence[str] = ()) -> None:
         words: what was typed, from which the commands of its parts are made.
     """
     if isinstance(options, Completion):
-        tyro.cli(Command, prog="tsae", args=["--tyro-write-completion", options.shell, "-"])
+        words = ["--tyro-write-completion", options.shell, "-"]
+        tyro.cli(Command, prog="tsae", args=words, registry=help_rules())
         return
     options = _localised(getattr(options, "command", options))  # of a group, such as `tsae store`
     check_outputs(options)

@@ -186,20 +186,17 @@ def find_run_log(config: RunConfig) -> Path:
     """
     known = (config.path / "tsae" / "generations", config.path / "completions")
     log = config.log or next((folder for folder in known if folder.is_dir()), config.path)
-    if config.to.resolve().is_relative_to(log.resolve()):
-        raise TsaeError(
-            "lies inside the folder that is searched for the rollout log", where=config.to, fix="Give another --to."
-        )
+    inside = config.to.resolve().is_relative_to(log.resolve())
+    refuse(config.to, (inside, "lies inside the folder that is searched for the rollout log", "Give another --to."))
     if config.log is None:
         try:
             find_files(log)
         except NoLog as error:
-            raise NoLog(
-                f"holds no rollout log ({error.what})",
-                where=log,
-                fix="Say where it is (--log); tsae.rl.TsaeCallback(trainer) writes one, and TRL with "
-                "log_completions=True. Without any, sample rollouts (tsae rollouts sample), then tsae capture",
-            ) from error
+            fix = (
+                "Say where it is (--log); tsae.rl.TsaeCallback(trainer) writes one, and TRL with log_completions=True. "
+            )
+            fix += "Without any, sample rollouts (tsae rollouts sample), then tsae capture"
+            raise NoLog(f"holds no rollout log ({error.what})", where=log, fix=fix) from error
     return log
 
 
@@ -232,15 +229,13 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     except NoBase as error:
         series = error.series
         yield Finding("base", "missing", error.what, _BASE, error)
-        told = [note.rstrip(".") for note in series.notes if "stands in" not in note]
-        yield Finding("checkpoints", "ok", "; ".join([_steps(series) or series.base.path, *told]))
+        yield _checkpoints(series)
     except TsaeError as error:
         yield _missing("checkpoints", error)
     else:
         stands_in = series.base.step > 0
         yield Finding("base", "note" if stands_in else "ok", origin, _BASE * stands_in)
-        told = [note.rstrip(".") for note in series.notes if "stands in" not in note]
-        yield Finding("checkpoints", "ok", "; ".join([_steps(series), *told]))
+        yield _checkpoints(series)
         try:
             _readers(series, config)
             shape = _shape(series.base)
@@ -272,16 +267,9 @@ def check_options(config: RunConfig) -> Iterator[Finding]:
     wrong = [name for name in config.diff.bands or () if name not in BANDS]
     files = {"--bands-from": config.bands_from, "--problems": config.problems}
     gone = [f"{option} {file}" for option, file in files.items() if file is not None and not file.is_file()]
+    what, fix = f"no problem is in the band {''.join(wrong[:1])!r}", f"Bands are {', '.join(BANDS)} (--diff.bands)."
     try:
-        refuse(
-            "options",
-            (
-                wrong,
-                f"no problem is in the band {''.join(wrong[:1])!r}",
-                f"Bands are {', '.join(BANDS)} (--diff.bands).",
-            ),
-            (gone, f"no such file: {', '.join(gone)}", "Check the path."),
-        )
+        refuse("options", (wrong, what, fix), (gone, f"no such file: {', '.join(gone)}", "Check the path."))
         if config.site is not None:
             Site.parse(config.site)
     except TsaeError as error:
@@ -322,13 +310,15 @@ def _missing(subject: str, error: TsaeError) -> Finding:
     return Finding(subject, "missing", f"{error.what}{where}", error.fix or "", error)
 
 
-def _steps(series: CheckpointSeries) -> str:
+def _checkpoints(series: CheckpointSeries) -> Finding:
     told = []
     for run in series.runs:
         steps = [c.step for c in series if c.run == run]
         few = f"steps {', '.join(map(str, steps))}"
         told.append(f"{run}: {few if len(steps) <= _SHOWN else f'{len(steps)} steps, {steps[0]} to {steps[-1]}'}")
-    return "; ".join(told)
+    told = told or [series.base.path]
+    told += [note.rstrip(".") for note in series.notes if "stands in" not in note]  # the finding on the base says that
+    return Finding("checkpoints", "ok", "; ".join(told))
 
 
 def _read(form: Any, files: Any, importing: ImportConfig) -> _Log:
@@ -407,14 +397,9 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
     yield Finding("settings", "ok", f"{trainer}, by {Path(settings.source).name}: {settings}{notes}")
     if log is None:
         return
-    lacks = [
-        what for what, there in (
-            ("steps", any(entry.step is not None for entry in log.entries)),
-            ("rewards or advantages", any(
-                entry.reward is not None or entry.advantage is not None for entry in log.entries
-            )),
-        ) if not there
-    ]  # fmt: skip
+    steps = any(entry.step is not None for entry in log.entries)
+    rewards = any(entry.reward is not None or entry.advantage is not None for entry in log.entries)
+    lacks = [what for what, there in (("steps", steps), ("rewards or advantages", rewards)) if not there]
     if lacks:
         what = f"the log lacks {' and '.join(lacks)}"
         yield Finding("attribution", "note", what, "tsae.rl.TsaeCallback(trainer) logs both")
@@ -438,10 +423,8 @@ def _machine(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> I
         return
     first = [f"{c.id}'s weights ({_gb(size)}) are {how} first, and kept" for c, size, how in sizes if how]
     shape = _shape(series.base)
-    d_model, half = (
-        int(shape.get("hidden_size") or shape.get("n_embd") or 0),
-        "16" in str(shape.get("dtype") or shape.get("torch_dtype")),
-    )
+    d_model = int(shape.get("hidden_size") or shape.get("n_embd") or 0)
+    half = "16" in str(shape.get("dtype") or shape.get("torch_dtype"))
     tokens = len(readers) * _tokens(log, config)
     need = tokens * d_model * (2 if half else 4)
     disk = config.to.resolve()

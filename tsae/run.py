@@ -37,7 +37,7 @@ from tsae.config import RunConfig
 from tsae.diff.comparisons import contrast_bands
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.doctor import check, find_run_log, find_series
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
 from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
 from tsae.report.story import facts
@@ -403,12 +403,9 @@ class _Run(Pipeline):
             options = replace(options, features=options.features or tuple(self.targets(diff)))
         outline, base = read_outline(whole), series.base
         tokens = int(outline.prompt_length.sum() + outline.response_length.sum())
-        if tokens > config.tokens:
-            raise TsaeError(
-                f"the log has {tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)",
-                where=whole,
-                fix="Raise --tokens, or attribute a stretch between two checkpoints (--steps)",
-            )
+        what = f"the log has {tokens:,} tokens, more than the {config.tokens:,} that are read (--tokens)"
+        fix = "Raise --tokens, or attribute a stretch between two checkpoints (--steps)"
+        refuse(whole, (tokens > config.tokens, what, fix))
         measured_on = None if config.bands_from is None else separate_rollouts(config.bands_from, whole, base.id)
         every, _ = self._bands(outline, measured_on)
         log = tsae.Rollouts.read(whole)

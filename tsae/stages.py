@@ -23,7 +23,7 @@ from tsae.base.artefact import MANIFEST, command_facts, file_hash, is_whole, rea
 from tsae.base.files import partial_name, read_object, write_json
 from tsae.base.mirror import removed
 from tsae.base.output_lock import drop_dead_lock
-from tsae.errors import TsaeError, public
+from tsae.errors import TsaeError, public, refuse
 from tsae.report.text import visible
 
 RECORDS = {"demo.json": "demo", "run.json": "run"}
@@ -113,13 +113,9 @@ class RunRecord:
         first = partial_name(self.file).name  # all that is there if the first write was killed
         if held or (folder.is_dir() and any(path.name != first for path in folder.iterdir())):
             differing = self.refusal(held, wanted, RECORDS[name])
-            if "stages" not in held or differing:
-                told = f" (differing: {', '.join(differing)})" if "stages" in held else ""
-                raise TsaeError(
-                    f"holds something else than {what} of this training and these versions{told}",
-                    where=folder,
-                    fix=_FIX,
-                )
+            told = f" (differing: {', '.join(differing)})" if "stages" in held else ""
+            what = f"holds something else than {what} of this training and these versions{told}"
+            refuse(folder, ("stages" not in held or differing, what, _FIX))
         kept = {key: held.get(key, {}) for key in ("stages", "before", "found")}
         self.content: dict[str, Any] = {**wanted, **kept}
         self.stages, self.before = self.content["stages"], self.content["before"]

@@ -331,8 +331,5 @@ def _with_command(finding: Finding) -> Finding:
         with suppress(TsaeError):
             stamp = finding.run / str(_stamp(finding.run))
             command = command_text(read_record(stamp, _AGAIN), stamp)
-    return (
-        replace(finding, command=command)
-        if command
-        else replace(finding, what=f"{finding.what}; which command made it is not known")
-    )
+    what = f"{finding.what}; which command made it is not known"
+    return replace(finding, command=command) if command else replace(finding, what=what)

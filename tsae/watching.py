@@ -234,11 +234,8 @@ class _Watch:
         """The state of an update that was interrupted, if it can be completed; else nothing is left of it."""
         with suppress(TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
             found = read_run(self.next, "run.json") or {}
-            paths, folders, log = (
-                {Path(path) for _, path in found["series"]},
-                self._checkpoints(),
-                find_run_log(self.config),
-            )
+            paths, folders = {Path(path) for _, path in found["series"]}, self._checkpoints()
+            log = find_run_log(self.config)
             sizes = {(log / name if log.is_dir() else log): int(size) for name, size in found["log"]}
             held = {file: file.stat().st_size for file in sizes}
             there = all(n == sizes[file] or (grows(file) and n > sizes[file]) for file, n in held.items())
@@ -335,12 +332,9 @@ class _Watch:
             self._tell(f"{held['id']}, which stood in for the base, was removed: {base.id} takes its place")
             return
         for _, found, captured in changed_checkpoints(read_manifest(self.to / "activations"), state.series, [base.id]):
-            raise TsaeError(
-                f"is another base than before: its weights and config have the hash {found}, and those that were "
-                f"compared with have {captured}",
-                where=base.path,
-                fix="Give the same base (--base), or begin in another folder with --to.",
-            )
+            what = f"is another base than before: its weights and config have the hash {found}, and those that were "
+            fix = "Give the same base (--base), or begin in another folder with --to."
+            raise TsaeError(f"{what}compared with have {captured}", where=base.path, fix=fix)
 
     def _trained(self, before: dict[str, Any]) -> dict[str, float | None]:
         """FVE by reader when the SAE was trained."""

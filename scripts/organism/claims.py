@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tsae.claims.judging import Judgement, Part
-from tsae.claims.literature import CLAIMS, STUDIED
+from tsae.claims.judging import CLAIMS, STUDIED, Judgement, Part
 from tsae.rollouts.difficulty import estimate
 
 SEEDS = "training seeds"

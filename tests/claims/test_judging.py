@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tsae.claims.judging import Judgement, Part
-from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import CLAIMS, Judgement, Part
 from tsae.errors import TsaeError
 
 CLAIM = CLAIMS["a"]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from support.results import MARKUP, make, rendered
-from tsae.claims.judging import Judgement, Part
-from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import CLAIMS, Judgement, Part
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.errors import TsaeError
 from tsae.report.claims import counted, told_claims

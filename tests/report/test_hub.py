@@ -22,7 +22,7 @@ from support.servers import TOKEN, Hub
 from tsae.base.artefact import read_record, write_record
 from tsae.base.files import partial_name, write_json
 from tsae.errors import TsaeError
-from tsae.report.hub.push import prepare, upload
+from tsae.report.hub import prepare, upload
 from tsae.sae.quality.stability import Stability
 from tsae.verify import verify
 

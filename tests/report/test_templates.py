@@ -10,8 +10,7 @@ import pytest
 from markupsafe import Markup
 
 import tsae
-from tsae.report.document import environment, macro
-from tsae.report.glossary import GLOSSARY, explained
+from tsae.report.document import GLOSSARY, environment, explained, macro
 from tsae.report.story.statements import Caveat
 from tsae.report.tables import Cell, Table
 

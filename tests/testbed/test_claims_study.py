@@ -9,7 +9,7 @@ import pytest
 from organism.claims import Records, half_time, judge, judge_claim
 from organism.pages import marks
 
-from tsae.claims.literature import STUDIED
+from tsae.claims.judging import STUDIED
 from tsae.errors import TsaeError
 
 LEVELS = ("easy", "medium", "long", "hard")

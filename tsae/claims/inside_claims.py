@@ -15,8 +15,7 @@ import pandas as pd
 
 from tsae.causal.intervention import Intervention
 from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
-from tsae.claims.judging import Judgement, Part, between, left_out, part, those_that_can, within
-from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import CLAIMS, Judgement, Part, between, left_out, part, those_that_can, within
 from tsae.diff.comparisons import Rows
 from tsae.diff.config import DiffConfig
 from tsae.diff.descriptions import NO_FAMILY, family_scores
@@ -105,11 +104,9 @@ def _ablation(run: Evidence, checkpoint: str, families: Sequence[str]) -> Interv
             return test
     ids = described.index[described.family.isin(families)][:8]
     chosen = f" --choose {' '.join(map(str, ids))}" if len(ids) else ""
-    raise Missing(
-        f"a causal test that ablates features of {' or '.join(families)} in {checkpoint}, since a correlation is not a "
-        "verdict",
-        f"`tsae causal --checkpoint {checkpoint}{chosen} --to ANALYSIS/causal/NAME`",
-    )
+    needs = f"a causal test that ablates features of {' or '.join(families)} in {checkpoint}, since a correlation is "
+    add = f"`tsae causal --checkpoint {checkpoint}{chosen} --to ANALYSIS/causal/NAME`"
+    raise Missing(f"{needs}not a verdict", add)
 
 
 def _scores(run: Evidence, checkpoint: str) -> pd.DataFrame:

@@ -15,9 +15,11 @@ differ. That side is given the spread of the other."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from typing import Any, Literal
 
 import numpy as np
@@ -25,8 +27,34 @@ import pandas as pd
 
 from tsae.base.statistics import FEWEST
 from tsae.claims.evidence import Missing, need
-from tsae.claims.literature import Claim
 from tsae.errors import refuse
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that the literature says."""
+
+    key: str
+    """A letter."""
+    title: str
+    """A few words."""
+    sentence: str
+    """The claim."""
+    source: str
+    """An arXiv id, or how it is known."""
+    needs: str = ""
+    """What a single run lacks for a test; empty where it can test the claim."""
+    add: str = ""
+    """How to add that."""
+
+
+STUDIED = "abcdefghijklmnopqrstuv"
+"""Letters of the claims that docs/claims.md tests on the testbed."""
+
+CLAIMS: dict[str, Claim] = {
+    key: Claim(key, **claim)
+    for key, claim in tomllib.loads(files("tsae.claims").joinpath("literature.toml").read_text("utf-8")).items()
+}
 
 Verdict = Literal["reproduced", "partly", "not reproduced", "undecided", "cannot be tested"]
 

@@ -13,8 +13,18 @@ from scipy.stats import hypergeom
 
 from tsae.base.statistics import FEWEST, change_interval
 from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
-from tsae.claims.judging import CONFIDENCE, REPLAYED, Judgement, Part, between, left_out, part, those_that_can, within
-from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import (
+    CLAIMS,
+    CONFIDENCE,
+    REPLAYED,
+    Judgement,
+    Part,
+    between,
+    left_out,
+    part,
+    those_that_can,
+    within,
+)
 from tsae.rollouts.behaviours import measures, with_behaviours
 from tsae.rollouts.config import BandCutoffs
 from tsae.rollouts.difficulty import estimate

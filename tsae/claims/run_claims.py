@@ -22,8 +22,7 @@ from tsae.base.files import as_path, read_object, reading, writing
 from tsae.base.table_export import Tables
 from tsae.claims import inside_claims, response_claims
 from tsae.claims.evidence import NAMES, Evidence, Missing, StepCheck, inputs_of, need
-from tsae.claims.judging import Judgement
-from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import CLAIMS, Judgement
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.bands import bands_info, bands_label
@@ -139,7 +138,7 @@ class Claims(Tables):
 
 
 def claims_of(run: str | Path, only: Sequence[str] = (), *, check: StepCheck | None = None) -> Claims:
-    """Ask a run what it shows of the literature's claims on sample difficulty (`tsae.claims.literature.CLAIMS`).
+    """Ask a run what it shows of the literature's claims on sample difficulty (`tsae.claims.judging.CLAIMS`).
 
     Args:
         run: folder that `tsae run`, `tsae watch` or `tsae demo` wrote.

@@ -10,7 +10,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 import tsae
 from tsae.attribution.config import AttributionConfig
-from tsae.base.plugins import find_function
+from tsae.base.filters import find_function
 from tsae.base.validation import Count, Daily, config
 from tsae.causal.config import InterventionConfig
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote

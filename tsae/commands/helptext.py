@@ -1,17 +1,15 @@
 """What --help shows: the options that matter, and field docstrings as running text with defaults shown once.
 
 tyro takes the lines of a docstring from the source, where they are wrapped for the editor. In a terminal they would
-break at the same places. tyro prefers a field's metadata, so the joined text goes there. The docstring explains a
-default of None or of nothing ("by default …"): neither is shown again, nor None as a choice.
+break at the same places: `help_rules` joins them. The docstring explains a default of None or of nothing ("by default
+…"): neither is shown again, nor None as a choice.
 
 Where a command has many options, --help shows those that are marked `Daily`, and --help-all shows every option.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import io
 import re
 import shutil
@@ -19,15 +17,12 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from itertools import pairwise
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Suppress, arg
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from tsae.base.validation import Daily
 
@@ -36,56 +31,41 @@ _MANY = 25
 _WORDS = {Path: "PATH", str: "STR", int: "INT", float: "FLOAT"}
 
 
-def join_lines(kind: Any) -> None:
-    """Give every field of a dataclass, and of those that its fields are, its docstring as one paragraph.
+def help_rules(hidden: Collection[tuple[type, str]] = ()) -> ConstructorRegistry:
+    """Rules by which tyro reads our dataclasses for --help and for completions; the classes stay as they are.
 
     Args:
-        kind: a dataclass, or a union or annotation of some; other types are left alone.
+        hidden: classes, and fields of each, that are left out.
     """
-    for part in typing.get_args(kind):
-        join_lines(part)
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        return
-    owners = [owner for owner in reversed(kind.__mro__) if dataclasses.is_dataclass(owner)]
-    texts = {name: text for owner in owners for name, text in _docstrings(owner.__module__)[owner.__name__].items()}
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        text = texts.get(field.name)
-        if text and "help" not in field.metadata:
-            paragraphs = re.split(r"\n\s*\n", text.strip())
-            joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-            field.metadata = MappingProxyType({**field.metadata, "help": joined})
-            if field.default is None or field.default == ():
-                _hide_default(kind, field.name, hints[field.name])
-        join_lines(hints[field.name])
+    rules, reading = ConstructorRegistry(), list[Any]()
+
+    @rules.struct_rule
+    def documented(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if reading or not dataclasses.is_dataclass(info.type):
+            return None  # tyro's own rules read it
+        reading.append(info.type)
+        found = ConstructorRegistry.get_struct_spec(info)
+        reading.clear()
+        if not isinstance(found, StructConstructorSpec):
+            return None
+        shown = [_shown(field, (info.type, field.name) in hidden) for field in found.fields]
+        return dataclasses.replace(found, fields=tuple(shown))
+
+    return rules
 
 
-@cache
-def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """The docstrings below the fields of a module's classes, by class and field. A module is parsed once."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(node, ast.ClassDef):
-            found[node.name] = {
-                line.target.id: inspect.cleandoc(below.value.value)
-                for line, below in pairwise(node.body)
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                if isinstance(below.value.value, str)
-            }
-    return found
-
-
-def _hide_default(kind: type, name: str, hint: Any) -> None:
-    inner = [part for part in typing.get_args(_plain(hint)) if part is not type(None)]
-    optional = typing.get_origin(_plain(hint)) in (types.UnionType, typing.Union) and len(inner) == 1
-    shown = arg(help_behavior_hint="", metavar=_metavar(inner[0]) if optional else None)
-    _annotations(kind, name)[name] = Annotated[hint, shown]
-
-
-def _annotations(kind: type, name: str) -> dict[str, Any]:
-    """The annotations of the class that declares a field."""
-    return next(c for c in kind.__mro__ if name in vars(c).get("__annotations__", {})).__annotations__
+def _shown(field: StructFieldSpec, hidden: bool) -> StructFieldSpec:
+    """A field with its docstring as running text; without a default of None or of nothing, which that explains."""
+    text = (field.helptext() if callable(field.helptext) else field.helptext) or ""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
+    kind: Any = field.type
+    if hidden:
+        kind = Annotated[kind, Suppress]
+    elif text and (field.default is None or field.default == ()):
+        inner = [part for part in typing.get_args(_plain(kind)) if part is not type(None)]
+        optional = typing.get_origin(_plain(kind)) in (types.UnionType, typing.Union) and len(inner) == 1
+        kind = Annotated[kind, arg(help_behavior_hint="", metavar=_metavar(inner[0]) if optional else None)]
+    return dataclasses.replace(field, type=kind, helptext="\n\n".join(paragraphs) or None)
 
 
 def subcommands(kind: type) -> dict[str, type]:
@@ -94,20 +74,10 @@ def subcommands(kind: type) -> dict[str, type]:
     return {mark.name: _plain(part) for part in parts for mark in part.__metadata__ if hasattr(mark, "name")}
 
 
-@contextmanager
-def daily_options(kind: type) -> Iterator[int]:
-    """Leave out of the help what is not `Daily`, where a command has many options. Yields how many are left out."""
+def left_out(kind: type) -> list[tuple[type, str]]:
+    """The class and the field of each option that --help does not show, where a command has many."""
     options = list(_options(kind))
-    many = len(options) > _MANY
-    left_out = [(owner, name) for owner, name, shown in options if many and not shown]
-    kept = {(owner, name): _annotations(owner, name)[name] for owner, name in left_out}
-    for owner, name in kept:
-        _annotations(owner, name)[name] = Annotated[typing.get_type_hints(owner, include_extras=True)[name], Suppress]
-    try:
-        yield len(left_out)
-    finally:
-        for (owner, name), hint in kept.items():
-            _annotations(owner, name)[name] = hint
+    return [(owner, name) for owner, name, shown in options if not shown and len(options) > _MANY]
 
 
 def _options(kind: type, within: tuple[type, str] | None = None) -> Iterator[tuple[type, str, bool]]:
@@ -120,9 +90,7 @@ def _options(kind: type, within: tuple[type, str] | None = None) -> Iterator[tup
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         marks, inner = getattr(hint, "__metadata__", ()), _plain(hint)
-        made = any(
-            getattr(mark, "constructor_factory", None) for mark in marks
-        )  # by a function, from options of its own
+        made = any(getattr(mark, "constructor_factory", None) for mark in marks)  # by a function with its own options
         if dataclasses.is_dataclass(inner) and isinstance(inner, type) and not made:
             flat = OmitArgPrefixes in marks or any(getattr(mark, "name", None) == "" for mark in marks)
             yield from _options(inner, within or (None if flat or _DAILY in marks else (kind, field.name)))

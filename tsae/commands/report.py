@@ -20,7 +20,7 @@ from tsae.base.validation import config
 from tsae.commands.common import load_series, say_wrote
 from tsae.commands.diff import REINFORCEMENT
 from tsae.errors import TsaeError, refuse
-from tsae.report.hub.config import PushConfig
+from tsae.sae.config import PushConfig
 
 ExportFormat = Literal["saelens", "delphi", "neuronpedia", "safetensors", "gguf"]
 
@@ -64,18 +64,12 @@ class Report:
     def execute(self) -> None:
         import pandas as pd
 
-        from tsae.attribution.attribution import Attribution
-        from tsae.causal.intervention import folders_of_tests
         from tsae.claims.evidence import NAMES, inputs_of
-        from tsae.claims.run_claims import claims_in
-        from tsae.diff.explain import Explanations, labelled
 
         assert self.diff is not None
         assert self.to is not None
         features = None if self.features is None else tsae.FeatureTable.load(self.features)
         diff = tsae.FeatureDiff.load(self.diff, features=features)
-        for folder in self.causal or folders_of_tests(self.diff.parent):
-            diff = tsae.Intervention.load(folder).mark(diff)
         if self.reinforcement is not None:
             folder = self.reinforcement
             fix = REINFORCEMENT.fix
@@ -85,13 +79,8 @@ class Report:
             with reading(folder, fix):
                 tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
             diff = replace(diff, **tables)
-        if self.explanations is not None:
-            diff = Explanations.load(self.explanations).mark(diff)
-        else:
-            diff = labelled(diff, self.diff.parent / "explanations")
-        folder = self.diff.parent
-        attribution = _attribution_in(folder) if self.attribution is None else Attribution.load(self.attribution)
-        claims = claims_in(self.diff.parent, diff)
+        named = {"tests": self.causal or None, "labels": self.explanations, "attribution": self.attribution}
+        diff, attribution, claims = _with_results(diff, self.diff.parent, **named)
         say_wrote(diff.to_html(self.to, title=self.title, attribution=attribution, claims=claims))
 
 
@@ -117,8 +106,6 @@ class Serve:
 
     def execute(self) -> None:
         from tsae.causal.intervention import folders_of_tests
-        from tsae.claims.run_claims import claims_in
-        from tsae.diff.explain import labelled
         from tsae.report.playground import Playground
         from tsae.report.serving import HOST, ServedRun, server
 
@@ -127,13 +114,10 @@ class Serve:
         needed = ("diff/manifest.json", "features/manifest.json")
         refuse(folder, *((not (folder / name).is_file(), f"holds no {name}", fix) for name in needed))
 
-        def read() -> tuple[tsae.FeatureDiff, tsae.Attribution | None, tsae.Claims | None]:
+        def read() -> _Results:
             diff = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
-            for test in folders_of_tests(folder):
-                if (test / "causal.json").is_file():
-                    diff = tsae.Intervention.load(test).mark(diff)
-            diff = labelled(diff, folder / "explanations")
-            return diff, _attribution_in(folder), claims_in(folder, diff)
+            finished = [test for test in folders_of_tests(folder) if (test / "causal.json").is_file()]
+            return _with_results(diff, folder, tests=finished)
 
         def play(diff: tsae.FeatureDiff) -> Playground:
             series = load_series(*self.series) if self.series else checkpoints_of(folder, diff.info["readers"])
@@ -221,7 +205,7 @@ class Push:
     """Push without asking."""
 
     def execute(self) -> None:
-        from tsae.report.hub.push import prepare, upload
+        from tsae.report.hub import prepare, upload
 
         if self.to_folder is not None:
             for one in prepare(self.repo, self.source, self.to_folder, self.config):
@@ -238,14 +222,33 @@ class Push:
                 print(f"pushed {address}")
 
 
-def _attribution_in(folder: Path) -> tsae.Attribution | None:
-    """The attribution in the folder of a run. If it is of another log, it is left out, with a message."""
-    from tsae.claims.evidence import attribution_in
+_Results = tuple[tsae.FeatureDiff, tsae.Attribution | None, tsae.Claims | None]
 
-    found, why = attribution_in(folder)
+
+def _with_results(
+    diff: tsae.FeatureDiff,
+    folder: Path,
+    *,
+    tests: Sequence[Path] | None = None,
+    labels: Path | None = None,
+    attribution: Path | None = None,
+) -> _Results:
+    """The diff with its causal tests and labels, the attribution and the claims: those named, or beside the diff.
+
+    An attribution beside the diff that is of another log is left out, with a message.
+    """
+    from tsae.causal.intervention import folders_of_tests
+    from tsae.claims.evidence import attribution_in
+    from tsae.claims.run_claims import claims_in
+    from tsae.diff.explain import labelled
+
+    for test in folders_of_tests(folder) if tests is None else tests:
+        diff = tsae.Intervention.load(test).mark(diff)
+    diff = labelled(diff, folder / "explanations") if labels is None else tsae.Explanations.load(labels).mark(diff)
+    found, why = attribution_in(folder) if attribution is None else (tsae.Attribution.load(attribution), "")
     if why:
         print(f"{folder / 'attribution'} is not shown: the page needs {why}.", file=sys.stderr)
-    return found
+    return diff, found, claims_in(folder, diff)
 
 
 def checkpoints_of(folder: Path, readers: Sequence[Mapping[str, Any]]) -> tsae.CheckpointSeries:

@@ -10,9 +10,9 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 import tsae
+from tsae.base.filters import find_function
 from tsae.base.mirror import local, published, refreshed, removed, url_of
 from tsae.base.part import Part
-from tsae.base.plugins import find_function
 from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, load_series, print_part, say_wrote, with_address
 from tsae.commands.spreading import Spread

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from tsae.base.filters import find_function
 from tsae.base.output_lock import output_lock
-from tsae.base.plugins import find_function
 from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, say_wrote
 from tsae.config import DemoConfig, RunConfig, WatchConfig

@@ -24,7 +24,7 @@ import torch
 from einops import einsum, reduce
 
 from tsae.activations.spans import rows_mask
-from tsae.base.plugins import find_function
+from tsae.base.filters import find_function
 from tsae.checkpoints.hooks import decoder_blocks
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import text_of

@@ -9,11 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from tsae.claims.judging import REPLAYED, Verdict
-from tsae.claims.literature import CLAIMS
+from tsae.claims.judging import CLAIMS, REPLAYED, Verdict
 from tsae.claims.run_claims import ONE_RUN, Claims
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.report.notebook import card
 from tsae.report.story.statements import Statement, with_stand_in
 from tsae.report.text import count, interval, listed, number, visible
@@ -27,7 +26,7 @@ _OPEN, _CANNOT = VERDICTS[-2:]
 def told_claims(claims: Claims) -> list[SimpleNamespace]:
     """The claims, those with a verdict first, each kind in order of their letters.
 
-    Each has key, title, sentence and source of `tsae.claims.literature.Claim`, verdict and caveat, missing (“needs …;
+    Each has key, title, sentence and source of `tsae.claims.judging.Claim`, verdict and caveat, missing (“needs …;
     add it by …”, empty where it was tested), and parts: statement, effect (“+0.17 [+0.12, +0.21]”), least (what the
     effect has to exceed, where that is not 0), rows (“180 problems”) and said (as claimed, against it or undecided).
     """
@@ -52,10 +51,9 @@ def expected(diff: FeatureDiff, claims: Claims) -> Statement:
     Raises:
         TsaeError: where the claims are of other rollouts than the diff.
     """
-    if (of := claims.info.get("rollouts")) not in (None, diff.info.get("rollouts")):
-        raise TsaeError(
-            f"were tested on other rollouts ({of}) than those of the diff", where="claims", fix="tsae claims RUN"
-        )
+    of = claims.info.get("rollouts")
+    what = f"were tested on other rollouts ({of}) than those of the diff"
+    refuse("claims", (of not in (None, diff.info.get("rollouts")), what, "tsae claims RUN"))
     return with_stand_in(diff, Statement(HEADING, (counted(claims),), "claims"))
 
 

@@ -1,20 +1,22 @@
-"""Renders a template as one HTML file that loads nothing.
+"""Renders a template as one HTML file that loads nothing, and links its words to the glossary.
 
 The content security policy forbids every request and every script but ours and Plotly's, by hash. Templates escape all
-text on its way in; if some of it ever were not escaped, it still could not run."""
+text on its way in; if some of it ever were not escaped, it still could not run. `explained` adds links around words. It
+reads no markup but ours: all text is escaped by then."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import re
+import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -22,9 +24,9 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from tsae.base.artefact import version_of
 from tsae.base.files import as_path, replacing
 from tsae.errors import TsaeError
-from tsae.report.glossary import explained
 from tsae.report.text import count, html_text, script_json
 
 
@@ -165,13 +167,7 @@ def target(path: str | Path) -> Path:
 
 def written_with() -> dict[str, str]:
     """Versions of what writes the page."""
-    found = {}
-    for package in ("tsae", "plotly"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {package: found for package in ("tsae", "plotly") if (found := version_of(package)) is not None}
 
 
 def _plain(figure: go.Figure) -> dict[str, object]:
@@ -189,3 +185,59 @@ def _resource(name: str) -> str:
 @cache
 def _digest(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode()}'"
+
+
+class Term(NamedTuple):
+    """A word of the page."""
+
+    key: str
+    """Of its place in the glossary."""
+    name: str
+    meaning: str
+    pattern: str = ""
+    """Finds the word in a text; empty where it is too common to be marked."""
+
+
+GLOSSARY = tuple(
+    Term(key, **term)
+    for key, term in tomllib.loads(
+        files("tsae.report").joinpath("templates", "glossary.toml").read_text(encoding="utf-8")
+    ).items()
+)
+_WORDS = re.compile(
+    "|".join(rf"(?P<term{i}>(?<!\w)(?:{term.pattern})(?!\w))" for i, term in enumerate(GLOSSARY) if term.pattern)
+    + r"|(?<![\w.])(?:arXiv[: ])?(?P<paper>\d\d(?:0[1-9]|1[0-2])\.\d{5})(?![\w.]*\d)"
+)
+_TAG = re.compile(r"(<[^>]*>)")
+_SILENT = {"a", "bdi", "button", "code", "h1", "h2", "h3", "label", "mark", "select", "summary"}
+"""Elements whose words stay as they are: links, headings, and text of files. So does the text of responses."""
+
+
+def explained(html: Markup | str) -> Markup:
+    """HTML whose arXiv ids are links, as is the first of every word in a section, a table and a caption."""
+    seen: set[str] = set()
+    silent, depth, written = "", 0, []
+    for piece in _TAG.split(html if isinstance(html, Markup) else html_text(html)):
+        if piece.startswith("<"):
+            name = piece.strip("</>").partition(" ")[0]
+            if depth:
+                depth += (name == silent) * (-1 if piece[1] == "/" else 1)
+            elif name in _SILENT or 'class="tokens' in piece:
+                silent, depth = name, 1
+            elif name in ("section", "table", "figcaption"):
+                seen.clear()
+        elif not depth:
+            piece = _WORDS.sub(lambda found: _link(found, seen), piece)
+        written.append(piece)
+    return Markup("".join(written))
+
+
+def _link(found: re.Match[str], seen: set[str]) -> str:
+    word, kind = found.group(), str(found.lastgroup)
+    if kind == "paper":
+        id = found["paper"]
+        return f'<a href="https://arxiv.org/abs/{id}">arXiv {id}</a>'
+    if kind in seen:
+        return word
+    seen.add(kind)
+    return f'<a class="term" href="#term-{GLOSSARY[int(kind.removeprefix("term"))].key}">{word}</a>'

@@ -19,7 +19,7 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import token_strings
 from tsae.diff.confounds import CONTROLS, NOT_MEASURED, SURVIVES
 from tsae.diff.feature_diff import Feature, FeatureDiff
-from tsae.errors import TsaeError
+from tsae.errors import refuse
 from tsae.features.contexts import context
 from tsae.features.feature_table import FeatureTable
 from tsae.features.sparse_matrices import row_blocks
@@ -322,18 +322,14 @@ def show_problem(
     rollouts: Rollouts, problem: str, *, policy: str | None = None, n: int = 8, checkpoint: Checkpoint | None = None
 ) -> None:
     """See `Rollouts.show`."""
-    if n < 1:
-        raise TsaeError(f"n={n} is too small a number of responses", where=rollouts.origin, fix="Show at least one.")
+    refuse(rollouts.origin, (n < 1, f"n={n} is too small a number of responses", "Show at least one."))
     frame = rollouts.frame
     mask = frame.problem_id == problem
     if policy is not None:
         mask &= frame.policy == policy
-    if not mask.any():
-        some = ", ".join(map(str, frame.problem_id.unique()[:5]))
-        raise TsaeError(
-            f"nothing was sampled for {problem!r}{f' by {policy}' if policy else ''}; problems are {some}, …",
-            where=rollouts.origin,
-        )
+    some = ", ".join(map(str, frame.problem_id.unique()[:5]))
+    what = f"nothing was sampled for {problem!r}{f' by {policy}' if policy else ''}; problems are {some}, …"
+    refuse(rollouts.origin, (not mask.any(), what, None))
     # As many of each outcome, so that successes and failures can be read against each other.
     turn = frame[mask].groupby("outcome").cumcount().sort_values(kind="stable").index[:n]
     found = frame.loc[turn].sort_values("outcome", key=lambda names: names.map(list(_MARKS).index), kind="stable")
@@ -365,8 +361,7 @@ def show_trajectory(
     reader = reader or features.readers[0]
     rows = features.rows(reader=reader)
     rows = rows[features.trajectory[rows] == trajectory]
-    if not len(rows):
-        raise TsaeError(f"{reader} did not read trajectory {trajectory}", where=features.origin)
+    refuse(features.origin, (not len(rows), f"{reader} did not read trajectory {trajectory}", None))
     row = int(rows[0])
     span = slice(int(features.row_offsets[row]), int(features.row_offsets[row + 1]))
     if chosen is None:
@@ -376,8 +371,7 @@ def show_trajectory(
     strings = dict(enumerate(known))
     tokens = _texts(features.token_ids[span], strings)
     contexts = [context(features, feature, row) for feature in ids]
-    if not contexts:
-        raise TsaeError("no feature fires there", where=f"trajectory {trajectory}")
+    refuse(f"trajectory {trajectory}", (not contexts, "no feature fires there", None))
     one = contexts[0]
     head = f"trajectory {trajectory}: {_MARKS[one.outcome]}, problem {one.problem_id}, sampled by {one.policy}"
     html, text = [card("Features", {"": f"{head}, read by {reader}"})], [visible(head)]

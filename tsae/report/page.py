@@ -17,12 +17,11 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.report import tables
 from tsae.report.attribution import attributed, pushed, statement
 from tsae.report.claims import HEADING, expected, told_claims
-from tsae.report.document import macro, packed, render_page, target, write_page, written_with
+from tsae.report.document import GLOSSARY, macro, packed, render_page, target, write_page, written_with
 from tsae.report.examples import side_by_side
 from tsae.report.explorer import explorer
 from tsae.report.figures import checks, features
 from tsae.report.figures.overview import overview, overview_caption
-from tsae.report.glossary import GLOSSARY
 from tsae.report.story import facts, gates
 from tsae.report.story.findings import findings, lead
 from tsae.report.story.statements import Statement, noise_text, predictions, step_features, tests, with_stand_in
@@ -72,14 +71,11 @@ def render(
     A page that is `served` asks its server for examples (`tsae.report.serving`), and links to its `playground`.
     """
     diff = _readable(diff)
-    found = findings(diff)
-    if attribution is not None:
-        found.insert(-2, with_stand_in(diff, statement(attribution)))
-        if not attribution.info["gate"]:
-            read = "Read the samples that moved most, in “Which samples did that”."
-            found[-1] = replace(found[-1], sentences=(read, *found[-1].sentences))
-    if claims is not None:
-        found.insert(-2, expected(diff, claims))
+    more = [] if attribution is None else [with_stand_in(diff, statement(attribution))]
+    found = findings(diff, [*more, *([] if claims is None else [expected(diff, claims)])])
+    if attribution is not None and not attribution.info["gate"]:
+        read = "Read the samples that moved most, in “Which samples did that”."
+        found[-1] = replace(found[-1], sentences=(read, *found[-1].sentences))
     pairs = facts.opposed_pairs(diff)
     to_draw = tables.opposed_features(diff)
     explored = explorer(diff, example_features(diff, to_draw), served=served)

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import pandas as pd
 
-from tsae.base.plugins import find_function
+from tsae.base.filters import find_function
 from tsae.errors import TsaeError, needing
 from tsae.rollouts.schema import BANDS, problem_bands
 

@@ -1,8 +1,10 @@
-"""Config of a temporal SAE and of its training. Imports nothing heavy: the CLI builds its options from it."""
+"""Config of a temporal SAE, of its training, and of what goes to the Hub. Light: the CLI builds its options from it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -165,3 +167,22 @@ class TrainingConfig:
             (batch < 2 * window, small, "Take larger batches."),
             (warmup + decay > 1, shares, "Lower one of them."),
         )
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """What goes to the Hub, and what its cards say."""
+
+    licence: str | None = None
+    """The Hub's name of a licence, such as apache-2.0, mit or cc-by-4.0; "other" or "unknown" are names too."""
+    base_model: str | None = None
+    """The Hub's name of the model whose activations were read; by default the base of the run, if it came from the
+    Hub."""
+    dataset: bool = False
+    """Also push features and diff of a run, as the data set NAME-features. They hold prompts and responses."""
+    space: bool = False
+    """Also push the page of a run, as the static Space NAME-report. It holds prompts and responses."""
+    evaluation: Path | None = None
+    """File that `tsae evaluate --json` wrote, for the SAE's metrics; by default that of the run."""
+    private: bool = False
+    """Make new repositories private."""

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from tsae.base.files import as_path, new_folder, write_text
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError, refuse
+from tsae.errors import refuse
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response, given_answer, verify
 from tsae.testbed.chains import LEVELS, evaluate, generate_problems, parse_prompt
@@ -62,12 +62,8 @@ def series_path() -> Path:
         TsaeError: where the installation has none.
     """
     path = Path(__file__).parent / "series"
-    if not (path / "series.json").is_file():
-        raise TsaeError(
-            "the testbed's checkpoints are missing",
-            where=path,
-            fix=f"Reinstall the package, or build them: python scripts/build_testbed.py --out {path}",
-        )
+    fix = f"Reinstall the package, or build them: python scripts/build_testbed.py --out {path}"
+    refuse(path, (not (path / "series.json").is_file(), "the testbed's checkpoints are missing", fix))
     return path
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rl.reformulation import Reformulation
 from tsae.rollouts.problems import Problem
 from tsae.testbed.chains import Chain, apply_operator, in_split, parse_prompt
@@ -70,8 +70,7 @@ def reformulate_backward(
         TsaeError: where the prompt is not a chain, the answer is not the chain's, or the range is empty.
     """
     fewest, most = n_ops
-    if not 1 <= fewest <= most:
-        raise TsaeError(f"n_ops={n_ops} is not a range", where="n_ops", fix="Give (fewest, most), from 1.")
+    refuse("n_ops", (not 1 <= fewest <= most, f"n_ops={n_ops} is not a range", "Give (fewest, most), from 1."))
     chain = _checked(problem)
     found = []
     digits, operators = [int(problem.answer)], []
@@ -101,12 +100,9 @@ def is_chain(problem: Problem) -> bool:
 
 def _checked(problem: Problem) -> Chain:
     chain = parse_prompt(problem.prompt)
-    if chain.answer != problem.answer:
-        raise TsaeError(
-            f"the answer {problem.answer!r} is not that of {problem.prompt!r}, which is {chain.answer}",
-            where=problem.id,
-            fix="Correct the answer: a reformulation states it as known.",
-        )
+    what = f"the answer {problem.answer!r} is not that of {problem.prompt!r}, which is {chain.answer}"
+    fix = "Correct the answer: a reformulation states it as known."
+    refuse(problem.id, (chain.answer != problem.answer, what, fix))
     return chain
 
 

@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Literal
 
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.problems import Problem
 
 Split = Literal["train", "eval"]
@@ -94,11 +94,8 @@ def parse_prompt(prompt: str) -> Chain:
     """
     match = _CHAIN.fullmatch(prompt.strip())
     if match is None:
-        raise TsaeError(
-            f"not an arithmetic chain: {prompt!r}",
-            where="prompt",
-            fix="Expected digits and + - *, as in '3+5*2-7?'.",
-        )
+        fix = "Expected digits and + - *, as in '3+5*2-7?'."
+        raise TsaeError(f"not an arithmetic chain: {prompt!r}", where="prompt", fix=fix)
     text = match.group(1)
     return Chain(digits=tuple(int(digit) for digit in text[::2]), operators=tuple(text[1::2]))
 
@@ -161,12 +158,9 @@ def generate_problems(level: str | tuple[int, int], n: int, seed: int, split: Sp
                 break
             chain = sample_chain(rng.randint(fewest, most), rng, split)
             chains.setdefault(chain.prompt, chain)
-    if len(chains) < n:
-        raise TsaeError(
-            f"found only {len(chains)} distinct problems of level {name!r} ({split}), expected {n}",
-            where="n",
-            fix=f"Ask for at most {len(chains)}; there are {N_EASY_CHAINS} chains of one operation in all.",
-        )
+    what = f"found only {len(chains)} distinct problems of level {name!r} ({split}), expected {n}"
+    fix = f"Ask for at most {len(chains)}; there are {N_EASY_CHAINS} chains of one operation in all."
+    refuse("n", (len(chains) < n, what, fix))
     return [
         Problem(id=f"chain:{prompt[:-1]}", prompt=prompt, answer=chain.answer, level=name)
         for prompt, chain in chains.items()
@@ -175,18 +169,10 @@ def generate_problems(level: str | tuple[int, int], n: int, seed: int, split: Sp
 
 def _range_of(level: str | tuple[int, int]) -> tuple[int, int, str]:
     if isinstance(level, str):
-        if level not in LEVELS:
-            raise TsaeError(
-                f"unknown level {level!r}",
-                where="level",
-                fix=f"Give one of {', '.join(LEVELS)}, or a pair (fewest, most operations).",
-            )
+        fix = f"Give one of {', '.join(LEVELS)}, or a pair (fewest, most operations)."
+        refuse("level", (level not in LEVELS, f"unknown level {level!r}", fix))
         return (*LEVELS[level], level)
     fewest, most = level
-    if not 1 <= fewest <= most:
-        raise TsaeError(
-            f"expected 1 <= fewest <= most operations, found {fewest} and {most}",
-            where="level",
-            fix="Correct the pair.",
-        )
+    what = f"expected 1 <= fewest <= most operations, found {fewest} and {most}"
+    refuse("level", (not 1 <= fewest <= most, what, "Correct the pair."))
     return fewest, most, f"{fewest}-{most} ops"

@@ -6,6 +6,7 @@ contrasted. A behaviour counts as changed where the interval of its change leave
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -32,18 +33,18 @@ from tsae.report.story.statements import (
 from tsae.report.story.verdict import TESTED, UNDECIDED, UNMEASURED, WRITES, YES, unreadable, verdict
 from tsae.report.text import capitalised, count, interval, listed, number, percent
 
-_MAX_TESTS = 3
+_MAX_RUNS, _MAX_TESTS = 4, 3
 NEXT = "What to look at next"
 
 
-def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
+def findings(diff: FeatureDiff, more: Iterable[Statement] = ()) -> list[Statement]:
     """What a diff found, in the order in which to read it.
 
-    At most `limit` statements on runs, on runs in opposition or on outcomes, and on how far to believe them. Before the
-    last, where they are known: what was predicted, how it went along steps, and what was tested causally.
+    A few statements on runs, on runs in opposition or on outcomes. Then, where they are known: what was predicted, how
+    it went along steps, what was tested causally, and `more`; how far to believe it, and what to look at next.
     """
     runs = diff.final_checkpoints
-    found = verdicts(diff)[: limit - 1]
+    found = verdicts(diff)[:_MAX_RUNS]
     found += [with_stand_in(diff, statement) for statement in [_opposed(diff)] if statement]
     found += [statement for statement in [None if runs else _outcomes(diff)] if statement]
     later = [with_stand_in(diff, statement) for statement in (_predicted(diff), _along_steps(diff)) if statement]
@@ -51,9 +52,10 @@ def findings(diff: FeatureDiff, *, limit: int = 5) -> list[Statement]:
     kept = [
         Statement("Before all others", (warning,), "gates", warns=True) if warning else None,
         Statement("Bands", (note,), "gates") if (note := bands_note(diff)) else None,
-        *found[: limit - 1],
+        *found[:_MAX_RUNS],
         *later,
         tested(diff),
+        *more,
         Statement("How far to believe it", belief(diff), "gates"),
         _next(diff, found),
     ]

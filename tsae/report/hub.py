@@ -35,9 +35,9 @@ from tsae.base.output_lock import output_lock
 from tsae.diff.feature_diff import DIFF, FeatureDiff
 from tsae.errors import TsaeError, public, refuse, without_secrets
 from tsae.features.feature_table import FEATURES, FeatureTable
-from tsae.report.hub.config import PushConfig
 from tsae.report.text import count, listed, markdown_cell, markdown_table, percent
 from tsae.rollouts.table import Rollouts
+from tsae.sae.config import PushConfig
 from tsae.sae.model import ForeignSAE, TemporalSAE
 from tsae.sae.quality.evaluation import Evaluation
 from tsae.sae.quality.stability import Stability
@@ -138,12 +138,9 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
         except (OSError, HTTPError, ValueError, RuntimeError, LookupError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             kept = f" (pushed already: {', '.join(r.name for r in repositories[: len(done)])})" if done else ""
-            raise TsaeError(
-                f"cannot be pushed ({without_secrets(why)}){kept}",
-                where=f"{one.kind} {one.name}",
-                fix="See that the Hub can be reached, and log in with a token that may write there (hf auth login, or "
-                "HF_TOKEN); then try again.",
-            ) from error
+            fix = "See that the Hub can be reached, and log in with a token that may write there (hf auth login, or "
+            what, fix = f"cannot be pushed ({without_secrets(why)}){kept}", f"{fix}HF_TOKEN); then try again."
+            raise TsaeError(what, where=f"{one.kind} {one.name}", fix=fix) from error
     return done
 
 
