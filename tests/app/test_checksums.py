@@ -9,6 +9,7 @@ import pytest
 
 from support.builders import synthetic_store
 from support.damage import flip
+from support.refusals import refuses
 from tsae.activations.store import ActivationStore
 from tsae.base.artefact import write_record
 from tsae.errors import TsaeError
@@ -22,8 +23,7 @@ def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
     write_record(file, store.manifest)
     assert ActivationStore(store.path).manifest == store.manifest
     file.write_text(file.read_text().replace('"step": 0', '"step": 7'))
-    with pytest.raises(TsaeError, match=r"manifest\.json: is damaged: its content has changed"):
-        ActivationStore(store.path)
+    refuses(r"manifest\.json: is damaged: its content has changed", ActivationStore, store.path)
 
 
 def test_a_changed_copy_of_the_rollouts_is_refused(tmp_path: Path) -> None:
@@ -52,5 +52,4 @@ def test_a_changed_record_of_a_run_is_refused(tmp_path: Path) -> None:
         RunRecord(tmp_path, "demo.json", {**asked, "versions": {"torch": "9"}}, "a demo")
     file = tmp_path / "demo.json"
     file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(TsaeError, match=r"demo\.json: is damaged"):
-        RunRecord(tmp_path, "demo.json", asked, "a demo")
+    refuses(r"demo\.json: is damaged", RunRecord, tmp_path, "demo.json", asked, "a demo")

@@ -12,6 +12,7 @@ import pytest
 import tsae
 from support.cli import run
 from support.damage import flip
+from support.refusals import fails, refuses
 from support.results import BANDS, answers, checkpoint, write_run
 from tsae.base.artefact import read_record, write_record
 from tsae.claims.run_claims import claims_before
@@ -81,16 +82,11 @@ def test_wrong_options(
     folder: Path, args: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
-    with pytest.raises(SystemExit) as ended:
-        run("claims", "analysis", *args)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in fails(capsys, "claims", "analysis", *args).err
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("claims", tmp_path)
-    assert "holds no rollouts of a run" in capsys.readouterr().err
+    assert "holds no rollouts of a run" in fails(capsys, "claims", tmp_path).err
 
 
 def test_the_report_shows_what_was_kept(folder: Path) -> None:
@@ -130,10 +126,7 @@ def test_damaged_claims_are_refused_and_named(how: str, folder: Path, capsys: py
     file = folder / "claims.json"
     DAMAGES.get(how, other_run)(file)
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        run("report", "--diff", folder / "diff", "--to", folder / "page.html")
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
+    said = fails(capsys, "report", "--diff", folder / "diff", "--to", folder / "page.html").err
     assert "claims.json" in said
     assert "tsae claims RUN" in said
     assert not (folder / "page.html").exists()
@@ -148,16 +141,12 @@ def test_claims_of_another_sae_are_refused(folder: Path) -> None:
     replace(found, info={**found.info, "sae": "of another"}).save(folder)
     diff = tsae.FeatureDiff.load(folder / "diff")
     diff.info["sae"] = {"weights": "mine"}
-    with pytest.raises(tsae.TsaeError, match="weights of the SAE"):
-        tsae.Claims.load(folder, diff)
+    refuses("weights of the SAE", tsae.Claims.load, folder, diff)
 
 
 def test_claims_take_no_folders_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "claims.json").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        run("claims", folder)
-    assert ended.value.code == 2
-    assert "claims.json" in capsys.readouterr().err
+    assert "claims.json" in fails(capsys, "claims", folder).err
 
 
 def test_a_run_without_its_claims_is_said_to_lack_them(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from support.builders import make_rollouts
 from support.planted import planted, small_credit
+from support.refusals import refuses
 from support.results import make_attribution
 from tsae.attribution.attribution import Attribution
 from tsae.base.artefact import MANIFEST, write_artefact
@@ -102,8 +103,7 @@ def test_a_table_that_came_later_is_no_part_of_a_diff(results: Path, tmp_path: P
     """Another diff's table in the folder would become a section of the page."""
     shutil.copytree(results / "diff", folder := tmp_path / "diff")
     pd.DataFrame({"checkpoint": ["x"]}).to_parquet(folder / "dynamics.parquet")
-    with pytest.raises(TsaeError, match=r"holds dynamics\.parquet, which is not of this artefact"):
-        FeatureDiff.load(folder)
+    refuses(r"holds dynamics\.parquet, which is not of this artefact", FeatureDiff.load, folder)
 
 
 def test_rollouts_with_damaged_metadata(tmp_path: Path) -> None:
@@ -112,11 +112,9 @@ def test_rollouts_with_damaged_metadata(tmp_path: Path) -> None:
     rollouts = make_rollouts(n_problems=2)
     table = rollouts.table.replace_schema_metadata({b"tsae": b"{not JSON"})
     pq.write_table(table, tmp_path / "rollouts.parquet")
-    with pytest.raises(TsaeError, match=r"rollouts\.parquet: cannot be read"):
-        Rollouts.read(tmp_path / "rollouts.parquet")
+    refuses(r"rollouts\.parquet: cannot be read", Rollouts.read, tmp_path / "rollouts.parquet")
     (tmp_path / "rollouts.parquet").write_bytes(b"PAR1")
-    with pytest.raises(TsaeError, match=r"rollouts\.parquet: cannot be read"):
-        read_outline(tmp_path / "rollouts.parquet")
+    refuses(r"rollouts\.parquet: cannot be read", read_outline, tmp_path / "rollouts.parquet")
 
 
 def pushed_folder(folder: Path, content: dict[str, str]) -> None:
@@ -128,8 +126,7 @@ def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> 
         (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
     pushed_folder(tmp_path, {})
     options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
-    with pytest.raises(TsaeError, match="cannot be read"):
-        options.execute()
+    refuses("cannot be read", options.execute)
 
 
 def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path: Path) -> None:
@@ -137,8 +134,7 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
     planted(n_problems=12, n_samples=4, seed=1).table.save(tmp_path / "features")
     FeatureDiff.load(results / "diff", features=FeatureTable.load(results / "features"))
     options = Report(diff=results / "diff", to=tmp_path / "page.html", features=tmp_path / "features")
-    with pytest.raises(TsaeError, match="drawn from other features"):
-        options.execute()
+    refuses("drawn from other features", options.execute)
     table = FeatureTable.load(results / "features")
     judged = table.rollouts.with_column("outcome", ["success"] * len(table.rollouts))
     with pytest.raises(TsaeError, match=r"drawn from other features \(of other labels\)"):
@@ -148,15 +144,12 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
         (pushed / f"{name}.parquet").parent.mkdir(exist_ok=True)
         pd.DataFrame({"a": [1]}).to_parquet(pushed / f"{name}.parquet")
     pushed_folder(pushed, {"labels": "others"})
-    with pytest.raises(TsaeError, match="is of other labels than the diff"):
-        replace(options, features=None, reinforcement=pushed).execute()
+    refuses("is of other labels than the diff", replace(options, features=None, reinforcement=pushed).execute)
     pushed_folder(pushed, {})
     (pushed / MANIFEST).unlink()
-    with pytest.raises(TsaeError, match=r"manifest\.json is missing"):
-        replace(options, features=None, reinforcement=pushed).execute()
+    refuses(r"manifest\.json is missing", replace(options, features=None, reinforcement=pushed).execute)
     pushed_folder(pushed, {"rollouts": "others"})
-    with pytest.raises(TsaeError, match="is of other rollouts than the diff"):
-        replace(options, features=None, reinforcement=pushed).execute()
+    refuses("is of other rollouts than the diff", replace(options, features=None, reinforcement=pushed).execute)
 
 
 def closed(folder: Path) -> None:
@@ -169,13 +162,11 @@ def test_a_causal_test_of_nothing(tmp_path: Path) -> None:
     for content, said in (("[]", "expected an object"), ("{", "cannot be read")):
         (tmp_path / "causal.json").write_text(content)
         closed(tmp_path)
-        with pytest.raises(TsaeError, match=said):
-            Intervention.load(tmp_path)
+        refuses(said, Intervention.load, tmp_path)
     (tmp_path / "causal.json").write_text('{"record": {"a": 1}}')
     (tmp_path / "outcomes.parquet").write_bytes(b"")
     closed(tmp_path)
-    with pytest.raises(TsaeError, match=r"outcomes\.parquet: cannot be read"):
-        Intervention.load(tmp_path)
+    refuses(r"outcomes\.parquet: cannot be read", Intervention.load, tmp_path)
 
 
 @pytest.mark.parametrize("error", [ValueError("a\nb"), KeyError("x"), IndexError(), EOFError(), OSError(5, "I/O")])

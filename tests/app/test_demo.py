@@ -14,6 +14,7 @@ import pytest
 
 import tsae
 from support.cli import TINY
+from support.refusals import fails, refuses
 from tsae.checkpoints.series import base_on_card
 from tsae.cli import main
 from tsae.config import DemoConfig
@@ -83,8 +84,7 @@ def test_the_readme_and_its_picture_say_what_the_demo_finds(tmp_path: Path) -> N
 
 def test_demo_does_not_touch_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(tsae.TsaeError, match="something else"):
-        demo(replace(TINY, to=tmp_path), progress=False)
+    refuses("something else", demo, replace(TINY, to=tmp_path), progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -98,14 +98,11 @@ def test_a_run_to_try_is_written_as_trl_leaves_one(tmp_path: Path, capsys: pytes
     for file in log.iterdir():
         assert (tmp_path / "a run" / "completions" / file.name).read_bytes() == file.read_bytes()
     # Its base is found by the other commands: here the settings alone are missing.
-    with pytest.raises(SystemExit):
-        main(["attribute", str(tmp_path / "a run"), "--to", str(tmp_path / "to"), "--settings", str(tmp_path / "no")])
-    assert f"the base is {tsae.testbed.series().base.path} (by README.md)" in capsys.readouterr().err
+    said = fails(capsys, "attribute", tmp_path / "a run", "--to", tmp_path / "to", "--settings", tmp_path / "no")
+    assert f"the base is {tsae.testbed.series().base.path} (by README.md)" in said.err
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    with pytest.raises(SystemExit):
-        main(["demo", "--as-run", str(tmp_path / "mine")])
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty" in fails(capsys, "demo", "--as-run", tmp_path / "mine").err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 

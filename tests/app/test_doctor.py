@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from support.cli import run
+from support.refusals import fails, refuses
 from support.servers import hub_here
 from tsae import testbed
 from tsae.config import RunConfig
@@ -150,8 +151,7 @@ def test_options_are_checked_before_anything_is_computed(tmp_path: Path) -> None
 
     def refused(match: str, **options: object) -> None:
         config = RunConfig(path=testbed.mixed_run(), to=tmp_path / "out", base=BASE, **options)
-        with pytest.raises(TsaeError, match=match):
-            check(config, said.append)
+        refuses(match, check, config, said.append)
         assert said
         assert not config.to.exists()
 
@@ -202,10 +202,7 @@ def test_the_command(mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     printed = capsys.readouterr()
     assert [finding["state"] for finding in json.loads(printed.out)["findings"]] == ["ok"] * 11
     assert "attribution  ok" in printed.err
-    with pytest.raises(SystemExit) as stopped:
-        run("doctor", path, "--to", to)
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
+    printed = fails(capsys, "doctor", path, "--to", to)
     assert "-> --base MODEL" in printed.out
     assert "the run lacks base" in printed.err
     assert not Path(to).exists()

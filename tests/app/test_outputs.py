@@ -17,10 +17,10 @@ import pytest
 
 import tsae.commands
 from support.builders import make_rollouts
+from support.refusals import fails, refuses
 from tsae.base.artefact import Kind, running_command, write_artefact
 from tsae.cli import main, parse
 from tsae.commands.outputs import FILES, FOLDERS, check_outputs
-from tsae.errors import TsaeError
 from tsae.rollouts.parquet import write_table
 
 
@@ -110,10 +110,7 @@ def test_what_others_wrote_is_left_alone(
         checked(command)
         return
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
-    with pytest.raises(SystemExit) as stopped:
-        main(command.split())
-    assert stopped.value.code == 2
-    assert why in " ".join(capsys.readouterr().err.split())
+    assert why in " ".join(fails(capsys, *command.split()).err.split())
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
@@ -146,8 +143,7 @@ def test_rollouts_of_another_command_stay(earlier: str, later: str, here: Path) 
     if earlier == later:
         checked(COMMANDS[later])
     else:
-        with pytest.raises(TsaeError, match="that this command could replace"):
-            checked(COMMANDS[later])
+        refuses("that this command could replace", checked, COMMANDS[later])
 
 
 FOLDER_COMMANDS = {
@@ -173,13 +169,11 @@ def test_a_folder_is_known_by_its_manifest(name: str, here: Path) -> None:
         if kind == FOLDERS[name]:
             checked(command)
         else:
-            with pytest.raises(TsaeError, match="results of another command"):
-                checked(command)
+            refuses("results of another command", checked, command)
         shutil.rmtree(own)
     own.mkdir()
     (own / "table.parquet").write_text("mine")
-    with pytest.raises(TsaeError, match=r"holds table\.parquet, which this command did not write"):
-        checked(command)
+    refuses(r"holds table\.parquet, which this command did not write", checked, command)
 
 
 def test_every_output_is_known_to_be_a_file_or_a_folder() -> None:

@@ -220,9 +220,7 @@ def test_stability_of_an_sae_at_a_url(
         raise PermissionError("The provided token has expired.")
 
     monkeypatch.setattr(type(remote), "put_file", fails)
-    with pytest.raises(SystemExit):
-        main(command)
-    said = capsys.readouterr()
+    said = fails(capsys, *command)
     assert "wrote memory://bucket/sae" not in said.out
     assert "memory://bucket/sae: cannot be written to (The provided token has expired.)" in said.err
     assert "stability" in json.loads((tmp_path / "found.json").read_text())  # what was computed is not lost

@@ -32,6 +32,7 @@ import tsae
 from support.builders import digests, make_rollouts
 from support.checkpoints import cached
 from support.damage import flip
+from support.refusals import fails, refuses
 from support.results import rendered
 from tsae.activations.manifest import record_file
 from tsae.activations.store import ActivationStore
@@ -264,8 +265,7 @@ def test_what_is_damaged_is_made_again(damage: str, finished: Finished, tiny: Ru
 def test_a_wrong_site_is_corrected(there: bool, finished: Finished, tiny: RunConfig, tmp_path: Path) -> None:
     """Whether nothing is there yet or all of it, the command that is right at last gives what it gives alone."""
     out = shutil.copytree(finished[0], tmp_path / "out") if there else tmp_path / "out"
-    with pytest.raises(TsaeError, match="9"):
-        analysed(tiny, to=out, site="blocks.9.hook_resid_post")
+    refuses("9", analysed, tiny, to=out, site="blocks.9.hook_resid_post")
     lines, _ = analysed(tiny, to=out, site="blocks.1.hook_resid_post")
     assert any("(as asked)" in line for line in lines)
     assert {**contents(out), "run.json": ""} == {**contents(finished[0]), "run.json": ""}  # it names the site
@@ -490,9 +490,7 @@ def test_both_halves_and_the_causal_columns_on_one_page(
 
     before, (test, *_) = contents(out), sorted((out / "causal").iterdir())
     shutil.rmtree(test)
-    with pytest.raises(SystemExit):
-        main(["verify", str(out)])
-    assert test.name in capsys.readouterr().out
+    assert test.name in fails(capsys, "verify", out).out
     (out / "report.html").unlink()
     analysed(again)
     assert contents(out) == before
@@ -558,9 +556,8 @@ def test_claims_that_are_gone_are_missed_and_made_again(
         if (out / "claims.json").is_file():
             (out / "claims.json").unlink()
         place()
-        with pytest.raises(SystemExit):
-            main(["report", "--diff", str(out / "diff"), "--to", str(tmp_path / "page.html")])
-        assert "tsae claims" in capsys.readouterr().err
+        said = fails(capsys, "report", "--diff", out / "diff", "--to", tmp_path / "page.html")
+        assert "tsae claims" in said.err
         found = {one.path.name: one.state for one in verify([out], progress=False) if not one.ok}
         assert list(found) == ["claims.json"]
         assert set(found.values()) <= {"missing", "damaged"}
@@ -787,23 +784,20 @@ def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, 
 
 @pytest.mark.parametrize("choice", [{"d_sae": 3}, {"d_sae": 32, "k": 64}, {"training_tokens": 10**12}])
 def test_an_sae_that_cannot_be_trained_is_refused_before_the_capture(choice: dict[str, int]) -> None:
-    with pytest.raises(TsaeError, match=r"SAEConfig|TrainingConfig"):
-        RunConfig(Path("run"), **choice)
+    refuses(r"SAEConfig|TrainingConfig", RunConfig, Path("run"), **choice)
 
 
 def test_a_band_without_problems_is_refused_before_the_capture(tiny: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     shutil.copy(tiny.path / "completions" / "completions_00150.parquet", tmp_path / "log")
     config = replace(tiny, log=tmp_path / "log", to=tmp_path / "out", diff=replace(tiny.diff, bands=("harder",)))
-    with pytest.raises(TsaeError, match="no problem is in the band 'harder'"):
-        analysed(config)
+    refuses("no problem is in the band 'harder'", analysed, config)
     assert not (tmp_path / "out" / "activations").exists()
 
 
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
     def fails(config: RunConfig, match: str) -> None:
-        with pytest.raises(TsaeError, match=match):
-            analysed(config, to=tmp_path / "out")
+        refuses(match, analysed, config, to=tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
     (tmp_path / "empty").mkdir()
@@ -819,13 +813,11 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
 
     shutil.copytree(trl_run / "completions", one / "completions")
     (one / "checkpoint-50" / "tokenizer.json").unlink()
-    with pytest.raises(TsaeError, match=r"checkpoint-50: holds no tokenizer"):
-        analysed(tiny, path=one, to=tmp_path / "out")
+    refuses(r"checkpoint-50: holds no tokenizer", analysed, tiny, path=one, to=tmp_path / "out")
 
 
 def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
-    with pytest.raises(TsaeError, match=r"inside the folder that is searched"):
-        analysed(tiny, to=tiny.path / "completions" / "out")
+    refuses(r"inside the folder that is searched", analysed, tiny, to=tiny.path / "completions" / "out")
 
 
 # --- a log that does not agree with itself
@@ -845,10 +837,7 @@ def test_strict_refuses_what_does_not_agree(
         pq.write_table(table, tmp_path / "completions" / file.name)
     to = tmp_path / "out"
     asked = ["--log", str(tmp_path / "completions"), "--to", str(to), "--noisy-rewards", "--strict"]
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", str(trl_run), "--base", str(tiny.base), *asked])
-    assert stopped.value.code == 2
-    told = capsys.readouterr().err
+    told = fails(capsys, "run", trl_run, "--base", tiny.base, *asked).err
     assert "does not agree with itself" in told
     assert "answers: " in told
     assert not list((to / "rollouts").glob("*.parquet"))
@@ -904,8 +893,7 @@ def test_of_several_rewards_the_one_that_is_named_for_it(tiny: RunConfig, tmp_pa
     np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
 
     vague = with_rewards("vague", "quality", "length")
-    with pytest.raises(TsaeError, match=r"rewards quality, length.*--outcome"):
-        analysed(config, log=vague, to=tmp_path / "vague-out")
+    refuses(r"rewards quality, length.*--outcome", analysed, config, log=vague, to=tmp_path / "vague-out")
     named = replace(tiny.importing, outcome="quality")
     lines, _ = analysed(config, log=vague, importing=named, to=tmp_path / "named")
     assert "quality is above 0 (as asked)" in lines[1]
@@ -952,11 +940,9 @@ def test_bands_that_are_training_steps(tiny: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(TsaeError, match=r"another\.parquet: holds nothing that base sampled; policies are another"):
         separate_rollouts(alien, whole, "base")
     alien = other.with_column("prompt_ids", [[1, 2, 3]] * len(rows)).write(tmp_path / "elsewhere.parquet")
-    with pytest.raises(TsaeError, match=r"elsewhere\.parquet: asks none of the problems of log\.parquet"):
-        separate_rollouts(alien, whole, "base")
+    refuses(r"elsewhere\.parquet: asks none of the problems of log\.parquet", separate_rollouts, alien, whole, "base")
     # The option says the same, before anything is read.
-    with pytest.raises(TsaeError, match="asks none of the problems"):
-        analysed(config, to=tmp_path / "no", bands_from=alien)
+    refuses("asks none of the problems", analysed, config, to=tmp_path / "no", bands_from=alien)
 
 
 @pytest.mark.slow  # runs the whole pipeline
@@ -1030,8 +1016,7 @@ def test_problems_are_drawn_whole_and_in_turn_from_every_band() -> None:
     assert max(few) - min(few) <= 1
     assert (draw_problems(outline, budget, 0, "log") == rows).all()
     assert (draw_problems(outline, budget, 1, "log") != rows).any()
-    with pytest.raises(TsaeError, match="log: the shortest response has"):
-        draw_problems(outline, 1, 0, "log")
+    refuses("log: the shortest response has", draw_problems, outline, 1, 0, "log")
 
 
 def test_a_problem_that_is_asked_again_and_again_does_not_take_the_whole_budget() -> None:
@@ -1213,8 +1198,7 @@ def test_a_published_sae_in_place_of_training(tiny: RunConfig, finished: Finishe
     again, _ = analysed(config)
     assert [line.removesuffix(" [from disk]") for line in again] == lines
     assert all(finding.ok for finding in verify([config.to], progress=False))
-    with pytest.raises(TsaeError, match="k=4 is for training an SAE, and sae="):
-        replace(config, k=4)
+    refuses("k=4 is for training an SAE, and sae=", replace, config, k=4)
     # Another one of that name: nothing that was encoded with the first is shown as of the second.
     weights = load_file(sae / "sae_weights.safetensors")
     save_file({name: value * 1.01 for name, value in weights.items()}, sae / "sae_weights.safetensors")

@@ -15,7 +15,8 @@ import torch
 
 import tsae
 from support.builders import BOS, EOS, feature_table
-from tsae import DiffConfig, FeatureTable, Rollouts, TsaeError
+from support.refusals import refuses
+from tsae import DiffConfig, FeatureTable, Rollouts
 from tsae.activations.batches import Windows
 from tsae.activations.shard import Shard
 from tsae.activations.store import ActivationStore
@@ -153,8 +154,7 @@ def test_a_plain_table_is_what_it_was(rollouts: Rollouts, tmp_path: Path) -> Non
 def test_parts_that_do_not_go_with_the_response(rollouts: Rollouts, change: Any, message: str) -> None:
     parts: Any = [[0] * n for n in rollouts.lengths("response_ids")]
     change(parts)
-    with pytest.raises(TsaeError, match=message):
-        rollouts.with_column("parts", parts)
+    refuses(message, rollouts.with_column, "parts", parts)
 
 
 # --- thinking
@@ -179,13 +179,10 @@ def test_thinking_is_asked_for_where_there_is_none(
     store: ActivationStore, rollouts: Rollouts, sae: Any, tmp_path: Path
 ) -> None:
     message = "no response has thinking, by any marker that is known"
-    with pytest.raises(TsaeError, match=message):
-        Windows(store, SITE, span="thinking")
+    refuses(message, Windows, store, SITE, span="thinking")
     plain = tsae.encode(sae, store, progress=False)
-    with pytest.raises(TsaeError, match=message):
-        tsae.feature_diff(plain, replace(QUICK, span="thinking"), progress=False)
-    with pytest.raises(TsaeError, match=message):
-        evaluate(sae, store, span="thinking")
+    refuses(message, tsae.feature_diff, plain, replace(QUICK, span="thinking"), progress=False)
+    refuses(message, evaluate, sae, store, span="thinking")
     # Without thinking, all of a response is its answer.
     assert plain.span_mask("answer").tolist() == plain.span_mask("response").tolist()
 

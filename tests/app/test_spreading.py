@@ -19,7 +19,8 @@ import torch
 import tsae
 from support.builders import digests, make_rollouts
 from support.cli import run
-from tsae.cli import main, parse
+from support.refusals import fails, refuses
+from tsae.cli import parse
 from tsae.commands.spreading import Spread, resources, run_parts, slurm_script, without_spread
 from tsae.errors import TsaeError
 from tsae.rollouts.problems import Problem, write_problems
@@ -87,18 +88,15 @@ def test_a_task_asks_to_start_again_before_its_time_is_over(starts: int, again: 
 
 @pytest.mark.parametrize("option", ["--parts 0", "--parts 999999999999", "--workers -1", "--retries -1"])
 def test_numbers_that_make_no_sense_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["capture", "--series", "a", "--rollouts", "r", "--to", "acts", *option.split()])
-    assert ended.value.code == 2
-    assert re.search(r"Spread: \w+=-?\d+ must be at (least|most)", capsys.readouterr().err)
+    said = fails(capsys, "capture", "--series", "a", "--rollouts", "r", "--to", "acts", *option.split()).err
+    assert re.search(r"Spread: \w+=-?\d+ must be at (least|most)", said)
 
 
 def test_without_slurm_the_script_can_be_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(TsaeError, match="there is no sbatch here"):
-        run_parts(["capture"], Spread(parts=2, executor="slurm"), tmp_path, "cpu")
+    refuses("there is no sbatch here", run_parts, ["capture"], Spread(parts=2, executor="slurm"), tmp_path, "cpu")
     with pytest.raises(TsaeError, match="is one part, and all are to be run"):
         run_parts(["capture", "--part=1/2"], Spread(parts=2, print_slurm=True), tmp_path, "cpu")
     assert not run_parts(["capture"], Spread(parts=2, print_slurm=True), tmp_path, "cpu")
@@ -253,8 +251,7 @@ def test_what_a_part_takes() -> None:
     wanted = {"num_cpus": 8.0, "num_gpus": 0.5, "memory": 64e9, "accelerator_type": "H100"}
     assert resources(given, "cuda") == wanted | {"resources": {"tpu-slot": 2.0}}
     for wrong in ("num_gpus", "num_gpus=one", "=3", "num_cpus=-1", "memory=inf", "memory=nan"):
-        with pytest.raises(TsaeError, match="is not an amount of a resource"):
-            resources((wrong,), "cpu")
+        refuses("is not an amount of a resource", resources, (wrong,), "cpu")
 
 
 # Ray starts processes and threads, and warns in its own way: a cluster of two nodes lives in a process of its own. It

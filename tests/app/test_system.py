@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from support.refusals import fails
 from tsae import cli
 from tsae.commands.system import resource_error
 
@@ -80,10 +81,7 @@ def test_the_command_line_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         raise OSError(errno.ENOSPC, "No space left on device", "out")
 
     monkeypatch.setattr(cli, "run", full)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["completion", "bash"])
-    assert ended.value.code == 2
-    assert "tsae: out: the system refuses" in capsys.readouterr().err
+    assert "tsae: out: the system refuses" in fails(capsys, "completion", "bash").err
 
 
 def test_a_working_folder_that_was_removed(
@@ -92,7 +90,4 @@ def test_a_working_folder_that_was_removed(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "the working folder is not there any more. Change into" in capsys.readouterr().err
+    assert "the working folder is not there any more. Change into" in fails(capsys, "verify", tmp_path).err

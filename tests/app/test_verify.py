@@ -20,12 +20,12 @@ from support.builders import synthetic_store
 from support.cli import run
 from support.damage import flip
 from support.planted import planted, small_credit
+from support.refusals import fails, refuses
 from support.results import make_attribution
 from tsae.base.artefact import MANIFEST, read_record, running_command, write_record
 from tsae.diff.config import DiffConfig
 from tsae.diff.feature_diff import feature_diff
 from tsae.diff.influence import Influence
-from tsae.errors import TsaeError
 from tsae.rl.run_log import RunLog
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig
@@ -147,19 +147,12 @@ def test_every_kind_is_known_and_its_damage_found(tmp_path: Path) -> None:
 
 def test_the_exit_status_says_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(copy / "diff" / "shifts.parquet", 99)
-    with pytest.raises(SystemExit) as ended:
-        run("verify", copy)
-    assert ended.value.code == 2
-    said = capsys.readouterr()
+    said = fails(capsys, "verify", copy)
     assert "shifts.parquet is damaged: its bytes have changed since it was written; which" in said.out
     assert "1 of 3 artefacts are not intact" in said.err
     (copy / "empty").mkdir()
-    with pytest.raises(SystemExit):
-        run("verify", copy / "empty")
-    assert "not ours: holds nothing that tsae wrote" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        run("verify", copy / "nothing")
-    assert "is not there" in capsys.readouterr().err
+    assert "not ours: holds nothing that tsae wrote" in fails(capsys, "verify", copy / "empty").out
+    assert "is not there" in fails(capsys, "verify", copy / "nothing").err
 
 
 def test_a_diff_of_other_features_is_outdated(copy: Path) -> None:
@@ -181,9 +174,7 @@ def test_names_with_line_breaks_pass_for_no_lines_of_ours(copy: Path, capsys: py
     (copy / "diff").rename(odd)
     (copy / "features").rename(copy / "diff")
     flip(odd / "shifts.parquet", 99)
-    with pytest.raises(SystemExit):
-        run("verify", copy)
-    said = capsys.readouterr()
+    said = fails(capsys, "verify", copy)
     assert len(said.out.splitlines()) == 3
     assert "x‹U+000A›features  features  intact‹U+0009›‹U+001B›[2J" in said.out
     last = said.err.splitlines()[-1]
@@ -196,8 +187,7 @@ def test_folders_in_folders_without_end(tmp_path: Path) -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 120)  # as a thousand of them would meet
     try:
-        with pytest.raises(TsaeError, match="folders are nested too deeply"):
-            verify([tmp_path], progress=False)
+        refuses("folders are nested too deeply", verify, [tmp_path], progress=False)
     finally:
         sys.setrecursionlimit(limit)
 
@@ -239,9 +229,7 @@ def test_a_run_is_made_again_from_what_is_left_of_it(tmp_path: Path, capsys: pyt
         flip(demo / name, len((demo / name).read_bytes()) // 2)
     shutil.rmtree(demo / "diff")
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        run("verify", demo)
-    said = capsys.readouterr().out
+    said = fails(capsys, "verify", demo).out
     assert said.count("  damaged") == 3
     assert "missing: is not there" in said
     assert said.count("-> tsae demo --to") == 2  # the store, whose damaged shards are captured again, and the lost diff

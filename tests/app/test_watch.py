@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import tsae
 from support.builders import make_rollouts
+from support.refusals import refuses
 from tsae.activations import capture as capturing
 from tsae.activations.config import CaptureConfig
 from tsae.activations.reading_plan import beginnings, cut
@@ -218,13 +219,11 @@ def test_what_is_not_the_same_training_is_refused(followed: Followed, tmp_path: 
     with pytest.raises(TsaeError, match=r"`tsae watch` wrote it, and can continue it"):
         analyze_run(training.config, progress=False, say=lambda line: None)
     training.log(100)
-    with pytest.raises(TsaeError, match=r"another training, SAE or versions \(differing: k\)"):
-        look_once(replace(training.config, k=5))
+    refuses(r"another training, SAE or versions \(differing: k\)", look_once, replace(training.config, k=5))
     weights = tmp_path / "base" / "model.safetensors"
     held = weights.read_bytes()
     scale_weights(tmp_path / "base")
-    with pytest.raises(TsaeError, match=r"base: is another base than before: its weights and config have the hash"):
-        look_once(training.config)
+    refuses(r"base: is another base than before: its weights and config have the hash", look_once, training.config)
     weights.write_bytes(held)
     training.log(100)
     (training.run / "completions" / "completions_00025.parquet").unlink()
@@ -331,8 +330,7 @@ def test_a_log_must_hold_what_it_held(tmp_path: Path) -> None:
         (table.with_column("reward", [0.25] * 24), r"no longer holds 16 of the 16 .*of step 0, 1, 2 and 1 more\)"),
         (table.with_column("step", [7] * 24), r"no longer holds 16"),
     ):
-        with pytest.raises(TsaeError, match=told):
-            check_grown(before, changed.write(tmp_path / "now.parquet"), tmp_path)
+        refuses(told, check_grown, before, changed.write(tmp_path / "now.parquet"), tmp_path)
 
 
 def test_a_checkpoint_that_is_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 import tsae
 from support.builders import feature_table, make_rollouts
+from support.refusals import refuses
 from tsae.activations.store import ActivationStore
 from tsae.base.filters import several
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError
 
 
 @pytest.mark.parametrize("one", [1, 1.5, "ab", b"ab", True, None, np.int64(3), np.array(2)])
@@ -35,8 +35,7 @@ def test_rollouts() -> None:
     assert len(rollouts.where(reward=[0.0, 1.0])) == 24
     assert len(rollouts.where(band=None)) == 24
     assert len(rollouts.where(policy={"base", "run"}, step=0)) == 12
-    with pytest.raises(TsaeError, match="no column 'steps'; there are problem_id"):
-        rollouts.where(steps=1)
+    refuses("no column 'steps'; there are problem_id", rollouts.where, steps=1)
 
 
 def test_a_series_and_a_store(store: ActivationStore) -> None:

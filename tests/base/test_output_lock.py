@@ -14,10 +14,10 @@ from pathlib import Path
 import filelock
 import pytest
 
+from support.refusals import fails, refuses
 from tsae.base import output_lock as lock
 from tsae.base.output_lock import drop_dead_lock, output_lock
 from tsae.base.part import Part
-from tsae.cli import main
 from tsae.errors import TsaeError
 
 _HOLD = """
@@ -86,8 +86,7 @@ def locks(folder: Path) -> set[str]:
 def test_the_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
     to = tmp_path / "deep" / "features"
     first = holder(to)
-    with pytest.raises(TsaeError, match=rf"features: is being written by process {first.pid} on \S+"):
-        output_lock(to).__enter__()
+    refuses(rf"features: is being written by process {first.pid} on \S+", output_lock(to).__enter__)
     first.communicate()
     with output_lock(to):
         assert {path.name for path in to.parent.iterdir()} == {".features.lock", ".features.lock.owner"}
@@ -149,8 +148,7 @@ def test_parts_exclude_the_whole_and_not_each_other(tmp_path: Path) -> None:
     with output_lock(to, Part(1, 3)):
         pass
     for part in (None, Part(0, 3)):
-        with pytest.raises(TsaeError, match=f"process {first.pid}"):
-            output_lock(to, part).__enter__()
+        refuses(f"process {first.pid}", output_lock(to, part).__enter__)
     first.communicate()
     assert list(tmp_path.iterdir()) == []
 
@@ -216,10 +214,8 @@ def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: p
 
 def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = holder(tmp_path / "page.html")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", "--diff", str(tmp_path / "diff"), "--to", str(tmp_path / "page.html")])
-    assert ended.value.code == 2
-    assert f"process {first.pid}" in capsys.readouterr().err
+    said = fails(capsys, "report", "--diff", tmp_path / "diff", "--to", tmp_path / "page.html")
+    assert f"process {first.pid}" in said.err
     first.communicate()
 
 

@@ -14,7 +14,6 @@ from tsae.attribution.config import AttributionConfig
 from tsae.causal.config import CausalConfig, InsertionConfig, InterventionConfig
 from tsae.config import DemoConfig, RunConfig
 from tsae.diff.config import DiffConfig, ExplainConfig, InfluenceConfig
-from tsae.errors import TsaeError
 from tsae.rl.config import CreditConfig, CurriculumConfig, ShapingConfig
 from tsae.rollouts.config import DifficultyConfig, EndpointConfig, SamplingConfig
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -65,8 +64,7 @@ def test_what_is_no_number_is_refused(config: Callable[..., Any], name: str) -> 
     needed = {"SAEConfig": {"d_sae": 8, "k": 2}, "EndpointConfig": {"url": "http://localhost/v1"}}
     for value in (float("nan"), float("inf")):
         given = {name: (value, 1.0) if name in ("group_weights", "prior") else value}
-        with pytest.raises(TsaeError, match="is not finite"):
-            config(**needed.get(config.__name__, {}), **given)
+        refuses("is not finite", config, **needed.get(config.__name__, {}), **given)
 
 
 @pytest.mark.parametrize("config", [DiffConfig, DifficultyConfig, InterventionConfig, InsertionConfig])

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import tsae
+from support.refusals import refuses
 from tsae.attribution.find_settings import read_settings
 from tsae.base.untrusted import check_zip, parse_json, parse_yaml, weighs_within
 from tsae.checkpoints.loading import Checkpoint
@@ -104,5 +105,4 @@ def test_files_of_json_that_cannot_be_read_are_refused_by_name(
 @pytest.mark.parametrize("text", [BOMB, "a: 2001-99-99"])
 def test_a_recipe_in_hostile_yaml_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(TsaeError, match=r"config\.yaml: is not YAML"):
-        read_settings(tmp_path / "config.yaml")
+    refuses(r"config\.yaml: is not YAML", read_settings, tmp_path / "config.yaml")

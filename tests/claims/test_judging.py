@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from support.refusals import refuses
 from tsae.claims.judging import CLAIMS, Judgement, Part
-from tsae.errors import TsaeError
 
 CLAIM = CLAIMS["a"]
 
@@ -51,8 +51,7 @@ def test_verdicts() -> None:
 
 @pytest.mark.parametrize("values", [(), (1.0,), (1.0, float("nan")), (float("inf"), 1.0)])
 def test_no_interval_is_refused(values: tuple[float, ...]) -> None:
-    with pytest.raises(TsaeError, match="no interval"):
-        Part("x", values, "training seeds")
+    refuses("no interval", Part, "x", values, "training seeds")
 
 
 def test_noise_is_called_reproduced_one_time_in_forty() -> None:

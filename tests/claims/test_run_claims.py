@@ -18,6 +18,7 @@ import tsae
 from support.builders import synthetic_store
 from support.cli import run as cli
 from support.damage import flip
+from support.refusals import refuses
 from support.results import BANDS, TARGETS, answer, answers, checkpoint, make_attribution, write_run
 from tsae.base.artefact import Kind, write_artefact
 from tsae.causal.intervention import folders_of_tests
@@ -560,28 +561,24 @@ def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:
     ran(tmp_path / "labels", 1)
     ran(tmp_path / "rollouts", None)
     synthetic_store(folder / "activations", [np.ones((3, 16))], special=())
-    with pytest.raises(TsaeError, match=r"activations: is of other rollouts \(\w+\) than this run"):
-        claims_of(folder, ["o"])
+    refuses(r"activations: is of other rollouts \(\w+\) than this run", claims_of, folder, ["o"])
     for name in ("labels", "rollouts"):
         shutil.rmtree(folder / "diff")
         shutil.copytree(tmp_path / name / "diff", folder / "diff")
-        with pytest.raises(TsaeError, match=rf"diff: is of other {name} \(\w+\) than this run"):
-            claims_of(folder, ["a"])
+        refuses(rf"diff: is of other {name} \(\w+\) than this run", claims_of, folder, ["a"])
 
 
 @pytest.mark.parametrize(
     "bands", ["easy", {"reference": "base"}, {"reference": "base", "separate": False, "refused": 1}]
 )
 def test_damaged_facts_on_bands_are_refused(tmp_path: Path, bands: Any) -> None:
-    with pytest.raises(TsaeError, match="not describe in a known way"):
-        claims_of(ran(tmp_path, info={"sampled": {}, "bands": bands}), ["a"])
+    refuses("not describe in a known way", claims_of, ran(tmp_path, info={"sampled": {}, "bands": bands}), ["a"])
 
 
 def test_a_damaged_piece_is_an_error_and_no_missing_one(tmp_path: Path) -> None:
     folder = ran(tmp_path)
     flip(folder / "diff" / "shifts.parquet", 400)
-    with pytest.raises(TsaeError, match="damaged"):
-        claims_of(folder, ["a"])
+    refuses("damaged", claims_of, folder, ["a"])
 
 
 def test_files_and_hidden_folders_are_no_causal_tests(tmp_path: Path) -> None:
@@ -633,8 +630,7 @@ def test_a_piece_that_was_there_is_no_missing_one(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, piece in lost.items():
         (folder / name).unlink(missing_ok=True)
-        with pytest.raises(TsaeError, match=rf"{Path(name).parent}: holds no {Path(name).name}, which was there"):
-            getattr(Evidence(folder), piece)
+        refuses(rf"{Path(name).parent}: holds no {Path(name).name}, which was there", getattr, Evidence(folder), piece)
         if piece != "outline":
             shutil.rmtree((folder / name).parent)
         if piece not in ("outline", "at_steps"):
@@ -715,5 +711,4 @@ def test_a_folder_in_place_of_the_claims_is_damage(tmp_path: Path) -> None:
     (tmp_path / "folder" / "claims.json").mkdir(parents=True)
     (tmp_path / "claims.json").symlink_to(tmp_path / "nowhere")
     for folder in (tmp_path, tmp_path / "folder"):
-        with pytest.raises(TsaeError, match="tsae claims RUN"):
-            Claims.load(folder)
+        refuses("tsae claims RUN", Claims.load, folder)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
+from support.refusals import refuses
 from support.results import MARKUP, make, rendered
 from tsae.claims.judging import CLAIMS, Judgement, Part
 from tsae.claims.run_claims import ONE_RUN, Claims
-from tsae.errors import TsaeError
 from tsae.report.claims import counted, told_claims
 
 
@@ -62,8 +60,7 @@ def test_the_section_is_there_only_with_claims() -> None:
 
 
 def test_claims_of_other_rollouts_are_refused() -> None:
-    with pytest.raises(TsaeError, match="other rollouts"):
-        rendered(make(), None, None, claims(rollouts="f" * 16))
+    refuses("other rollouts", rendered, make(), None, None, claims(rollouts="f" * 16))
 
 
 def test_in_a_terminal_and_a_notebook() -> None:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 import tsae
 from support.cli import SITE, run
 from support.damage import resealed
+from support.refusals import fails, refuses
 from support.servers import TOKEN, Hub
 from tsae.base.artefact import read_record, write_record
 from tsae.base.files import partial_name, write_json
@@ -152,10 +153,7 @@ def test_the_cards_say_what_is_known(analysis: Path, tmp_path: Path) -> None:
 
 
 def refused(message: str, *words: object, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run("push", *words)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in fails(capsys, "push", *words).err
 
 
 def test_what_is_refused_leaves_nothing_behind(
@@ -220,11 +218,9 @@ def test_only_what_belongs_there_is_published(analysis: Path, tmp_path: Path) ->
     other.W_dec.data[0] *= -1
     shutil.rmtree(whole / "sae")
     other.save(whole / "sae")
-    with pytest.raises(TsaeError, match="the evaluation is that of the SAE"):
-        prepare("org/name", whole, tmp_path / "x", config)
+    refuses("the evaluation is that of the SAE", prepare, "org/name", whole, tmp_path / "x", config)
     shutil.rmtree(whole / "evaluation")
-    with pytest.raises(TsaeError, match="holds the codes of the SAE"):
-        prepare("org/name", whole, tmp_path / "x", config)
+    refuses("holds the codes of the SAE", prepare, "org/name", whole, tmp_path / "x", config)
 
 
 def read(file: Path) -> bytes:
@@ -273,8 +269,7 @@ def test_strange_content_is_one_paragraph(analysis: Path, tmp_path: Path, name: 
         resealed(whole / "sae")
     else:
         write_record(whole / name, told)
-    with pytest.raises(TsaeError, match=said):
-        prepare("org/name", whole, tmp_path / "x", tsae.PushConfig(licence="mit"))
+    refuses(said, prepare, "org/name", whole, tmp_path / "x", tsae.PushConfig(licence="mit"))
 
 
 def test_names_that_break_out_of_the_card_are_refused(analysis: Path, tmp_path: Path) -> None:
@@ -282,10 +277,8 @@ def test_names_that_break_out_of_the_card_are_refused(analysis: Path, tmp_path: 
         tsae.PushConfig(licence="mit\n<script>"),
         tsae.PushConfig(licence="mit", base_model="org/x`\n![i](http://evil/x.png)"),
     ):
-        with pytest.raises(TsaeError, match="is not a name that the Hub knows"):
-            prepare("org/name", analysis, tmp_path / "x", config)
-    with pytest.raises(TsaeError, match="is not a folder that can be made"):
-        prepare("org/name", analysis, "/", tsae.PushConfig(licence="mit"))
+        refuses("is not a name that the Hub knows", prepare, "org/name", analysis, tmp_path / "x", config)
+    refuses("is not a folder that can be made", prepare, "org/name", analysis, "/", tsae.PushConfig(licence="mit"))
 
 
 def test_a_hub_that_cannot_be_reached_is_one_paragraph(
@@ -297,5 +290,4 @@ def test_a_hub_that_cannot_be_reached_is_one_paragraph(
         raise HTTPError("Connection refused")
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
-    with pytest.raises(TsaeError, match=r"cannot be pushed \(Connection refused\)"):
-        upload(found)
+    refuses(r"cannot be pushed \(Connection refused\)", upload, found)

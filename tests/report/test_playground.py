@@ -18,6 +18,7 @@ import torch
 from run_notebooks import CHROMIUM
 
 import tsae
+from support.refusals import refuses
 from support.results import MARKUP, make
 from tsae.base.artefact import write_record
 from tsae.causal.edits import FeatureEdit
@@ -110,8 +111,7 @@ def test_what_cannot_be_answered_is_said(play: Playground, changes: dict[str, An
 
 def test_the_checkpoints_are_where_the_run_found_them(play: Playground, tmp_path: Path) -> None:
     readers = play.diff.info["readers"]
-    with pytest.raises(TsaeError, match=r"holds no run\.json.*--series"):
-        checkpoints_of(tmp_path, readers)
+    refuses(r"holds no run\.json.*--series", checkpoints_of, tmp_path, readers)
     paths = {checkpoint.id: checkpoint.path for checkpoint in play.series} | {"down-run": str(tmp_path / "gone")}
     write_record(tmp_path / "run.json", {"series": list(paths.items())})
     assert [checkpoint.id for checkpoint in checkpoints_of(tmp_path, readers)] == ["base", "up-run"]

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from support.builders import feature_table
+from support.refusals import refuses
 from support.results import (
     INVISIBLE,
     MARKUP,
@@ -31,7 +32,6 @@ from support.results import (
 )
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.errors import TsaeError
 from tsae.report.document import number_array
 from tsae.report.examples import AFTER, BEFORE, colouring, contexts, histograms, side_by_side
 from tsae.report.explorer import contrasts_shown, explorer
@@ -579,8 +579,7 @@ def test_the_same_diff_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_way(tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="is a folder"):
-        write_report(make(), tmp_path)
+    refuses("is a folder", write_report, make(), tmp_path)
 
 
 def test_many_runs_are_cut_to_a_readable_picture() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from run_notebooks import CHROMIUM
 
+from support.refusals import refuses
 from support.results import MARKUP, make, rendered, source
 from tsae.base.files import write_text
 from tsae.commands.report import Serve, files_of_page
@@ -137,12 +138,9 @@ def test_no_file_can_be_asked_for(found: Any) -> None:
 
 
 def test_what_cannot_be_served_is_said(found: Any, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match=r"port \d+ is taken.*--port 0"):
-        server(found.RequestHandlerClass.run, found.server_port)
-    with pytest.raises(TsaeError, match="cannot listen there"):
-        server(found.RequestHandlerClass.run, 99_999_999)
-    with pytest.raises(TsaeError, match=r"holds no diff/manifest\.json"):
-        Serve(tmp_path).execute()
+    refuses(r"port \d+ is taken.*--port 0", server, found.RequestHandlerClass.run, found.server_port)
+    refuses("cannot listen there", server, found.RequestHandlerClass.run, 99_999_999)
+    refuses(r"holds no diff/manifest\.json", Serve(tmp_path).execute)
 
 
 def test_a_changed_diff_is_shown_and_a_broken_one_is_not(both: tuple[Any, Served], diff: FeatureDiff) -> None:

@@ -18,8 +18,8 @@ from run_notebooks import CHROMIUM, WIDTH, lighten
 
 import tsae
 from support.builders import make_rollouts
+from support.refusals import refuses
 from support.results import INVISIBLE, MARKUP, make, source
-from tsae.errors import TsaeError
 from tsae.features.contexts import top_contexts
 from tsae.report import notebook as cards
 from tsae.report.document import environment
@@ -204,8 +204,7 @@ def test_a_problem_is_shown_with_as_many_failures_as_successes(capsys: pytest.Ca
     said = capsys.readouterr().out
     assert said.count("✓ success") == said.count("✗ failure") == 2
     assert said.index("✓") < said.index("✗")
-    with pytest.raises(TsaeError, match="nothing was sampled for 'q' by base; problems are p"):
-        rollouts.show("q", policy="base")
+    refuses("nothing was sampled for 'q' by base; problems are p", rollouts.show, "q", policy="base")
 
 
 def test_tokens_carry_their_activations(features: Any, series: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,8 +219,7 @@ def test_tokens_carry_their_activations(features: Any, series: Any, capsys: pyte
     assert f"|{strongest:.2g}]" in said
     # Special tokens never count, however strongly the feature fires on them.
     assert said.count("|") == (codes[~special, feature] > 0).sum()
-    with pytest.raises(TsaeError, match="did not read trajectory 9999"):
-        features.show(9999)
+    refuses("did not read trajectory 9999", features.show, 9999)
 
 
 def test_what_is_not_there_is_said(features: Any, series: Any) -> None:
@@ -231,21 +229,15 @@ def test_what_is_not_there_is_said(features: Any, series: Any) -> None:
     features.show(0, int(codes.sum(0).argmin()))  # no colour, and no error
     features.show(0, np.int64(1))
     for wrong in (features.n_features, -3, [0, 99]):
-        with pytest.raises(TsaeError, match="no feature"):
-            features.show(0, wrong)
-    with pytest.raises(TsaeError, match="n=0 is too small"):
-        rollouts.show("p000", n=0)
-    with pytest.raises(TsaeError, match="no reader 'zz'"):
-        top_contexts(features, 0, reader="zz")
-    with pytest.raises(TsaeError, match="n=0 contexts are none"):
-        top_contexts(features, 0, 0)
-    with pytest.raises(TsaeError, match="is not the one that the trajectories were tokenised with"):
-        rollouts.show("p000", checkpoint=series.base)
+        refuses("no feature", features.show, 0, wrong)
+    refuses("n=0 is too small", rollouts.show, "p000", n=0)
+    refuses("no reader 'zz'", top_contexts, features, 0, reader="zz")
+    refuses("n=0 contexts are none", top_contexts, features, 0, 0)
+    refuses("is not the one that the trajectories were tokenised with", rollouts.show, "p000", checkpoint=series.base)
 
 
 def test_examples_need_the_features(diff: tsae.FeatureDiff) -> None:
-    with pytest.raises(TsaeError, match="examples need the features"):
-        diff.feature(1).show()
+    refuses("examples need the features", diff.feature(1).show)
 
 
 def test_examples_are_those_of_the_strongest_activation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,8 +267,7 @@ def test_figures_have_titles_and_hover(diff: tsae.FeatureDiff) -> None:
     for name in names(diff):
         arguments: tuple[Any, ...] = {"feature": (1,), "opposed": tuple(diff.checkpoints[:2])}.get(name, ())
         if name in ABSENT:
-            with pytest.raises(TsaeError, match="nothing to draw"):
-                getattr(diff.plot, name)(*arguments)
+            refuses("nothing to draw", getattr(diff.plot, name), *arguments)
             continue
         figure = getattr(diff.plot, name)(*arguments)
         drawn += 1

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tsae.errors import TsaeError
+from support.refusals import refuses
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.table import Rollouts
 
@@ -54,7 +51,4 @@ def short(response: str, answer: str) -> bool:
     return len(response) < 3
 
 
-def refused(message: str, call: Callable[..., object], /, *given: Any, **options: Any) -> None:
-    """Assert that a call ends in a `TsaeError` that has this in it."""
-    with pytest.raises(TsaeError, match=message):
-        call(*given, **options)
+refused = refuses

@@ -7,7 +7,7 @@ import random
 import pytest
 from organism.corpus import direct_response, scratchpad_response
 
-from tsae.errors import TsaeError
+from support.refusals import refuses
 from tsae.testbed import VOCABULARY, annotate, describe_response, generate_problems, given_answer, parse_prompt, verify
 from tsae.testbed.tokenizer import split_tokens
 
@@ -152,8 +152,7 @@ def test_random_garbage_never_raises_and_labels_every_token() -> None:
 
 
 def test_a_prompt_that_is_no_chain_is_refused() -> None:
-    with pytest.raises(TsaeError, match="not an arithmetic chain"):
-        annotate("hello", ["#", "9"])
+    refuses("not an arithmetic chain", annotate, "hello", ["#", "9"])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from organism.claims import Records, half_time, judge, judge_claim
 from organism.pages import marks
 
+from support.refusals import refuses
 from tsae.claims.judging import STUDIED
-from tsae.errors import TsaeError
 
 LEVELS = ("easy", "medium", "long", "hard")
 
@@ -81,8 +81,7 @@ def test_another_verdict_on_the_page_is_noticed(
 def test_missing_records_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_claims.main(["--records", str(tmp_path / "none.gz")]) == 1
     assert "is missing" in capsys.readouterr().err
-    with pytest.raises(TsaeError, match="is missing"):
-        check_claims.read_records(tmp_path / "none.gz")
+    refuses("is missing", check_claims.read_records, tmp_path / "none.gz")
 
 
 def test_every_claim_has_a_prediction() -> None:

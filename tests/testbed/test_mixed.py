@@ -15,8 +15,8 @@ import torch
 from organism.groups import sample_groups
 from organism.mixed import BANDS, MixedConfig, held_out, train
 
+from support.refusals import refuses
 from tsae import CheckpointSeries, Rollouts
-from tsae.errors import TsaeError
 from tsae.rollouts.importing import import_log
 from tsae.testbed import parse_prompt, series
 from tsae.testbed.tokenizer import BOS, EOS, TOKEN_IDS
@@ -124,5 +124,4 @@ def test_groups_are_drawn_from_the_models_distribution() -> None:
 
 
 def test_a_folder_that_exists_is_refused(run: Path) -> None:
-    with pytest.raises(TsaeError, match="exists already"):
-        train(TINY, BASE, run)
+    refuses("exists already", train, TINY, BASE, run)

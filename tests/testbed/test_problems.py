@@ -9,7 +9,7 @@ import sys
 import pytest
 from organism.corpus import CorpusConfig, sample_document
 
-from tsae.errors import TsaeError
+from support.refusals import refuses
 from tsae.testbed import eval_problems, evaluate, generate_problems, parse_prompt
 from tsae.testbed.chains import LEVELS, Chain, in_split
 
@@ -41,8 +41,7 @@ def test_evaluation_agrees_with_python_on_parenthesised_chains() -> None:
 
 @pytest.mark.parametrize("prompt", ["", "3", "3+", "3+5=8?", "12+3?", "3/5?", "3+5??", "a"])
 def test_what_is_no_chain_is_refused(prompt: str) -> None:
-    with pytest.raises(TsaeError, match="not an arithmetic chain"):
-        parse_prompt(prompt)
+    refuses("not an arithmetic chain", parse_prompt, prompt)
 
 
 @pytest.mark.parametrize("level", ["easy", "medium", "hard", (2, 2), (1, 3)])
@@ -64,8 +63,7 @@ def test_first_problems_are_the_ones_that_shipped_results_refer_to() -> None:
 def test_easy_has_all_300_chains_and_no_more() -> None:
     prompts = {problem.prompt for problem in generate_problems("easy", 300, seed=0)}
     assert prompts == {problem.prompt for problem in generate_problems("easy", 300, seed=7, split="train")}
-    with pytest.raises(TsaeError, match="only 300 distinct"):
-        generate_problems("easy", 301, seed=0)
+    refuses("only 300 distinct", generate_problems, "easy", 301, seed=0)
 
 
 @pytest.mark.parametrize("level", ["medium", "hard", (2, 3)])
@@ -84,10 +82,8 @@ def test_the_base_never_reads_an_evaluation_chain() -> None:
 
 
 def test_unknown_levels_and_empty_ranges_are_refused() -> None:
-    with pytest.raises(TsaeError, match="unknown level 'esay'"):
-        generate_problems("esay", 1, seed=0)
-    with pytest.raises(TsaeError, match="found 3 and 2"):
-        generate_problems((3, 2), 1, seed=0)
+    refuses("unknown level 'esay'", generate_problems, "esay", 1, seed=0)
+    refuses("found 3 and 2", generate_problems, (3, 2), 1, seed=0)
 
 
 def test_eval_problems_are_in_order_of_level() -> None:
