@@ -182,6 +182,8 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
     from run_notebooks import CHROMIUM
 
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: install Debian's package chromium")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium

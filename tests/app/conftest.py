@@ -1,14 +1,18 @@
-"""What the stages wrote, shared by the tests of the command line."""
+"""What commands and functions wrote, shared by the tests of the command line and of what lies on disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import tsae
 from support.builders import save_model, save_perturbed, save_series
 from support.cli import run
+from support.planted import planted, small_credit
+from support.results import make_attribution
+from tsae.diff.influence import Influence
 from tsae.rollouts.problems import write_problems
 
 
@@ -35,3 +39,21 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--n-permutations", 500, "--n-bootstrap", 200)  # fmt: skip
     run("report", "--diff", to / "diff", "--features", to / "features", "--to", to / "report.html", "--title", "Tiny")
     return to
+
+
+QUICK = tsae.DiffConfig(n_bootstrap=100, n_permutations=100, threads=1)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Python code wrote: rollouts, and a folder of every kind."""
+    folder = tmp_path_factory.mktemp("results")
+    world = planted(n_problems=12, n_samples=4).table
+    world.rollouts.write(folder / "rollouts.parquet")
+    world.save(folder / "features")
+    tsae.feature_diff(world, QUICK, progress=False).save(folder / "diff")
+    sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
+    Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
+    small_credit().save(folder / "credit")
+    make_attribution().save(folder / "attribution")
+    return folder

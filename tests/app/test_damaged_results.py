@@ -8,44 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from support.builders import make_rollouts
-from support.planted import planted, small_credit
+from support.builders import make_rollouts, synthetic_store
+from support.damage import flip
+from support.planted import planted
 from support.refusals import refuses
-from support.results import make_attribution
+from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
-from tsae.base.artefact import MANIFEST, write_artefact
+from tsae.base.artefact import MANIFEST, write_artefact, write_record
 from tsae.base.files import read_object, reading
 from tsae.causal.intervention import CAUSAL, Intervention
 from tsae.commands.diff import REINFORCEMENT
 from tsae.commands.report import Report
-from tsae.diff.config import DiffConfig
-from tsae.diff.feature_diff import FeatureDiff, feature_diff
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.credit import Credit
 from tsae.rollouts.parquet import read_outline
+from tsae.rollouts.sampling import Batches, Response
 from tsae.rollouts.table import Rollouts
-
-QUICK = DiffConfig(n_bootstrap=100, n_permutations=100, threads=1)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of every kind."""
-    folder = tmp_path_factory.mktemp("results")
-    world = planted(n_problems=12, n_samples=4).table
-    world.save(folder / "features")
-    feature_diff(world, QUICK, progress=False).save(folder / "diff")
-    sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
-    Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
-    small_credit().save(folder / "credit")
-    make_attribution().save(folder / "attribution")
-    return folder
-
+from tsae.stages import RunRecord, read_run
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "features": FeatureTable.load,
@@ -54,49 +40,31 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "credit": Credit.load,
     "attribution": Attribution.load,
 }
-FILES = [
-    ("features", "features.json"), ("features", "rollouts.parquet"), ("features", "means.h5"),
-    ("diff", "diff.json"), ("diff", "shifts.parquet"), ("diff", "confounds.parquet"),
-    ("influence", "influence.json"), ("influence", "influence.parquet"),
-    ("credit", "credit.json"), ("credit", "credit.safetensors"),
-    ("attribution", "attribution.json"), ("attribution", "steps.parquet"),
-]  # fmt: skip
+DAMAGES: tuple[Callable[[Path], object], ...] = (
+    lambda file: file.write_bytes(b""),
+    lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    lambda file: flip(file, file.stat().st_size // 2),
+    lambda file: file.write_bytes(b"\xff\xfe\x00"),
+    lambda file: file.write_bytes(b"[1]"),
+    lambda file: file.write_bytes(b'{"a": 1}'),
+    lambda file: (file.unlink(), file.mkdir()),
+    Path.unlink,
+)
 
 
-def damages(file: Path) -> dict[str, Callable[[], Any]]:
-    whole = file.read_bytes()
-    middle = len(whole) // 2
-
-    def folder() -> None:
-        file.unlink()
-        file.mkdir()
-
-    return {
-        "empty": lambda: file.write_bytes(b""),
-        "cut": lambda: file.write_bytes(whole[:middle]),
-        "zeros": lambda: file.write_bytes(whole[:middle] + bytes(min(64, middle)) + whole[middle + min(64, middle) :]),
-        "no text": lambda: file.write_bytes(b"\xff\xfe\x00" + whole),
-        "a list": lambda: file.write_bytes(b"[1]"),
-        "other object": lambda: file.write_bytes(b'{"a": 1}'),
-        "a folder": folder,
-        "gone": file.unlink,
-    }
-
-
-DAMAGES = ("empty", "cut", "zeros", "no text", "a list", "other object", "a folder", "gone")
-CASES = [(*file, damage) for file in FILES for damage in DAMAGES]
-CASES += [(kind, MANIFEST, "gone") for kind in LOADERS]
-
-
-@pytest.mark.parametrize(("kind", "name", "damage"), CASES)
-def test_what_is_damaged_is_refused(kind: str, name: str, damage: str, results: Path, tmp_path: Path) -> None:
-    shutil.copytree(results / kind, folder := tmp_path / kind)
-    LOADERS[kind](folder)
-    damages(folder / name)[damage]()
-    with pytest.raises(TsaeError) as refused:
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_is_damaged_is_refused(kind: str, damage: Callable[[Path], Any], results: Path, tmp_path: Path) -> None:
+    names = [file.name for file in (results / kind).iterdir()]
+    assert MANIFEST in names
+    for name in names:
+        folder = shutil.copytree(results / kind, tmp_path / name)
         LOADERS[kind](folder)
-    assert name in str(refused.value)
-    assert "\n" not in str(refused.value)
+        damage(folder / name)
+        with pytest.raises(TsaeError) as refused:
+            LOADERS[kind](folder)
+        assert name in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_table_that_came_later_is_no_part_of_a_diff(results: Path, tmp_path: Path) -> None:
@@ -184,3 +152,44 @@ def test_errors_that_are_no_damage_pass(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     (tmp_path / "a.json").write_text('{"b": 1}')
     assert read_object(tmp_path / "a.json", "Mend it.") == {"b": 1}
+
+
+# --- a byte that flips in files that no folder's seal names
+
+
+def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
+    file = store.path / "manifest.json"
+    write_record(file, store.manifest)
+    assert ActivationStore(store.path).manifest == store.manifest
+    file.write_text(file.read_text().replace('"step": 0', '"step": 7'))
+    refuses(r"manifest\.json: is damaged: its content has changed", ActivationStore, store.path)
+
+
+def test_a_changed_copy_of_the_rollouts_is_refused(tmp_path: Path) -> None:
+    store = synthetic_store(tmp_path / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
+    flip(store.path / "rollouts.parquet", 200)
+    with pytest.raises(TsaeError, match=r"rollouts\.parquet: is damaged: its bytes have changed"):
+        _ = ActivationStore(store.path).rollouts
+
+
+def test_a_changed_batch_of_a_sampling_is_refused(tmp_path: Path) -> None:
+    batches = Batches(tmp_path, "base", {"seed": 0})
+    batches[0] = [Response((1, 2), "stop", (-0.5, -0.25))]
+    assert batches[0] == [Response((1, 2), "stop", (-0.5, -0.25))]
+    file = tmp_path / "base" / "000000.json"
+    file.write_text(file.read_text().replace("-0.25", "-0.75"))
+    with pytest.raises(TsaeError, match=r"000000\.json: is damaged"):
+        batches[0]
+
+
+def test_a_changed_record_of_a_run_is_refused(tmp_path: Path) -> None:
+    asked = {"demo": {"seed": 0}, "versions": {}}
+    for _ in range(2):
+        RunRecord(tmp_path, "demo.json", asked, "a demo")
+    assert (read_run(tmp_path, "demo.json") or {})["demo"] == {"seed": 0}
+    with pytest.raises(TsaeError, match=r"holds something else than a demo .*differing: versions"):
+        RunRecord(tmp_path, "demo.json", {**asked, "versions": {"torch": "9"}}, "a demo")
+    file = tmp_path / "demo.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    refuses(r"demo\.json: is damaged", RunRecord, tmp_path, "demo.json", asked, "a demo")

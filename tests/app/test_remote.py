@@ -20,6 +20,7 @@ import pytest
 import tsae
 from support.builders import digest_without_command, digests, make_rollouts
 from support.children import free_port
+from support.refusals import fails
 from tsae.activations.capture import capture_part
 from tsae.base import mirror
 from tsae.base.part import Part
@@ -216,10 +217,10 @@ def test_stability_of_an_sae_at_a_url(
     command += ["--seeds", str(folder / "other"), "--json", str(tmp_path / "found.json")]
     before, put = remote_digests(remote, "/bucket/sae"), type(remote).put_file
 
-    def fails(*_: object, **__: object) -> None:
+    def expired(*_: object, **__: object) -> None:
         raise PermissionError("The provided token has expired.")
 
-    monkeypatch.setattr(type(remote), "put_file", fails)
+    monkeypatch.setattr(type(remote), "put_file", expired)
     said = fails(capsys, *command)
     assert "wrote memory://bucket/sae" not in said.out
     assert "memory://bucket/sae: cannot be written to (The provided token has expired.)" in said.err

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 import tsae
 from support.builders import digests, make_rollouts
-from support.checkpoints import cached
+from support.checkpoints import cached, edit, save_adapter
 from support.damage import flip
 from support.refusals import fails, refuses
 from support.results import rendered
@@ -690,14 +689,8 @@ def test_the_base_is_the_one_that_the_run_names(trl_run: Path, tmp_path: Path) -
 
 
 def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     base = trl_run.parent / "base"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
-        model.save_pretrained(tmp_path / "lora" / "checkpoint-5")
+    save_adapter(base, tmp_path / "lora" / "checkpoint-5")
     series, origin = find_series(RunConfig(tmp_path / "lora"))
     assert [(c.id, c.step) for c in series] == [("base", 0), ("lora-00005", 5)]
     assert origin == f"the base is {base}"
@@ -727,23 +720,14 @@ def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_adapters_over_a_base_in_the_cache(
     trl_run: Path, hub_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     run = tmp_path / "lora"
     shutil.copytree(trl_run / "completions", run / "completions")
     for step in (25, 50):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # What peft asks of transformers is deprecated there.
-            base = AutoModelForCausalLM.from_pretrained(SHIPPED / "base")
-            model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-        generator = torch.Generator().manual_seed(step)
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                weight.data.copy_(0.1 * torch.randn(weight.shape, generator=generator))
-        model.peft_config["default"].base_model_name_or_path = hub_base
-        # The vocabulary is the base's; peft would ask the hub whether it is.
-        model.save_pretrained(run / f"checkpoint-{step}", save_embedding_layers=False)
+        adapter = save_adapter(SHIPPED / "base", run / f"checkpoint-{step}", seed=step, lora_alpha=1)
+        edit(adapter / "adapter_config.json", base_model_name_or_path=hub_base)
     config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
     lines, diff = analysed(config)
     assert lines[0].startswith("series:      3 checkpoints; the base is org/arithmetic; compared with it: lora-00050")
@@ -751,8 +735,9 @@ def test_adapters_over_a_base_in_the_cache(
     # Readers are the base, and the base with its adapter: by hand, merged.
     store = tsae.ActivationStore(tmp_path / "out" / "activations")
     site = next(iter(store.manifest["sites"]))
-    merged = model.merge_and_unload().eval()
-    for reader, whole in (("base", AutoModelForCausalLM.from_pretrained(SHIPPED / "base")), ("lora-00050", merged)):
+    base, under = (AutoModelForCausalLM.from_pretrained(SHIPPED / "base") for _ in range(2))
+    merged = PeftModel.from_pretrained(under, run / "checkpoint-50").merge_and_unload().eval()
+    for reader, whole in (("base", base), ("lora-00050", merged)):
         shard = next(iter(store.shards(reader)))
         ids = torch.from_numpy(shard.token_ids[: shard.offsets[1]].astype(np.int64))[None]
         expected = whole(ids, output_hidden_states=True).hidden_states[2][0].detach().numpy()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,13 +18,10 @@ import pytest
 from support.builders import synthetic_store
 from support.cli import run
 from support.damage import flip
-from support.planted import planted, small_credit
+from support.planted import planted
 from support.refusals import fails, refuses
-from support.results import make_attribution
 from tsae.base.artefact import MANIFEST, read_record, running_command, write_record
-from tsae.diff.config import DiffConfig
-from tsae.diff.feature_diff import feature_diff
-from tsae.diff.influence import Influence
+from tsae.diff.feature_diff import FeatureDiff
 from tsae.rl.run_log import RunLog
 from tsae.rollouts.parquet import write_table
 from tsae.sae.config import SAEConfig
@@ -33,24 +29,14 @@ from tsae.sae.model import TemporalSAE
 from tsae.stages import RunRecord
 from tsae.verify import Finding, verify
 
-QUICK = DiffConfig(n_bootstrap=100, n_permutations=100, threads=1)
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What Python code wrote: features and a diff, and files of somebody else."""
-    folder = tmp_path_factory.mktemp("results")
-    world = planted(n_problems=12, n_samples=4).table
-    world.save(folder / "features")
-    feature_diff(world, QUICK, progress=False).save(folder / "diff")
-    world.rollouts.write(folder / "rollouts.parquet")
-    (folder / "notes.txt").write_text("mine")
-    return folder
-
 
 @pytest.fixture
 def copy(results: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(results, tmp_path / "results"))
+    """Rollouts, features and a diff, and a file of somebody else."""
+    others = shutil.ignore_patterns("influence", "credit", "attribution")
+    folder = Path(shutil.copytree(results, tmp_path / "results", ignore=others))
+    (folder / "notes.txt").write_text("mine")
+    return folder
 
 
 def found(*paths: Path) -> dict[str, Finding]:
@@ -61,10 +47,10 @@ def states(*paths: Path) -> dict[str, str]:
     return {name: finding.state for name, finding in found(*paths).items()}
 
 
-def test_what_is_whole_is_said_to_be(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert states(results) == dict.fromkeys(("rollouts.parquet", "features", "diff"), "intact")
-    assert states(results / "diff", results / "rollouts.parquet") == {"rollouts.parquet": "intact", "diff": "intact"}
-    run("verify", results, "--json", "-")
+def test_what_is_whole_is_said_to_be(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert states(copy) == dict.fromkeys(("rollouts.parquet", "features", "diff"), "intact")
+    assert states(copy / "diff", copy / "rollouts.parquet") == {"rollouts.parquet": "intact", "diff": "intact"}
+    run("verify", copy, "--json", "-")
     said = json.loads(capsys.readouterr().out)["artefacts"]
     assert [(one["kind"], one["state"], one["command"]) for one in said] == [
         ("rollouts", "intact", ""), ("features", "intact", ""), ("diff", "intact", ""),
@@ -110,17 +96,16 @@ def test_files_that_are_like_ours_are_not_read_as_such(copy: Path) -> None:
 
 
 def _everything(folder: Path) -> dict[str, tuple[str, str]]:
-    """Small artefacts of the kinds that no other test here has: their kind, and a file of each."""
-    (attribution := make_attribution()).save(folder / "attribution")
-    sample = {"trajectory": 0, "problem_id": "p", "feature": 3, "representation": 1.0, "policy_part": 0.5, "total": 1.5}
-    Influence(pd.DataFrame([sample]), {"checkpoint": "run"}).save(folder / "influence")
-    small_credit().save(folder / "credit")
+    """Beside `results` small artefacts of further kinds: of all of them the kind, and a file of each."""
     TemporalSAE(3, SAEConfig(d_sae=8, k=2), site="x.site").save(folder / "sae")
     store = synthetic_store(folder / "acts", [np.ones((4, 3), np.float32) for _ in range(3)])
     RunLog(folder / "tsae", {}).add(1, [{"advantage": 0.5, "prompt_ids": [1], "response_ids": [3]}])
-    table = pa.Table.from_pandas(attribution.targets, preserve_index=False)
+    table = pa.table({"a": [1.0]})
     write_table(folder / "statistics.parquet", table.schema, [table], {"kind": "token statistics"})
     return {
+        "rollouts.parquet": ("rollouts", ""),
+        "features": ("features", "columns.h5"),
+        "diff": ("diff", "shifts.parquet"),
         "attribution": ("attribution", "targets.parquet"),
         "influence": ("influence", "influence.parquet"),
         "credit": ("credit", "credit.safetensors"),
@@ -131,8 +116,8 @@ def _everything(folder: Path) -> dict[str, tuple[str, str]]:
     }
 
 
-def test_every_kind_is_known_and_its_damage_found(tmp_path: Path) -> None:
-    expected = _everything(tmp_path)
+def test_every_kind_is_known_and_its_damage_found(results: Path, tmp_path: Path) -> None:
+    expected = _everything(shutil.copytree(results, tmp_path, dirs_exist_ok=True))
     findings = {f.path.relative_to(tmp_path).as_posix(): f for f in verify([tmp_path], progress=False)}
     assert {name: (finding.kind, finding.state) for name, finding in findings.items()} == {
         name: (kind, "intact") for name, (kind, _) in expected.items()
@@ -157,9 +142,8 @@ def test_the_exit_status_says_it(copy: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_diff_of_other_features_is_outdated(copy: Path) -> None:
     words = ["diff", "--features", str(copy / "features"), "--to", str(copy / "diff")]
-    world = planted(n_problems=12, n_samples=4).table
     with running_command(words, copy / "diff"):
-        feature_diff(world, QUICK, progress=False).save(copy / "diff")
+        FeatureDiff.load(copy / "diff").save(copy / "diff")
     assert states(copy)["diff"] == "intact"
     shutil.rmtree(copy / "features")
     planted(n_problems=13, n_samples=4).table.save(copy / "features")

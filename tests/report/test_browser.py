@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_notebooks import CHROMIUM
 
 import tsae
 from support.builders import feature_table
@@ -21,10 +20,7 @@ from tsae.report.page import write_report
 from tsae.report.story.statements import surviving
 from tsae.rollouts.table import Rollouts
 
-pytestmark = [
-    pytest.mark.slow(ci=True),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium"),
-]
+pytestmark = pytest.mark.slow(ci=True)
 
 WORDS = [
     "<bos>",

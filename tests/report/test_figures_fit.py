@@ -8,15 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_notebooks import CHROMIUM
 
 from support.results import every_table, make, make_attribution
 from tsae.report.page import write_report
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium"),
-]
+pytestmark = pytest.mark.slow
 WIDTHS = (360, 420, 768, 1280, 1920)
 SHORT = ["easy-150", "medium-150", "hard-150"]
 LONG = [f"qwen2.5-math-7b-grpo-{band}-lr1e-6-kl0.001-seed{i}/checkpoint-150" for i, band in enumerate("abcd")]

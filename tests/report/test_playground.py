@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_notebooks import CHROMIUM
 
 import tsae
 from support.refusals import refuses
@@ -164,45 +163,44 @@ def test_without_checkpoints_the_page_is_served_and_a_line_says_why(play: Playgr
     assert capsys.readouterr().err == "tsae: there is no playground. base: holds no tokenizer.\n"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium")
-def test_the_page_asks_colours_links_and_stays_harmless(port: int, play: Playground, monkeypatch: Any) -> None:
+def test_the_page_asks_colours_links_and_stays_harmless(
+    port: int, play: Playground, browser: Any, monkeypatch: Any
+) -> None:
     from axe_playwright_python.sync_playwright import Axe
-    from playwright.sync_api import expect, sync_playwright
+    from playwright.sync_api import expect
 
     opened, said = play._open("base"), list[str]()
     hostile = [MARKUP, *opened.strings[1:16], MARKUP, "<bos>"]
     monkeypatch.setitem(play._opened, "base", opened._replace(strings=hostile))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme="dark")
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(f"http://127.0.0.1:{port}/#feature-3")
-        page.locator("#card").get_by_role("link", name="playground").click()
-        page.get_by_label("Prompt", exact=True).fill(PROMPT)
-        expect(page.get_by_label("Feature", exact=True)).to_have_value("3")
-        page.get_by_label("Change the feature").select_option("steer")
-        page.get_by_label("Strength of steering").fill("-2")
-        page.keyboard.press("Enter")
-        answers, tokens = page.locator("#answers section"), page.locator("#answers .tokens")
-        expect(answers.locator("h2")).to_have_text(["base", "up-run", "up-run with feature 3 steered by −2"])
-        expect(tokens.first).to_contain_text(MARKUP)
-        assert tokens.nth(1).locator("mark").count() > 0
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert page.evaluate("window.__attacked") is None
-        assert page.locator("main img, main iframe").count() == 0
-        assert [violation["id"] for violation in Axe().run(page).response["violations"]] == []
-        # A feature of the list colours all answers, and the address has it.
-        button = answers.nth(1).get_by_role("button", pressed=False).first
-        number = button.inner_text()
-        button.press("Enter")
-        expect(answers.nth(1).get_by_role("button", pressed=True)).to_be_focused()
-        assert f"feature={number}&" in f"{page.url}&"
-        before = tokens.all_inner_texts()
-        page.goto(page.url)
-        expect(answers).to_have_count(3)
-        assert tokens.all_inner_texts() == before
-        page.get_by_label("Prompt", exact=True).fill("What?")
-        page.get_by_role("button", name="Answer", exact=True).click()
-        expect(page.get_by_role("alert")).to_contain_text("cannot be tokenised")
-        assert [line for line in said if "favicon" not in line and "422" not in line] == []
+    page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme="dark")
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"http://127.0.0.1:{port}/#feature-3")
+    page.locator("#card").get_by_role("link", name="playground").click()
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+    expect(page.get_by_label("Feature", exact=True)).to_have_value("3")
+    page.get_by_label("Change the feature").select_option("steer")
+    page.get_by_label("Strength of steering").fill("-2")
+    page.keyboard.press("Enter")
+    answers, tokens = page.locator("#answers section"), page.locator("#answers .tokens")
+    expect(answers.locator("h2")).to_have_text(["base", "up-run", "up-run with feature 3 steered by −2"])
+    expect(tokens.first).to_contain_text(MARKUP)
+    assert tokens.nth(1).locator("mark").count() > 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("window.__attacked") is None
+    assert page.locator("main img, main iframe").count() == 0
+    assert [violation["id"] for violation in Axe().run(page).response["violations"]] == []
+    # A feature of the list colours all answers, and the address has it.
+    button = answers.nth(1).get_by_role("button", pressed=False).first
+    number = button.inner_text()
+    button.press("Enter")
+    expect(answers.nth(1).get_by_role("button", pressed=True)).to_be_focused()
+    assert f"feature={number}&" in f"{page.url}&"
+    before = tokens.all_inner_texts()
+    page.goto(page.url)
+    expect(answers).to_have_count(3)
+    assert tokens.all_inner_texts() == before
+    page.get_by_label("Prompt", exact=True).fill("What?")
+    page.get_by_role("button", name="Answer", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("cannot be tokenised")
+    assert [line for line in said if "favicon" not in line and "422" not in line] == []

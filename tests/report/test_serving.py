@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_notebooks import CHROMIUM
 
 from support.refusals import refuses
 from support.results import MARKUP, make, rendered, source
@@ -211,14 +210,13 @@ def test_what_comes_changes_or_goes_later_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(ci=True)
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium")
-def test_a_browser_shows_examples_on_demand(diff: FeatureDiff, tmp_path: Path) -> None:
-    from playwright.sync_api import expect, sync_playwright
+def test_a_browser_shows_examples_on_demand(diff: FeatureDiff, tmp_path: Path, browser: Any) -> None:
+    from playwright.sync_api import expect
 
     said: list[str] = []
-    with server(Served(diff, tmp_path / "diff" / "manifest.json").run, 0) as found, sync_playwright() as playwright:
+    with server(Served(diff, tmp_path / "diff" / "manifest.json").run, 0) as found:
         threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
-        page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
+        page = browser.new_page()
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.goto(f"http://127.0.0.1:{found.server_port}/#feature-3")

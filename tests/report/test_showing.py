@@ -145,23 +145,18 @@ def test_a_feature_shows_where_it_fires_once_its_features_are_there(diff: tsae.F
 
 
 @pytest.mark.slow(ci=True)
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install Debian's package chromium")
-def test_a_click_on_a_head_sorts_the_table(diff: tsae.FeatureDiff, tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
+def test_a_click_on_a_head_sorts_the_table(diff: tsae.FeatureDiff, offline: Any, tmp_path: Path) -> None:
     page_file = tmp_path / "card.html"
     page_file.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{diff._repr_html_()}", encoding="utf-8")
     expected = diff.top(100)
-    with sync_playwright() as playwright:
-        page = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]).new_page()
-        page.goto(page_file.as_uri())
-        place = 1 + [button.inner_text() for button in page.query_selector_all("thead button")].index("delta")
-        cells = f"div > table tbody tr td[data-key]:nth-child({place})"
-        for down in (True, False):
-            page.click("thead button:text-is('delta')")
-            keys = page.eval_on_selector_all(cells, "cells => cells.map((cell) => Number(cell.dataset.key))")
-            assert keys == sorted(expected.delta.tolist(), reverse=down)
-        assert page.get_attribute("th:has(button:text-is('delta'))", "aria-sort") == "ascending"
+    offline.goto(page_file.as_uri())
+    place = 1 + [button.inner_text() for button in offline.query_selector_all("thead button")].index("delta")
+    cells = f"div > table tbody tr td[data-key]:nth-child({place})"
+    for down in (True, False):
+        offline.click("thead button:text-is('delta')")
+        keys = offline.eval_on_selector_all(cells, "cells => cells.map((cell) => Number(cell.dataset.key))")
+        assert keys == sorted(expected.delta.tolist(), reverse=down)
+    assert offline.get_attribute("th:has(button:text-is('delta'))", "aria-sort") == "ascending"
 
 
 def test_tables_show_a_part_and_say_so() -> None:
