@@ -24,8 +24,9 @@ from scipy import stats
 
 import tsae
 from support.builders import BOS, EOS, SHARED
-from support.cli import COMMANDS, SITE, run
+from support.cli import SITE, commands, run
 from support.damage import flip
+from support.refusals import fails
 from tsae.cli import main, parse
 from tsae.commands.common import as_json
 from tsae.errors import needing
@@ -55,10 +56,8 @@ class Shell:
 
     def fails(self, command: str) -> str:
         """The message of a command that a user can put right: status 2 and one paragraph."""
-        with pytest.raises(SystemExit) as stopped:
-            self(command)
-        assert stopped.value.code == 2
-        printed = self.capsys.readouterr().err
+        self.capsys.readouterr()
+        printed = fails(self.capsys, *command.format(**self.places).split()).err
         assert "Traceback" not in printed
         (paragraph,) = [line for line in printed.splitlines() if line.startswith("tsae: ")]
         return paragraph
@@ -78,7 +77,7 @@ def helps() -> dict[str, str]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "90")
-        for command in [*COMMANDS, ["export"], ["completion"]]:
+        for command in [(), *commands()]:
             out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # boxes are drawn in UTF-8 only
             with redirect_stdout(out), pytest.raises(SystemExit) as stopped:
                 main([*command, "--help-all"])

@@ -14,11 +14,12 @@ import pytest
 
 import tsae
 from support.builders import make_rollouts, save_base_and_run, save_model
+from support.cli import commands
 from tsae.base.files import as_path
 from tsae.base.mirror import local
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import load_tokenizer, tokenizer_fingerprint
-from tsae.cli import Command, _localised, main
+from tsae.cli import _localised, main
 
 ROOT = Path(tsae.__file__).parent
 FOLDER = "my runs/größe – 実験"
@@ -111,7 +112,7 @@ def fields_with_paths(options: Any) -> dict[str, Any]:
 
 def test_every_option_that_takes_a_path_expands_it(home: Path) -> None:
     options = {
-        f"{of.__name__} {name}": kind for of in commands(Command) for name, kind in fields_with_paths(of).items()
+        f"{of.__name__} {name}": kind for of in commands().values() for name, kind in fields_with_paths(of).items()
     }
     assert len(options) > 80
     for name, kind in options.items():
@@ -122,16 +123,6 @@ def test_every_option_that_takes_a_path_expands_it(home: Path) -> None:
         found = _localised(inner).inner.value
         assert found == ((home / "a b",) * 2 if several else home / "a b"), (name, kind)
         assert several or kind in (Path, Path | None) or typing.get_origin(kind) is typing.Annotated, (name, kind)
-
-
-def commands(kind: Any) -> typing.Iterator[type]:
-    """The dataclasses in a union of commands, and in those of their groups."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        groups = typing.get_type_hints(kind).get("command")
-        yield from [kind] if groups is None else commands(groups)
-        return
-    for part in typing.get_args(kind):
-        yield from commands(part)
 
 
 def test_stages_read_and_write_below_the_home_folder(home: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -129,10 +130,7 @@ def test_a_capture_refused_before_anything_is_recorded_leaves_nothing_at_the_url
 ) -> None:
     from tsae.activations import capture as module
 
-    def refuses(*_: Any) -> Any:
-        raise TsaeError("activations are not finite")
-
-    monkeypatch.setattr(module, "capture_shard", refuses)
+    monkeypatch.setattr(module, "capture_shard", Mock(side_effect=TsaeError("activations are not finite")))
     with pytest.raises(TsaeError, match="not finite"):
         tsae.capture(here["series"], here["rollouts"], [SITE], to="memory://bucket/acts", config=CONFIG, progress=False)
     assert remote.find("/bucket") == []
@@ -216,10 +214,7 @@ def test_stability_of_an_sae_at_a_url(
     command = ["evaluate", "--sae", "memory://bucket/sae", "--store", str(folder / "acts")]
     command += ["--seeds", str(folder / "other"), "--json", str(tmp_path / "found.json")]
     before, put = remote_digests(remote, "/bucket/sae"), type(remote).put_file
-
-    def expired(*_: object, **__: object) -> None:
-        raise PermissionError("The provided token has expired.")
-
+    expired = Mock(side_effect=PermissionError("The provided token has expired."))
     monkeypatch.setattr(type(remote), "put_file", expired)
     said = fails(capsys, *command)
     assert "wrote memory://bucket/sae" not in said.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,10 +78,7 @@ def test_safetensors_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_the_command_line_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "out")
-
-    monkeypatch.setattr(cli, "run", full)
+    monkeypatch.setattr(cli, "run", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "out")))
     assert "tsae: out: the system refuses" in fails(capsys, "completion", "bash").err
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,8 @@ from tsae.base.mirror import (
     there,
     url_of,
 )
+
+EXPIRED = Mock(side_effect=PermissionError("The provided token has expired."))
 
 
 @pytest.mark.parametrize(
@@ -136,16 +139,10 @@ def test_names_do_not_lead_out(remote: Any, monkeypatch: pytest.MonkeyPatch, tmp
 def test_what_cannot_be_reached_is_said(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(r"nosuch://a/b: cannot be reached \(Protocol not known: nosuch", local, "nosuch://a/b")
     remote.pipe("/a/x.json", b"1")
-
-    def fails(error: Exception) -> Any:
-        def get_file(*_: object, **__: object) -> None:
-            raise error
-
-        return get_file
-
-    monkeypatch.setattr(type(remote), "get_file", fails(PermissionError("The provided token has expired.")))
+    monkeypatch.setattr(type(remote), "get_file", EXPIRED)
     refuses(r"memory://a: cannot be read \(The provided token has expired\.\)", local, "memory://a")
-    monkeypatch.setattr(type(remote), "get_file", fails(OSError(errno.ENOSPC, "No space left on device")))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(type(remote), "get_file", Mock(side_effect=full))
     refuses(r"is full \(No space left on device\)\. Make room, or set TSAE_CACHE", local, "memory://a")
     folder = local("memory://b")
     folder.mkdir(parents=True)
@@ -259,11 +256,7 @@ def test_a_result_stays_whole_here_where_the_url_refuses(remote: Any, monkeypatc
     folder = local("memory://out/diff")
     write = {"b.txt": lambda path: path.write_bytes(b"b")}
     published(write_artefact(folder, DIFF, {"n": 1}, write))
-
-    def fails(*_: object) -> None:
-        raise PermissionError("The provided token has expired.")
-
-    monkeypatch.setattr(type(remote), "rm_file", fails)
+    monkeypatch.setattr(type(remote), "rm_file", EXPIRED)
     refuses(r"memory://out/diff: cannot be written to \(The provided token", write_artefact, folder, DIFF, {"n": 2})
     assert sorted(path.name for path in folder.iterdir()) == ["diff.json", MANIFEST]
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -62,11 +63,8 @@ def holder(to: Path, part: str = "whole") -> subprocess.Popen[str]:
 
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on some file systems."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(filelock.FileLock, "_acquire", refuse)
+    refused = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(filelock.FileLock, "_acquire", Mock(side_effect=refused))
 
 
 def refused_in_a_thread(to: Path) -> str:
@@ -220,11 +218,9 @@ def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_disk_that_is_full_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "write_text", Mock(side_effect=full))
         found = r"cannot be written to \(.*No space left.*Make room there"
         with pytest.raises(TsaeError, match=found), output_lock(tmp_path / "to"):
             raise AssertionError("nothing runs without the lock")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -285,9 +286,5 @@ def test_a_hub_that_cannot_be_reached_is_one_paragraph(
     analysis: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = prepare("org/name", analysis / "sae", tmp_path / "files", tsae.PushConfig(licence="mit"))
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise HTTPError("Connection refused")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", Mock(side_effect=HTTPError("Connection refused")))
     refuses(r"cannot be pushed \(Connection refused\)", upload, found)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,9 +157,7 @@ def test_its_own_page_alone_may_ask(port: int, play: Playground, monkeypatch: An
 
 
 def test_without_checkpoints_the_page_is_served_and_a_line_says_why(play: Playground, capsys: Any) -> None:
-    def none(_: tsae.FeatureDiff) -> Playground:
-        raise TsaeError("holds no tokenizer", where="base")
-
+    none = Mock(side_effect=TsaeError("holds no tokenizer", where="base"))
     assert b'<a href="/playground"' not in ServedRun(lambda: (play.diff, None, None), list, play=none).page()
     assert capsys.readouterr().err == "tsae: there is no playground. base: holds no tokenizer.\n"
 

@@ -5,42 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import tsae
-from tsae.cli import main
+from tsae.cli import _COMMANDS, main
+from tsae.commands.helptext import subcommands
 from tsae.config import DemoConfig
 
-COMMANDS = [
-    ["run"],
-    ["watch"],
-    [],
-    ["demo"],
-    ["rollouts"],
-    ["rollouts", "sample"],
-    ["rollouts", "import"],
-    ["rollouts", "bands"],
-    ["rollouts", "difficulty"],
-    ["rollouts", "behaviours"],
-    ["drift"],
-    ["capture"],
-    ["store"],
-    ["store", "show"],
-    ["store", "check"],
-    ["store", "statistics"],
-    ["train"],
-    ["evaluate"],
-    ["push"],
-    ["encode"],
-    ["diff"],
-    ["crosscoder"],
-    ["attribute"],
-    ["causal"],
-    ["reinforcement"],
-    ["influence"],
-    ["explain"],
-    ["claims"],
-    ["report"],
-    ["serve"],
-    ["verify"],
-]
+
+def commands(known: dict[str, type] = _COMMANDS, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], type]:
+    """The classes of all commands and groups, by their words."""
+    found = {}
+    for name, kind in known.items():
+        found |= {(*words, name): kind, **commands(subcommands(kind), (*words, name))}
+    return found
 
 
 SITE = "blocks.1.hook_resid_post"
