@@ -381,17 +381,6 @@ _MARKS, _MOST_LEVELS = 9, 6
 _STRANGE = "Features here are of another SAE than those of the diff: their numbers do not mean the features above."
 
 
-class Piece(NamedTuple):
-    """A stretch of a response, or a number of a table."""
-
-    text: str
-    shade: int = 0
-    """1 to 9 by the size of its share, or of the number; 0 where that is small."""
-    against: bool = False
-    """Whether it lowered the target."""
-    share: str = ""
-
-
 def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
     """All that the section shows; where `gate` says why, belief, recipe and notes alone are shown.
 
@@ -436,7 +425,7 @@ def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
     }
 
 
-Row = list[str | Cell | Piece]
+Row = list[str | Cell]
 
 
 class Block(NamedTuple):
@@ -477,10 +466,10 @@ def _fixed(value: float, largest: float) -> str:
     return text.replace("-", "−") if float(text) else "0"
 
 
-def _tinted(value: float, largest: float) -> Piece:
+def _tinted(value: float, largest: float) -> Cell:
     """A number with a shade by its size."""
     shade = 0 if not np.isfinite(value) or largest <= 0 else int(np.ceil(_MARKS * abs(value) / largest - 0.5))
-    return Piece(_fixed(value, largest), min(shade, _MARKS), value < 0)
+    return Cell(_fixed(value, largest), shade=min(shade, _MARKS), against=value < 0)
 
 
 def _thirds(found: Attribution) -> list[str]:
@@ -529,7 +518,7 @@ def _levels(found: Attribution) -> Table | None:
     names = main_targets(found)[:3]
     shares = found.samples.merge(known[["trajectory", "level"]]).groupby(["target", "level"]).share.sum()
     levels = sorted(both.index, key=lambda level: (BANDS.index(level) if level in BANDS else len(BANDS), level))
-    rows: list[list[str | Cell]] = [
+    rows: list[Row] = [
         [
             Cell(f"level {shortened(str(level), _NAME)}", tone="isolated"),
             *(f"{both.loc[level, band]:,}" for band in bands),
@@ -587,7 +576,7 @@ def _target(target: str, name: str, described: Mapping[str, tuple[int, str]]) ->
     return Cell(shortened(name, 2 * _NAME), tone="isolated")
 
 
-def _row(name: str, row: Any) -> list[str | Cell]:
+def _row(name: str, row: Any) -> Row:
     return [
         Cell(shortened(str(name), _NAME), tone="isolated"),
         f"{row.n:,}",
@@ -609,7 +598,7 @@ def _others(table: pd.DataFrame) -> Table:
 
 
 def _signal(found: Attribution, every: list[Moved]) -> Table | None:
-    rows: list[list[str | Cell]] = []
+    rows: list[Row] = []
     for one in every:
         rows += [
             [Cell(one.name, tone="isolated"), Cell(str(band), tone="isolated"), *map(amount, line)]
@@ -620,7 +609,7 @@ def _signal(found: Attribution, every: list[Moved]) -> Table | None:
 
 
 def _steps(table: pd.DataFrame) -> Table | None:
-    rows: list[list[str | Cell]] = [
+    rows: list[Row] = [
         [
             f"{row.step}",
             f"{row.n:,}",
@@ -634,22 +623,22 @@ def _steps(table: pd.DataFrame) -> Table | None:
     return Table("The replay beside what the run logged and saved", head, rows) if rows else None
 
 
-def _pieces(one: Read) -> list[Piece]:
+def _pieces(one: Read) -> list[Cell]:
     """At most _TOKENS tokens around the one with the largest share; those that carry much of it have a shade."""
     table = one.tokens
     if table.empty:
-        return [Piece(shortened(one.response, _PROMPT))]
+        return [Cell(shortened(one.response, _PROMPT))]
     size = table.share.abs().to_numpy()
     largest, first = float(size.max()), max(0, min(int(size.argmax()) - _TOKENS // 2, len(table) - _TOKENS))
     shades = np.ceil(_MARKS * size / largest - 0.5) if largest > 0 else np.zeros(len(size))
-    found = [Piece("…")] if first else []
+    found = [Cell("…")] if first else []
     for row, shade in list(zip(table.itertuples(), shades.astype(int), strict=True))[first : first + _TOKENS]:
         text = shortened(str(row.token), _TOKEN)
         if shade == 0 and found and found[-1].shade == 0:
-            found[-1] = Piece(found[-1].text + text)
+            found[-1] = Cell(found[-1].text + text)
         else:
-            found.append(Piece(text, int(shade), row.share < 0, amount(row.share)))
-    return [*found, Piece("…")] if first + _TOKENS < len(table) else found
+            found.append(Cell(text, amount(row.share), shade=int(shade), against=row.share < 0))
+    return [*found, Cell("…")] if first + _TOKENS < len(table) else found
 
 
 _WIDTH = 118
@@ -673,14 +662,14 @@ def attribution_text(found: Attribution, n: int = 10) -> str:
 
 def _answer(found: Attribution, n: int) -> Iterator[str]:
     every = [moved(found, name) for name in told_targets(found)]
-    bands: list[list[str | Cell]] = []
+    bands: list[Row] = []
     for one in every:
         if len(one.bands):
             flag = f" (beware: {one.unexplained} unexplained by shares)" if one.flagged else ""
-            bands += [[f"{one.name}: {one.change}{flag}"], *map(_plain, _bands(one))]
-    along: list[list[str | Cell]] = []
+            bands += [[f"{one.name}: {one.change}{flag}"], *_bands(one)]
+    along: list[Row] = []
     for block in _along(found, {}):
-        along += [[block.name], *map(_plain, block.rows)]
+        along += [[block.name], *block.rows]
     table = Table("What easy, medium and hard samples did", ["", *_HEAD[2:]], bands) if bands else None
     yield from ("", *table_text(table).splitlines())
     for sentence in meaning(found):
@@ -694,11 +683,6 @@ def _answer(found: Attribution, n: int) -> Iterator[str]:
     for text in map(table_text, (thirds if along else None, _levels(found), _lone(every), _signal(found, every))):
         yield from ("", *text.splitlines()) if text else ()
     yield from _wrapped(FIFTHS)
-
-
-def _plain(cells: Row) -> list[str | Cell]:
-    """A row of a block for a terminal."""
-    return [cell.text if isinstance(cell, Piece) else cell for cell in cells]
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:

@@ -42,6 +42,9 @@ class Cell:
     """Passages that a click on the text opens."""
     codes: tuple[str, ...] = ()
     flags: tuple[Caveat, ...] = ()
+    shade: int = 0
+    """1 to 9 by the size of a share, of which `against` says whether it lowered a target; 0 where that is small."""
+    against: bool = False
 
 
 @dataclass(frozen=True)
