@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from tyro.conf import Positional, arg
 
@@ -222,7 +222,7 @@ class Push:
                 print(f"pushed {address}")
 
 
-_Results = tuple[tsae.FeatureDiff, tsae.Attribution | None, tsae.Claims | None]
+_Results: TypeAlias = "tuple[tsae.FeatureDiff, tsae.Attribution | None, tsae.Claims | None]"
 
 
 def _with_results(

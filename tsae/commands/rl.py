@@ -84,8 +84,8 @@ class Fit:
 class Weights:
     """Write scores, weights and advantages of every response token as Parquet for any trainer, one row per trajectory.
 
-    Scores are multiplied by 1 - the reference's probability of the token, as in training with TRL. Give --store or
-    --series for these probabilities.
+    Scores are multiplied by 1 - the reference's probability of the token, as in training with TRL. For these
+    probabilities, give --store or --series.
     """
 
     credit: Path
