@@ -79,8 +79,9 @@ class Report:
             with reading(folder, fix):
                 tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in ("reinforcement", "predicted")}
             diff = replace(diff, **tables)
-        named = {"tests": self.causal or None, "labels": self.explanations, "attribution": self.attribution}
-        diff, attribution, claims = _with_results(diff, self.diff.parent, **named)
+        diff, attribution, claims = _with_results(
+            diff, self.diff.parent, tests=self.causal or None, labels=self.explanations, attribution=self.attribution
+        )
         say_wrote(diff.to_html(self.to, title=self.title, attribution=attribution, claims=claims))
 
 
