@@ -254,7 +254,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
         steps = sorted({entry.step for entry in log.entries if entry.step is not None})
         part = f"{len(log.entries):,} trajectories" + (" so far, of a longer log" if not log.whole else "")
         span = f", steps {steps[0]} to {steps[-1]}" if steps else ", no steps"
-        yield Finding("log", "ok", "; ".join([f"{form.title} in {path}: {part}{span}", *notes]))
+        yield Finding("log", "ok", "; ".join([f"{form.files.title} in {path}: {part}{span}", *notes]))
         yield from _of_log(log, success)
         yield from _from_elsewhere(log, config)
     if series is not None:

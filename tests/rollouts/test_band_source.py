@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from support.cli import run
+from support.logs import refused
 from support.servers import hub_here
 from tsae.errors import TsaeError
 from tsae.rollouts.band_source import asked_problems, bands_from, read_source
@@ -86,8 +87,7 @@ def test_pass_rates_of_another_model_beside_the_own_bands(
     assert own.by("difficulty").table.equals(
         found.select(np.arange(len(found))).table.select(own.by("difficulty").table.column_names)
     )
-    with pytest.raises(TsaeError, match="no bands by level; there are those by difficulty, own"):
-        found.by("level")
+    refused("no bands by level; there are those by difficulty, own", found.by, "level")
 
 
 def test_the_logs_own_levels_and_named_ones(rollouts: Rollouts) -> None:
@@ -103,8 +103,7 @@ def test_the_logs_own_levels_and_named_ones(rollouts: Rollouts) -> None:
     )
     assert problem_bands(named.frame).value_counts().to_dict() == {"hard": 12, "easy": 6}
     words = rollouts.with_column("level", ["AMC", "AIME"] * (len(rollouts) // 2))
-    with pytest.raises(TsaeError, match="gives problem 'p0' several values: AMC, AIME"):
-        words.with_source(BandSource(bands_column="level"))
+    refused("gives problem 'p0' several values: AMC, AIME", words.with_source, BandSource(bands_column="level"))
     words = rollouts.with_column("level", np.where(rollouts.frame.level == "Level 1", "AMC", "AIME"))
     with pytest.raises(TsaeError, match="have no order that is known: AIME, AMC") as error:
         words.with_source(BandSource(bands_column="level"))
@@ -129,8 +128,7 @@ def test_forms_in_which_data_sets_give_difficulty(rollouts: Rollouts, tmp_path: 
         (name, r"is '9', expected a pass rate"),
         ("no", r"has no column no with a value; it has prompt"),
     ):
-        with pytest.raises(TsaeError, match=told):
-            rollouts.with_source(BandSource(difficulty=file, difficulty_column=column))
+        refused(told, rollouts.with_source, BandSource(difficulty=file, difficulty_column=column))
 
 
 def test_what_a_file_says_twice_and_what_it_does_not_know(rollouts: Rollouts, tmp_path: Path) -> None:
@@ -139,20 +137,17 @@ def test_what_a_file_says_twice_and_what_it_does_not_know(rollouts: Rollouts, tm
     written(tmp_path, "jsonl", [*rows, rows[0]])  # twice the same
     rollouts.with_source(source)
     written(tmp_path, "jsonl", [*rows, {**rows[0], "rate": 0.7}])
-    with pytest.raises(TsaeError, match=r"data\.jsonl: gives problem 'p0' several values: 0\.1, 0\.7"):
-        rollouts.with_source(source)
+    refused(r"data\.jsonl: gives problem 'p0' several values: 0\.1, 0\.7", rollouts.with_source, source)
     # An id of another problem is none: the text decides.
     others = [{"id": f"p{(i + 11) % N}", "problem": prompts()[i], "rate": rate} for i, rate in enumerate(rates())]
     written(tmp_path, "jsonl", others)
     assert problem_bands(rollouts.with_source(source).frame).tolist() == ["hard"] * 10 + ["medium"] * 10 + ["easy"] * 10
     written(tmp_path, "jsonl", [{"id": "x", "problem": "y", "rate": 0.5}])
-    with pytest.raises(TsaeError, match="knows none of the 30 problems: no id and no prompt is the same"):
-        rollouts.with_source(source)
+    refused("knows none of the 30 problems: no id and no prompt is the same", rollouts.with_source, source)
     with pytest.raises(TsaeError, match="no such file"):
         rollouts.with_source(BandSource(difficulty=tmp_path / "no.parquet", difficulty_column="rate"))
     for wrong in ({"difficulty": tmp_path}, {"difficulty_column": "rate"}, {"bands_levels": ("easy=1",)}):
-        with pytest.raises(TsaeError, match="BandSource"):
-            BandSource(**wrong)
+        refused("BandSource", BandSource, **wrong)
 
 
 def test_the_commands(rollouts: Rollouts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 import tsae
-from support.builders import BOS, EOS, feature_table
+from support.builders import BOS, EOS, feature_table, graded
 from tsae.diff.comparisons import Rows, comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import draw
@@ -21,19 +21,6 @@ from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 
 SHIPPED = tsae.testbed.series_path()
-
-
-def outcomes(by_policy: dict[str, dict[str, str]]) -> Rollouts:
-    """Rollouts of every policy and problem, one a letter: s success, f failure, u unknown."""
-    names = {"s": "success", "f": "failure", "u": "unknown"}
-    return Rollouts.from_records(
-        [
-            {"problem_id": id, "policy": policy, "prompt_ids": [1], "response_ids": [2], "outcome": names[letter]}
-            for policy, problems in by_policy.items()
-            for id, letters in problems.items()
-            for letter in letters
-        ]
-    )
 
 
 def world(rng: np.random.Generator, rate: np.ndarray, n: int, policies: tuple[str, ...] = ("base", "run")) -> Any:
@@ -54,7 +41,7 @@ SPREAD = {"easy": "ssssssss", "medium": "ssssffff", "hard": "ffffffff"}
 
 
 def test_a_band_is_that_of_the_other_half() -> None:
-    found = outcomes({"base": SPREAD | {"odd": "sfsfsfsf"}}).with_bands("base")
+    found = graded({"base": SPREAD | {"odd": "sfsfsfsf"}}).with_bands("base")
     band = found.frame.groupby("problem_id", sort=False).band
     assert {id: list(b) for id, b in band if id != "odd"} == {id: [id] * 8 for id in SPREAD}
     # Its halves are all right and all wrong: one half is kept, in the band of the other's rate.
@@ -74,36 +61,36 @@ def test_bands_are_not_measured_on_the_very_same_rollouts() -> None:
     """Where every response is a coin's flip, hard problems would look hard and easy ones easy."""
     rng = np.random.default_rng(0)
     letters = {f"p{i}": "".join(rng.choice(["s", "f"], 4)) for i in range(60)}
-    rollouts = outcomes({"base": letters})
+    rollouts = graded({"base": letters})
     with pytest.raises(TsaeError, match="holds the very rollouts that are put into bands"):
         rollouts.with_bands("base", measured_on=rollouts.with_column("reward", np.zeros(len(rollouts))))
 
 
 def test_halves_are_kept_by_the_problems_id_alone() -> None:
     ids = {f"q{i}": "sfsfsfsf" for i in range(400)}
-    found = outcomes({"base": SPREAD | ids}).with_bands("base").frame
+    found = graded({"base": SPREAD | ids}).with_bands("base").frame
     kept = found[found.problem_id.str.startswith("q")].groupby("problem_id").band.first()
     assert 160 < (kept == "easy").sum() < 240
-    few = outcomes({"base": SPREAD | {"q7": "sfsfsfsf", "q3": "sfsfsfsf"}}).with_bands("base").frame
+    few = graded({"base": SPREAD | {"q7": "sfsfsfsf", "q3": "sfsfsfsf"}}).with_bands("base").frame
     assert few.groupby("problem_id").band.first()["q7"] == kept["q7"]
 
 
 def test_other_policies_are_banded_by_the_references_other_half() -> None:
     run = dict.fromkeys(SPREAD, "fsfs")
-    found = outcomes({"base": SPREAD, "run": run}).with_bands("base").frame
+    found = graded({"base": SPREAD, "run": run}).with_bands("base").frame
     assert found[found.policy == "run"].band.tolist() == ["easy"] * 4 + ["medium"] * 4 + ["hard"] * 4
 
 
 def test_a_single_response_measures_nothing() -> None:
     """It could only be banded by itself."""
-    found = outcomes({"base": SPREAD | {"one": "s", "half": "su"}}).with_bands("base")
+    found = graded({"base": SPREAD | {"one": "s", "half": "su"}}).with_bands("base")
     assert found.frame[found.frame.problem_id.isin(["one", "half"])].band.isna().all()
     assert found.info["bands"]["unbanded"] == 2
     assert "2 problems, of which base gave fewer than two responses, have no band" in found_how(found.info["bands"])
     with pytest.raises(TsaeError, match="no problem has two responses, one to measure its pass rate on"):
-        outcomes({"base": {"a": "s", "b": "f"}}).with_bands("base")
+        graded({"base": {"a": "s", "b": "f"}}).with_bands("base")
     with pytest.raises(TsaeError, match=r"1 problems have no rollouts of known outcome from base \(first: x\)"):
-        outcomes({"base": SPREAD | {"x": "uu"}}).with_bands("base")
+        graded({"base": SPREAD | {"x": "uu"}}).with_bands("base")
 
 
 def gains(frame: pd.DataFrame, band: np.ndarray) -> dict[str, float]:

@@ -171,11 +171,6 @@ def test_spaces_before_an_answer_take_no_time() -> None:
     start = time.process_time()
     assert final_answers("answer is" + " " * 20_000 + "x" * 600 + "\n") == []
     assert final_answers("the answer is : \n  5.")[0].value == "5"
-    assert time.process_time() - start < 1
-
-
-def test_spaces_within_a_sentence_take_linear_time() -> None:
-    start = time.process_time()
     assert final_answers("the answer is a" + " " * 20_000 + "b") == final_answers("the answer is" + "\n" * 20_000) == []
     assert time.process_time() - start < 1
 

@@ -14,6 +14,7 @@ import torch
 from scipy.stats import beta, binom
 
 import tsae
+from support.builders import graded
 from support.logs import refused
 from tsae.base.statistics import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
@@ -26,18 +27,6 @@ from tsae.rollouts.fresh_rollouts import separate_rollouts
 from tsae.rollouts.rewards import KINDS, group_advantages, group_summary, group_table
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
-
-
-def graded(outcomes: dict[str, dict[str, tuple[int, int]]], **columns: Any) -> Rollouts:
-    """Rollouts with (successes, failures) by policy and problem."""
-    records = [
-        {"problem_id": id, "policy": policy, "prompt_ids": [1], "response_ids": [2], "outcome": outcome,
-         "reward": float(outcome == "success"), **columns}
-        for policy, problems in outcomes.items()
-        for id, (right, wrong) in problems.items()
-        for outcome in ["success"] * right + ["failure"] * wrong
-    ]  # fmt: skip
-    return Rollouts.from_records(records)
 
 
 def sampled(rates: dict[str, np.ndarray], n: int, seed: int) -> Rollouts:
@@ -112,12 +101,6 @@ def test_bands_by_shares_of_the_problems() -> None:
     for shares in ((0.5, 0.5), (0.0, 0.3), (0.3, -0.1)):
         refused("leave nothing", BandQuantiles, *shares)
     refused("easy=nan is not finite", BandQuantiles, float("nan"), 0.2)
-
-
-def test_shares_of_many_distinct_rates_are_kept() -> None:
-    rates = np.random.default_rng(0).random(1000)
-    bands = BandQuantiles(easy=0.2, hard=0.5).cutoffs(rates).band(rates)
-    assert [(bands == band).sum() for band in BANDS] == [200, 300, 500]
 
 
 # --- migration
@@ -487,29 +470,30 @@ def test_bands_that_are_there_are_kept() -> None:
     assert found.rates[found.rates.policy == "base"].band.tolist() == ["easy", "medium", "hard"]
 
 
+def asking(file: Path, policies: str, *problems: tuple[str, list[int], str]) -> Path:
+    """A file of responses of every policy to (id, prompt, success or failure)."""
+    records = [
+        {"problem_id": id, "policy": policy, "prompt_ids": ids, "response_ids": [2], "outcome": outcome}
+        for policy in policies.split()
+        for id, ids, outcome in problems
+    ]
+    return Rollouts.from_records(records).write(file)
+
+
 def test_separate_rollouts_are_matched_by_their_prompts(tmp_path: Path) -> None:
     """An import makes ids of its own: the same tokens are the same problem."""
-
-    def asking(name: str, prompts: dict[str, list[int]], *policies: str) -> Path:
-        records = [
-            {"problem_id": id, "policy": policy, "prompt_ids": ids, "response_ids": [2], "outcome": outcome}
-            for policy in policies
-            for id, ids in prompts.items()
-            for outcome in ("success", "failure")
-        ]
-        return Rollouts.from_records(records).write(tmp_path / name)
-
-    log = asking("log.parquet", {"x": [1, 2], "y": [1, 3]}, "run-1")
-    here = asking("base.parquet", {"a": [1, 3], "b": [1, 2], "c": [1, 2, 3]}, "run-1", "base")
+    log = asking(tmp_path / "log.parquet", "run-1", ("x", [1, 2], "success"), ("y", [1, 3], "success"))
+    asked = [
+        (id, ids, o) for id, ids in (("a", [1, 3]), ("b", [1, 2]), ("c", [1, 2, 3])) for o in ("success", "failure")
+    ]
+    here = asking(tmp_path / "base.parquet", "run-1 base", *asked)
     found = separate_rollouts(here, log, "base")
-    assert found.to_dict("list") == {
-        "problem_id": ["y", "y", "x", "x"],
-        "policy": ["base"] * 4,
-        "outcome": ["success", "failure"] * 2,
-    }
+    assert found.problem_id.tolist() == ["y", "y", "x", "x"]
+    assert found.policy.tolist() == ["base"] * 4
+    assert found.outcome.tolist() == ["success", "failure"] * 2
     refused("holds nothing that start sampled; policies are run-1, base", separate_rollouts, here, log, "start")
     with pytest.raises(TsaeError, match=r"asks none of the problems of log\.parquet"):
-        separate_rollouts(asking("other.parquet", {"x": [1]}, "base"), log, "base")
+        separate_rollouts(asking(tmp_path / "other.parquet", "base", ("x", [1], "success")), log, "base")
 
 
 @pytest.mark.parametrize(
@@ -532,25 +516,19 @@ def test_bands_that_a_file_describes_wrongly_are_refused(bands: Any) -> None:
 def test_problems_that_share_a_prompt_are_matched_by_their_ids(tmp_path: Path) -> None:
     """Of one prompt with several answers, each problem has a pass rate of its own, or none."""
 
-    def asking(name: str, policy: str, *problems: tuple[str, int, str]) -> Path:
-        records = [
-            {"problem_id": id, "policy": policy, "prompt_ids": [1, token], "response_ids": [2], "outcome": outcome}
-            for id, token, outcome in problems
-        ]
-        return Rollouts.from_records(records).write(tmp_path / name)
+    def matched(problems: str, policy: str = "base") -> Any:
+        """Rollouts of problems such as a5+: a, whose prompt ends in token 5, was solved."""
+        told = [(p[0], [1, int(p[1])], "success" if p[2] == "+" else "failure") for p in problems.split()]
+        file = asking(tmp_path / f"{policy}.parquet", policy, *told)
+        return file if policy != "base" else separate_rollouts(file, log, "base")
 
-    log = asking("log.parquet", "run-1", *((id, token, "success") for id, token in (("a", 5), ("b", 5), ("c", 6))))
-    one = asking("one.parquet", "base", ("a", 5, "success"), ("b", 5, "failure"), ("x", 6, "success"))
-    found = separate_rollouts(one, log, "base")
-    assert found[["problem_id", "outcome"]].to_numpy().tolist() == [
-        ["a", "success"], ["b", "failure"], ["c", "success"],
-    ]  # fmt: skip
-    other = asking("other.parquet", "base", ("x", 5, "success"), ("a", 5, "success"), ("c", 6, "success"))
-    assert separate_rollouts(other, log, "base").problem_id.tolist() == ["a", "c"]
-    of_others = asking("of-others.parquet", "base", ("c", 6, "failure"), ("d", 6, "success"))
-    assert separate_rollouts(of_others, log, "base").problem_id.tolist() == ["c"]
-    with pytest.raises(TsaeError, match=r"2 of its problems cannot be identified: .* share their prompt"):
-        separate_rollouts(asking("none.parquet", "base", ("x", 5, "success"), ("y", 5, "success")), log, "base")
+    log = matched("a5+ b5+ c6+", "run-1")
+    found = matched("a5+ b5- x6+")
+    assert found.problem_id.tolist() == ["a", "b", "c"]
+    assert found.outcome.tolist() == ["success", "failure", "success"]
+    assert matched("x5+ a5+ c6+").problem_id.tolist() == ["a", "c"]
+    assert matched("c6- d6+").problem_id.tolist() == ["c"]
+    refused(r"2 of its problems cannot be identified: .* share their prompt", matched, "x5+ y5+")
 
 
 def test_steps_with_problems_of_their_own_have_no_moves(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from support.builders import BOS, EOS, make_rollouts
+from support.builders import BOS, EOS, graded, make_rollouts
 from support.checkpoints import rewrite
 from support.logs import holds, refused
 from tsae.base.statistics import wilson_interval
@@ -75,18 +75,6 @@ def test_the_names_of_folders_do_not_become_columns(tmp_path: Path) -> None:
     assert Rollouts.read(path).table.equals(make_rollouts().table)
 
 
-def test_the_fingerprint_is_of_the_trajectories() -> None:
-    one = Rollouts(table_of())
-    assert one.fingerprint == Rollouts(table_of(outcome=["failure"] * 3)).fingerprint
-    assert one.fingerprint != Rollouts(table_of(policy=["base", "base", "easy"])).fingerprint
-    assert one.fingerprint != Rollouts(table_of(problem_id=["a", "b", "b"])).fingerprint
-    assert one.fingerprint != Rollouts(table_of(response_ids=[[4, 5], [6], [7, 8, 9]])).fingerprint
-    assert one.fingerprint != Rollouts(table_of(response_ids=[[4], [5, 6], [7, 8, 10]])).fingerprint
-    sliced = Rollouts(pa.concat_tables([table_of(), table_of()]).slice(3, 3))
-    assert sliced.fingerprint == one.fingerprint
-    assert sliced.lengths("response_ids").tolist() == [1, 2, 3]
-
-
 def many_tokens(n: int, length: int = 500) -> Rollouts:
     """Rollouts of n tokens."""
     ids = np.random.default_rng(n).integers(0, 50_000, n).astype(np.int32)
@@ -130,6 +118,9 @@ def test_the_fingerprints_are_of_the_joined_columns() -> None:
     for name in ("outcome", "reward", "advantage", "band"):
         labels.update(json.dumps(rollouts.table[name].to_pylist()).encode())
     assert rollouts.labels_fingerprint == labels.hexdigest()[:16]
+    sliced = Rollouts(pa.concat_tables([table_of(), table_of()]).slice(3, 3))
+    assert sliced.fingerprint == Rollouts(table_of()).fingerprint
+    assert sliced.lengths("response_ids").tolist() == [1, 2, 3]
 
 
 def test_columns_that_others_wrote_are_read_piece_by_piece(tmp_path: Path) -> None:
@@ -291,18 +282,8 @@ def test_wilson_agrees_with_scipy() -> None:
     assert 0 < low[1] < high[1] < 1
 
 
-def graded(counts: dict[str, tuple[int, int]], policy: str = "base", unknown: int = 0) -> Rollouts:
-    """Rollouts with (successes, failures) per problem."""
-    records = [
-        {"problem_id": id, "policy": policy, "prompt_ids": [1], "response_ids": [2], "outcome": outcome}
-        for id, (right, wrong) in counts.items()
-        for outcome in ["success"] * right + ["failure"] * wrong + ["unknown"] * unknown
-    ]
-    return Rollouts.from_records(records)
-
-
 def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
-    both = Rollouts.concat([graded({"a": (3, 1), "b": (0, 2)}, unknown=2), graded({"a": (0, 4)}, policy="easy")])
+    both = graded({"base": {"a": (3, 1, 2), "b": (0, 2, 2)}, "easy": {"a": (0, 4)}})
     base = pass_rates(both.frame, both.origin, "base")
     assert base.n.to_dict() == {"a": 4, "b": 2}
     assert base.pass_rate.to_dict() == {"a": 0.75, "b": 0.0}
@@ -319,12 +300,11 @@ def test_pass_rates_count_known_outcomes_of_the_policy() -> None:
 
 def test_bands_follow_the_cutoffs() -> None:
     rates = {"a": (4, 0), "b": (3, 1), "c": (2, 2), "d": (1, 3), "e": (0, 4)}
-    banded = graded(rates).with_bands("base", measured_on=graded(rates, unknown=1))
+    rollouts, more = graded({"base": rates}), graded({"base": {id: (*n, 1) for id, n in rates.items()}})
+    banded = rollouts.with_bands("base", measured_on=more)
     bands = ["easy", "easy", "medium", "hard", "hard"]
     assert banded.frame.groupby("problem_id").band.first().to_dict() == dict(zip(rates, bands, strict=True))
-    strict = graded(rates).with_bands(
-        "base", cutoffs=BandCutoffs(easy=1.0, hard=0.0), measured_on=graded(rates, unknown=1)
-    )
+    strict = rollouts.with_bands("base", cutoffs=BandCutoffs(easy=1.0, hard=0.0), measured_on=more)
     assert strict.frame.groupby("problem_id").band.first().tolist() == ["easy", "medium", "medium", "medium", "hard"]
     assert strict.frame.pass_rate.tolist() == [1.0] * 4 + [0.75] * 4 + [0.5] * 4 + [0.25] * 4 + [0.0] * 4
     assert strict.info["bands"] == {
@@ -334,8 +314,8 @@ def test_bands_follow_the_cutoffs() -> None:
 
 
 def test_bands_measured_on_other_rollouts() -> None:
-    mine = graded({"a": (0, 1), "b": (0, 1), "c": (0, 1)}, policy="run")
-    elsewhere = graded({"a": (4, 0), "b": (2, 2), "c": (0, 4), "d": (0, 4)})
+    mine = graded({"run": {"a": (0, 1), "b": (0, 1), "c": (0, 1)}})
+    elsewhere = graded({"base": {"a": (4, 0), "b": (2, 2), "c": (0, 4), "d": (0, 4)}})
     banded = mine.with_bands("base", measured_on=elsewhere)
     assert banded.frame.band.tolist() == ["easy", "medium", "hard"]
     assert banded.info["bands"]["separate"] is True
@@ -346,10 +326,10 @@ def test_bands_measured_on_other_rollouts() -> None:
 def test_an_empty_band_is_refused() -> None:
     refused(
         r"no problem falls into the band medium: pass rates of base run from 0\.00 to 1\.00",
-        graded({"a": (4, 0), "c": (0, 4)}).with_bands,
+        graded({"base": {"a": (4, 0), "c": (0, 4)}}).with_bands,
         "base",
     )
-    refused("band easy or hard", graded({"a": (2, 2)}).with_bands, "base")
+    refused("band easy or hard", graded({"base": {"a": (2, 2)}}).with_bands, "base")
 
 
 @pytest.mark.parametrize(("easy", "hard"), [(0.2, 0.8), (0.5, 0.5), (1.1, 0.2), (0.5, -0.1)])
@@ -379,7 +359,7 @@ def test_groups_are_of_one_policy_and_problem() -> None:
 
 
 def test_behaviours_are_means_over_problems() -> None:
-    rollouts = graded({"a": (3, 1), "b": (1, 0), "c": (0, 0)}, unknown=1)
+    rollouts = graded({"base": {"a": (3, 1, 1), "b": (1, 0, 1), "c": (0, 0, 1)}})
     rollouts = rollouts.with_column("direct", [1.0, 0, 0, 0, 1, 1, 1, 0])
     rollouts = Rollouts(rollouts.table, {"behaviours": ["direct"]})
     found = behaviour_table(rollouts).set_index("behaviour")

@@ -17,7 +17,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -89,42 +89,58 @@ class Served(ThreadingHTTPServer):
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
         return self.change({"choices": [choice], "usage": usage})
 
+    def reply(self, handler: _Handler) -> None:
+        with self.lock:
+            self.bodies.append(handler.body)
+            self.keys.append(handler.headers.get("Authorization", ""))
+            if self.key and self.keys[-1] != f"Bearer {self.key}":
+                status, text, headers = 401, json.dumps({"error": {"message": f"bad key {self.keys[-1]}"}}), {}
+            elif self.faults:
+                status, text, headers = self.faults.pop(0)
+            else:
+                status, text, headers = 200, json.dumps(self.complete(handler.body)), {}
+            handler.send(status, text.encode(), **headers)
+
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Served
+    """Answers a completion as its server's `reply` writes."""
+
+    server: Any
 
     def log_message(self, *_: object) -> None: ...
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "tiny"}]}))
+        self.send(200, b'{"data": [{"id": "tiny"}]}')
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            self.server.keys.append(self.headers.get("Authorization", ""))
-            if self.server.key and self.server.keys[-1] != f"Bearer {self.server.key}":
-                return self._answer(401, json.dumps({"error": {"message": f"bad key {self.server.keys[-1]}"}}))
-            if self.server.faults:
-                return self._answer(*self.server.faults.pop(0))
-            return self._answer(200, json.dumps(self.server.complete(body)))
+        self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with suppress(OSError):  # the client gave up
+            self.server.reply(self)
 
-    def _answer(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+    def send(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(text)), **(headers or {})}.items():
-            self.send_header(name, value)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(body)
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[None]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
 def served(llama: Path) -> Iterator[Served]:
-    with Served(llama) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with running(server := Served(llama)):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.slow
@@ -160,11 +176,11 @@ def test_what_is_asked_leaves_nothing_to_the_servers_defaults(policy: Checkpoint
 @pytest.mark.slow
 def test_an_overloaded_server_is_asked_again(policy: Checkpoint, served: Served) -> None:
     served.faults = [
-        (429, json.dumps({"error": {"message": "slow down"}}), {"Retry-After": "0.02"}),
+        (429, json.dumps({"error": {"message": "slow down"}}), {"Retry_After": "0.02"}),
         (500, "<html>oops</html>", {}),
         (200, '{"choices": [{"text": "1', {}),  # cut off
         (503, "", {}),
-        (200, "[]", {"Content-Length": "50"}),  # the connection ends before the answer does
+        (200, "[]", {"Content_Length": "50"}),  # the connection ends before the answer does
     ]
     plain = sample(policy, PROBLEMS, CONFIG, server=replace(served.config, retries=6), progress=False)
     assert not served.faults
@@ -339,42 +355,17 @@ def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> 
 # --- what a server may do
 
 
-class Odd(BaseHTTPRequestHandler):
-    """Answers as `reply` writes."""
-
-    reply: Callable[[Odd], None]
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        with suppress(OSError):  # the client gave up
-            self.reply()
-
-    def send(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content_Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-
-def asked(reply: Callable[[Odd], None], **changes: Any) -> Any:
+def asked(reply: Callable[[_Handler], None], **changes: Any) -> Any:
     """What the client makes of an answer."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("_Odd", (Odd,), {"reply": reply})) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}/v1"
-            config = EndpointConfig(**{"url": url, "model": "m", "retries": 1, "first_wait": 0.01, **changes})
-            client = Endpoint(config)
-            status, body = client.chat({"messages": []})
-            if status != 200:
-                raise client.refusal(status, body)
-            return body
-        finally:
-            server.shutdown()
-            thread.join()
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.reply = reply
+    with running(server):
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        client = Endpoint(EndpointConfig(**{"url": url, "model": "m", "retries": 1, "first_wait": 0.01, **changes}))
+        status, body = client.chat({"messages": []})
+        if status != 200:
+            raise client.refusal(status, body)
+        return body
 
 
 @pytest.mark.parametrize(
@@ -407,7 +398,7 @@ def test_an_answer_is_read_as_it_is_encoded(headers: dict[str, str]) -> None:
 
 
 def test_an_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trickle(odd: Odd) -> None:
+    def trickle(odd: _Handler) -> None:
         odd.send(200, b"", Content_Length="400")
         for _ in range(400):
             odd.wfile.write(b" ")

@@ -197,6 +197,21 @@ def make_rollouts(
     return Rollouts.from_records(records, info)
 
 
+def graded(by_policy: dict[str, dict[str, tuple[int, ...] | str]], **columns: Any) -> Any:
+    """Rollouts of every policy and problem: (successes, failures, unknown), or a letter each, such as "sfu"."""
+    from tsae import Rollouts
+
+    names = {"s": "success", "f": "failure", "u": "unknown"}
+    records = [
+        {"problem_id": id, "policy": policy, "prompt_ids": [1], "response_ids": [2], "outcome": names[letter],
+         "reward": None if letter == "u" else float(letter == "s"), **columns}
+        for policy, problems in by_policy.items()
+        for id, given in problems.items()
+        for letter in (given if isinstance(given, str) else "".join(map(str.__mul__, "sfu", given)))
+    ]  # fmt: skip
+    return Rollouts.from_records(records)
+
+
 def synthetic_store(
     folder: Path,
     texts: list[np.ndarray],

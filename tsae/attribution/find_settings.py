@@ -183,7 +183,7 @@ def _load(file: Path) -> dict[str, Any]:
             raise TsaeError(what, where=file, fix=_CORRECT) from error
         if not isinstance(found, dict):
             raise TsaeError(f"holds a {type(found).__name__}, expected settings by name", where=file)
-    if found.get("format") == RUN_LOG.title:
+    if found.get("format") == RUN_LOG.files.title:
         known = {word: found.get(name) for word, name in _OF_RUN_LOG.items()}
         known["trl_version"] = found.get("versions", {}).get("trl")
         return found.get("arguments", found) | {word: value for word, value in known.items() if value is not None}

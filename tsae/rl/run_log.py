@@ -68,7 +68,7 @@ class RunLog:
         self.folder, self.rank = as_path(folder), rank
         if rank == 0:
             self._cut(step)
-            write_json(self.folder / "settings.json", {**settings, "format": TSAE.title, "version": 1})
+            write_json(self.folder / "settings.json", {**settings, "format": TSAE.files.title, "version": 1})
         self.generation = max((number for number, _ in self._files()), default=0)
         """Number of the last generation, from 1."""
 
@@ -98,7 +98,7 @@ class RunLog:
             raise TsaeError(f"a value does not fit its column ({error})", where="RunLog.add") from error
         self.generation += 1
         name = f"generation-{self.generation:06d}-rank-{self.rank}.parquet"
-        write_table(self._generations / name, table.schema, [table], {"kind": TSAE.title})
+        write_table(self._generations / name, table.schema, [table], {"kind": TSAE.files.title})
         return self.generation
 
     def update(self, step: int, used: Sequence[tuple[int, int]], **facts: Any) -> None:
@@ -154,7 +154,7 @@ class RunLog:
                 continue
             place = table.column_names.index("micro_batch")
             table = table.set_column(place, "micro_batch", pa.array(used, _COLUMNS["micro_batch"]))
-            write_table(file, table.schema, [table], {"kind": TSAE.title})
+            write_table(file, table.schema, [table], {"kind": TSAE.files.title})
 
 
 def _type_of(name: str) -> pa.DataType:

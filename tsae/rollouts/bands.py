@@ -323,15 +323,18 @@ def of_steps(bands: Bands, outline: pd.DataFrame, seed: int) -> str:
     banded = outline.assign(band=bands.rows.band.to_numpy())
     measured = confounding(banded[banded.problem_id.isin(rank.index)], seed, rank)
     told = str(measured).replace("pass rate", "difficulty")
-    if measured.told_apart:
-        return told
-    told = (
-        f"bands and training steps cannot be separated: {told}; {measured.late}. A difference between bands would be "
-        "one between steps. Let all checkpoints answer anew (--sample)"
+    return (
+        told if measured.told_apart else _are_steps(bands, measured, told, "Let all checkpoints answer anew (--sample)")
     )
-    bands.info["refused"] = told
-    bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": told}
-    return told
+
+
+def _are_steps(bands: Bands, measured: Confounding, told: str, instead: str) -> str:
+    """Refuse contrasts of bands that are training steps; returns why, and what to do instead."""
+    why = f"bands and training steps cannot be separated: {told}; {measured.late}. A difference between bands would be "
+    why += f"one between steps. {instead}"
+    bands.info["refused"] = why
+    bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": why}
+    return why
 
 
 def confounding(frame: pd.DataFrame, seed: int = 0, difficulty: pd.Series | None = None) -> Confounding:
@@ -451,13 +454,8 @@ def band_problems(
     own, of_base = _by_cutoffs(outline, where, base) if answered else (None, "")
     if own is not None and _smallest_band(own) >= FEWEST:
         return own, f"{of_base}; of the log's other responses {measured}"
-    refused = (
-        f"bands and training steps cannot be separated: {measured}; {measured.late}. A difference between bands would "
-        "be one between steps. Give the base's own pass rates on these problems (--bands-from), or bands from "
-        "elsewhere (--difficulty, --bands-column)"
-    )
-    bands.info["refused"] = refused
-    bands.info["confounded_with_step"] = measured.as_dict() | {"sentence": refused}
+    instead = "Give the base's own pass rates on these problems (--bands-from), or bands from elsewhere (--difficulty, "
+    refused = _are_steps(bands, measured, str(measured), f"{instead}--bands-column)")
     return bands, f"{refused}. Bands are shown, and not compared: {told}"
 
 

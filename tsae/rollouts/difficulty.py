@@ -254,15 +254,11 @@ def band_migration(
 
 def _counts(before: np.ndarray, after: np.ndarray, cutoffs: BandCutoffs) -> np.ndarray:
     """(draws, 3, 3) numbers of problems by band before and after, from (draws, n_problems) pass rates."""
-    cell = 3 * _position(before, cutoffs) + _position(after, cutoffs)
+    # In the order of `BANDS`.
+    first, second = ((rate < cutoffs.easy) * 1 + (rate <= cutoffs.hard) for rate in (before, after))
+    cell = 3 * first + second
     draw = 9 * np.arange(len(cell))[:, None]
     return np.bincount((cell + draw).ravel(), minlength=9 * len(cell)).reshape(-1, 3, 3)
-
-
-def _position(rate: np.ndarray, cutoffs: BandCutoffs) -> np.ndarray:
-    """Place in `BANDS` of every pass rate."""
-    band = cutoffs.band(rate)
-    return np.select([band == name for name in BANDS], np.arange(len(BANDS)))
 
 
 _PASS_COLUMNS = [

@@ -62,9 +62,14 @@ _PARALLEL_FROM, _MOST = 1 << 25, 4
 """Bytes of a log from which several processes read it, and how many: each takes seconds to start."""
 _WORKER = "from tsae.rollouts.importing import read_share; read_share()"
 _STOPPED = "responses stop without an end token, and the log does not say that they were cut off"
-_ASSUMED, _HAS, _EXTRA, _RESPONSES = "assumed", "has", "extra columns", "responses"
-_PADDED = "padded"
-_RETOKENISED, _WITHOUT_END = "retokenised", "without end token"
+_RETOKENISED = (
+    "responses were tokenised from text, perhaps into other tokens than those that were sampled (round_trip is false)"
+)
+_WITHOUT_END = (
+    "responses have no end token: the log does not say which ended by themselves (--max-response-tokens, if you know "
+    "the run's limit)"
+)
+_ASSUMED, _HAS, _EXTRA, _PADDED = "assumed", "has", "extra columns", "padded"
 _CHECKED = ("same_text", "retokenised", "group", "asked", "gold", "batch", "trained_on", "compared")
 _CELLS = {
     "trajectories": ("trajectories", 14),
@@ -134,7 +139,7 @@ def import_log(
     log = LogImporter(form, files, series, tokens, config, notes)
     keeping = None if kept is None else as_path(kept)
     with output_lock(to), import_parts.PartFiles(to, _settings(log, series), keeping) as folder:
-        parts = [(part, folder.of(part)) for part in import_parts.parts_of(log.policies.files, cut=form.cut)]
+        parts = [(part, folder.of(part)) for part in import_parts.parts_of(log.policies.files, cut=form.files.cut)]
         found = _read_all(parts, log, series, workers, progress=progress)
         paths = [path for _, path in parts]
         summary = log.summary(path, paths, found)
@@ -359,8 +364,8 @@ class LogImporter:
     ) -> None:
         self.form, self.tokens, self.config, self.findings = form, tokens, config, Findings()
         self.counts, self.notes = self.findings.counts, [*series.notes, *notes]
-        self.policies = Policies(series, files, config.run, self.findings, synchronous=form.synchronous)
-        self.rules = OutcomeRules(config, self.findings, a_file_a_step=form.a_file_a_step)
+        self.policies = Policies(series, files, config.run, self.findings, synchronous=form.files.synchronous)
+        self.rules = OutcomeRules(config, self.findings, a_file_a_step=form.files.a_file_a_step)
         self.checks = ConsistencyChecks(tokens, self.policies.checkpoints, self.findings)
 
     def records(self, part: Part, say: Callable[[int], None]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -409,7 +414,7 @@ class LogImporter:
         compared = import_parts.read_index(paths, _CHECKED)
         checks = self.checks.checks(compared, import_parts.reward_parts(paths, found), self.kept, place)
         return Summary(
-            self.form.title, len(files), table, total, dict(counts["skipped"]), tuple(notes), tuple(odd), checks
+            self.form.files.title, len(files), table, total, dict(counts["skipped"]), tuple(notes), tuple(odd), checks
         )
 
     def _faults(self, n: int) -> Iterator[tuple[str, str]]:
@@ -459,16 +464,6 @@ class LogImporter:
             if 0 < times < n:
                 article = "an" if name[0] in "aeiou" else "a"
                 yield f"{times:,} of {n:,} trajectories have {article} {name}; the others do not"
-        if retokenised := counts[_RESPONSES][_RETOKENISED]:
-            yield (
-                f"{retokenised:,} responses were tokenised from text, perhaps into other tokens than those that were "
-                "sampled (round_trip is false)"
-            )
-        if without_end := counts[_RESPONSES][_WITHOUT_END]:
-            yield (
-                f"{without_end:,} responses have no end token: the log does not say which ended by themselves "
-                "(--max-response-tokens, if you know the run's limit)"
-            )
         yield from self.rules.notes(n, counts["outcome"]["unknown"])
 
     def _steps_between(self, index: pd.DataFrame) -> Iterator[str]:
@@ -526,17 +521,14 @@ class LogImporter:
             entry.logprobs = None
         retokenised, outcome = not response.logged, outcome_name(right)
         if retokenised:
-            self.counts[_RESPONSES][_RETOKENISED] += 1
+            assumed.append(_RETOKENISED)
             if not entry.response_rendered and self.tokens.lost_markers:
                 assumed.append(
                     f"responses are text without special tokens, {self.tokens.lost_markers} among them: which of their "
                     "tokens are thinking is not known"
                 )
         if response.finish_reason == "unknown":
-            if retokenised:
-                self.counts[_RESPONSES][_WITHOUT_END] += 1
-            else:
-                assumed.append(_STOPPED)
+            assumed.append(_WITHOUT_END if retokenised else _STOPPED)
         self.counts[_ASSUMED].update(assumed)
         self.counts[_HAS].update(name for name, there in _told(entry).items() if there)
         self.counts[_EXTRA].update(entry.extra.keys())

@@ -35,8 +35,27 @@ class Known(NamedTuple):
     """What it holds of `TELLS`, each with when: yes, or for which logs."""
 
 
-_LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["log"]
-KNOWN = tuple(Known(**listed) for listed in _LISTED)
+class FormatFiles(NamedTuple):
+    """The files of a format, and how they are recognised."""
+
+    title: str
+    columns: Sequence[str] = ()
+    """Columns that a row has, parted by spaces; several, if one of them is enough."""
+    path: str = ""
+    """Pattern of the path of its files, with named groups step, run and subset; empty if names say nothing."""
+    a_file_a_step: bool = False
+    """A run has one file a step: two are an error."""
+    synchronous: bool = True
+    """Whether the weights that sampled for a step are those right before its update."""
+    suffixes: Sequence[str] = ()
+    """By `tsae.rollouts.logs.readers.kind_of`; by default JSON lines and all tables."""
+    cut: bool = True
+    """Whether a file can be read from any of its lines: nothing is remembered from one line to the next."""
+
+
+_LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KNOWN = tuple(Known(**listed) for listed in _LISTED["log"])
+FORMAT_FILES = {name: FormatFiles(**listed) for name, listed in _LISTED["format"].items()}
 
 if TYPE_CHECKING:
     LogFormat = str

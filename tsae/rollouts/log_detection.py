@@ -57,10 +57,10 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     if config.format != "auto":
         chosen = _BY_NAME[config.format]
         if path.is_file() and kind_of(path) not in chosen.suffixes:
-            what = f"{chosen.title} are {' or '.join(chosen.suffixes)} files, and this file is not"
+            what = f"{chosen.files.title} are {' or '.join(chosen.suffixes)} files, and this file is not"
             fix = "Name its columns (--format plain --column response=NAME …), or leave --format out."
             raise TsaeError(what, where=path, fix=fix)
-        matching = [f for f in files if chosen.file is None or chosen.file.search(_name(f))]
+        matching = [f for f in files if chosen.named(_name(f))]
         # One file, or files with other names than the trainer's, are what the user says.
         matching = matching or list(files)
         return _ordered(chosen, [f for f in matching if kind_of(f) in TABLES] or matching, path, config)
@@ -95,10 +95,10 @@ def _find_log(path: Path, config: ImportConfig, files: Sequence[Path]) -> tuple[
     chosen = _BY_NAME[name]
     if others and not tables:
         shown = some_of((file.name for file in others), 3)
-        notes += [f"{len(others):,} files have other columns than a {chosen.title}, and are left out: {shown}"]
+        notes += [f"{len(others):,} files have other columns than a {chosen.files.title}, and are left out: {shown}"]
     elif others:  # The files were recognised by their columns, and some have other columns.
         raise TsaeError(
-            f"has not the columns of a {chosen.title}, as the other files have; its columns are "
+            f"has not the columns of a {chosen.files.title}, as the other files have; its columns are "
             f"{', '.join(first_row(others[0]) or {})}",
             where=others[0],
             fix="Move it out of the folder.",
@@ -112,7 +112,7 @@ def _by_name(files: Sequence[Path], config: ImportConfig) -> dict[str, list[Path
     named = {}
     paths = [(file, _name(file)) for file in files]
     for form in FORMATS:
-        matching = [file for file, name in paths if form.file is not None and form.file.search(name)]
+        matching = [file for file, name in paths if form.named(name)]
         first = next(((f, row) for f in matching if (row := first_row(f)) is not None), None)
         if first is not None and form.takes(*first, config):
             named[form.name] = matching
@@ -189,8 +189,7 @@ def _ordered(
             )
     subsets: Counter[str] = Counter()
     for file in files:
-        match = form.file.search(_name(file)) if form.file is not None else None
-        parts = {} if match is None else match.groupdict()
+        parts = match.groupdict() if (match := form.named(_name(file))) else {}
         if parts.get("subset") is not None:
             subsets[parts["subset"]] += 1
             if parts["subset"] != config.subset and not path.is_file():
@@ -202,7 +201,7 @@ def _ordered(
         what = f"holds no {config.subset}, but {', '.join(subsets)}"
         raise TsaeError(what, where=path, fix=f"Say --subset {next(iter(subsets))}.")
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
-    if form.a_file_a_step:
+    if form.files.a_file_a_step:
         for a, b in pairwise(found):
             if a.step is not None and (a.run, a.step) == (b.run, b.step):
                 what = f"step {a.step} of run {a.run} is here and in {a.path}"

@@ -204,17 +204,6 @@ def test_what_is_no_text_is_refused(content: Any, found: str, chat: Checkpoint, 
         read(tmp_path / "log.jsonl", chat, tmp_path / "found.parquet")
 
 
-def test_what_some_trajectories_lack_is_said(chat: Checkpoint, tmp_path: Path) -> None:
-    full = {"prompt": "1+1", "response": "2", "reward": 1.0, "answer": "2", "advantage": 0.5, "problem_id": 3}
-    less = {"prompt": "1+1", "response": "3", "reward": 0.0}
-    (tmp_path / "log.jsonl").write_text(f"{json.dumps(full)}\n{json.dumps(less)}\n")
-    _, summary = read(tmp_path / "log.jsonl", chat, tmp_path / "found.parquet")
-    for name in ("reference answer", "advantage", "problem id"):
-        article = "an" if name == "advantage" else "a"
-        assert f"1 of 2 trajectories have {article} {name}; the others do not" in summary.notes
-    assert any(note.startswith("the log has no number of the policy's updates") for note in summary.notes)
-
-
 @pytest.mark.parametrize("change", ["missing", "text"])
 def test_a_sum_of_rewards_needs_all_of_them(change: str, chat: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(LOGS / "trl", tmp_path / "run")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.checkpoints import make_tokenizer
-from support.logs import holds, refused, write
+from support.logs import refused, write
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -119,19 +117,18 @@ def test_a_reward_that_is_named_for_it_says_what_is_right(tokenizers: Any, tmp_p
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", rewards=("accuracy_reward", "format_reward"))
     assert found.table["outcome"].to_pylist() == ["success", "failure", "unknown"]
     assert note(summary, "outcome is unknown").startswith("1 trajectories")
+    named = "success: accuracy_reward, of accuracy_reward, format_reward the one named for it, is above"
+    assert note(summary, "success: ").startswith(named)
     assert "3 responses have the sum of accuracy_reward, format_reward as their reward" in summary.notes
     assert found.table["round_trip"].to_pylist() == [False] * 3
     assert summary.total["retokenised"] == 3
     assert summary.total["not_round_tripping"] == 0
 
 
-def test_json_lines_that_look_like_trls_are_read_or_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
+def test_json_lines_that_look_like_trls_have_their_columns_listed(tokenizers: Any, tmp_path: Path) -> None:
     row = {"step": 1, "prompt": [USER], "completion": "7"}
     with pytest.raises(TsaeError, match="no known log has the columns step, prompt, completion; known are"):
         imported(write(tmp_path / "mini.jsonl", row), tokenizers("chatml"), tmp_path / "to")
-    log = write(tmp_path / "trl.jsonl", {**row, "accuracy_reward": 1.0, "answer": "7", "advantage": 0.5})
-    found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
-    holds(found, answer=["7"], **{"reward/accuracy_reward": [1.0]})
 
 
 def test_a_log_of_every_tenth_step_says_what_that_means(tokenizers: Any, tmp_path: Path) -> None:
@@ -188,20 +185,6 @@ def test_numbers_may_be_text(right: Any, tokenizers: Any, tmp_path: Path) -> Non
         assert "reward/pred" not in found.table.column_names
 
 
-def test_texts_that_are_no_numbers_are_refused_and_objects_of_rewards_are_read(tokenizers: Any, tmp_path: Path) -> None:
-    row = {"prompt": "1?", "response": "a", "step": "3", "reward": "0.5"}
-    wrong = (*(("reward", value) for value in ("high", "0,5", "1_0")), ("step", "first"), ("advantage", "[1, 2]"))
-    for name, value in wrong:
-        log = write(tmp_path / "run" / "a.jsonl", row, row | {name: value})
-        with pytest.raises(TsaeError, match=rf"a\.jsonl:2: {name} is {re.escape(repr(value))}, expected a"):
-            imported(log, tokenizers("chatml"), tmp_path / "to")
-    both = {"accuracy": "1.0", "format": 0.5, "why": "right"}
-    for parts, total in ((both, 1.5), (json.dumps(both), 1.5), (both | {"total": 0.7}, 0.7)):
-        log = write(tmp_path / "run" / "a.jsonl", row | {"reward": parts})
-        found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", outcome="accuracy")
-        holds(found, reward=[total], outcome=["success"], **{"reward/format": [0.5]})
-
-
 # --- verl
 
 INPUT = "user\nWhat is 3 + 4?\nassistant\n"
@@ -209,27 +192,6 @@ INPUT = "user\nWhat is 3 + 4?\nassistant\n"
 
 def verl(path: Path, *rows: dict[str, Any]) -> Path:
     return write(path, *({"input": INPUT, "output": f"{i}", "gts": "7", "score": 1.0, **r} for i, r in enumerate(rows)))
-
-
-@pytest.mark.parametrize(
-    ("row", "total"),
-    [
-        # The function returned a score, which hides the total.
-        ({"score": -1.0, "acc": False, "pred": "8", "overlong_reward": -0.075}, -1.075),
-        ({"score": -1.0, "acc": "False", "pred": "8", "overlong_reward": -1.0}, -2.0),
-        ({"score": 1.0, "acc": True, "overlong_reward": 0.0}, 1.0),
-        # It returned a number, which is acc; score is the total.
-        ({"score": -0.25, "acc": 0.0, "overlong_reward": -0.25}, -0.25),
-        # A validation has the total itself.
-        ({"score": -1.0, "acc": False, "reward": -1.5, "overlong_reward": -0.5}, -1.5),
-    ],
-)
-def test_the_reward_is_what_verl_trained_on(tokenizers: Any, tmp_path: Path, row: dict[str, Any], total: float) -> None:
-    found, summary = imported(verl(tmp_path / "1.jsonl", row), tokenizers("chatml"), tmp_path / "to")
-    assert found.table["reward"].to_pylist() == [pytest.approx(total)]
-    assert any("as their reward" in note for note in summary.notes) == (total != row["score"])
-    right = "success" if row["acc"] is True else "failure"
-    assert found.table["outcome"].to_pylist() == [right]
 
 
 @pytest.mark.parametrize(
@@ -254,17 +216,6 @@ def test_a_validation_is_sampled_after_the_update(
     assert imported(before, tokenizers("chatml"), tmp_path / "to", run="run")[0].policies == ["run-00000"]
 
 
-def test_nan_in_what_nobody_reads_is_no_fault(tokenizers: Any, tmp_path: Path) -> None:
-    rows = [{"perplexity": float("nan")}, {"perplexity": 2.0}, {"score": float("nan")}, {"score": None}]
-    log = verl(tmp_path / "1.jsonl", *rows)
-    refused(r"1\.jsonl:3: has no reward.*--skip unscored", imported, log, tokenizers("chatml"), tmp_path / "to")
-    found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("unscored",))
-    assert found.table["reward/perplexity"].to_pylist() == [None, 2.0]
-    assert summary.skipped == {"unscored": 2}
-    with pytest.raises(TsaeError, match="score is inf"):
-        imported(verl(tmp_path / "2.jsonl", {"score": float("inf")}), tokenizers("chatml"), tmp_path / "to")
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -279,14 +230,6 @@ def test_a_tools_turn_is_not_the_policys(tokenizers: Any, tmp_path: Path, row: d
     found, summary = imported(log, tokenizers("chatml"), tmp_path / "to", skip=("multi-turn",))
     assert found.table["response"].to_pylist() == ["1"]
     assert summary.skipped == {"multi-turn": 1}
-
-
-def test_equal_texts_of_other_lengths_have_other_penalties(tokenizers: Any, tmp_path: Path) -> None:
-    """The same text may be sampled as more tokens."""
-    row = {"output": "8", "score": -1.0, "acc": False}
-    log = verl(tmp_path / "1.jsonl", *({**row, "overlong_reward": penalty} for penalty in (-0.25, -0.5)))
-    found, _ = imported(log, tokenizers("chatml"), tmp_path / "to")
-    assert found.table["reward"].to_pylist() == [-1.25, -1.5]
 
 
 # --- open-r1, prime-rl, and tokenizers alone
@@ -306,37 +249,6 @@ def test_open_r1_does_not_say_its_system_prompt(tokenizers: Any, tmp_path: Path)
     found, summary = imported(log, tokenizers("smollm2"), tmp_path / "to", **asked)
     assert prompts_of(found, "smollm2") == [rendered("smollm2", SYSTEM, USER)] * 2
     assert note(summary, "system message").startswith("2 prompts")
-
-
-@pytest.mark.parametrize("shape", ["a token each", "rewards", "no rewards"])
-def test_token_exports_of_any_age(tokenizers: Any, tmp_path: Path, shape: str) -> None:
-    row = {"schema_version": 1, "step": 3, "rank": 0, "export_sequence_idx": 0, "env_name": "math"}
-    names = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
-    values = ([5, 6, 7], [False, True, True], [None, 0.5, 0.5], [None, 1.0, 1.0])
-    if shape == "a token each":
-        row["tokens"] = [dict(zip(names.values(), token, strict=True)) for token in zip(*values, strict=True)]
-    else:
-        row |= dict(zip(names, values[: 3 if shape == "no rewards" else 4], strict=False))
-    rewards = None if shape == "no rewards" else values[3]
-    log = write(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", row)
-    found, summary = imported(log.parent.parent, tokenizers("chatml"), tmp_path / "to")
-    holds(found, response_ids=[[6, 7]], advantage=[0.5], step=[3])
-    holds(found, outcome=["unknown"] if rewards is None else ["success"])
-    assert any("1 trajectories have no reward" in note for note in summary.notes) == (rewards is None)
-
-
-@pytest.mark.parametrize("place", ["info", "trace"])
-def test_prime_rls_policy_version_is_found_where_it_stands(tokenizers: Any, tmp_path: Path, place: str) -> None:
-    version: dict[str, Any] = {"policy_version": 4}
-    nodes = [
-        {"parent": None, "message": USER, "sampled": False, "token_ids": [5, 6], "mask": [False, False]},
-        {"parent": 0, "message": {}, "sampled": True, "token_ids": [7], "mask": [True]},
-    ]
-    trace = {"id": "a", "task": {"data": {"answer": "7"}}, "nodes": nodes, "rewards": {"correct": 1.0}}
-    trace |= {"info": version} if place == "info" else version
-    log = write(tmp_path / "step_6" / "train" / "effective" / "traces.jsonl", trace)
-    found, _ = imported(log, tokenizers("chatml"), tmp_path / "to", run="run")
-    assert found.policies == ["run-00004"]
 
 
 def test_a_tokenizer_is_all_that_an_import_needs(tokenizers: Any, tmp_path: Path) -> None:

@@ -11,23 +11,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import tsae
-from support.builders import BOS, EOS, SHARED, make_rollouts, save_model
+from support.builders import BOS, SHARED, make_rollouts, save_model
 from support.checkpoints import TEMPLATES, make_tokenizer
 from support.logs import column, holds, read, refused, write
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import with_behaviours
-from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
-from tsae.rollouts.logs import readers
+from tsae.rollouts.logs import import_parts, readers
 from tsae.rollouts.logs.tokens import Encoder
 from tsae.rollouts.problems import tokenize
 from tsae.rollouts.rewards import find_verifier, outcome_reward
@@ -58,26 +57,9 @@ def test_a_log_is_tokenised(policy: Checkpoint, tmp_path: Path) -> None:
     assert again.fingerprint == found.fingerprint
 
 
-def test_columns_are_named_by_the_user_and_blank_lines_skipped(policy: Checkpoint, tmp_path: Path) -> None:
-    rows = [
-        {"q": "1?", "a": "#1", "ok": True, "who": "x", "r": 2.5, "adv": 0.5, "end": "stop"},
-        "",
-        {"q": "2?", "a": "#1", "ok": False, "who": "y", "r": -1, "adv": None, "end": "length"},
-        "  ",
-    ]
-    names = ColumnNames(
-        prompt="q", response="a", correct="ok", policy="who", reward="r", advantage="adv", finish_reason="end"
-    )
-    found = read(write(tmp_path / "log.jsonl", *rows), policy, columns=names)
-    assert found.policies == ["x", "y"]
-    assert column(found, "outcome") == ["success", "failure"]
-    assert column(found, "reward") == column(found, "reward/r") == [2.5, -1.0]
-    assert column(found, "advantage") == [0.5, None]
-    # One ended by itself, and its end token is put back; the other was cut off.
-    holds(found, response_ids=[[16, 1, EOS], [16, 1]], finish_reason=["stop", "length"])
-
-
-def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_path: Path) -> None:
+def test_further_columns_are_kept_where_they_are_named(
+    policy: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows: list[dict[str, Any]] = [
         {**BARE, "required_steps": 2, "share": 1, "easy": True, "topic": "sum", "mixed": 1, "tags": ["a", "b"]},
         {**BARE, "share": 0.5, "easy": False, "topic": None, "mixed": "two", "tags": {"x": 1}, "huge": 1 << 70},
@@ -98,6 +80,10 @@ def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_p
     for name, (kind, values) in expected.items():
         assert str(found.table[f"extra/{name}"].type) == kind, name
         assert column(found, f"extra/{name}") == values
+    # Of parts, each of which has some of the values, the whole has the types.
+    with monkeypatch.context() as patch:
+        patch.setattr(import_parts, "PART_BYTES", 1)
+        assert read(tmp_path / "log.jsonl", policy, keep_columns=names).table.equals(found.table)
     plain = read(tmp_path / "log.jsonl", policy)
     assert plain.fingerprint == found.fingerprint
     assert not [name for name in plain.table.column_names if name.startswith("extra/")]
@@ -114,15 +100,6 @@ def test_further_columns_are_kept_where_they_are_named(policy: Checkpoint, tmp_p
     assert column(Rollouts.read(tmp_path / "r.parquet"), "extra/topic") == ["sum", None, "“é”"]
 
 
-def test_token_ids_are_taken_as_they_are(policy: Checkpoint, tmp_path: Path) -> None:
-    row = {"prompt_ids": [BOS, 1, 13], "response_ids": [16, 2, EOS], "reward": 1.0, "step": 7, "answer": "2"}
-    found = read(write(tmp_path / "mine" / "log.jsonl", row, {**row, "response_ids": [16, 3]}), policy)
-    holds(found, prompt_ids=[[BOS, 1, 13]] * 2, response_ids=[[16, 2, EOS], [16, 3]], prompt=["1?"] * 2)
-    holds(found, response=["#2", "#3"], finish_reason=["stop", "unknown"], round_trip=[None, None])
-    holds(found, policy=["mine-00007"] * 2)
-    assert found.n_problems == 1
-
-
 def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, tmp_path: Path) -> None:
     rows = [BARE, {**BARE, "problem_id": None}, {**BARE, "prompt": "2?"}, {**BARE, "problem_id": 0}]
     rows.append({**BARE, "answer": "3"})
@@ -132,9 +109,6 @@ def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, 
     assert ids[3] == "0"
     assert len({ids[0], *ids[2:]}) == 4
     assert column(read(write(tmp_path / "other" / "log.jsonl", *rows[:1]), policy), "problem_id") == ids[:1]
-    messages = [{"role": "user", "content": "1+1?"}]
-    swapped = [dict(reversed(messages[0].items()))]
-    assert swapped[0] == messages[0]
 
 
 def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
@@ -225,12 +199,6 @@ def test_added_up_rewards_do_not_say_what_is_right(policy: Checkpoint, tmp_path:
     assert found == ["success"]
 
 
-def test_special_tokens_that_a_text_kept_are_not_doubled(policy: Checkpoint, tmp_path: Path) -> None:
-    rows = [{**BARE, "response": "#2<eos>", "finish_reason": "stop"}, {**BARE, "response": "#3<eos>"}]
-    found = read(write(tmp_path / "log.jsonl", *rows), policy)
-    holds(found, response_ids=[[16, 2, EOS], [16, 3, EOS]], finish_reason=["stop", "stop"])
-
-
 def test_a_folder_with_a_tokenizer_alone_has_no_context(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "grpo" / "checkpoint-5")
     (tmp_path / "grpo" / "checkpoint-5" / "config.json").unlink()
@@ -297,6 +265,12 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ({**ROW, "response": "hello"}, "cannot be tokenised"),
         ({**ROW, "prompt": "hello"}, "cannot be tokenised"),
         ({**ROW, "reward": math.nan}, "reward is nan"),
+        *(
+            ({**ROW, "reward": text}, f"reward is '{text}', expected a finite number")
+            for text in ("high", "0,5", "1_0")
+        ),
+        ({**ROW, "step": "first"}, "step is 'first', expected a whole number"),
+        ({**ROW, "advantage": "[1, 2]"}, r"advantage is '\[1, 2\]', expected a finite number"),
         ({**ROW, "reward": math.inf}, "reward is inf"),
         ({**ROW, "advantage": math.nan}, "advantage is nan"),
         ({**ROW, "step": 1.5}, "step is 1.5, expected a whole number"),
@@ -331,13 +305,6 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(policy: Checkpoi
     table = pa.table([pa.array([value]) for value in ("1+1?", "#2", 1.0, 0.0)], names=names)
     pq.write_table(table, tmp_path / "log.parquet")
     refused(r"log\.parquet: has several columns 'reward'", read, tmp_path / "log.parquet", policy)
-
-
-def test_texts_may_be_missing_where_the_ids_are_there(policy: Checkpoint, tmp_path: Path) -> None:
-    """None, or NaN, as pandas writes it."""
-    rows = [{**IDS, "reward": i, "prompt": none, "response": none} for i, none in enumerate((None, math.nan))]
-    found = read(write(tmp_path / "log.jsonl", *rows), policy, noisy_rewards=True)
-    holds(found, prompt=["1+1?"] * 2, round_trip=[None, None])
 
 
 def test_whole_numbers_stay_what_they_are(policy: Checkpoint, tmp_path: Path) -> None:
@@ -484,19 +451,6 @@ def test_rollouts_are_told_from_logs(policy: Checkpoint, tmp_path: Path) -> None
     refused(r"no checkpoint lies beside the log.*--checkpoint", Rollouts.read, tmp_path / "log.jsonl")
 
 
-def test_labels_have_a_fingerprint_of_their_own() -> None:
-    one = make_rollouts()
-    assert one.labels_fingerprint == make_rollouts().labels_fingerprint
-    changed = [
-        one.with_column("outcome", ["unknown"] * len(one)),
-        one.with_column("band", ["easy"] * len(one)),
-        one.with_column("reward", [0.25] * len(one)),
-        one.with_advantages(),
-    ]
-    assert len({one.labels_fingerprint, *(c.labels_fingerprint for c in changed)}) == 5
-    assert {c.fingerprint for c in changed} == {one.fingerprint}
-
-
 def test_the_command_line_imports_a_trainers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     series = tsae.testbed.series_path()
     source = series / "logs" / "easy" / "completions" / "completions_00050.parquet"
@@ -545,44 +499,19 @@ def test_a_finished_store_keeps_a_record_of_new_labels(series: Any, rollouts: Ro
 
 # --- which reward means success
 
-BASE = tsae.testbed.series_path() / "base"
 
-
-@pytest.mark.parametrize("name", ["accuracy_reward", "Correctness", "answer_correct", "acc", "math/acc"])
-def test_the_reward_that_is_named_for_it(name: str) -> None:
-    assert outcome_reward(("format_reward", name, "length")) == name
-
-
-def test_what_was_asked_for_goes_first_and_one_reward_needs_no_name() -> None:
+def test_the_reward_that_is_named_for_it_means_success_and_several_are_never_added_up() -> None:
+    for name in ("accuracy_reward", "Correctness", "answer_correct", "acc", "math/acc"):
+        assert outcome_reward(("format_reward", name, "length")) == name
     assert outcome_reward(("accuracy", "format"), "format") == "format"
     assert outcome_reward(("quality",)) == "quality"
-
-
-@pytest.mark.parametrize(
-    "names", [("quality", "format"), ("accuracy", "correct"), ("incorrect_penalty", "format"), ("account", "format")]
-)
-def test_several_rewards_are_never_added_up(names: tuple[str, ...]) -> None:
-    with pytest.raises(TsaeError, match=rf"log: has the rewards {', '.join(names)}, and does not say.*--outcome"):
-        outcome_reward(names, where="log")
-
-
-def test_a_reward_that_is_not_there() -> None:
+    pairs = (("quality", "format"), ("accuracy", "correct"), ("incorrect_penalty", "format"), ("account", "format"))
+    for names in pairs:
+        refused(
+            rf"log: has the rewards {', '.join(names)}, and does not say.*--outcome", outcome_reward, names, None, "log"
+        )
     refused("has no reward 'accuracy'; there are format, length", outcome_reward, ("format", "length"), "accuracy")
     refused("has no reward", outcome_reward, ())
-
-
-def test_an_import_goes_by_the_same_rule(tmp_path: Path) -> None:
-    source = pq.read_table(tsae.testbed.series_path() / "logs/hard/completions/completions_00025.parquet")
-    place = source.column_names.index("correct")
-    named = source.rename_columns(["accuracy_reward" if n == "correct" else n for n in source.column_names])
-    pq.write_table(
-        named.add_column(place + 1, "format_reward", pa.array(np.ones(len(named)))),
-        tmp_path / "completions_00025.parquet",
-    )
-    found = tsae.Rollouts.read(tmp_path / "completions_00025.parquet", BASE, ImportConfig(format="trl"))
-    np.testing.assert_array_equal(found.frame.outcome == "success", np.asarray(source["correct"]) > 0)
-    (told,) = [note for note in found.info["log"]["notes"] if note.startswith("success: ")]
-    assert told.startswith("success: accuracy_reward, of accuracy_reward, format_reward the one named for it, is above")
 
 
 # --- encoding texts in less time gives the ids that the tokenizer gives
@@ -621,10 +550,3 @@ def test_a_tokenizer_that_does_more_is_asked_itself(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(type(tokenizer), "__call__", upper)
     assert Encoder(tokenizer)("a 1", "here") == tokenize(tokenizer, "a 1", add_special_tokens=False)
-
-
-def test_a_text_that_is_refused_says_where() -> None:
-    from tsae.testbed import make_tokenizer as testbed
-
-    with pytest.raises(TsaeError, match=r"log:3: .*cannot be tokenised"):
-        Encoder(testbed())("汉字", "log:3")

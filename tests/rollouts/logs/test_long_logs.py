@@ -213,30 +213,6 @@ def test_rows_are_written_batch_by_batch_and_only_those_kept_are_read(
         assert table[name].to_pylist() == [row.get(name) for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "read"),
-    [
-        ([True, None, False], pa.bool_(), None),
-        ([1, 2**63 - 1, None], pa.int64(), None),
-        ([1, 2.5], pa.float64(), [1.0, 2.5]),
-        ([1, True], pa.string(), ["1", "true"]),
-        ([1, 2**63], pa.string(), ["1", str(2**63)]),
-        ([1.5, "x", {"a": "é"}], pa.string(), ["1.5", "x", '{"a": "é"}']),
-    ],
-)
-def test_the_type_of_an_extra_column_holds_all_of_its_values(
-    tmp_path: Path, values: list[Any], kind: pa.DataType, read: list[Any] | None
-) -> None:
-    row = {"problem_id": "p", "policy": "a", "prompt_ids": [1], "response_ids": [2], "outcome": "unknown"}
-    # Each in a part of its own.
-    paths, found = written_parts(tmp_path, *([row | ({} if v is None else {"extra/x": v})] for v in values))
-    schema = parts.table_schema(found)
-    table = pa.concat_tables([t for t, _ in parts.table_rows(paths, schema, np.ones(len(values), dtype=bool))])
-    assert table["extra/x"].type == kind
-    assert table["extra/x"].to_pylist() == (values if read is None else read)
-    assert "parts" not in schema.names
-
-
 # --- going on
 
 

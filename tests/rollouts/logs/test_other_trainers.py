@@ -19,14 +19,13 @@ import pandas as pd
 import pytest
 import torch
 
-from support.builders import BOS, EOS, SHARED
+from support.builders import BOS, EOS
 from support.logs import LOGS, column, holds, notes, read, refused, write
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig, name_columns
-from tsae.rollouts.importing import import_log
 from tsae.rollouts.log_detection import find_log
 
 ASKED = [BOS, 16, 1, 10, 1, 13, EOS, BOS, 15]  # 1+1? in that template
@@ -53,22 +52,6 @@ def swift(step: int | str, responses: tuple[str, ...] = ("#2", "1+1=3;#3"), **co
     } | columns
 
 
-def test_ms_swift_in_older_versions(chat: Checkpoint, tmp_path: Path) -> None:
-    old = {"step": ["0"] * 2, "messages": [USER] * 2, "completion": ["#2", "#3"], "reward": [1.0, 0.0]}
-    found = read(write(tmp_path / "a" / "completions.jsonl", old), chat, run="a")
-    reads_as(found, [RIGHT, [16, 3]])
-    holds(found, policy=["a-00000"] * 2, outcome=["success", "failure"])
-    assert "sum of their rewards" not in notes(found)
-    older = swift(1, Format=[0.5, 0.5])
-    del older["advantages"]
-    found = read(write(tmp_path / "b" / "completions.jsonl", older), chat)
-    assert column(found, "reward") == [1.5, 0.5]
-    assert "2 responses have the sum of their rewards, with weight 1 each" in notes(found)
-    named = read(tmp_path / "b" / "completions.jsonl", chat, rewards=("Accuracy", "Format"))
-    assert column(named, "reward") == [1.5, 0.5]
-    assert "sum of their rewards" not in notes(named)
-
-
 def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
     """Where several steps train on one batch, an evaluation logs, or a run went on from an older checkpoint."""
     log = tmp_path / "completions.jsonl"
@@ -90,9 +73,6 @@ def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
 
 def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     log = tmp_path / "completions.jsonl"
-    unscored = swift(1, Accuracy=[1.0, float("nan")])
-    refused("trajectory 2: has no reward", read, write(log, unscored), chat)
-    assert column(read(log, chat, skip=("unscored",)), "response") == ["#2"]
     # Where another program has sorted the columns, none of them can be told for a reward.
     with pytest.raises(TsaeError, match=r"completions\.jsonl:1.*no column lies between completion and advantages"):
         read(write(log, dict(sorted(swift(1).items(), reverse=True))), chat)
@@ -108,22 +88,6 @@ def test_ms_swift_rewards(chat: Checkpoint, tmp_path: Path) -> None:
     write(log, swift(1), two | {"step": ["2", "2"], "completion": ["#4", "#5"]})
     refused(r"completions\.jsonl:2.*are not the same quantity", read, log, chat)
     assert column(read(log, chat, rewards=("Accuracy",)), "reward") == [1.0, 0.0] * 2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"completion": ["#2"]}, "2 values in step but 1 in completion"),
-        ({"step": "1"}, "2 values in .* but a str in step"),
-        ({"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
-        ({"step": ["x", "x"]}, "step is 'x', expected a whole number"),
-        ({"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),
-        ({"step": ["9" * 30] * 2}, "step is '9{30}', expected a whole number"),
-    ],
-)
-def test_bad_ms_swift_lines(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    log = write(tmp_path / "completions.jsonl", swift(1), swift(2, ("#3", "#4")) | change)
-    refused(rf"completions\.jsonl:2.*{message}", read, log, chat)
 
 
 # --- slime
@@ -226,73 +190,6 @@ def test_what_may_run_code_is_not_loaded(chat: Checkpoint, tmp_path: Path) -> No
         refused(message, read, tmp_path / name, chat)
 
 
-# --- AReaL
-
-
-def trajectory(completion: str, index: int = 0, **fields: Any) -> dict[str, Any]:
-    return {
-        "task_id": 0, "sample_idx": index, "seqlen": 12, "prompt_len": 9, "head_version": 0, "tail_version": 0,
-        "reward": 1.0, "prompt": RENDERED, "completion": completion,
-    } | fields  # fmt: skip
-
-
-def test_areal_needs_the_version_that_sampled(chat: Checkpoint, tmp_path: Path) -> None:
-    log = write(tmp_path / "rollout" / "0" / "3.jsonl", trajectory("#4", tail_version=None))
-    refused(r"3\.jsonl:1.*tail_version", read, log, chat, format="areal")
-
-
-# --- ROLL
-
-
-def test_roll_without_messages(chat: Checkpoint, tmp_path: Path) -> None:
-    refused(r"step_0\.jsonl:1, trajectory 2: the response is empty", read, LOGS / "roll", chat)
-    row = {"prompt": ["1+1?"], "responses": ["#2"], "scores": [1.0], "global_step": [0]}
-    log = write(tmp_path / "rollout_dump_data.step_0.jsonl", row)
-    assert column(read(log, chat), "prompt_ids") == [[BOS, 1, 10, 1, 13]]
-
-
-# --- verifiers, and prime-rl before 0.7
-
-
-def rollout(answer: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "example_id": 3, "task": "sums", "prompt": USER, "completion": [{"role": "assistant", "content": answer}],
-        "answer": "2", "info": {}, "reward": 1.0, "error": None, "is_completed": True, "is_truncated": False,
-        "stop_condition": None, "metrics": {}, "env_name": "sums", "policy_version": 0, "off_policy_steps": 0,
-        "advantage": 0.5,
-    } | fields  # fmt: skip
-
-
-def test_without_metrics_the_reward_takes_the_name_that_is_asked_for(chat: Checkpoint) -> None:
-    assert column(read(LOGS / "prime-rl-0.6", chat, outcome="correct"), "reward/correct") == [1.0, 0.0, 1.0]
-
-
-def test_verifiers_results(chat: Checkpoint, tmp_path: Path) -> None:
-    log = tmp_path / "results.jsonl"
-    scored = rollout("#2", metrics={"correct_answer": 0.0, "num_turns": 1.0}, reward=0.2)
-    found = read(write(log, scored), chat, run="m")
-    assert column(found, "outcome") == ["failure"]
-    assert column(found, "reward") == column(found, "reward/reward") == [0.2]
-    holds(found, policy=["m"], **{"reward/correct_answer": [0.0]})
-    first = {name: rollout("#2")[name] for name in ("prompt", "completion", "task", "answer", "reward")}
-    found = read(write(log, {"id": 0, **first, "exact_match": 0.0, "accuracy": 1.0}), chat)
-    holds(found, problem_id=["sums/0"], finish_reason=["unknown"])
-    holds(found, **{"reward/accuracy": [1.0], "reward/exact_match": [0.0]})
-    turns = [{"role": "assistant", "content": "#2"}, {"role": "user", "content": "?"}]
-    for change, message in (
-        ({"completion": [*turns, turns[0]]}, "its answer is 3 messages, which"),
-        ({"completion": [{**turns[0], "reasoning_content": "1+1"}]}, "its answer is 1 message with reasoning_content"),
-        ({"completion": [{**turns[0], "content": [{"type": "image_url"}]}]}, "its answer is 1 message"),
-        ({"completion": None}, "has no answer"),
-        ({"error": {"error": "E"}}, "the rollout ended with an error"),
-        ({"tool_defs": [{"name": "t"}]}, "its prompt had tools"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a message of its prompt has more than"),
-    ):
-        write(log, rollout("#2"), rollout("#2", **change))
-        refused(rf"results\.jsonl:2: {message}.*--skip", read, log, chat)
-        assert len(read(log, chat, skip=("multi-turn", "errored", "empty"))) == 1
-
-
 # --- rLLM
 
 
@@ -322,21 +219,6 @@ def test_rllms_episodes_that_are_left_out(chat: Checkpoint, tmp_path: Path) -> N
     assert column(read(tmp_path / "run", chat, skip=("multi-turn",)), "outcome")[3:] == ["failure"]
     path.write_text(json.dumps(episode(3, "d_0", solved("#2"), termination_reason="error")))
     refused("the episode ended with error", read, tmp_path / "run", chat)
-
-
-# --- SkyRL, OpenRLHF
-
-
-def test_skyrls_scores_of_which_none_is_known_are_none_and_not_0(chat: Checkpoint, tmp_path: Path) -> None:
-    log = LOGS / "skyrl" / "run" / "dumped_evals" / "global_step_5_evals" / "gsm8k.jsonl"
-    first, second = (json.loads(line) for line in log.read_text().splitlines())
-    wrong = write(tmp_path / "gsm8k.jsonl", {**first, "score": [float("nan"), None]}, second)
-    refused(r"gsm8k\.jsonl:1: has no reward", read, wrong, chat)
-
-
-def test_openrlhf_without_rewards(chat: Checkpoint, tmp_path: Path) -> None:
-    bare = read(write(tmp_path / "out.jsonl", {"input": "1+1?", "output": "#2"}), chat)
-    assert column(bare, "outcome") == ["unknown"]
 
 
 # --- Inspect
@@ -389,21 +271,9 @@ def test_without_inspect_the_error_says_what_to_install(chat: Checkpoint, monkey
 # --- telling them apart, and logs that nobody is known to write
 
 
-def test_formats_are_told_by_columns_alone(tmp_path: Path) -> None:
-    rows = {
-        "ms-swift": swift(1),
-        "areal": trajectory("#2"),
-        "roll": {"global_step": [0], "responses": ["#2"], "scores": [1.0], "prompt": ["1+1?"]},
-        "verifiers": rollout("#2"),
-        "skyrl": {"input_prompt": "1", "output_response": "2", "score": 1.0},
-        "openrlhf": {"input": "1", "output": "2", "reward": 1.0},
-        "verl": {"input": "1", "output": "2", "score": 1.0, "step": 1},
-        "plain": {"prompt": "1", "response": "2", "completion": "2"},
-    }
-    for name, row in rows.items():
-        assert find_log(write(tmp_path / "somebody's.jsonl", row), ImportConfig())[0].name == name
-    (tmp_path / "somebody's.json").write_text(json.dumps(episode(1, "a", solved("#2"))))
-    assert find_log(tmp_path / "somebody's.json", ImportConfig())[0].name == "rllm"
+def test_a_row_of_tsaes_plain_columns_is_plain_whatever_else_it_has(tmp_path: Path) -> None:
+    log = write(tmp_path / "mine.jsonl", {"prompt": "1", "response": "2", "completion": "2"})
+    assert find_log(log, ImportConfig())[0].name == "plain"
     assert find_log(save(tmp_path / "mine.pt", sample(RIGHT)), ImportConfig())[0].name == "slime"
     (tmp_path / "rows.json").write_text("[1]")
     refused(r"row 0 is a JSON int, expected an object.*as JSON lines", find_log, tmp_path / "rows.json", ImportConfig())
@@ -515,50 +385,7 @@ def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
     refused(r"^the table: row 0: the response has the token id 99", Rollouts.read, ids, chat)
 
 
-# --- logs that the trainers' own functions wrote
-
-
-TRAINERS = SHARED / "data" / "trainer-logs"
-# What the logs hold, as (step of the log, updates, step in the truth of AReaL's) for the first responses to a problem.
-HELD = {
-    "swift": ([(1, 0, 1), (2, 1, 2)], 4),
-    "slime": ([(0, 0, 1)], 4),
-    "prime06": ([(1, 0, 1), (2, 1, 2)], 4),
-    "areal": ([(0, 0, 0), (1, 1, 1), (2, 2, 2)], 8),
-    "roll": ([(0, 0, 0), (1, 1, 1)], 8),
-}
-
-
-@pytest.mark.slow(ci=True)
-@pytest.mark.parametrize("name", HELD)
-def test_what_the_trainers_wrote_is_what_was_sampled(name: str, tmp_path: Path) -> None:
-    """All logs are of the same samples, of which AReaL's has the truth."""
-    if not TRAINERS.is_dir():
-        pytest.skip("shared/data/trainer-logs is not here")
-    truth = [json.loads(line) for line in (TRAINERS / "areal" / "run.truth.jsonl").read_text().splitlines()]
-    import_log(
-        TRAINERS / name / "run", tmp_path / "r.parquet", TRAINERS / "run", ImportConfig(skip=("empty",)), progress=False
-    )
-    rows = Rollouts.read(tmp_path / "r.parquet").table.to_pylist()
-    steps, n = HELD[name]
-    told = [
-        {**sampled, "step": step, "policy": "base" if updates == 0 else f"run-{updates:05d}"}
-        for step, updates, where in steps
-        for sampled in truth
-        if sampled["step"] == where and sampled["k"] < n and (name == "areal" or sampled["kind"] != "empty")
-    ]
-    assert len(rows) == len(told)
-    exact = 0
-    for row, sampled in zip(rows, told, strict=True):
-        assert row["prompt_ids"] == sampled["prompt_ids"]
-        assert (row["step"], row["policy"]) == (sampled["step"], sampled["policy"])
-        assert row["outcome"] == ("success" if sampled["right"] else "failure")
-        same = [id for id in row["response_ids"] if id != 2] == [id for id in sampled["response_ids"] if id != 2]
-        # A log of text alone cannot tell which tokens were sampled; AReaL's counts them.
-        assert same or (row["response"] == sampled["text"] and name != "slime")
-        assert same or name != "areal" or row["round_trip"] is False
-        exact += row["response_ids"] == sampled["response_ids"]
-    assert exact == {"swift": 0, "slime": 12, "prime06": 12, "areal": 54, "roll": exact}[name]
+# --- beside a log
 
 
 def test_a_truncated_copy_of_a_log_is_refused(chat: Checkpoint, tmp_path: Path) -> None:

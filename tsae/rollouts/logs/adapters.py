@@ -16,11 +16,14 @@ import numpy as np
 
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
+from tsae.rollouts.known_logs import FORMAT_FILES, FormatFiles
 from tsae.rollouts.logs.entry import Entry, Fields, Parser, Row, Unusable, is_finite, read_list, read_number
 from tsae.rollouts.logs.log_files import LogFile
 from tsae.rollouts.logs.readers import OTHER_TABLES, HalfLine, kind_of
 
 TABLES = (".jsonl", ".parquet")
+Fits = Callable[[Row, ImportConfig], bool]
+"""Whether a row has the columns of a format."""
 
 
 @dataclass(frozen=True)
@@ -28,31 +31,33 @@ class Format:
     """One trainer's way of logging rollouts."""
 
     name: str
-    title: str
     read: Parser
-    fits: Callable[[Row, ImportConfig], bool]
-    """Whether a row has its columns."""
-    file: re.Pattern[str] | None = None
-    """Matches the path of its files, with named groups step, run and subset; None if names say nothing."""
-    a_file_a_step: bool = False
-    """A run has one file a step: two are an error."""
-    synchronous: bool = True
-    """Whether the weights that sampled for a step are those right before its update."""
+    files: FormatFiles
+    fits: Fits
     validates: Callable[[Path], bool] | None = None
     """Whether a file is a validation's, by its name."""
-    suffixes: tuple[str, ...] = (*TABLES, *OTHER_TABLES)
-    """Of its files, by `kind_of`."""
-    cut: bool = True
-    """Whether a file can be read from any of its lines: nothing is remembered from one line to the next."""
+
+    @property
+    def suffixes(self) -> Sequence[str]:
+        """Of its files, by `kind_of`."""
+        return self.files.suffixes or (*TABLES, *OTHER_TABLES)
 
     def takes(self, file: Path, row: Row, config: ImportConfig) -> bool:
         """Whether a file with this first row may be its."""
         return kind_of(file) in self.suffixes and self.fits(row, config)
 
+    def named(self, path: str) -> re.Match[str] | None:
+        """What the path of a file says, with named groups step, run and subset; None if it is not one of its files."""
+        return re.search(self.files.path, path) if self.files.path else None
 
-def has(*columns: str) -> Callable[[Row, ImportConfig], bool]:
-    """Whether a row has all of these columns."""
-    return lambda row, config: set(columns) <= row.keys()
+
+def format_of(
+    name: str, read: Parser, fits: Fits | None = None, validates: Callable[[Path], bool] | None = None
+) -> Format:
+    """A format whose files `rollouts/known_logs.toml` describes; by default its columns there decide what fits."""
+    files = FORMAT_FILES[name]
+    known = [set(columns.split()) for columns in files.columns]
+    return Format(name, read, files, fits or (lambda row, config: any(c <= row.keys() for c in known)), validates)
 
 
 EntryOf = Callable[[Fields], Entry | None]

@@ -154,7 +154,6 @@ class ConsistencyChecks:
             differ=found.contradict,
             not_compared=found.unclear,
             example=None if found.first is None else place(int(rows[found.first])),
-            disagrees=found.contradict > 0,
             note="; ".join(notes),
         )
 
@@ -193,8 +192,8 @@ class ConsistencyChecks:
             *((found.compared, found.differ) if by_sample else (told, several)),
             not_compared=found.not_compared,
             example=place(int(rows[first])) if mixed and first is not None and not found.first else found.first,
-            disagrees=found.contradicts or mixed,
             note="; ".join(notes),
+            contradicts=found.contradicts or mixed,
         )
 
 
@@ -211,7 +210,6 @@ def _responses(same_text: np.ndarray, logged: np.ndarray, place: Callable[[int],
         len(differ),
         not_compared=len(logged) - n if n else 0,
         example=place(int(differ[0])) if len(differ) else None,
-        disagrees=len(differ) > 0,
         note=note,
     )
 
@@ -240,10 +238,15 @@ class Check:
     not_compared: int = 0
     example: str | None = None
     """File and line of the first difference."""
-    disagrees: bool = False
-    """Whether that contradicts the log; verifiers may differ on single answers without doing so."""
     note: str = ""
     """How it was compared, what follows, or why nothing was."""
+    contradicts: bool | None = None
+    """Whether that contradicts the log, where single differences do not: verifiers may differ on answers."""
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether it contradicts the log."""
+        return self.differ > 0 if self.contradicts is None else self.contradicts
 
     def __str__(self) -> str:
         if not self.compared:
@@ -322,9 +325,7 @@ class Prompts:
             notes = ["the log has token ids alone" if self.found["logged"] else "the log has no token ids"]
             if unclear:
                 notes = ["the chat template renders none of them"]
-        return Check(
-            "prompts", "prompts", n, differ, unclear if n else 0, self.first.get("differ"), differ > 0, "; ".join(notes)
-        )
+        return Check("prompts", "prompts", n, differ, unclear if n else 0, self.first.get("differ"), "; ".join(notes))
 
 
 _TRAJECTORIES = 4
@@ -408,12 +409,7 @@ class LogProbs:
                 "; other weights sampled them, or another prompt was read, or fewer tokens were allowed (top-p, top-k)"
             )
         first = off[differ[0]][0] if len(differ) else None
-        return Check(
-            *("log-probabilities", "trajectories", len(off), len(differ)),
-            example=first,
-            disagrees=len(differ) > 0,
-            note=note,
-        )
+        return Check("log-probabilities", "trajectories", len(off), len(differ), example=first, note=note)
 
 
 def _not_compared(why: str) -> Check:

@@ -259,18 +259,13 @@ class Fields(_Placed):
             self._wrong(name, value, "true or false")
         return None if value is None else bool(value)
 
-    def label(self, name: str, called: str = "") -> str | None:
-        """A name, given as a text or a number; NaN, which is how pandas writes that there is none, becomes None.
-
-        Args:
-            name: of the column.
-            called: what error messages call it, if not by its column.
-        """
+    def label(self, name: str) -> str | None:
+        """A name, given as a text or a number; NaN, which is how pandas writes that there is none, becomes None."""
         value = self.row.get(name)
         if value is None or isinstance(value, str):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in (math.inf, -math.inf):
-            self._wrong(called or name, value, "a text or a number")
+            self._wrong(name, value, "a text or a number")
         if isinstance(value, float):
             # If one is missing, pandas makes floats of whole numbers.
             return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
@@ -283,12 +278,12 @@ class Fields(_Placed):
             self._wrong(name, found, "an object")
         return self.inside(found or {})
 
-    def marks(self, name: str, called: str = "") -> np.ndarray:
+    def marks(self, name: str) -> np.ndarray:
         """(n,) bool: which tokens are marked, by true or by a number above 0. The column must be there."""
         value = read_numbers(self.need(name))
         found = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros((0, 0))
         if found.ndim != 1 or (len(found) and found.dtype.kind not in "biuf") or not np.isfinite(found).all():
-            self._wrong(called or name, value, "a list of marks, one a token")
+            self._wrong(name, value, "a list of marks, one a token")
         return np.asarray(found > 0)
 
     def ids(self, name: str) -> np.ndarray:

@@ -1,10 +1,8 @@
 """Adapters of trainers' ways of logging rollouts.
 
-A new trainer takes two files. First a module here, with a function that makes an `Entry` of a row, and a `Format`::
+A new trainer takes two files. First a module here, with a function that makes an `Entry` of a row, and a format::
 
-    import re
-
-    from tsae.rollouts.logs.adapters import Format, by_row, has
+    from tsae.rollouts.logs.adapters import by_row, format_of
     from tsae.rollouts.logs.entry import Entry, Fields
 
     def _entry(row: Fields) -> Entry:
@@ -19,13 +17,7 @@ A new trainer takes two files. First a module here, with a function that makes a
             updates=step - 1,                            # optimiser steps of the weights that sampled it
         )
 
-    FORMAT = Format(
-        "mytrainer",                                     # for --format
-        "MyTrainer rollouts",
-        by_row(_entry),
-        has("iteration", "question", "completion", "reward"),
-        re.compile(r"(^|/)rollouts-(?P<step>\\d+)\\.jsonl$"),
-    )
+    FORMAT = format_of("mytrainer", by_row(_entry))      # for --format
 
 `Fields` (`logs.entry`) reads and checks columns, and names file and line if a value is wrong. An `Entry` also has
 advantage, group, key (an id that is unique in the log: a row that a resumed run logs again is then known), decides
@@ -33,7 +25,14 @@ advantage, group, key (an id that is unique in the log: a row that a resumed run
 list of responses (`each_response`, for `by_row`), conversations, log-probabilities, masks of sampled tokens. A row that
 cannot be imported is reported with ``row.leave_out(kind, why)``.
 
-Second, `rollouts/known_logs.toml` gets an entry that says what the log holds; docs/logs.md may repeat it. A file that
-is neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder of
-tests/logs, and what that is read as in tests/logs/expected.json.
+Second, `rollouts/known_logs.toml` gets an entry that says what the log holds, which docs/logs.md may repeat, and one
+that says how its files are recognised::
+
+    [format.mytrainer]
+    title = "MyTrainer rollouts"
+    columns = ["iteration question completion reward"]
+    path = '(^|/)rollouts-(?P<step>\\d+)\\.jsonl$'
+
+A file that is neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder
+of tests/logs, and what that is read as in tests/logs/expected.json.
 """

@@ -26,18 +26,16 @@ and name the columns.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
-    Format,
     asked,
     by_row,
     each_response,
     each_row,
-    has,
+    format_of,
     is_conversation,
     messages_of,
     only_answer,
@@ -83,14 +81,7 @@ def _graded(found: Any) -> float | None:
     return float(value) if isinstance(value, (bool, int, float)) else None
 
 
-INSPECT = Format(
-    "inspect",
-    "Inspect log",
-    by_row(_inspect_entry),
-    has("epoch", "input", "messages", "output", "scores"),
-    re.compile(r"\.eval$"),
-    suffixes=(".eval",),
-)
+INSPECT = format_of("inspect", by_row(_inspect_entry))
 
 
 def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
@@ -131,14 +122,7 @@ def _lm_eval_entry(row: Fields) -> Entry:
     )
 
 
-LM_EVAL = Format(
-    "lm-eval",
-    "lm-eval samples",
-    _parse,
-    has("doc_id", "doc", "arguments", "resps", "filtered_resps"),
-    re.compile(r"(^|/)samples_[^/]+\.jsonl$"),
-    cut=False,
-)
+LM_EVAL = format_of("lm-eval", _parse)
 
 
 def _skyrl_entry(row: Fields) -> Entry:
@@ -167,15 +151,7 @@ def _score(row: Fields) -> float | None:
     return total({str(turn): value for turn, value in enumerate(values)})
 
 
-SKYRL = Format(
-    "skyrl",
-    "SkyRL evaluations",
-    by_row(_skyrl_entry),
-    has("input_prompt", "output_response", "score"),
-    re.compile(
-        r"(^|/)((?P<run>[^/]+)/)?dumped_evals/(global_step_(?P<step>\d+)_evals|eval_only)/(?!aggregated_results)[^/]+\.jsonl$"
-    ),
-)
+SKYRL = format_of("skyrl", by_row(_skyrl_entry))
 
 
 def _openrlhf_entry(row: Fields) -> Entry:
@@ -188,9 +164,8 @@ def _openrlhf_entry(row: Fields) -> Entry:
     )
 
 
-OPENRLHF = Format(
+OPENRLHF = format_of(
     "openrlhf",
-    "OpenRLHF batch inference",
     by_row(_openrlhf_entry),
     lambda row, config: {"input", "output"} <= row.keys() <= {"input", "output", "reward"},
 )

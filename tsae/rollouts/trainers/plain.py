@@ -16,11 +16,11 @@ import numpy as np
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
-    Format,
     asked,
     attended,
     by_row,
     each_response,
+    format_of,
     is_conversation,
     messages_of,
     only_answer,
@@ -164,7 +164,7 @@ def _turns(
     return (None if prompt is None else split.prompt), split.response, split.sampled
 
 
-FORMAT = Format("plain", "plain log", by_row(_entry, _split), _fits)
+FORMAT = format_of("plain", by_row(_entry, _split), _fits)
 
 
 _GENERATIONS = ("pass_rate_generations", "generations", "responses", "completions")
@@ -222,4 +222,4 @@ def _generation(row: Fields) -> Entry:
     )
 
 
-OPEN_R1 = Format("open-r1", "open-r1 generations", by_row(_generation, _generations), _fits_open_r1)
+OPEN_R1 = format_of("open-r1", by_row(_generation, _generations), _fits_open_r1)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -31,9 +30,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tsae.rollouts.logs.adapters import (
-    Format,
     asked,
     by_row,
+    format_of,
     is_conversation,
     logprobs_of,
     masked_entry,
@@ -43,10 +42,6 @@ from tsae.rollouts.logs.adapters import (
 )
 from tsae.rollouts.logs.entry import Entry, Fields, Row, is_score, total
 
-_TRACES = re.compile(
-    r"(^|/)(step_(?P<step>\d+)/)?(?P<subset>(train|eval)/(all|effective))/traces\.jsonl$|(^|/)traces/stream(/\d+)?\.jsonl$"
-)
-_TOKENS = re.compile(r"(^|/)(step_(?P<step>\d+)/)?rank_\d+\.jsonl$")
 _CUT_OFF = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 _EPISODE = "tsae:episode"
 """Where `_split` puts the episode of a trace."""
@@ -60,7 +55,7 @@ def _work(episode: Fields) -> Fields:
 def _split(row: Fields) -> Iterator[Fields]:
     """The traces of an episode; a trace that stands alone is its own episode."""
     # A stream holds work of both kinds; elsewhere the folder has been chosen.
-    match, wanted = _TRACES.search(row.file.name), row.config.subset.split("/")[0]
+    match, wanted = TRACES.named(row.file.name), row.config.subset.split("/")[0]
     streamed = match is None or match["subset"] is None
     if streamed and row.row.get("kind", _work(row).row.get("type", wanted)) != wanted:
         return
@@ -125,7 +120,7 @@ def _trace_entry(trace: Fields) -> Entry | None:
         logprobs=logprobs_of([value for node in nodes for value in node.get("logprobs") or []], response),
         template={"tools": tools} if (tools := trace.get("tools")) else {},
         finish_reason=_finish(trace, nodes),
-        key=trace.label("id", "the trace's id"),
+        key=trace.label("id"),
         extra=replace(data, source=None).kept(),
     )
 
@@ -157,8 +152,8 @@ def _rewards(logged: Fields) -> dict[str, float | None]:
 def _problem(task: Fields, episode: Fields) -> str:
     env, info = episode.object("env"), episode.object("info")
     of = ((env, "name"), (env, "id"), (episode, "env_name"), (info, "env_name"))
-    name = next((found for one, column in of if (found := one.label(column, "the environment's name"))), "")
-    if (key := task.label("key", "the task's key")) is not None:
+    name = next((found for one, column in of if (found := one.label(column))), "")
+    if (key := task.label("key")) is not None:
         return f"{name}/{key}" if name else key
     content = json.dumps([name, task.get("hash") or task.row.get("data", task.row)], sort_keys=True, default=str)
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -179,7 +174,7 @@ def _tokens_entry(row: Fields) -> Entry:
         named = {"token_ids": "id", "loss_mask": "loss_mask", "advantages": "advantage", "rewards": "reward"}
         named["inference_logprobs"] = "inference_logprob"
         row = row.inside({**row.row, **{many: [t.get(one) for t in tokens] for many, one in named.items()}})
-    mask = row.marks("loss_mask", "the mask")
+    mask = row.marks("loss_mask")
     pairs = zip(row.get("rewards") or [], mask, strict=False)
     values = {value for value, kept in pairs if kept and value is not None and value == value}
     if len(values) > 1:
@@ -198,25 +193,8 @@ def _tokens_entry(row: Fields) -> Entry:
     )
 
 
-TRACES = Format(
-    "prime-rl",
-    "prime-rl traces",
-    by_row(_trace_entry, _split),
-    lambda row, config: "task" in row and not row.keys().isdisjoint(("traces", "nodes")),
-    _TRACES,
-    synchronous=False,
-)
-TOKENS = Format(
-    "prime-rl-tokens",
-    "prime-rl token exports",
-    by_row(_tokens_entry),
-    lambda row, config: (
-        {"schema_version", "export_sequence_idx"} <= row.keys()
-        and ("tokens" in row or {"token_ids", "loss_mask"} <= row.keys())
-    ),
-    _TOKENS,
-    synchronous=False,
-)
+TRACES = format_of("prime-rl", by_row(_trace_entry, _split))
+TOKENS = format_of("prime-rl-tokens", by_row(_tokens_entry))
 
 
 _NO_METRICS = {
@@ -259,7 +237,7 @@ def _rollout(row: Fields) -> Entry | None:
 
 
 def _example(row: Fields) -> str | None:
-    example = row.label("example_id" if "example_id" in row else "id", "the example's id")
+    example = row.label("example_id" if "example_id" in row else "id")
     return None if example is None else f"{row.label('env_name') or row.label('task') or ''}/{example}"
 
 
@@ -272,14 +250,4 @@ def _metrics(row: Fields) -> Row:
     return {n: v for n, v in others.items() if is_score(n, v) and not isinstance(v, bool)}
 
 
-VERIFIERS = Format(
-    "verifiers",
-    "verifiers rollouts",
-    by_row(_rollout),
-    # Since 0.2 there is no task.
-    lambda row, config: (
-        {"prompt", "completion", "reward"} <= row.keys() and ("example_id" in row or {"task", "id"} <= row.keys())
-    ),
-    re.compile(r"(^|/)(step_(?P<step>\d+)/(train_)?rollouts|results)\.jsonl$"),
-    synchronous=False,
-)
+VERIFIERS = format_of("verifiers", by_row(_rollout))

@@ -45,12 +45,11 @@ from typing import Any
 
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
-    Format,
     asked,
     by_row,
     each_of_a_batch,
     each_row,
-    has,
+    format_of,
     is_conversation,
     messages_of,
     only_answer,
@@ -137,15 +136,7 @@ def _verl_total(row: Fields, rewards: dict[str, float | None]) -> float | None:
     return found if alone and abs(acc + penalty - found) < 1e-6 else found + penalty
 
 
-VERL = Format(
-    "verl",
-    "verl rollout data",
-    by_row(_verl_entry),
-    has("input", "output", "score"),
-    re.compile(r"(^|/)(val_step(?=\d+\.json$)|(?=\d+\.jsonl$))(?P<step>\d+)\.jsonl?$"),
-    a_file_a_step=True,
-    validates=_verl_validates,
-)
+VERL = format_of("verl", by_row(_verl_entry), validates=_verl_validates)
 
 
 def _areal_entry(row: Fields) -> Entry:
@@ -168,14 +159,7 @@ def _areal_entry(row: Fields) -> Entry:
     )
 
 
-AREAL = Format(
-    "areal",
-    "AReaL trajectories",
-    by_row(_areal_entry),
-    has("task_id", "sample_idx", "tail_version", "prompt", "completion", "reward"),
-    re.compile(r"(^|/)((?P<run>[^/]+)/)?rollout/(?P<step>\d+)/\d+\.jsonl$"),
-    synchronous=False,
-)
+AREAL = format_of("areal", by_row(_areal_entry))
 
 
 def _roll_entry(row: Fields) -> Entry:
@@ -196,13 +180,10 @@ def _roll_entry(row: Fields) -> Entry:
     )
 
 
-ROLL = Format(
+ROLL = format_of(
     "roll",
-    "ROLL rollout dump",
     by_row(_roll_entry, each_of_a_batch),
     lambda row, config: {"global_step", "scores"} <= row.keys() and isinstance(row.get("responses"), list),
-    re.compile(r"(^|/)rollout_dump_data\.step_(?P<step>\d+)\.jsonl$"),
-    a_file_a_step=True,
 )
 
 
@@ -260,14 +241,7 @@ def _rllm_answer(messages: list[Any], sampled: Any, row: Fields) -> str:
     return sampled
 
 
-RLLM = Format(
-    "rllm",
-    "rLLM episodes",
-    by_row(_rllm_entry, _rllm_split),
-    has("training_step", "episode_id", "trajectories"),
-    re.compile(r"(^|/)((?P<run>[^/]+)/)?episodes/train_step_(?P<step>\d+)_epoch_\d+/episode_hash[^/]*\.json$"),
-    suffixes=(".json",),
-)
+RLLM = format_of("rllm", by_row(_rllm_entry, _rllm_split))
 
 
 _PLACEHOLDER_SWIFT = re.compile(r"\[(-\d+|\d{5,}) \* \d+\]")
@@ -373,12 +347,4 @@ def _swift_groups(rows: Sequence[Fields], names: Sequence[str]) -> dict[str, lis
     return groups
 
 
-SWIFT = Format(
-    "ms-swift",
-    "ms-swift completions",
-    _swift_parse,
-    _swift_fits,
-    re.compile(r"(^|/)completions\.jsonl$"),
-    suffixes=(".jsonl",),
-    cut=False,
-)
+SWIFT = format_of("ms-swift", _swift_parse, _swift_fits)

@@ -35,18 +35,16 @@ inference_logprobs and messages.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from tsae.rollouts.logs.adapters import (
-    Format,
     Split,
     by_row,
     each_response,
-    has,
+    format_of,
     is_conversation,
     logprobs_of,
     masked_entry,
@@ -100,14 +98,7 @@ def _tsae_one_a_token(row: Fields, name: str, response: np.ndarray) -> np.ndarra
     return found
 
 
-TSAE = Format(
-    "tsae",
-    "tsae run log",
-    by_row(_tsae_entry),
-    has("generation", "micro_batch", "rank", "prompt_ids", "response_ids"),
-    re.compile(r"(^|/)((?P<run>[^/]+)/tsae/)?generations/generation-\d{6,}-rank-\d+\.parquet$"),
-    suffixes=(".parquet",),
-)
+TSAE = format_of("tsae", by_row(_tsae_entry))
 
 
 def _open_instruct_entry(row: Fields) -> Entry:
@@ -132,14 +123,7 @@ def _open_instruct_entry(row: Fields) -> Entry:
     )
 
 
-OPEN_INSTRUCT = Format(
-    "open-instruct",
-    "open-instruct traces",
-    by_row(_open_instruct_entry),
-    has("step", "sample_idx", "prompt_tokens", "response_tokens", "reward"),
-    re.compile(r"(^|/)(?P<run>[^/]+)_rollouts_\d{6}\.jsonl$"),
-    synchronous=False,
-)
+OPEN_INSTRUCT = format_of("open-instruct", by_row(_open_instruct_entry))
 
 
 def _nemo_rl_entry(row: Fields) -> Entry:
@@ -199,18 +183,9 @@ def _nemo_rl_only(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-NEMO_RL = Format(
-    "nemo-rl",
-    "NeMo-RL training data",
-    by_row(_nemo_rl_entry),
-    has("rewards", "input_lengths", "generation_logprobs", "idx"),
-    re.compile(r"(^|/)train_data_step(?P<step>\d+)\.jsonl$"),
-    a_file_a_step=True,
-)
+NEMO_RL = format_of("nemo-rl", by_row(_nemo_rl_entry))
 
 
-# --dump-details also writes train_data/{rollout_id}_{rank}.pt, what each rank trained on, which is not read.
-_FILE_SLIME = re.compile(r"(^|/)(?<!/train_data/)(?![^/]*eval)([^/]*_)?(?P<step>\d+)\.pt$")
 _ENDS_SLIME: dict[str, Literal["stop", "length"]] = {"completed": "stop", "truncated": "length"}
 
 
@@ -222,7 +197,7 @@ def _slime_entry(row: Fields) -> Entry:
         row.refuse("its prompt has images or sound, which are not read", "Give a log of text alone.")
     prompt, response, sampled = _slime_tokens(row)
     rewards, step = _slime_rewards(row), row.whole("rollout_id")
-    evaluation = _FILE_SLIME.search(row.file.path.as_posix()) is None
+    evaluation = SLIME.named(row.file.path.as_posix()) is None
     updates, mixed = _slime_updates(row, None if evaluation else step)
     asked, right, length = row.get("prompt"), rewards.get("acc"), row.row["response_length"]
     kwargs = row.get("apply_chat_template_kwargs")
@@ -282,15 +257,7 @@ def _slime_updates(row: Fields, rollout_id: int | None) -> tuple[int | None, str
     return max(last, 0), None if first == last else "were sampled while weights were updated: named after the newest"
 
 
-SLIME = Format(
-    "slime",
-    "slime rollout data",
-    by_row(_slime_entry),
-    has("tokens", "response_length", "reward", "status"),
-    _FILE_SLIME,
-    a_file_a_step=True,
-    suffixes=(".pt",),
-)
+SLIME = format_of("slime", by_row(_slime_entry))
 
 
 _IGNORED_ATROPOS = -100
@@ -308,4 +275,4 @@ def _atropos_entry(row: Fields) -> Entry:
     return entry
 
 
-ATROPOS = Format("atropos", "Atropos groups", by_row(_atropos_entry, _atropos_split), has("tokens", "masks", "scores"))
+ATROPOS = format_of("atropos", by_row(_atropos_entry, _atropos_split))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +26,7 @@ import pyarrow.parquet as pq
 from tsae.base.files import reading
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
-from tsae.rollouts.logs.adapters import Format, each_row, is_conversation, only_answer
+from tsae.rollouts.logs.adapters import each_row, format_of, is_conversation, only_answer
 from tsae.rollouts.logs.check_advantages import check_sum
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, hash64, is_score, total
 from tsae.rollouts.logs.log_files import LogFile, first_row
@@ -173,14 +172,4 @@ def _fits(row: Row, config: ImportConfig) -> bool:
     return {"step", "prompt", "completion"} <= row.keys() and ("advantage" in row or isinstance(row["step"], str))
 
 
-FORMAT = Format(
-    "trl",
-    "TRL completions",
-    _parse,
-    _fits,
-    re.compile(
-        r"(^|/)(completions_(?P<step>\d{5,})\.parquet|(completions_\d+_\w+|(\d+-\d+\.)?completions)\.table\.json)$"
-    ),
-    a_file_a_step=True,
-    cut=False,
-)
+FORMAT = format_of("trl", _parse, _fits)
