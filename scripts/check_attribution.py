@@ -45,8 +45,7 @@ import tsae
 from tsae.attribution.attribution import share_of_rows
 from tsae.attribution.loss import Again
 from tsae.attribution.path import Replayed, steps_back, train_on
-from tsae.attribution.shares import products, shares
-from tsae.attribution.simulation import simulate
+from tsae.attribution.shares import products, shares, simulate
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts

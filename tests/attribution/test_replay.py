@@ -14,13 +14,14 @@ import torch
 import tsae
 from support.builders import save_model
 from support.grpo_loop import CASES, GrpoLoop, apart, make_log, replay_of, run_of
+from support.refusals import refuses
 from tsae.attribution.certificates import logged_facts, verdict
 from tsae.attribution.forward_passes import Run
 from tsae.attribution.loss import PolicyLoss, RewardKL
 from tsae.attribution.order import plan_updates
 from tsae.attribution.path import replay, steps_back, train_on
 from tsae.attribution.settings import RunSettings
-from tsae.attribution.simulation import fits, simulate
+from tsae.attribution.shares import fits, simulate
 from tsae.attribution.start import Start, checkpoints_of, start_of
 from tsae.attribution.states import State, States
 from tsae.errors import TsaeError
@@ -113,8 +114,7 @@ def test_steps_between_kept_states_are_taken_again(saved: tuple[GrpoLoop, Path],
         assert rows.weight == of_whole.weight
         assert known.old.keys() == also.old.keys()
         assert sum(file.stat().st_size for file in (tmp_path / "some").iterdir()) < path.states.bytes + 4096
-    with pytest.raises(TsaeError, match=r"the path of 12 steps .* takes .* GB\. Raise --budget-gb"):
-        States(tmp_path / "no", 12, size, 8 * size * 3)
+    refuses(r"the path of 12 steps .* takes .* GB\. Raise --budget-gb", States, tmp_path / "no", 12, size, 8 * size * 3)
 
 
 def test_log_probabilities_of_the_log_count(saved: tuple[GrpoLoop, Path], tmp_path: Path) -> None:
@@ -169,11 +169,9 @@ def test_a_stretch_begins_with_the_optimisers_state(saved: tuple[GrpoLoop, Path]
     assert steps_back(some)(6)[0].before.equal(steps_back(path)(6)[0].before)
     cold = replace(begun, begin=State(begun.begin.weights, *(torch.zeros_like(begun.begin.weights),) * 2, 4))
     assert apart(replay_of(run_from(cold, loop.log, 4), tmp_path, reference=loop.weights[0]).end, loop) > 0.05
-    with pytest.raises(TsaeError, match="no checkpoint after step 5; there are 0, 4, 8, 12"):
-        start(llama, folder, after=5)
+    refuses("no checkpoint after step 5; there are 0, 4, 8, 12", start, llama, folder, after=5)
     bare = without_optimiser(folder, tmp_path / "bare")
-    with pytest.raises(TsaeError, match=r"is a later step \(4\), and no optimizer\.pt beside it says"):
-        start(llama, bare, after=4)
+    refuses(r"is a later step \(4\), and no optimizer\.pt beside it says", start, llama, bare, after=4)
     # The base itself is a later step of the run.
     series = tsae.CheckpointSeries.load(llama, bare)
     late = tsae.CheckpointSeries(tuple(replace(c, run=None) if c.step == 4 else c for c in series if c.step))

@@ -33,7 +33,7 @@ from support.stores import LENS_SITE, lens_config, randomized
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
-from tsae.sae.quality.published_fve_check import check_published_fve, named_measures, warn_where_short
+from tsae.sae.quality.evaluation import check_published_fve, named_measures, warn_where_short
 
 PUBLISHED = Path(__file__).parent / "published"
 D, S = 8, 12

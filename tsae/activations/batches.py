@@ -42,8 +42,7 @@ import numpy as np
 
 from tsae.activations.catalogue import Catalogue
 from tsae.activations.config import Axis, Partner
-from tsae.activations.shard import DTYPES, REPAIR, Shard, as_torch
-from tsae.activations.spans import TokenSpan
+from tsae.activations.shard import DTYPES, REPAIR, Shard, TokenSpan, as_torch
 from tsae.activations.windows import (
     Mixture,
     Partners,

@@ -1,21 +1,20 @@
 """Shards: some trajectories as one reader read them, in one HDF5 file that is read through memory maps.
 
-`Shard` reads such a file, and `ShardWriter` writes one.
+`Shard` reads such a file, and `ShardWriter` writes one. Spans say which tokens of a trajectory count.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import h5py
 import numpy as np
 
-from tsae.activations.spans import TokenSpan, rows_mask
 from tsae.base.artefact import file_hash
 from tsae.base.files import flush_to_disk, partial_name, reading
 from tsae.base.hdf5 import HDF5Writer, Place, words
@@ -23,6 +22,7 @@ from tsae.base.hdf5 import places as stored_places
 from tsae.base.mirror import needed
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
+from tsae.rollouts.token_parts import ANSWER, OTHER, THINKING
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,10 @@ CHANGED = "its bytes have changed: its hash is not that of the manifest"
 
 STATISTICS = ("entropy", "logprob")
 """Of tokens, beside their activations; see `Shard`."""
+
+
+TokenSpan = Literal["response", "thinking", "answer", "prompt", "last_prompt", "all"]
+"""See `span_mask`."""
 
 
 class Piece(NamedTuple):
@@ -115,7 +119,7 @@ class Shard:
         return values
 
     def token_span(self, rollouts: Rollouts, span: TokenSpan, special_ids: frozenset[int]) -> np.ndarray:
-        """(n_tokens,) bool: tokens of a span; see `tsae.activations.spans.span_mask`.
+        """(n_tokens,) bool: tokens of a span; see `span_mask`.
 
         Raises:
             TsaeError: for thinking, where no response of the rollouts has any.
@@ -313,3 +317,64 @@ def write_shard(
             for i in range(len(trajectory)):
                 writer.put(site, i, values[offsets[i] : offsets[i + 1]])
         return writer.finish()
+
+
+def span_mask(
+    token_ids: np.ndarray,
+    offsets: np.ndarray,
+    prompt_lengths: np.ndarray,
+    span: TokenSpan,
+    special_ids: Collection[int],
+    parts: np.ndarray | None = None,
+) -> np.ndarray:
+    """(n_tokens,) bool: tokens of a span.
+
+    - response: tokens that the policy sampled; thinking: those in its thinking; answer: the rest of them;
+    - prompt: tokens before the response; last_prompt: the last of these;
+    - all: prompt and response.
+
+    Tokens of the response that the policy did not sample are in no span. Special tokens count only as last_prompt: the
+    response's first token is drawn from the prompt's last token, and chat templates may end in a special one.
+
+    Args:
+        token_ids: (n_tokens,) of whole trajectories, one after another.
+        offsets: (n_trajectories + 1,) where each begins.
+        prompt_lengths: (n_trajectories,) tokens of each prompt.
+        span: which tokens.
+        special_ids: ids of special tokens.
+        parts: (n_tokens,) the part of each token (`tsae.rollouts.token_parts`); None where all responses are
+            plain answers.
+    """
+    if span == "last_prompt":
+        last = np.zeros(len(token_ids), dtype=bool)
+        last[(offsets[:-1] + prompt_lengths - 1)[prompt_lengths > 0]] = True
+        return last
+    lengths = np.diff(offsets)
+    position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths)
+    in_prompt = position < np.repeat(prompt_lengths, lengths)
+    wanted = np.ones_like(in_prompt) if span == "all" else in_prompt if span == "prompt" else ~in_prompt
+    if parts is not None and span != "prompt":
+        of_span = {"thinking": parts == THINKING, "answer": parts == ANSWER}
+        wanted &= of_span.get(span, parts != OTHER)
+    elif span == "thinking":
+        wanted[:] = False
+    return wanted & ~np.isin(token_ids, list(special_ids))
+
+
+def rows_mask(
+    token_ids: np.ndarray,
+    offsets: np.ndarray,
+    rollouts: Rollouts,
+    rows: np.ndarray,
+    span: TokenSpan,
+    special_ids: Collection[int],
+) -> np.ndarray:
+    """`span_mask` of some rows of rollouts, which know the prompt lengths and parts.
+
+    Raises:
+        TsaeError: for thinking, where no response of the rollouts has any.
+    """
+    what = "no response has thinking, by any marker that is known"
+    refuse(rollouts.origin, (span == "thinking" and not rollouts.has_thinking, what, "Use the span response."))
+    lengths = rollouts.lengths("prompt_ids")[rows]
+    return span_mask(token_ids, offsets, lengths, span, special_ids, rollouts.token_parts(rows))

@@ -7,7 +7,7 @@
 3. Targets: what the caller names, or outcomes, behaviours and features that moved (`tsae.attribution.targets`).
 4. Shares come from one sweep backwards through the replay (`tsae.attribution.shares`).
 5. Effects: each band of problems is left out, and kept alone, in a real replay; other kinds of samples in a simulated
-   one (`tsae.attribution.simulation`).
+   one (`tsae.attribution.shares`).
 
 Memory holds the model, some vectors of its weights for each target, and one batch of activations.
 """
@@ -34,8 +34,7 @@ from tsae.attribution.path import Controls, Replayed, replay, train_on
 from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.sample_kinds import band_of, has_bands, label_of_bands, sample_kinds
 from tsae.attribution.settings import RunSettings
-from tsae.attribution.shares import Shares, TokenShares, shares
-from tsae.attribution.simulation import fits, simulate
+from tsae.attribution.shares import Shares, TokenShares, fits, shares, simulate
 from tsae.attribution.start import checkpoints_of, start_of
 from tsae.attribution.states import States
 from tsae.attribution.targets import FeatureMeans, Targets, find_targets

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from einops import einsum, reduce
 
-from tsae.activations.spans import rows_mask
+from tsae.activations.shard import rows_mask
 from tsae.base.filters import find_function
 from tsae.checkpoints.hooks import decoder_blocks
 from tsae.checkpoints.loading import Checkpoint

@@ -35,7 +35,7 @@ from tsae.errors import TsaeError
 from tsae.features.encoded_shards import EncodedShards, Piece, encode_shard, reconstructed
 from tsae.features.feature_table import FeatureTable
 from tsae.sae.model import TemporalSAE, check_fits
-from tsae.sae.quality.published_fve_check import check_published_fve, warn_where_short
+from tsae.sae.quality.evaluation import check_published_fve, warn_where_short
 from tsae.sae.quality.stability import Stability
 
 # Dense codes at once. A CPU gives larger arrays back to the system after every step; a GPU needs more to be busy.
@@ -70,7 +70,7 @@ def encode(
         kept: folder in which the codes of every shard are kept for the next encoding by this SAE, of a store that has
             some of the shards; those of other shards are removed from it. Only with `to`, and not with a `LiveSource`.
         check: warn, with the numbers, where a published SAE explains less than its makers say
-            (`tsae.sae.quality.published_fve_check`).
+            (`tsae.sae.quality.evaluation.check_published_fve`).
         progress: show a bar.
 
     Raises:

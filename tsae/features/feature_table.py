@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.activations.shard import TokenSpan, rows_mask
 from tsae.base import display
 from tsae.base.artefact import MANIFEST, Kind, is_whole, read_artefact, write_artefact
 from tsae.base.files import reading, replacing, writing
@@ -260,7 +260,7 @@ class FeatureTable:
             yield slice(first, last), slice(int(ends[0]), int(ends[-1])), ends - ends[0]
 
     def span_mask(self, span: TokenSpan = "response") -> np.ndarray:
-        """(n_tokens,) bool: tokens of a span; see `tsae.activations.spans.span_mask`. Outliers never count.
+        """(n_tokens,) bool: tokens of a span; see `tsae.activations.shard.span_mask`. Outliers never count.
 
         Raises:
             TsaeError: for thinking, where no response has any.

@@ -196,7 +196,7 @@ def _told(sae: TemporalSAE, evaluation: Evaluation | None) -> dict[str, object]:
     if isinstance(told.get("training"), dict):
         told["training"]["log_to"] = None
     if evaluation is not None:
-        # What `tsae.sae.quality.published_fve_check` holds it to, where others use it.
+        # What `check_published_fve` holds it to, where others use it.
         measured = {"fve": evaluation.fve, "l0": evaluation.l0}
         told["promised"] = {name: value for name, value in measured.items() if math.isfinite(value)}
     return dict(told)

@@ -48,7 +48,7 @@ import torch
 from safetensors.torch import load_file
 
 from tsae.activations.batches import Windows
-from tsae.activations.spans import TokenSpan
+from tsae.activations.shard import TokenSpan
 from tsae.activations.store import Pair
 from tsae.base import display
 from tsae.base.array_files import read_torch_file

@@ -14,7 +14,7 @@ import torch
 
 from support.checkpoints import ASK, TEMPLATES, TURNS, make_tokenizer
 from support.logs import refused
-from tsae.activations.spans import span_mask
+from tsae.activations.shard import span_mask
 from tsae.causal.edits import FeatureEdit
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig

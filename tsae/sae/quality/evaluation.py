@@ -26,10 +26,16 @@ the feature, each weighted by its ‖Δx‖. Neither length nor silence changes 
 equals it where all steps are alike.
 
 Loss recovered and KL, where the checkpoints are given: see `tsae.sae.quality.splice`.
+
+A published SAE still gives codes where its config names a wrong site, normalisation or bias, or where it is of another
+model. Its FVE shows the mistake: the FVE on a sample is compared with the one that its makers name, where they do, else
+with a half (`check_published_fve`).
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,8 +47,8 @@ import torch
 from einops import reduce
 
 from tsae.activations.batches import Windows, warn_of_outliers
-from tsae.activations.spans import TokenSpan
-from tsae.activations.store import ActivationStore
+from tsae.activations.shard import TokenSpan
+from tsae.activations.store import ActivationStore, Source
 from tsae.base import display
 from tsae.base.artefact import command_facts, read_record, write_record
 from tsae.base.files import reading
@@ -51,7 +57,7 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import refuse
 from tsae.rollouts.schema import BANDS
 from tsae.rollouts.token_parts import THINKING
-from tsae.sae.model import TemporalSAE, check_fits
+from tsae.sae.model import ForeignSAE, TemporalSAE, check_fits
 from tsae.sae.quality.splice import LossRecovered, loss_recovered
 
 if TYPE_CHECKING:
@@ -59,6 +65,14 @@ if TYPE_CHECKING:
 
 
 _OF_ALL_TOKENS = ("fve", "fve_high", "cosine", "cosine_high", "l0", "l0_high", "silent_high")
+
+_TOKENS = 4096
+_DENSE = 1 << 24
+"""Dense codes at once."""
+_LEAST, _NEAR = 0.5, 0.1
+"""Lowest FVE without a warning: `_LEAST` where its makers name none, else theirs less `_NEAR`."""
+_TIMES = 3.0
+"""A warning names more or fewer active latents than its makers do, from this factor on."""
 
 _MADE = ("kind", "command", "from")
 """What the file of an evaluation also says."""
@@ -508,3 +522,70 @@ def spread(items: list[T], most: int) -> list[T]:
     if len(items) <= most:
         return items
     return [items[i] for i in np.linspace(0, len(items) - 1, max(0, most)).astype(int)]
+
+
+def named_measures(sae: TemporalSAE) -> dict[str, float] | None:
+    """FVE and L0 that its makers name, as far as they are numbers; None for an SAE that was not published."""
+    found = sae.training_info.get("promised", _metadata(sae).get("promised"))
+    if found is None and not isinstance(sae, ForeignSAE):
+        return None
+    named = found if isinstance(found, dict) else {}
+    return {
+        name: float(named[name])
+        for name in ("fve", "l0")
+        if type(named.get(name)) in (int, float) and abs(named[name]) <= sys.float_info.max
+    }
+
+
+def _metadata(sae: TemporalSAE) -> dict[str, Any]:
+    """Metadata of sae_lens's cfg.json, where it has such."""
+    found = sae.training_info.get("sae_lens")
+    return found if isinstance(found, dict) else {}
+
+
+@torch.no_grad()
+def check_published_fve(sae: TemporalSAE, store: Source) -> tuple[float, float] | None:
+    """Measure a published SAE on about 4,096 tokens of a store without outliers, and warn where it falls short.
+
+    Returns:
+        (FVE, L0); None for an SAE that was not published.
+    """
+    if named_measures(sae) is None:
+        return None
+    sample = store.windows(sae.site, held_out=None, partner=None).first_tokens
+    sums, device = TokenSums(sae), sae.W_dec.device
+    for x in torch.from_numpy(sample[:: max(1, len(sample) // _TOKENS)]).split(max(64, _DENSE // sae.config.d_sae)):
+        sums.add(x.to(device), sae.encode(x.to(device)))
+    found = sums.slice("all", "all")
+    warn_where_short(sae, store, found.fve, found.l0, sums.n)
+    return found.fve, found.l0
+
+
+def warn_where_short(sae: TemporalSAE, store: Source, fve: float, l0: float, n_tokens: int) -> None:
+    """Warn where a published SAE explains less than it should, or with far more or fewer latents."""
+    named = named_measures(sae)
+    if named is None:
+        return
+    short = fve < (named["fve"] - _NEAR if "fve" in named else _LEAST)
+    other = "l0" in named and not named["l0"] / _TIMES <= l0 <= named["l0"] * _TIMES
+    if not short and not other:
+        return
+    says = [f"FVE {named['fve']:.2f}"] if "fve" in named else []
+    says += [f"L0 {named['l0']:.0f}"] if "l0" in named else []
+    expected = f"its makers name {' and '.join(says)}" if says else f"expected at least {_LEAST:g}"
+    without_bos = _metadata(sae).get("prepend_bos") is True and not _begins_with_special(store)
+    bos = " Its config says that texts begin with a BOS token; these do not." if without_bos else ""
+    warnings.warn(
+        f"this published SAE explains {fve:.2f} of the variance of {n_tokens:,} tokens at {sae.site}, with {l0:.1f} "
+        f"active latents a token ({expected}). It may be of another model or layer, or these texts may be unlike those "
+        f"that it was trained on. A diff finds only what it explains.{bos}",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _begins_with_special(store: Source) -> bool:
+    """Whether most prompts begin with a special token."""
+    prompts = store.rollouts.table["prompt_ids"].slice(0, 100).to_pylist()
+    special = set(store.special_ids)
+    return sum(bool(prompt) and prompt[0] in special for prompt in prompts) * 2 > len(prompts)

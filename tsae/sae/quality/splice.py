@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from einops import reduce
 
-from tsae.activations.spans import TokenSpan, rows_mask
+from tsae.activations.shard import TokenSpan, rows_mask
 from tsae.activations.store import ActivationStore
 from tsae.base.statistics import counts, percentile_interval
 from tsae.checkpoints.hooks import positions, rewritten
