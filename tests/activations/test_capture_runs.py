@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +19,10 @@ import torch
 
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, rewrite
-from support.children import free_port, killed_until_done, run_tsae, start
-from support.refusals import refuses
+from support.children import exit_codes, killed_until_done, run_tsae, start, start_ranks
+from support.refusals import fails, refuses
 from support.stand_in import ERRORS, short_of_memory
-from support.stores import edit
+from support.stores import contents, edit
 from tsae.activations import capture as recording
 from tsae.activations import reading_plan as opening
 from tsae.activations.capture import capture, capture_part
@@ -59,12 +58,8 @@ def again(series: CheckpointSeries, rollouts: Rollouts) -> Again:
     return captured
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def shards_of(folder: Path) -> dict[str, bytes]:
-    return {name: value for name, value in contents(folder).items() if name.endswith(".h5")}
+    return contents(folder, "*.h5")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -309,30 +304,10 @@ def test_little_is_padding_on_lengths_of_gsm8k() -> None:
 # --- several processes
 
 
-def run_rank(rank: int, port: int, size: int, series: Path, source: Path, to: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        run(series, source, to)
-    except TsaeError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-
-
 def run_part(index: int, series: Path, source: Path, to: Path) -> None:
     torch.set_num_threads(1)
     part, some = Part(index, 3), CheckpointSeries.load(series)
     capture_part(some, Rollouts.read(source), SITES, to=to, part=part, config=CONFIG, progress=False)
-
-
-def start_ranks(size: int, *args: Any) -> list[Any]:
-    port = free_port()
-    return [start(run_rank, rank, port, size, *args) for rank in range(size)]
-
-
-def exit_codes(children: list[Any]) -> list[int | None]:
-    for child in children:
-        child.join(120)
-    return [child.exitcode for child in children]
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(7, marks=pytest.mark.slow)])
@@ -492,10 +467,7 @@ def test_parts_on_the_command_line(
     assert shards_of(tmp_path / "acts") == shards_of(whole)
     assert json.loads((tmp_path / "acts" / "manifest.json").read_text())["command"] == command
     for wrong in ("0/2", "3/2", "2", "a/b"):
-        with pytest.raises(SystemExit) as stopped:
-            main([*command, "--part", wrong])
-        assert stopped.value.code == 2
-        assert "1/n to n/n" in capsys.readouterr().err
+        assert "1/n to n/n" in fails(capsys, *command, "--part", wrong).err
 
 
 @pytest.mark.slow
@@ -517,10 +489,10 @@ def test_parts_that_run_at_once_and_are_killed_lose_nothing(
 
 @pytest.mark.slow
 def test_two_processes_write_the_store_of_one(series_folder: Path, source: Path, whole: Path, tmp_path: Path) -> None:
-    assert exit_codes(start_ranks(2, series_folder, source, tmp_path / "acts")) == [0, 0]
+    assert exit_codes(start_ranks(2, run, series_folder, source, tmp_path / "acts")) == [0, 0]
     assert contents(tmp_path / "acts") == contents(whole)
     # Finished: opened by both.
-    assert exit_codes(start_ranks(2, series_folder, source, tmp_path / "acts")) == [0, 0]
+    assert exit_codes(start_ranks(2, run, series_folder, source, tmp_path / "acts")) == [0, 0]
     assert contents(tmp_path / "acts") == contents(whole)
 
 
@@ -531,7 +503,7 @@ def test_what_two_killed_processes_left_is_completed_by_one(
     folder = tmp_path / "acts"
     for _ in range(20):  # on a busy machine they may end before they are killed
         shutil.rmtree(folder, ignore_errors=True)
-        children = start_ranks(2, series_folder, source, folder)
+        children = start_ranks(2, run, series_folder, source, folder)
         while entered(folder) < 4 and all(child.is_alive() for child in children):
             time.sleep(0.001)
         for child in children:
@@ -550,7 +522,7 @@ def test_all_processes_stop_where_one_refuses(
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
     reweigh(tmp_path / "series" / "easy-10", lambda w: w["model.embed_tokens.weight"].fill_(torch.nan))
-    assert exit_codes(start_ranks(2, tmp_path / "series", source, tmp_path / "acts")) == [2, 2]
+    assert exit_codes(start_ranks(2, run, tmp_path / "series", source, tmp_path / "acts")) == [2, 2]
     assert {Path(shard["file"]).parent.name for shard in records(tmp_path / "acts")} == {"base"}
 
 
@@ -744,22 +716,3 @@ def test_a_store_of_another_tokenizer_is_not_gone_on_with(again: Again, whole: P
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     edit(folder, lambda m: m.update(tokenizer="0123456789abcdef"))
     refuses("holds another capture: tokenizer differ", again, folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.pop("readers"),
-        lambda m: m.update(readers={"base": []}),
-        lambda m: m.update(sites=[]),
-        lambda m: m.update(dtype="float8"),
-        lambda m: m["readers"][0].update(id=7),
-        lambda m: m["readers"][0]["shards"][0].update(file=None),
-        lambda m: m["readers"][0]["shards"][0].pop("n_tokens"),
-    ],
-)
-def test_manifests_of_another_make_are_refused(whole: Path, tmp_path: Path, change: Callable[..., Any]) -> None:
-    (tmp_path / "acts").mkdir()
-    shutil.copy(whole / "manifest.json", tmp_path / "acts" / "manifest.json")
-    edit(tmp_path / "acts", change)
-    refuses("is not a manifest", ActivationStore, tmp_path / "acts")

@@ -19,7 +19,7 @@ import tsae
 from support.builders import make_rollouts
 from support.checkpoints import rewrite
 from support.children import run_tsae, start
-from support.refusals import refuses
+from support.refusals import fails, refuses
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import checkpoint, interrupted, same_files
 from tsae.activations.live import ActivationCache, LiveSource, LiveWindows, equal_blocks
@@ -486,9 +486,8 @@ def test_the_command_line_trains_without_a_store(
     assert run["inputs"]["site"] == SITE
     assert tsae.TemporalSAE.load(tmp_path / "sae").site == SITE
     for given in ([], live[:2], [*live, "--store", str(tmp_path)], ["--store", str(tmp_path), "--live.models", "1"]):
-        with pytest.raises(SystemExit):
-            main(["train", *given, *rest])
-        assert "tsae train: activations come from a store, or from live models" in capsys.readouterr().err
+        said = "tsae train: activations come from a store, or from live models"
+        assert said in fails(capsys, "train", *given, *rest).err
 
 
 @pytest.mark.parametrize("seed", range(3))

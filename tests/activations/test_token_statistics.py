@@ -15,6 +15,7 @@ import torch
 import tsae
 from support.builders import make_rollouts, model_config, save_model, save_perturbed, save_series
 from support.checkpoints import reweigh
+from support.refusals import fails, refuses
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.bridge import TransformerLensReader
 from tsae.checkpoints.hooks import HuggingFaceReader, body_output, positions, predictions
@@ -127,8 +128,7 @@ def test_the_store_holds_every_readers_predictions(
 
 def test_a_store_without_statistics_says_so(store: ActivationStore) -> None:
     assert not store.has_token_statistics
-    with pytest.raises(TsaeError, match=r"holds no entropies .* \(--token-statistics\)"):
-        tsae.trajectory_statistics(store)
+    refuses(r"holds no entropies .* \(--token-statistics\)", tsae.trajectory_statistics, store)
 
 
 def test_a_model_that_predicts_nan_is_named(tmp_path: Path, rollouts: Any) -> None:
@@ -200,9 +200,7 @@ def test_the_command_line_tabulates(
     assert lines[3].split()[2] == str(len(own))
     assert lines[3].split()[3:5] == [f"{means[0]:.3f}", f"{means[1]:.1%}"]
     assert lines[3].split()[6] == f"{means[2]:.4f}"
-    with pytest.raises(SystemExit):
-        main(["store", "statistics", str(store.path), "--to", str(to)])
-    assert "(--token-statistics)" in capsys.readouterr().err
+    assert "(--token-statistics)" in fails(capsys, "store", "statistics", store.path, "--to", to).err
 
 
 def test_a_policy_that_is_no_reader_leaves_nan(series: CheckpointSeries, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from safetensors.torch import save
 
 from support.builders import N_LAYERS, make_rollouts
 from support.children import free_port
+from support.refusals import refuses
+from support.stores import contents
 from tsae.activations.capture import capture, capture_part
 from tsae.activations.config import CaptureConfig, StatesConfig
 from tsae.activations.forward_batches import Batch, Misread
@@ -159,10 +161,6 @@ def values(store: ActivationStore, site: str, reader: str = "base") -> dict[int,
     return found
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.h5"))}
-
-
 def test_the_store_is_that_of_our_own_forward_passes(
     start: Callable[..., Engine], series_folder: Path, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
 ) -> None:
@@ -199,7 +197,7 @@ def test_parts_give_the_bytes_of_one_and_an_interrupted_capture_goes_on(
     left = [len(capture_part(base, texts, [SITE], part=Part(i, 3), **part)) for i in (2, 0, 0, 1)]
     assert left[0] > left[1] == left[2] > left[3] == 0
     assert len(engine.bodies) == len(texts)  # nothing was read twice
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a", "*.h5") == contents(tmp_path / "b", "*.h5")
 
 
 @pytest.mark.slow
@@ -391,8 +389,7 @@ def test_files_that_cannot_be_read_or_are_elsewhere(
         for name, value in options.items():
             setattr(engine, name, value)
         config = engine.config(retries=2)
-        with pytest.raises(TsaeError, match=what):
-            capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=config, progress=False)
+        refuses(what, capture, base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=config, progress=False)
         engine.locks, engine.writes, engine.delay = True, True, 0.005
         engine.name, engine.content = str, lambda content: content
 
@@ -468,16 +465,14 @@ def test_a_damaged_shard_is_computed_again(
 def test_what_a_server_needs(engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path) -> None:
     def refused(what: str, config: CaptureConfig = CONFIG, **options: Any) -> None:
         server = engine.config(**options) if options else None
-        with pytest.raises(TsaeError, match=what):
-            capture(base, texts, [SITE], to=tmp_path / "acts", config=config, server=server, progress=False)
+        refuses(what, capture, base, texts, [SITE], to=tmp_path / "acts", config=config, server=server, progress=False)
 
     refused("needs the address of a vLLM server and the folder")
     refused("needs the address of a vLLM server and the folder", folder=None)
     refused("is not a folder. Give the server's shared_storage_path", folder=tmp_path / "nowhere")
     refused(r"does not answer, asked 1 times", url=f"http://127.0.0.1:{free_port()}/v1", retries=0)
     refused("is given, and the backend is huggingface", replace(CONFIG, backend="huggingface"), check=2)
-    with pytest.raises(TsaeError, match='token_statistics=True needs another backend than "vllm"'):
-        replace(CONFIG, token_statistics=True)
+    refuses('token_statistics=True needs another backend than "vllm"', replace, CONFIG, token_statistics=True)
     for wrong in ({"check": 0}, {"layers": (-1,)}, {"url": "x"}, {"retries": -1}):
         with pytest.raises(TsaeError, match=next(iter(wrong))):
             StatesConfig(**wrong)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import torch
 
 from support.builders import BOS, EOS, overwrite, synthetic_store
 from support.refusals import refuses
-from support.stores import NEWLINE, SEMICOLON, SITE, SPECIAL, D, Text, Token, numbered_store, numbers
+from support.stores import NEWLINE, SEMICOLON, SITE, SPECIAL, D, Text, Token, interrupted, numbered_store, numbers
 from tsae.activations.batches import TokenBatch, Windows
 from tsae.activations.store import ActivationStore
 from tsae.base.distributed import Processes
@@ -30,7 +30,6 @@ from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training.loss import temporal_loss
-from tsae.sae.training.run_folder import RunFolder
 from tsae.sae.training.train import train
 from tsae.sae.training.trainer import Trainer
 
@@ -115,17 +114,20 @@ def test_partners_are_all_the_earlier_tokens_that_count(
 
 def test_tokens_know_their_trajectory_whatever_their_partner(steps: tuple[ActivationStore, list[Token]]) -> None:
     store, tokens = steps
-    for partner in ("earlier", None):
+    for partner in ("previous", "earlier", None):
         for batch in Windows(store, SITE, partner=partner, balance=("reader",)).epoch(0, 64):  # type: ignore[arg-type]
             assert batch.trajectory.tolist() == [tokens[n].row for n in numbers(batch.x)]
-            for (_, current), n in zip(batch.pairs.tolist(), numbers(batch.others) if partner else [], strict=True):
-                assert tokens[n].row == batch.trajectory[current]
+            assert len(set(batch.trajectory.tolist())) > 1
+            everyone = numbers(batch.x) + ([] if batch.others is None else numbers(batch.others))
+            for earlier, current in batch.pairs.tolist():
+                assert tokens[everyone[earlier]].row == batch.trajectory[current]
 
 
 def test_previous_partners_are_in_the_windows(steps: tuple[ActivationStore, list[Token]]) -> None:
     for batch in Windows(steps[0], SITE).epoch(0, 64):
         assert batch.others is None
         assert (batch.pairs[:, 1] - batch.pairs[:, 0] == 1).all()
+        assert len(np.unique(batch.pairs[:, 1])) == len(batch.pairs)
 
 
 def test_without_partners_the_same_tokens_come_in_the_same_order(steps: tuple[ActivationStore, list[Token]]) -> None:
@@ -174,7 +176,9 @@ def test_outliers_are_no_partners(tmp_path: Path, partner: Any) -> None:
     may = allowed(tokens, partner, "all", (SEMICOLON,))
     found: set[tuple[int, int]] = set()
     for epoch in range(100):
-        seen, pairs = read(windows.epoch(epoch, 30))
+        batches = list(windows.epoch(epoch, 30))
+        assert all(b.trajectory.tolist() == [tokens[n].row for n in numbers(b.x)] for b in batches)
+        seen, pairs = read(iter(batches))
         assert sorted(seen) == sorted(set(range(60)) - large)
         found |= set(pairs)
     assert found == {(a, n) for n, before in may.items() for a in before if not {a, n} & large}
@@ -303,9 +307,10 @@ def test_cells_of_equal_size_change_nothing(tmp_path: Path) -> None:
             assert batches_of(balanced, epoch) == batches_of(plain, epoch)
 
 
-def test_balanced_epochs_depend_on_seed_and_epoch_alone(unequal: tuple[ActivationStore, list[Token]]) -> None:
+@pytest.mark.parametrize("balance", [(), ("run", "band")])
+def test_epochs_depend_on_seed_and_epoch_alone(unequal: tuple[ActivationStore, list[Token]], balance: Any) -> None:
     def windows(seed: int = 0) -> Windows:
-        return Windows(unequal[0], SITE, balance=("run", "band"), seed=seed)
+        return Windows(unequal[0], SITE, balance=balance, seed=seed)
 
     once = windows()
     list(once.epoch(5, 60))
@@ -369,10 +374,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Interrupted(Exception):
-    """Stands for a kill."""
-
-
 @pytest.fixture(scope="module")
 def noisy(unequal: tuple[ActivationStore, list[Token]], tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
     """The same store with activations that an SAE can learn something from."""
@@ -391,17 +392,11 @@ def test_a_training_goes_on_with_the_same_bits(
     config = replace(CONFIG, temporal=temporal)
     training = TrainingConfig(tokens=8000, batch_tokens=160, save_every_steps=17, **OPTIONS[name])
     whole = train(noisy, config, to=tmp_path / "whole", training=training, progress=False)
-    save = RunFolder.save
 
-    def stopping(self: RunFolder, steps: int, tensors: Any) -> None:
-        save(self, steps, tensors)
-        raise Interrupted
+    def run(folder: Path) -> TemporalSAE:
+        return train(noisy, config, to=folder, training=training, progress=False)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "save", stopping)
-        with pytest.raises(Interrupted):
-            train(noisy, config, to=tmp_path / "sae", training=training, progress=False)
-    again = train(noisy, config, to=tmp_path / "sae", training=training, progress=False)
+    again = run(interrupted(monkeypatch, noisy, tmp_path / "sae", training=training, training_of=run))
     for key, value in whole.state_dict().items():
         assert torch.equal(again.state_dict()[key], value), key
     info = json.loads((tmp_path / "sae" / "training.json").read_text())

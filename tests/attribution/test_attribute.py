@@ -19,6 +19,7 @@ import torch
 import tsae
 from support.builders import save_perturbed
 from support.grpo_loop import GrpoLoop, make_log
+from support.refusals import refuses
 from tsae.attribution.attribute import _check_begin
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
@@ -216,12 +217,9 @@ def test_samples_and_tokens_can_be_read(found: Attribution, trained: tuple[GrpoL
     moved = found.of_sample(int(top.trajectory.iloc[0]))
     assert set(moved.target) == set(found.targets.target)
     assert moved.part.is_monotonic_decreasing
-    with pytest.raises(TsaeError, match="no target 'feature 9'"):
-        found.of_target("feature 9")
-    with pytest.raises(TsaeError, match="no step was trained on trajectory 999"):
-        found.of_sample(999)
-    with pytest.raises(TsaeError, match="no kind 'reward'; there are band, outcome"):
-        found.table(kind="reward")
+    refuses("no target 'feature 9'", found.of_target, "feature 9")
+    refuses("no step was trained on trajectory 999", found.of_sample, 999)
+    refuses("no kind 'reward'; there are band, outcome", found.table, kind="reward")
 
 
 def test_what_is_saved_is_loaded(
@@ -236,13 +234,10 @@ def test_what_is_saved_is_loaded(
     assert again.info == json.loads(json.dumps(found.info))
     assert found.info["recipe"].endswith("(by training_args.json; trl 1.16.0)")
     assert str(run) not in (tmp_path / "a" / "attribution.json").read_text()
-    with pytest.raises(TsaeError, match="holds no complete attribution"):
-        Attribution.load(tmp_path)
-    with pytest.raises(TsaeError, match="was made from other rollouts"):
-        Attribution.load(tmp_path / "a", log.select(np.arange(12)))
+    refuses("holds no complete attribution", Attribution.load, tmp_path)
+    refuses("was made from other rollouts", lambda: Attribution.load(tmp_path / "a", log.select(np.arange(12))))
     replace(found, facts=found.facts.drop(columns="band")).save(tmp_path / "lacks")
-    with pytest.raises(TsaeError, match=r"facts\.parquet has no column band"):
-        Attribution.load(tmp_path / "lacks")
+    refuses(r"facts\.parquet has no column band", Attribution.load, tmp_path / "lacks")
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -408,8 +403,7 @@ def test_checkpoints_that_are_not_there(llama: Path, run: Path, tmp_path: Path) 
 
 def test_what_cannot_be_asked(llama: Path, run: Path, tmp_path: Path) -> None:
     for token in (-1, 10_000, 1.5):
-        with pytest.raises(TsaeError, match="is not a token id of this model"):
-            attribute(llama, run, tmp_path, first_token=token)
+        refuses("is not a token id of this model", attribute, llama, run, tmp_path, first_token=token)
     for options, said in (
         ({"points": 0}, "points=0"),
         ({"steps": (3, 1)}, "is not a stretch"),
@@ -418,10 +412,8 @@ def test_what_cannot_be_asked(llama: Path, run: Path, tmp_path: Path) -> None:
         ({"budget_gb": 0}, "budget_gb=0"),
         ({"features": (3, 3)}, "twice"),
     ):
-        with pytest.raises(TsaeError, match=said):
-            AttributionConfig(**options)
-    with pytest.raises(TsaeError, match="there is no SAE"):
-        attribute(llama, run, tmp_path, config=replace(BARE, features=(2,)))
+        refuses(said, AttributionConfig, **options)
+    refuses("there is no SAE", attribute, llama, run, tmp_path, config=replace(BARE, features=(2,)))
     unknown = Rollouts.read(run / "rollouts.parquet").with_column("outcome", ["unknown"] * 48)
     with pytest.raises(TsaeError, match=r"nothing is there to attribute: Too few .*problems have both right and wrong"):
         attribute(llama, run, tmp_path, unknown, first_token=None)

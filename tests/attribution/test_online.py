@@ -16,6 +16,7 @@ import torch
 
 from support.builders import make_rollouts
 from support.grpo_loop import sample_gradients
+from support.refusals import refuses
 from tsae.attribution.guard import Guard, Recorder, worst
 from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights, log_probabilities
 from tsae.attribution.settings import Optimiser
@@ -166,16 +167,16 @@ def train(
     log: Rollouts,
     kind: str,
     *,
-    record: Callable[[TrainedWeights, torch.optim.Optimizer], Recorder] | None = None,
+    record: dict[str, int] | None = None,
     weights: np.ndarray | None = None,
     guard: Callable[[Any, int], None] | None = None,
     keep: list[torch.Tensor] | None = None,
-) -> tuple[TrainedWeights, Recorder | None]:
-    """In plain torch, with two micro-batches a step."""
+) -> tuple[TrainedWeights, Any]:
+    """In plain torch, with two micro-batches a step; and what is recorded of the targets, with these options."""
     trained = TrainedWeights(Checkpoint(id="base", path=str(folder)).load_model().requires_grad_(True))
     parameters = list(trained.parameters.values())
     optimiser = MADE[kind][0](parameters)
-    recorder = record(trained, optimiser) if record else None
+    recorder = None if record is None else Recorder(trained, optimiser, the_targets(log), **record)
     kept = [] if keep is None else keep
     kept.append(trained.vector())
     for step, rows in by_step(log).items():
@@ -228,14 +229,7 @@ def the_exact_shares(llama: Path, log: Rollouts, kind: str) -> tuple[np.ndarray,
 
 
 def recorded(llama: Path, log: Rollouts, kind: str) -> Recorder:
-    _, recorder = train(
-        llama,
-        log,
-        kind,
-        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=1, n_steps=6),
-    )
-    assert recorder is not None
-    return recorder
+    return train(llama, log, kind, record={"refresh": 1, "n_steps": 6})[1]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
@@ -271,20 +265,11 @@ def test_with_momentum_what_comes_later_is_taken_as_it_is_now(llama: Path, log: 
 
 def test_recording_changes_nothing_and_follows_where_targets_head(llama: Path, log: Rollouts) -> None:
     plain, _ = train(llama, log, "momentum")
-    heading = []
-
-    def keep(recorder: Recorder, step: int) -> None:
-        heading.append(recorder.heading)
-
+    heading: list[np.ndarray] = []
     watched, recorder = train(
-        llama,
-        log,
-        "momentum",
-        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=4, n_steps=6),
-        guard=keep,
+        llama, log, "momentum", record={"refresh": 4, "n_steps": 6}, guard=lambda r, _: heading.append(r.heading)
     )
     assert torch.equal(plain.vector(), watched.vector())
-    assert recorder is not None
     assert list(recorder.values) == [0, 4]
     np.testing.assert_array_equal(heading[0], recorder.values[0])
     # At a refresh only what momentum still carries lies between value and heading.
@@ -305,10 +290,9 @@ def test_a_weight_is_a_factor_of_the_advantage(llama: Path, log: Rollouts) -> No
         llama,
         log,
         "momentum",
-        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log)),
+        record={},
         guard=lambda recorder, step: recorder.down_weight(weights[steps[step]]),
     )
-    assert recorder is not None
     assert recorder.frame.weight.tolist() == weights.tolist()
     assert (recorder.frame["now: begins (one)"][weights == 0] == 0).all()
     start = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model()).vector()
@@ -322,13 +306,12 @@ def test_what_is_predicted_is_what_is_recorded(llama: Path, log: Rollouts) -> No
         llama,
         log,
         "sgd",
-        record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=100),
+        record={"refresh": 100},
         guard=lambda recorder, step: (
             torch.nn.utils.clip_grad_norm_(list(recorder.trained.parameters.values()), 0.05),
             seen.append(recorder.predicted() * recorder._gradient_norm() / recorder._norm),
         ),
     )
-    assert recorder is not None
     recorded = recorder.frame[[f"share: {name}" for name in recorder.targets.names]].to_numpy()
     np.testing.assert_allclose(np.concatenate(seen), recorded, rtol=1e-4, atol=1e-9)
 
@@ -347,14 +330,7 @@ def test_the_guard_holds_a_target_that_would_rise(llama: Path, log: Rollouts) ->
             listed = guards[0]()
             assert (listed.effect > 0).all() if len(listed) else True
 
-        _, recorder = train(
-            llama,
-            log,
-            "sgd",
-            record=lambda trained, optimiser: Recorder(trained, optimiser, the_targets(log), refresh=1),
-            guard=judge,
-        )
-        assert recorder is not None
+        _, recorder = train(llama, log, "sgd", record={"refresh": 1}, guard=judge)
         return np.array(list(recorder.values.values()))[:, 0] - recorder.values[0][0], guards[0] if guards else None
 
     free, _ = ends(None)
@@ -382,21 +358,15 @@ def test_as_few_as_are_enough_are_listed() -> None:
 def test_what_cannot_be_recorded_is_refused(llama: Path, log: Rollouts) -> None:
     trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
     parameters, targets = list(trained.parameters.values()), the_targets(log)
-    with pytest.raises(TsaeError, match="the optimiser is RMSprop, expected"):
-        Recorder(trained, torch.optim.RMSprop(parameters), targets)
+    refuses("the optimiser is RMSprop, expected", Recorder, trained, torch.optim.RMSprop(parameters), targets)
     with pytest.raises(TsaeError, match="the optimiser is Adam with amsgrad, expected"):
         Recorder(trained, torch.optim.Adam(parameters, amsgrad=True), targets)
-    with pytest.raises(TsaeError, match="does not train 'model"):
-        Recorder(trained, torch.optim.SGD(parameters[3:], lr=1.0), targets)
+    refuses("does not train 'model", Recorder, trained, torch.optim.SGD(parameters[3:], lr=1.0), targets)
     recorder = Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets)
-    with pytest.raises(TsaeError, match=r"no target 'x'.*begins \(one\)"):
-        Guard(recorder, "x", harmful="rises", bound=0)
+    refuses(r"no target 'x'.*begins \(one\)", Guard, recorder, "x", harmful="rises", bound=0)
     for odd in ({"harmful": "raises", "bound": 0}, {"harmful": "rises", "bound": float("nan")}):
-        with pytest.raises(TsaeError, match="must be rises or falls"):
-            Guard(recorder, "begins (one)", **odd)
-    with pytest.raises(TsaeError, match="refresh=0 is less than 1"):
-        Recorder(trained, torch.optim.SGD(parameters, lr=1.0), targets, refresh=0)
+        refuses("must be rises or falls", Guard, recorder, "begins (one)", **odd)
+    refuses("refresh=0 is less than 1", Recorder, trained, torch.optim.SGD(parameters, lr=1.0), targets, refresh=0)
     with pytest.raises(TsaeError, match="the fact 'step', which"), recorder.samples([{"step": 1}]):
         raise AssertionError
-    with pytest.raises(TsaeError, match="weight=2"):
-        Guard(recorder, "begins (one)", harmful="rises", bound=0, weight=2)
+    refuses("weight=2", Guard, recorder, "begins (one)", harmful="rises", bound=0, weight=2)

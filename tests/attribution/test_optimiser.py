@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from support.refusals import refuses
 from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.settings import Optimiser
 from tsae.attribution.states import State, Stepper
-from tsae.errors import TsaeError
 
 N_STEPS = 25
 
@@ -115,5 +115,4 @@ def test_settings_go_to_other_processes(schedule: Any) -> None:
     ],
 )
 def test_schedules_that_cannot_be_are_refused(schedule: Any, shape: dict[str, Any] | None, said: str) -> None:
-    with pytest.raises(TsaeError, match=said):
-        Optimiser("adam", 1e-3, schedule, n_steps=None if shape is None else 9, shape=shape or {})
+    refuses(said, Optimiser, "adam", 1e-3, schedule, n_steps=None if shape is None else 9, shape=shape or {})

@@ -14,12 +14,12 @@ import yaml
 from safetensors.torch import save_file
 from trl import GRPOConfig, SFTConfig
 
+from support.refusals import refuses
 from tsae.attribution.find_settings import find_settings, read_settings
 from tsae.attribution.loss import Correction, PolicyLoss
 from tsae.attribution.settings import Batching, Optimiser
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import TsaeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -199,15 +199,10 @@ def test_the_samplers_correction_has_the_defaults_of_its_version(tmp_path: Path)
 
 def test_what_depends_on_the_version_is_asked_for(tmp_path: Path) -> None:
     whole = recipe(tmp_path, {**RECIPE, "temperature": 0.7})
-    with pytest.raises(
-        TsaeError, match="does not say beta, loss_type, epsilon, whose defaults differ by version of TRL"
-    ):
-        read_settings(whole)
+    refuses("does not say beta, loss_type, epsilon, whose defaults differ by version of TRL", read_settings, whole)
     assert read_settings(whole, version="0.18").loss == PolicyLoss("bnpo", temperature=0.7, beta=0.04)
-    with pytest.raises(TsaeError, match=r"has the defaults of TRL 9\.1, which are not known"):
-        read_settings(whole, version="9.1")
-    with pytest.raises(TsaeError, match="TRL new, which is not a version with GRPO"):
-        read_settings(whole, version="new")
+    refuses(r"has the defaults of TRL 9\.1, which are not known", read_settings, whole, version="9.1")
+    refuses("TRL new, which is not a version with GRPO", read_settings, whole, version="new")
     recipe(tmp_path, {**RECIPE, **SAYS_ALL, "bf16": None})
     assert read_settings(whole).version is None
 
@@ -234,8 +229,7 @@ def test_what_weights_and_biases_keeps(tmp_path: Path) -> None:
     assert (found.weights, found.dropout, found.notes[0][:20]) == ("float32", True, "TRL 1.20.0 is newer ")
     shown["strange_penalty"] = {"value": 0.3}
     (files / "config.yaml").write_text(yaml.safe_dump(shown))
-    with pytest.raises(TsaeError, match=r"strange_penalty=0\.3 is not known, and may change the updates"):
-        read_settings(files / "config.yaml")
+    refuses(r"strange_penalty=0\.3 is not known, and may change the updates", read_settings, files / "config.yaml")
 
 
 def varint(number: int) -> bytes:
@@ -282,12 +276,10 @@ def test_an_offline_run_of_weights_and_biases(tmp_path: Path) -> None:
     assert found.loss.beta == 0.2
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])  # of a run that was killed: the last change is lost
-    with pytest.raises(TsaeError, match="neftune_noise_alpha=5: the training added noise"):
-        read_settings(file, version="1.16")
+    refuses("neftune_noise_alpha=5: the training added noise", read_settings, file, version="1.16")
     for damaged in (whole.replace(b":W&B", b"none"), log_of_wandb(field(17, field(4, b"\x0f" * 9)))):
         file.write_bytes(damaged)
-        with pytest.raises(TsaeError, match="cannot be read"):
-            read_settings(file, version="1.16")
+        refuses("cannot be read", read_settings, file, version="1.16")
 
 
 def test_where_settings_lie(tmp_path: Path) -> None:
@@ -295,10 +287,8 @@ def test_where_settings_lie(tmp_path: Path) -> None:
     inside, parent = tmp_path / "run" / "checkpoint-10", tmp_path / "run"
     inside.mkdir(parents=True)
     series = CheckpointSeries((Checkpoint("base", "b"), Checkpoint("c", str(inside), run="run", step=10)))
-    with pytest.raises(TsaeError, match="the trainer's settings do not lie beside the checkpoints"):
-        find_settings(series)
-    with pytest.raises(TsaeError, match="holds no settings of a training"):
-        find_settings(series, where=parent)
+    refuses("the trainer's settings do not lie beside the checkpoints", find_settings, series)
+    refuses("holds no settings of a training", find_settings, series, where=parent)
     (parent / "other.yaml").write_text("a: 1\n")
     (parent / "broken.yaml").write_text("{")
     for learning_rate, folder in ((1e-5, inside), (2e-5, parent)):
@@ -310,10 +300,8 @@ def test_where_settings_lie(tmp_path: Path) -> None:
     assert find_settings(series, where=parent / "config_demo.yaml").optimiser.learning_rate == 2e-5
     (parent / "training_args.json").write_text(json.dumps({**SAYS_ALL, "learning_rate": 3e-5}))
     assert find_settings(series).optimiser.learning_rate == 3e-5
-    with pytest.raises(TsaeError, match="does not hold the settings of a trainer that is known"):
-        read_settings(parent / "other.yaml")
-    with pytest.raises(TsaeError, match="is not YAML"):
-        read_settings(parent / "broken.yaml")
+    refuses("does not hold the settings of a trainer that is known", read_settings, parent / "other.yaml")
+    refuses("is not YAML", read_settings, parent / "broken.yaml")
 
 
 def test_base_weights_and_dropout_are_those_of_the_checkpoints(tmp_path: Path) -> None:
@@ -336,8 +324,7 @@ def test_base_weights_and_dropout_are_those_of_the_checkpoints(tmp_path: Path) -
     (newest / "config.json").write_text(json.dumps({"attention_dropout": 0.1}))
     assert read_settings(tmp_path).dropout  # the switch does not reach attention's
     save_file({"a": torch.zeros(2, dtype=torch.float16)}, newest / "adapter_model.safetensors")
-    with pytest.raises(TsaeError, match="trained weights were kept in F16, expected float32 or bfloat16"):
-        read_settings(tmp_path)
+    refuses("trained weights were kept in F16, expected float32 or bfloat16", read_settings, tmp_path)
     recipe(tmp_path, {**RECIPE, **SAYS_ALL, "deepspeed": "zero3.json"})
     found = read_settings(tmp_path / "config_demo.yaml")
     assert (found.weights, found.notes[-1][:9]) == ("float32", "DeepSpeed")
@@ -349,8 +336,7 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
     whole = recipe(tmp_path, words, state={"max_steps": 100, "log_history": logged})
     assert read_settings(whole).optimiser.rate(50) == pytest.approx(5.1e-6)
     recipe(tmp_path, {**words, "learning_rate": 3e-5, "lr_scheduler_type": "constant"}, state={"log_history": logged})
-    with pytest.raises(TsaeError, match=r"step 1 was 1e-05 by trainer_state\.json, 3e-05 by the settings"):
-        read_settings(whole)
+    refuses(r"step 1 was 1e-05 by trainer_state\.json, 3e-05 by the settings", read_settings, whole)
 
 
 @pytest.mark.parametrize(
@@ -382,8 +368,7 @@ def test_logged_rates_must_agree(tmp_path: Path) -> None:
 )
 def test_what_is_not_replayed_is_said(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "training_args.json").write_text(json.dumps({**SAYS_ALL, **changed}))
-    with pytest.raises(TsaeError, match=said):
-        read_settings(tmp_path)
+    refuses(said, read_settings, tmp_path)
 
 
 def test_words_without_effect_are_passed_over(tmp_path: Path) -> None:
@@ -412,18 +397,15 @@ def test_words_without_effect_are_passed_over(tmp_path: Path) -> None:
 def test_damaged_states_are_named(state: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "training_args.json").write_text(json.dumps(SAYS_ALL))
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    with pytest.raises(TsaeError, match=r"trainer_state\.json: cannot be read"):
-        read_settings(tmp_path)
+    refuses(r"trainer_state\.json: cannot be read", read_settings, tmp_path)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     torch.save(SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False), tmp_path / "training_args.bin")
-    with pytest.raises(TsaeError, match=r"holds a trl\.trainer\.sft_config\.SFTConfig, expected a GRPOConfig"):
-        read_settings(tmp_path)
+    refuses(r"holds a trl\.trainer\.sft_config\.SFTConfig, expected a GRPOConfig", read_settings, tmp_path)
     for content, said in (("{", "is not JSON"), ("[1]", "holds a list, expected settings by name")):
         (tmp_path / "training_args.json").write_text(content)
-        with pytest.raises(TsaeError, match=said):
-            read_settings(tmp_path)
+        refuses(said, read_settings, tmp_path)
 
 
 def test_settings_in_words(tmp_path: Path) -> None:

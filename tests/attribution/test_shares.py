@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from support.grpo_loop import CASES, GrpoLoop, replay_of, run_of
+from support.refusals import refuses
 from tsae.attribution.path import Replayed
 from tsae.attribution.shares import Shares, shares, token_shares
 from tsae.attribution.targets import NextToken, Together
-from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 EVERY = 100
@@ -154,8 +154,6 @@ def test_shares_that_are_not_finite_are_no_shares(trained: Trainer, tmp_path: Pa
     path = replay_of(run_of(loop), tmp_path)
     prompts = [loop.log.tokens(0)[0]]
     twice = Together(*(NextToken(prompts, ["all"], token, what="P") for token in (5, 6)))
-    with pytest.raises(TsaeError, match="two targets are named 'P"):
-        shares(path, twice, progress=False)
+    refuses("two targets are named 'P", shares, path, twice, progress=False)
     path.clips[2] = float("nan")
-    with pytest.raises(TsaeError, match="shares of samples are not finite"):
-        shares(path, targets(loop.log), progress=False)
+    refuses("shares of samples are not finite", lambda: shares(path, targets(loop.log), progress=False))

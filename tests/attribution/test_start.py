@@ -14,6 +14,7 @@ import tsae
 from support.builders import save_model, save_perturbed
 from support.checkpoints import save_adapter, save_resized
 from support.grpo_loop import ADAPTER, CASES, GrpoLoop, make_log, replay_of
+from support.refusals import refuses
 from tsae.attribution.forward_passes import Run
 from tsae.attribution.order import plan_updates
 from tsae.attribution.start import Start, checkpoints_of, start_of
@@ -83,22 +84,18 @@ def test_a_run_of_adapters_is_replayed(llama: Path, run: tuple[GrpoLoop, Path], 
 def test_what_is_no_plain_lora_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     base = save_model(tmp_path / "base", "qwen2")  # which has biases
     save_adapter(base, tmp_path / "run" / "checkpoint-1", target_modules=["q_proj", "v_proj"], **options)
-    with pytest.raises(TsaeError, match=said):
-        begin(base, tmp_path / "run")
+    refuses(said, begin, base, tmp_path / "run")
 
 
 def test_checkpoints_that_are_no_run(llama: Path, run: tuple[GrpoLoop, Path], tmp_path: Path) -> None:
     mixed = tmp_path / "mixed"
     shutil.copytree(run[1] / "checkpoint-1", mixed / "checkpoint-1")
     save_perturbed(llama, mixed / "checkpoint-2")
-    with pytest.raises(TsaeError, match="has whole models and adapters"):
-        begin(llama, mixed)
+    refuses("has whole models and adapters", begin, llama, mixed)
     series = tsae.CheckpointSeries.load(llama, run[1])
     twice = replace(series, checkpoints=(*series, replace(series.last("run"), id="again")))
-    with pytest.raises(TsaeError, match=r"has two checkpoints after step \d+, one of them again"):
-        checkpoints_of(twice, None)
-    with pytest.raises(TsaeError, match=r"has the runs run; no other\. Name one of them"):
-        checkpoints_of(series, "other")
+    refuses(r"has two checkpoints after step \d+, one of them again", checkpoints_of, twice, None)
+    refuses(r"has the runs run; no other\. Name one of them", checkpoints_of, series, "other")
     with pytest.raises(TsaeError, match=r"has the runs none\. Give the folder with the run's last checkpoint"):
         checkpoints_of(tsae.CheckpointSeries((series.base,)), None)
 
@@ -122,8 +119,7 @@ def test_a_run_that_resized_the_vocabulary_begins_at_the_base(llama: Path, tmp_p
 def test_checkpoints_of_other_sizes_make_no_path(llama: Path, tmp_path: Path) -> None:
     """Both sizes are named; and a vocabulary that changes on the way is none that one run trained."""
     save_model(tmp_path / "wide" / "checkpoint-1", d_model=24)
-    with pytest.raises(TsaeError, match=r"has the shape \(\d+, 24\) for the weight \S+, and \S+ has \(\d+, 16\)"):
-        begin(llama, tmp_path / "wide")
+    refuses(r"has the shape \(\d+, 24\) for the weight \S+, and \S+ has \(\d+, 16\)", begin, llama, tmp_path / "wide")
     for step, size in ((1, 20), (2, 24)):
         save_resized(llama, tmp_path / "grows" / f"checkpoint-{step}", size)
     with pytest.raises(

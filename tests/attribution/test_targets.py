@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tsae
-from support.builders import make_rollouts, save_model
+from support.builders import make_rollouts, random_sae, response_means, save_model
+from support.refusals import refuses
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
 from tsae.attribution.sample_kinds import other_problems
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
-from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -45,12 +45,8 @@ def fixed(fingerprint: str) -> Rollouts:
     return make_rollouts(n_problems=30, n_samples=2, seed=5, tokenizer=fingerprint)
 
 
-def some_sae(threshold: float, point: str = "post") -> tsae.TemporalSAE:
-    sae = tsae.TemporalSAE(16, tsae.SAEConfig(d_sae=24, k=4), site=f"blocks.1.hook_resid_{point}")
-    generator = torch.Generator().manual_seed(0)
-    sae.initialize(0.1 * torch.randn(16, generator=generator), generator)
-    sae.threshold.fill_(threshold)
-    return sae.double()
+def some_sae(threshold: float = 0.3, point: str = "post") -> tsae.TemporalSAE:
+    return random_sae(site=f"blocks.1.hook_resid_{point}", around=0.1, threshold=threshold).double()
 
 
 def differences(targets: Any, trained: TrainedWeights, direction: torch.Tensor, by: float) -> np.ndarray:
@@ -89,26 +85,14 @@ def test_the_chance_of_a_first_token(trained: TrainedWeights) -> None:
         )
 
 
-def means_as_captured(trained: TrainedWeights, sae: Any, fixed: Rollouts) -> list[np.ndarray]:
-    """Of every response, the means of three features by the reader that capture uses."""
-    reader = HuggingFaceReader(trained.model, [sae.site])
-    means = []
-    for row in range(len(fixed)):
-        prompt, response = fixed.tokens(row)
-        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-        codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].double())[len(prompt) :, [3, 0, 7]]
-        means.append(codes[~np.isin(response, SPECIAL)].mean(0).detach().numpy())
-    return means
-
-
 @pytest.mark.parametrize("point", ["pre", "post"])
 def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str) -> None:
     """Against the reader that capture uses; the gradient where codes are continuous."""
     sae = some_sae(1e-9, point)
     targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
-    means = means_as_captured(trained, sae, fixed)
-    np.testing.assert_allclose(jumping(targets, trained), np.mean(means, 0), rtol=1e-6)
-    np.testing.assert_allclose(targets.values(trained), np.mean(means, 0), rtol=1e-6)  # hardly a threshold
+    means = response_means(trained.model, sae, fixed, SPECIAL)[:, [3, 0, 7]].mean(0)
+    np.testing.assert_allclose(jumping(targets, trained), means, rtol=1e-6)
+    np.testing.assert_allclose(targets.values(trained), means, rtol=1e-6)  # hardly a threshold
     slopes = targets.gradients(trained).double()
     for seed in range(3):
         direction = some_direction(trained, seed)
@@ -119,22 +103,21 @@ def test_means_of_features(trained: TrainedWeights, fixed: Rollouts, point: str)
 @pytest.mark.parametrize("normalize", ["none", "layer_norm"])
 def test_means_of_features_of_a_published_sae(trained: TrainedWeights, fixed: Rollouts, normalize: Any) -> None:
     """Its own input and units; half of its latents have no threshold, and no jump."""
-    ours = some_sae(0.3)
+    ours = some_sae()
     config = ForeignConfig(d_sae=24, apply_b_dec_to_input=False, normalize=normalize)
     sae = ForeignSAE(16, config, site=ours.site).double()
     sae.load_state_dict({**ours.state_dict(), "threshold": torch.tensor([0.0, 0.3] * 12).double()})
     targets = FeatureMeans(sae, [3, 0, 7], fixed, SPECIAL, batch_tokens=200)
-    means = means_as_captured(trained, sae, fixed)
-    np.testing.assert_allclose(jumping(targets, trained), np.mean(means, 0), rtol=1e-5)
-    np.testing.assert_allclose(targets.values(trained)[1], np.mean(means, 0)[1], rtol=1e-5)
+    means = response_means(trained.model, sae, fixed, SPECIAL)[:, [3, 0, 7]].mean(0)
+    np.testing.assert_allclose(jumping(targets, trained), means, rtol=1e-5)
+    np.testing.assert_allclose(targets.values(trained)[1], means[1], rtol=1e-5)
     topk = ForeignSAE(16, ForeignConfig(d_sae=24, k=3, architecture="topk"), site=ours.site)
-    with pytest.raises(TsaeError, match="chooses the k largest latents"):
-        FeatureMeans(topk, [1], fixed, SPECIAL)
+    refuses("chooses the k largest latents", FeatureMeans, topk, [1], fixed, SPECIAL)
 
 
 def test_the_jump_at_the_threshold_is_in_the_gradient(trained: TrainedWeights, fixed: Rollouts) -> None:
     """Codes that switch on or off make a good part of a mean's change once the weights have moved some way."""
-    sae, features = some_sae(0.3), list(range(24))
+    sae, features = some_sae(), list(range(24))
     soft = FeatureMeans(sae, features, fixed, SPECIAL, width=0.05)
     hard = FeatureMeans(sae, features, fixed, SPECIAL, width=1e-9)
     np.testing.assert_allclose(hard.values(trained), jumping(soft, trained), rtol=1e-5)
@@ -149,7 +132,7 @@ def test_the_jump_at_the_threshold_is_in_the_gradient(trained: TrainedWeights, f
 
 
 def test_the_soft_gate_has_the_gradient_of_its_values(trained: TrainedWeights, fixed: Rollouts) -> None:
-    targets = FeatureMeans(some_sae(0.3), [0, 5, 9], fixed, SPECIAL, width=0.2)
+    targets = FeatureMeans(some_sae(), [0, 5, 9], fixed, SPECIAL, width=0.2)
     direction = some_direction(trained, 1)
     expected = differences(targets, trained, direction, 1e-5)
     np.testing.assert_allclose(
@@ -181,12 +164,11 @@ def test_likelihood_of_one_kind_against_another(trained: TrainedWeights, fixed: 
 
 def test_several_targets_one_after_another(trained: TrainedWeights, fixed: Rollouts) -> None:
     first = NextToken([fixed.tokens(0)[0]], ["all"], token=3, what="begins")
-    both = Together(first, FeatureMeans(some_sae(0.3), [1, 2], fixed, SPECIAL))
+    both = Together(first, FeatureMeans(some_sae(), [1, 2], fixed, SPECIAL))
     assert both.names == ["begins (all)", "feature 1", "feature 2"]
     assert both.values(trained).shape == (3,)
     assert both.gradients(trained).shape == (3, len(trained))
-    with pytest.raises(TsaeError, match="no feature 24; there are 0 to 23"):
-        FeatureMeans(some_sae(0.3), [24], fixed, SPECIAL)
+    refuses("no feature 24; there are 0 to 23", lambda: FeatureMeans(some_sae(), [24], fixed, SPECIAL))
 
 
 def test_logits_of_the_last_tokens_alone(trained: TrainedWeights) -> None:
@@ -213,5 +195,4 @@ def test_problems_of_the_log_are_left_out(tmp_path: Path) -> None:
     kept = [row for row in range(len(every)) if every.tokens(row)[0].tobytes() not in prompts]
     assert len(found) == sum(every.frame.policy[row] == base for row in kept) > 0
     assert set(found.frame.policy) == {base}
-    with pytest.raises(TsaeError, match="asks no other problems"):
-        other_problems(tmp_path / "all.parquet", every, base)
+    refuses("asks no other problems", other_problems, tmp_path / "all.parquet", every, base)

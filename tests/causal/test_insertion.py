@@ -12,12 +12,12 @@ import torch
 
 import tsae
 from support.builders import BOS, D_MODEL, EOS, model_config
+from support.refusals import fails, refuses
 from support.results import answer
 from tsae.causal.config import InsertionConfig
 from tsae.causal.insertion import COLUMNS, insertion, last_activations
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.cli import main
-from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
@@ -156,10 +156,8 @@ def test_bad_input(series: tsae.CheckpointSeries, sae: TemporalSAE, features: ts
         (series.base, other, 0, "another SAE"),
         (stranger, sae, 0, "no reader 'other'"),
     ):
-        with pytest.raises(TsaeError, match=said):
-            insertion(checkpoint, by, features, [chosen], progress=False)
-    with pytest.raises(TsaeError, match="n_contexts=0"):
-        InsertionConfig(n_contexts=0)
+        refuses(said, insertion, checkpoint, by, features, [chosen], progress=False)
+    refuses("n_contexts=0", InsertionConfig, n_contexts=0)
     scarce = insertion(series.base, sae, features, [BY_TOKEN], InsertionConfig(min_problems=30), progress=False)
     assert "30 are needed" in scarce.verdict[0]
     assert scarce.kept.isna().all()
@@ -175,9 +173,7 @@ def test_command_line(
     folder = replace(features, rollouts=dealt).save(tmp_path / "dealt")
     sae.save(tmp_path / "sae")
     args = ["diff", "--features", str(folder), "--to", str(tmp_path / "diff"), "--insertion", "2"]
-    with pytest.raises(SystemExit, match="2"):
-        main(args)
-    assert "--series and --sae" in capsys.readouterr().err
+    assert "--series and --sae" in fails(capsys, *args).err
     model = series.base.path
     main([*args, "--series", model, "--sae", str(tmp_path / "sae"), "--tokenizer", model])
     printed = capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tsae
-from support.builders import ARCHITECTURES, BATCHED, BOS, D_MODEL, MIXTURES, N_LAYERS, VOCABULARY, save_model
+from support.builders import ARCHITECTURES, BATCHED, BOS, MIXTURES, N_LAYERS, VOCABULARY, random_sae, save_model
 from support.grpo_loop import sample_gradients
 from tsae.activations.forward_batches import pad
 from tsae.attribution.sample_gradients import TrainedWeights
@@ -103,8 +103,7 @@ def stages(folder: Path, batch_tokens: int) -> dict[str, np.ndarray]:
         for n, text in enumerate([*TEXTS, *TEXTS[:2]])
     ]
     rollouts = tsae.Rollouts.from_records(records, {"tokenizer": tokenizer_fingerprint(load_tokenizer(base))})
-    sae = tsae.TemporalSAE(D_MODEL, tsae.SAEConfig(d_sae=32, k=4), site=SITES[1])
-    sae.initialize(torch.zeros(D_MODEL), torch.Generator().manual_seed(0))
+    sae = random_sae(site=SITES[1], d_sae=32)
     config = tsae.CaptureConfig(batch_tokens=batch_tokens)
     store = tsae.capture(series, rollouts, sites=[SITES[1]], to=to, config=config)
     (shard,) = store.shards()

@@ -18,7 +18,7 @@ import torch
 
 import tsae
 from support.builders import ARCHITECTURES, make_rollouts, save_model, save_perturbed, save_series
-from support.checkpoints import IDS, cached, edit, save_adapter
+from support.checkpoints import IDS, cached, edit, loads_of, save_adapter
 from support.refusals import refuses
 from support.servers import hub_here
 from tsae.checkpoints.loading import Checkpoint, ModelLoader, weights_fingerprint
@@ -51,13 +51,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
 
 
 def test_adapters_share_a_base_that_is_loaded_once(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    loads: list[str] = []
-    plain = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loads.append(str(k)), plain(*a, **k))[1]
-    )
+    loads = loads_of(monkeypatch)
     series = CheckpointSeries.load(adapters / "out")
     assert [(c.id, c.step) for c in series] == [("base", 0), ("out-00005", 5), ("out-00010", 10)]
     assert series.base.path == str(adapters / "base")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.refusals import refuses
 from tsae.checkpoints.layouts import refuse_shards, step_folders, step_of
-from tsae.errors import TsaeError
 
 MODEL, ADAPTER = ("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")
 CONFIG = ("config.json", "tokenizer.json")  # verl writes it beside every checkpoint, with or without weights
@@ -132,8 +132,7 @@ def test_shards_name_the_command_that_merges_them(
     layout: dict[str, tuple[str, ...]], says: str, tmp_path: Path
 ) -> None:
     folder = laid_out(tmp_path, layout)
-    with pytest.raises(TsaeError, match=says):
-        refuse_shards(folder, step_folders(folder))
+    refuses(says, lambda: refuse_shards(folder, step_folders(folder)))
 
 
 def test_a_run_that_a_link_names_too_is_one(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from support.builders import feature_table, synthetic_store
+from support.refusals import refuses
 from tsae.diff.baselines import baselines, mean_activations
 from tsae.diff.config import DiffConfig
-from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 
 QUICK = DiffConfig(n_bootstrap=200, n_permutations=1000)
@@ -76,5 +75,4 @@ def test_too_few_problems_and_foreign_stores_are_refused(tmp_path: Path) -> None
     assert found.auroc.isna().all()
     assert set(found.note) == {"4 problems have both sides; 10 are needed"}
     _, other = planted(tmp_path / "other", effect=1.0, n_problems=5)
-    with pytest.raises(TsaeError, match="not encoded from this store"):
-        baselines(table, other, QUICK)
+    refuses("not encoded from this store", baselines, table, other, QUICK)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.builders import EOS, feature_table, write_store
+from support.refusals import refuses
 from support.results import answer, rendered
 from tsae.activations.store import ActivationStore
 from tsae.commands.causes import Causal, opposed_features
@@ -20,7 +21,6 @@ from tsae.diff.effects import null_counts, null_of, problem_effects, question
 from tsae.diff.effects import tested_features as features_tested
 from tsae.diff.feature_diff import feature_diff
 from tsae.diff.inference import moved_p, q_values
-from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.report.terminal import print_findings
 from tsae.rollouts.table import Rollouts
@@ -348,13 +348,11 @@ def test_the_causal_command_finds_opposed_features_of_a_one_epoch_run(one_epoch:
 
     assert chosen(raised="up", lowered="down") == [0]
     assert chosen(raised="down", lowered="up") == [1]
-    with pytest.raises(TsaeError, match="no feature was raised by up and lowered by up"):
-        chosen(raised="up", lowered="up")
+    refuses("no feature was raised by up and lowered by up", chosen, raised="up", lowered="up")
     of_other = {**one_epoch.source.info, "sae": {**one_epoch.source.info["sae"], "weights": "other"}}
     replace(one_epoch.source, info=of_other).save(features)
     replace(one_epoch, info={**one_epoch.info, "sae": {"weights": "mine"}}).save(folder)
-    with pytest.raises(TsaeError, match=r"drawn from other features \(of other sae\)"):
-        chosen(raised="up", lowered="down")
+    refuses(r"drawn from other features \(of other sae\)", chosen, raised="up", lowered="down")
 
 
 @pytest.mark.slow
@@ -379,10 +377,8 @@ def test_damaged_facts_on_bands_are_refused(bands: Any) -> None:
     """What says whether bands can be compared must be as it was written."""
     table = log(n_problems=8)
     table.rollouts.info["bands"] = bands
-    with pytest.raises(TsaeError, match="not describe in a known way"):
-        comparisons(table, Rows.of(table, QUICK), QUICK)
-    with pytest.raises(TsaeError, match="not describe in a known way"):
-        feature_diff(table, QUICK, progress=False)
+    refuses("not describe in a known way", lambda: comparisons(table, Rows.of(table, QUICK), QUICK))
+    refuses("not describe in a known way", feature_diff, table, QUICK, progress=False)
 
 
 def test_a_feature_that_the_base_hardly_has_gets_a_size_that_people_can_hold() -> None:

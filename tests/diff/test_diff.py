@@ -20,6 +20,7 @@ import scipy.sparse as sp
 from scipy.stats import false_discovery_control
 
 from support.builders import EOS, feature_table
+from support.refusals import refuses
 from support.results import answer
 from tsae.diff.comparisons import Rows, outcome_comparisons, shift_comparisons
 from tsae.diff.config import DiffConfig
@@ -313,8 +314,7 @@ def test_ids_that_no_tokenizer_knows_are_shown_by_number() -> None:
     ],
 )
 def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(TsaeError, match=next(iter(config))):
-        DiffConfig(**config)
+    refuses(next(iter(config)), DiffConfig, **config)
 
 
 def test_trajectories_are_not_taken_for_independent() -> None:
@@ -385,8 +385,7 @@ def test_threads_keep_order_and_pass_errors_on() -> None:
         raise TsaeError("refused", where="here")
 
     slow = [partial(job, 9), partial(time.sleep, 0.2)]
-    with pytest.raises(TsaeError, match="refused"):
-        list(in_threads([refuse, *slow * 20], 2))
+    refuses("refused", lambda: list(in_threads([refuse, *slow * 20], 2)))
     assert len(begun) < 20
 
 
@@ -429,10 +428,8 @@ def test_rows_are_selected(diff: FeatureDiff) -> None:
     for table in (total, one):
         assert table.index.tolist() == [*range(len(table))]
         assert "index" not in table.columns
-    with pytest.raises(TsaeError, match="no feature 10; there are 0 to 9"):
-        diff.feature(10)
-    with pytest.raises(TsaeError, match="no column 'bands'"):
-        diff.table(bands="all")
+    refuses("no feature 10; there are 0 to 9", diff.feature, 10)
+    refuses("no column 'bands'", diff.table, bands="all")
 
 
 def test_a_misspelt_name_is_answered_with_those_that_there_are(diff: FeatureDiff) -> None:
@@ -443,8 +440,7 @@ def test_a_misspelt_name_is_answered_with_those_that_there_are(diff: FeatureDiff
         (lambda: diff.opposed("base", "rum"), "no checkpoint 'rum'"),
         (lambda: diff.table(feature="ten"), "no feature 'ten'; there are 0 to 9"),
     ):
-        with pytest.raises(TsaeError, match=message):
-            ask()
+        refuses(message, ask)
     assert diff.feature("4").index == 4
     assert set(diff.table(feature="4").feature) == {4}
 
@@ -542,8 +538,7 @@ def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:
     assert total.agreement[9] == "one"
     assert set(diff.compare(diff).agreement) == {"both", "neither"}
     other = {**diff.info, "sae": {**diff.info["sae"], "weights": "else"}}
-    with pytest.raises(TsaeError, match="a diff of the SAE None cannot be compared with one of else"):
-        diff.compare(replace(diff, info=other))
+    refuses("a diff of the SAE None cannot be compared with one of else", diff.compare, replace(diff, info=other))
 
 
 def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:

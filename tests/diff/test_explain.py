@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from support.builders import feature_table, make_rollouts
+from support.refusals import fails, refuses
 from support.results import make
 from support.servers import ChatServer, oracle, serving
 from tsae import FeatureDiff
@@ -345,8 +346,7 @@ def test_links_in_the_folder_are_not_followed(diff: FeatureDiff, server: ChatSer
     victim.write_text("precious")
     folder.mkdir()
     (folder / ANSWERS).symlink_to(victim)
-    with pytest.raises(TsaeError, match=r"answers\.jsonl: is a link"):
-        explain(diff, CONFIG, server=server.config, to=folder, progress=False)
+    refuses(r"answers\.jsonl: is a link", explain, diff, CONFIG, server=server.config, to=folder, progress=False)
     assert server.n_asked == 0
     (folder / "explanations.parquet").symlink_to(victim)
     found = explain(diff, CONFIG, to=folder, progress=False)
@@ -405,8 +405,7 @@ def test_control_characters_are_shown_as_such(diff: FeatureDiff) -> None:
 
 @pytest.mark.parametrize("prices", [(math.nan, 0.0), (0.0, -5.0), (math.nan, -5.0), (math.inf, 0.0)])
 def test_prices_are_finite_and_not_negative(prices: tuple[float, float]) -> None:
-    with pytest.raises(TsaeError, match="prices"):
-        ExplainConfig(prices=prices)
+    refuses("prices", ExplainConfig, prices=prices)
 
 
 def test_labels_go_with_their_sae_only(diff: FeatureDiff) -> None:
@@ -416,8 +415,7 @@ def test_labels_go_with_their_sae_only(diff: FeatureDiff) -> None:
     assert marked.names.tolist() == [*marked.features.label[:4], *marked.features.responds_to[4:]]
     assert str(marked.features.label[0]) in str(marked.top())
     other = replace(diff, info={**diff.info, "sae": {**diff.info["sae"], "weights": "other"}})
-    with pytest.raises(TsaeError, match="another SAE than the labels"):
-        found.mark(other)
+    refuses("another SAE than the labels", found.mark, other)
     with pytest.raises(TsaeError, match="another SAE than the labels"):
         replace(found, table=found.table.assign(feature=found.table.feature + 3)).mark(diff)
     unknown = replace(diff, info={**diff.info, "sae": {"d_high": 0}})
@@ -430,10 +428,8 @@ def test_features_that_moved_most_come_first(diff: FeatureDiff) -> None:
     assert found.table.feature.tolist() == [0, 2]  # of SHIFTS: .9 up and .8 down
     untested = replace(diff, shifts=diff.shifts.iloc[:0])
     assert explain(untested, replace(CONFIG, choose=())).labels == {}
-    with pytest.raises(TsaeError, match="no feature 9; there are 0 to 5"):
-        explain(diff, replace(CONFIG, choose=(9,)))
-    with pytest.raises(TsaeError, match="contexts need the features"):
-        explain(replace(diff, source=None), CONFIG)
+    refuses("no feature 9; there are 0 to 5", explain, diff, replace(CONFIG, choose=(9,)))
+    refuses("contexts need the features", explain, replace(diff, source=None), CONFIG)
 
 
 def test_the_command_labels_a_run_and_says_what_is_missing(
@@ -449,6 +445,4 @@ def test_the_command_labels_a_run_and_says_what_is_missing(
     assert "asks scripted for 2 labels" in err
     found = Explanations.load(tmp_path / "explanations")
     assert (found.info["labeller"], found.info["by_model"]) == ("scripted", True)
-    with pytest.raises(SystemExit):
-        main([*words, "--server.model", "m"])
-    assert "tsae: --server.url: is missing" in capsys.readouterr().err
+    assert "tsae: --server.url: is missing" in fails(capsys, *words, "--server.model", "m").err

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import tsae
-from support.builders import make_rollouts, save_model, save_perturbed
+from support.builders import make_rollouts, random_sae, save_model, save_perturbed
 from support.checkpoints import reweigh, save_resized
+from support.refusals import refuses
 from tsae.base import mirror
 from tsae.checkpoints.drift import update_of
 from tsae.checkpoints.loading import ModelLoader, weights_fingerprint
@@ -23,7 +24,6 @@ from tsae.cli import main
 from tsae.diff.noise import noise_null
 from tsae.errors import TsaeError
 from tsae.report.story.statements import noise_lines
-from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 
 SITE = "blocks.1.hook_resid_post"
@@ -102,29 +102,23 @@ def test_a_series_with_noise_is_not_saved(series: tsae.CheckpointSeries, tmp_pat
     noisy = update_of(series["easy-10"]).noisy(series["easy-10"], 1)
     with pytest.raises(TsaeError, match=r"easy-10\+noise1 has noise in its weights"):
         tsae.CheckpointSeries((series.base, noisy)).save(tmp_path)
-    with pytest.raises(TsaeError, match="belongs to no series"):
-        update_of(series.base)
+    refuses("belongs to no series", update_of, series.base)
 
 
 def test_weights_that_are_not_the_bases_are_refused_in_one_paragraph(llama: Path, tmp_path: Path) -> None:
     series = of_paths(llama, save_model(tmp_path / "wide", d_model=24), save_model(tmp_path / "qwen3", "qwen3"))
     said = r"model.embed_tokens.weight is stored as .* of the shape \(20, 24\), in .* of the shape \(20, 16\)"
-    with pytest.raises(TsaeError, match=rf"(?=.*{llama}).*{tmp_path / 'wide'}.*{said}"):
-        update_of(series["wide"])
-    with pytest.raises(TsaeError, match=r"its weights are not those of .*: 0 are missing and \d+ new"):
-        update_of(series["qwen3"])
+    refuses(rf"(?=.*{llama}).*{tmp_path / 'wide'}.*{said}", update_of, series["wide"])
+    refuses(r"its weights are not those of .*: 0 are missing and \d+ new", update_of, series["qwen3"])
     broken = reweigh(save_perturbed(llama, tmp_path / "broken"), lambda w: w["lm_head.weight"][0].fill_(torch.nan))
-    with pytest.raises(TsaeError, match=r"lm_head\.weight holds values that are not finite"):
-        update_of(of_paths(llama, broken)["broken"])
+    refuses(r"lm_head\.weight holds values that are not finite", lambda: update_of(of_paths(llama, broken)["broken"]))
 
 
 # -- the null
 
 
 def reading(series: tsae.CheckpointSeries, rollouts: Any, folder: Path) -> tuple[TemporalSAE, tsae.FeatureTable]:
-    sae = TemporalSAE(16, SAEConfig(d_sae=24, k=4, groups=(0.25, 0.75)), site=SITE)
-    sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
-    sae.threshold.fill_(1.0)
+    sae = random_sae(site=SITE, threshold=1.0, groups=(0.25, 0.75))
     store = tsae.capture(series, rollouts, [SITE], to=folder / "acts", progress=False)
     sae.save(folder / "sae")
     return sae, tsae.encode(sae, store, to=folder / "features", progress=False)
@@ -242,8 +236,7 @@ def test_other_checkpoints_and_another_sae_are_refused(series: tsae.CheckpointSe
         (renamed, sae, features, "has the base start, but the features were read by the base base"),
         (series, sae, counted, r"its special tokens are \[.*\], and were \[7, .*\] when"),
     ):
-        with pytest.raises(TsaeError, match=said):
-            noise_null(of, by, table, QUICK, progress=False)
+        refuses(said, noise_null, of, by, table, QUICK, progress=False)
 
 
 @pytest.mark.slow

@@ -30,14 +30,14 @@ QUICK = {"n_bootstrap": 400, "n_permutations": 1000, "bands": ("medium", "hard")
 DRAWS = DiffConfig(n_bootstrap=200, n_permutations=1000, confidence=0.95, seed=0, minimum_effect=0.0)
 
 
-def measure(repeats: int, n_problems: int, tokens: bool = False, effect: float = 0.6) -> dict[str, dict[str, float]]:
+def measure(repeats: int, n_problems: int) -> dict[str, dict[str, float]]:
     """Mean false-discovery proportion with its Monte-Carlo error, coverage and power of every contrast.
 
     Of what differs at all (false, found), and of what moved (moved_false, moved_found).
     """
     rates: dict[str, list[tuple[float, ...]]] = {name: [] for name in CONTRASTS}
     for seed in range(repeats):
-        world = planted(n_problems=n_problems, seed=seed, effect=effect)
+        world = planted(n_problems=n_problems, seed=seed)
         for name, contrast in contrasts_of(world, DiffConfig(seed=seed, **QUICK)).items():
             inference, truth = contrast.inference, world.truth[name][contrast.feature]
             if inference is None:  # by chance too few problems with both outcomes
@@ -48,16 +48,13 @@ def measure(repeats: int, n_problems: int, tokens: bool = False, effect: float =
             large = np.abs(truth * inference.delta / inference.difference) > 0.1
             moved = proportions(inference.q, large)
             covered = ((inference.low <= truth) & (truth <= inference.high)).mean()
-            naive = (
-                proportions(token_level_q(world, name), world.truth[name] != 0)[0]
-                if tokens and name != "interaction"
-                else 0
-            )
-            rates[name].append((*differs, *moved, covered, naive))
+            rates[name].append((*differs, *moved, covered))
+            if name != "interaction":
+                rates[name][-1] += proportions(token_level_q(world, name), world.truth[name] != 0)[:1]
     names = ("false", "found", "moved_false", "moved_found", "covered", "token_level_false")
     return {
         name: {
-            **dict(zip(names, np.mean(found, axis=0), strict=True)),
+            **dict(zip(names, np.mean(found, axis=0), strict=False)),
             "error": float(np.std([f[0] for f in found]) / math.sqrt(len(found))),
             "moved_error": float(np.std([f[2] for f in found]) / math.sqrt(len(found))),
         }
@@ -75,7 +72,7 @@ def proportions(q: np.ndarray, planted: np.ndarray) -> tuple[float, float]:
     ("repeats", "n_problems"), [(20, 60), *(pytest.param(200, n, marks=pytest.mark.slow) for n in (24, 60, 180))]
 )
 def test_planted_effects_are_found_and_little_else(repeats: int, n_problems: int) -> None:
-    rates = measure(repeats, n_problems, tokens=True)
+    rates = measure(repeats, n_problems)
     for name, rate in rates.items():
         assert rate["false"] <= 0.05 + 2.5 * rate["error"], (name, rate)
         assert rate["moved_false"] <= 0.05 + 2.5 * rate["moved_error"], (name, rate)
@@ -87,15 +84,6 @@ def test_planted_effects_are_found_and_little_else(repeats: int, n_problems: int
     # The same check, which a test over tokens fails.
     for name in ("shift", "outcome"):
         assert rates[name]["token_level_false"] > 0.15, rates[name]
-
-
-@pytest.mark.slow(ci=True)
-@pytest.mark.parametrize(("repeats", "n_problems"), [(30, 45), pytest.param(300, 24, marks=pytest.mark.slow)])
-def test_nothing_is_found_where_there_is_nothing(repeats: int, n_problems: int) -> None:
-    """The false share of a null world is the chance of finding anything at all."""
-    limit = 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / repeats)
-    for name, rate in measure(repeats, n_problems, effect=0.0).items():
-        assert max(rate["false"], rate["moved_false"]) <= limit, (name, rate)
 
 
 # --- the parts

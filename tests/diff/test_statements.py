@@ -1,4 +1,4 @@
-"""The table of planted truth: every line can be drawn, and none says what is not so more often than promised."""
+"""The table of planted truth: no line says what is not so more often than promised."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from tsae.diff.config import DiffConfig
 
 DRAWS = 50  # scripts/check_statements.py makes 200 or more
 QUICK = DiffConfig(n_bootstrap=100, n_permutations=1000, threads=1)
-
-
-@pytest.mark.slow
-def test_every_line_is_drawn() -> None:
-    for line in check_statements.LINES:
-        false, found = line.draw(0, QUICK)
-        assert not (math.isnan(false) and math.isnan(found)), line
-        assert math.isnan(false) or 0 <= false <= 1, line
-        assert math.isnan(found) or 0 <= found <= 1, line
 
 
 @pytest.mark.slow

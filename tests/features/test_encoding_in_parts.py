@@ -16,6 +16,7 @@ import pytest
 import tsae
 from support.builders import digests
 from support.damage import flip
+from support.refusals import refuses
 from support.stand_in import stand_in_gpu
 from tsae.activations.store import ActivationStore
 from tsae.base import part as parts
@@ -134,11 +135,9 @@ def test_pieces_of_another_encoding_and_damaged_ones_are_refused(
             encode(by, store, to=tmp_path, batch_tokens=batch_tokens, progress=False)
     piece = tmp_path / "pieces" / "000002.npz"
     piece.write_bytes(piece.read_bytes()[:-40])
-    with pytest.raises(TsaeError, match=r"000002\.npz: was damaged"):
-        encode(sae, shards, to=tmp_path, progress=False)
+    refuses(r"000002\.npz: was damaged", encode, sae, shards, to=tmp_path, progress=False)
     (tmp_path / "pieces" / "encoding.json").unlink()
-    with pytest.raises(TsaeError, match=r"holds pieces, but no encoding\.json"):
-        encode(sae, shards, to=tmp_path, progress=False)
+    refuses(r"holds pieces, but no encoding\.json", encode, sae, shards, to=tmp_path, progress=False)
 
 
 def test_a_piece_of_another_sae_is_refused(sae: TemporalSAE, shards: ActivationStore, tmp_path: Path) -> None:
@@ -146,8 +145,7 @@ def test_a_piece_of_another_sae_is_refused(sae: TemporalSAE, shards: ActivationS
     other = TemporalSAE(sae.d_model, sae.config, site=sae.site)
     encode_part(sae, shards, to=tmp_path / "here", part=Part(0, 2), progress=False)
     encode_part(other, shards, to=tmp_path / "there", part=Part(1, 2), progress=False)
-    with pytest.raises(TsaeError, match="its encoding did not finish"):
-        tsae.FeatureTable.load(tmp_path / "here")
+    refuses("its encoding did not finish", tsae.FeatureTable.load, tmp_path / "here")
     shutil.copy(tmp_path / "there" / "pieces" / "000001.npz", tmp_path / "here" / "pieces")
     with pytest.raises(TsaeError, match=r"000001\.npz: is a piece of another encoding\. Remove it") as refused:
         encode(sae, shards, to=tmp_path / "here", progress=False)

@@ -16,8 +16,9 @@ from gguf import GGUFReader
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from support.builders import EOS, feature_table, make_rollouts, save_model
-from tsae import FeatureTable, SAEConfig, TemporalSAE
+from support.builders import EOS, feature_table, make_rollouts, random_sae, save_model
+from support.refusals import refuses
+from tsae import FeatureTable, TemporalSAE
 from tsae.base.files import new_folder
 from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, site_names
 from tsae.cli import main
@@ -57,9 +58,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def sae() -> TemporalSAE:
-    made = TemporalSAE(16, SAEConfig(d_sae=N, k=2), site=SITE)
-    made.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
-    return made.eval().requires_grad_(False)
+    return random_sae(site=SITE, d_sae=N, k=2)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +146,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_steering_vector_that_does_not_fit_is_refused(model: Any) -> None:
     for odd in (torch.zeros(1, 16), torch.zeros(()), torch.zeros(16, dtype=torch.int64), torch.full((16,), torch.nan)):
-        with pytest.raises(TsaeError, match=r"expected .d_model,. finite numbers"):
-            SteeringVector(odd, SITE)
+        refuses(r"expected .d_model,. finite numbers", SteeringVector, odd, SITE)
     width = model.config.hidden_size
     for vector, strength in ((torch.zeros(width + 1), 1.0), (torch.zeros(width), float("nan"))):
         with pytest.raises(TsaeError, match="Give a vector of this model, and a finite strength"):
@@ -167,11 +165,9 @@ def test_a_steering_vector_is_added_and_taken_away(sae: TemporalSAE, model: Any,
     handle.remove()
     torch.testing.assert_close(steered, before - 5 * sae.W_dec[4])
     torch.testing.assert_close(read.read(ids, mask)[SITE], before)
-    with pytest.raises(TsaeError, match="no feature 7; there are 0 to 6"):
-        SteeringVector.of(sae, 7)
+    refuses("no feature 7; there are 0 to 6", SteeringVector.of, sae, 7)
     (tmp_path / "v.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(TsaeError, match="Export it again"):
-        SteeringVector.load(tmp_path / "v.safetensors")
+    refuses("Export it again", SteeringVector.load, tmp_path / "v.safetensors")
 
 
 def test_a_hook_steers_blocks_as_vllm_has_them(sae: TemporalSAE, model: Any) -> None:
@@ -200,8 +196,7 @@ def test_llama_cpp_reads_a_control_vector(sae: TemporalSAE, tmp_path: Path) -> N
     assert reader.fields["general.architecture"].contents() == "controlvector"
     assert reader.fields["controlvector.model_hint"].contents() == "llama"
     first = SteeringVector(torch.ones(16), "blocks.0.hook_resid_post")
-    with pytest.raises(TsaeError, match=r"llama\.cpp cannot steer blocks\.0"):
-        first.to_gguf(tmp_path / "w.gguf")
+    refuses(r"llama\.cpp cannot steer blocks\.0", first.to_gguf, tmp_path / "w.gguf")
     assert not list(tmp_path.glob("w.gguf*"))
 
 
@@ -258,8 +253,7 @@ def test_saebench_is_told_what_a_published_sae_is(changes: dict[str, Any], said:
 
 def test_an_sae_that_normalises_tokens_is_not_given_to_saebench(tmp_path: Path) -> None:
     lens = published(tmp_path, architecture="topk", k=3, normalize_activations="layer_norm")
-    with pytest.raises(TsaeError, match=r"normalises every token \(layer_norm\), and SAEBench decodes codes without"):
-        saebench_sae(lens, "gpt2")
+    refuses(r"normalises every token \(layer_norm\), and SAEBench decodes codes without", saebench_sae, lens, "gpt2")
 
 
 def published(folder: Path, *, threshold: float | None = None, **fields: Any) -> TemporalSAE:
@@ -301,10 +295,8 @@ def test_codes_of_another_sae_or_of_none_are_not_exported(
     told = features.info["sae"]
     for change in ({"weights": "other"}, {"n_experts": N}):
         other = replace(features, info={**features.info, "sae": {**told, **change}})
-        with pytest.raises(TsaeError, match="was encoded with another SAE"):
-            write_neuronpedia(other, sae, tmp_path, names, {})
-    with pytest.raises(TsaeError, match="no feature 7; there are 0 to 6"):
-        write_neuronpedia(features, sae, tmp_path, names, {}, chosen=[7])
+        refuses("was encoded with another SAE", write_neuronpedia, other, sae, tmp_path, names, {})
+    refuses("no feature 7; there are 0 to 6", write_neuronpedia, features, sae, tmp_path, names, {}, chosen=[7])
     n = int((features.reader == 0).sum())
     alone = replace(
         features, row_offsets=features.row_offsets[: n + 1], reader=features.reader[:n],

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from support.builders import BOS, make_rollouts, save_model, save_series
 from support.checkpoints import reweigh
+from support.refusals import refuses
 from tsae.activations.config import ReadingConfig
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.routers import RouterReader, _chosen
@@ -77,8 +78,7 @@ def untrained(config: Any) -> Any:
 
 def test_a_router_that_gives_scores_alone_is_refused() -> None:
     routers = RouterReader(untrained(transformers.DbrxConfig(**DBRX)))
-    with pytest.raises(TsaeError, match="block 0, DbrxRouter, returns scores, not choices"):
-        routers.read(IDS, torch.ones_like(IDS))
+    refuses("block 0, DbrxRouter, returns scores, not choices", routers.read, IDS, torch.ones_like(IDS))
 
 
 @pytest.mark.skipif(not RECENT, reason="this version of transformers lacks the model")
@@ -118,8 +118,7 @@ def test_nan_is_refused_but_for_padding(architecture: str, tmp_path: Path) -> No
     next(iter(routers.routers.values())).register_forward_pre_hook(
         lambda _, given: (torch.cat([given[0].reshape(7, -1)[:-1], torch.full((1, given[0].shape[-1]), torch.nan)]),)
     )
-    with pytest.raises(TsaeError, match=r"model: the router of block \d, \w+, gives NaN or infinity"):
-        routers.read(IDS, real)
+    refuses(r"model: the router of block \d, \w+, gives NaN or infinity", routers.read, IDS, real)
     real[0, -1] = 0
     first = next(iter(routers.routers))
     model.model.layers[first].register_forward_hook(lambda _, __, output: _finite(output))
@@ -194,8 +193,7 @@ def test_layers_are_chosen_and_tables_saved(changed: Any, tmp_path: Path) -> Non
     other = expert_use(series.select([RUN]), rollouts, layers=[0], progress=False)
     assert isinstance(again.info["sae"]["weights"], str)
     assert again.info["sae"]["weights"] != other.info["sae"]["weights"]
-    with pytest.raises(TsaeError, match=r"routers in the blocks .*0, 1, 2.*, not in 7"):
-        expert_use(series, rollouts, layers=[7], progress=False)
+    refuses(r"routers in the blocks .*0, 1, 2.*, not in 7", expert_use, series, rollouts, layers=[7], progress=False)
     # As numpy counts them.
     assert experts(expert_use(series.select([RUN]), rollouts, layers=np.array([1]), progress=False).info).layer[0] == 1
 
@@ -207,7 +205,5 @@ def test_layers_that_are_no_list_of_blocks_are_refused(layers: Any, changed: Any
 
 
 def test_a_dense_model_is_refused(series: CheckpointSeries, rollouts: Any) -> None:
-    with pytest.raises(TsaeError, match="not a mixture of experts"):
-        expert_use(series, rollouts, progress=False)
-    with pytest.raises(TsaeError, match="these features are not experts"):
-        experts({"sae": {}})
+    refuses("not a mixture of experts", expert_use, series, rollouts, progress=False)
+    refuses("these features are not experts", experts, {"sae": {}})

@@ -13,6 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 from support.builders import BOS, EOS, SHARED, feature_table
+from support.refusals import refuses
 from support.results import answer
 from tsae.diff import descriptions
 from tsae.diff.comparisons import Rows
@@ -302,8 +303,7 @@ def test_families_need_classes() -> None:
         families_of(story(n_problems=6), {"x": ("y",)})
     assert find_families("tsae.features.mathematics:math_classes") is FAMILIES
     assert find_families("tsae.testbed.classes:token_classes") is testbed.FAMILIES
-    with pytest.raises(TsaeError, match="names no annotator with FAMILIES"):
-        find_families("json:loads")
+    refuses("names no annotator with FAMILIES", find_families, "json:loads")
 
 
 def test_the_testbeds_families_are_classes_of_its_annotator() -> None:

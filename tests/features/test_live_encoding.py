@@ -11,6 +11,7 @@ import torch
 
 import tsae
 from support.builders import make_rollouts, save_base_and_run
+from support.refusals import fails
 from tsae.activations.live import LiveSource
 from tsae.base.part import Part
 from tsae.cli import main
@@ -108,6 +109,5 @@ def test_the_command(world: dict[str, Any], tmp_path: Path, capsys: pytest.Captu
     stored = encode(world["sae"], world["store"], progress=False)
     found = tsae.FeatureTable.load(tmp_path / "features")
     np.testing.assert_allclose(found.codes[:].toarray(), stored.codes[:].toarray(), atol=2e-5)
-    with pytest.raises(SystemExit):
-        main([str(word) for word in [*words, *given[:2]]])
-    assert "tsae encode: activations come from a store, or from live models" in capsys.readouterr().err
+    said = "tsae encode: activations come from a store, or from live models"
+    assert said in fails(capsys, *words, *given[:2]).err

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tsae
+from support.refusals import refuses
 from support.trl_runs import by_length, save_tiny, train
 from tsae.attribution.find_settings import read_settings
 from tsae.attribution.guard import Guard
@@ -300,18 +301,15 @@ def test_shares_are_recorded_and_a_guard_is_called_before_clipping(base: Path, t
 
 
 def test_a_trainer_that_cannot_be_followed_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(TsaeError, match="is a object, expected TRL's GRPOTrainer"):
-        TsaeCallback(object())
+    refuses("is a object, expected TRL's GRPOTrainer", lambda: TsaeCallback(object()))
     trainer = make_trainer(base, tmp_path)
     with pytest.raises(TsaeError, match="a guard watches a target"):
         TsaeCallback(trainer, guard=lambda recorder: Guard(recorder, "x", harmful="rises", bound=0))
     TsaeCallback(trainer)
-    with pytest.raises(TsaeError, match="has a TsaeCallback already"):
-        TsaeCallback(trainer)
+    refuses("has a TsaeCallback already", TsaeCallback, trainer)
     other = make_trainer(base, tmp_path)
     other.args.fp16 = True
-    with pytest.raises(TsaeError, match="the trainer uses float16"):
-        TsaeCallback(other, targets=the_targets())
+    refuses("the trainer uses float16", lambda: TsaeCallback(other, targets=the_targets()))
 
 
 # --- the log of another loop
@@ -372,8 +370,7 @@ def test_processes_are_joined_and_hostile_names_stay_names(base: Path, tmp_path:
 )
 def test_a_row_that_cannot_be_logged_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     log = RunLog(tmp_path, {})
-    with pytest.raises(TsaeError, match=said):
-        log.add(1, [ROW, ROW | change])
+    refuses(said, log.add, 1, [ROW, ROW | change])
     assert not (tmp_path / "generations").exists()
 
 
@@ -385,12 +382,9 @@ def test_a_log_that_is_a_link_or_damaged_is_refused(base: Path, tmp_path: Path) 
     table = pq.read_table(file)
     odd = table.append_column("ref_logprobs", [[[0.5]]])
     pq.write_table(odd, file)
-    with pytest.raises(TsaeError, match="ref_logprobs has 1 values for the 2 response_ids"):
-        Rollouts.read(tmp_path / "log", base)
+    refuses("ref_logprobs has 1 values for the 2 response_ids", Rollouts.read, tmp_path / "log", base)
     file.write_bytes(b"PAR1")
-    with pytest.raises(TsaeError, match=r"generation-000001-rank-0\.parquet: cannot be read"):
-        RunLog(tmp_path / "log", {}, step=1)
+    refuses(r"generation-000001-rank-0\.parquet: cannot be read", RunLog, tmp_path / "log", {}, step=1)
     (tmp_path / "log" / "updates.jsonl").unlink()
     (tmp_path / "log" / "updates.jsonl").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TsaeError, match="is a link"):
-        RunLog(tmp_path / "log", {})
+    refuses("is a link", RunLog, tmp_path / "log", {})

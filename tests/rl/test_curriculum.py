@@ -9,7 +9,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import beta
 
-from tsae.errors import TsaeError
+from support.refusals import refuses
 from tsae.rl.config import CurriculumConfig
 from tsae.rl.curriculum import Curriculum, CurriculumSampler
 
@@ -195,5 +195,4 @@ def test_rows_come_in_the_order_that_trl_needs() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(TsaeError, match=message):
-        make()
+    refuses(message, make)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.refusals import fails, refuses
 from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import (
@@ -120,8 +121,7 @@ def test_no_evaluation_chain_is_posed_for_training() -> None:
 def test_a_wrong_answer_is_refused() -> None:
     with pytest.raises(TsaeError, match="the answer '1' is not that of '3\\+5\\?', which is 8"):
         reformulate_operands(Problem("p", "3+5?", "1"))
-    with pytest.raises(TsaeError, match="n_ops=\\(3, 2\\) is not a range"):
-        reformulate_backward(chain("3+5*2?"), n_ops=(3, 2))
+    refuses("n_ops=\\(3, 2\\) is not a range", lambda: reformulate_backward(chain("3+5*2?"), n_ops=(3, 2)))
 
 
 def test_numbers_of_a_question_are_hidden_one_by_one() -> None:
@@ -222,8 +222,7 @@ def test_only_newlines_end_a_line_and_blank_ones_are_skipped(tmp_path: Path, rec
 def test_what_is_no_reformulation_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     record = {"id": "a", "prompt": "x", "answer": "1", "parent": "p", "kind": "k", "hidden": [1, 2], "accepted": ["1"]}
     (tmp_path / "r.jsonl").write_text("\n" + json.dumps({**record, **wrong}))
-    with pytest.raises(TsaeError, match=r"r\.jsonl:2: a problem, but no reformulation"):
-        read_reformulations(tmp_path / "r.jsonl")
+    refuses(r"r\.jsonl:2: a problem, but no reformulation", read_reformulations, tmp_path / "r.jsonl")
 
 
 def test_the_command_writes_problems_that_sampling_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,14 +241,11 @@ def test_the_command_writes_problems_that_sampling_reads(tmp_path: Path, capsys:
     assert "left out: nothing" in capsys.readouterr().out
     assert [item.accepted for item in read_reformulations(tmp_path / "hidden.jsonl")] == [("3",), ("4",)]
 
-    with pytest.raises(TsaeError, match="a problem, but no reformulation"):
-        read_reformulations(tmp_path / "hard.jsonl")
+    refuses("a problem, but no reformulation", read_reformulations, tmp_path / "hard.jsonl")
     for broken, what in (
         (json.dumps({"question": "?", "answer": "no marker"}).encode(), "no #### before the final answer"),
         (json.dumps({"question": 5, "answer": "#### 1"}).encode(), "the question is a int"),
         (b"PAR1\x98", "broken.jsonl:1: not a problem (UnicodeDecodeError"),
     ):
         (tmp_path / "broken.jsonl").write_bytes(broken + b"\n")
-        with pytest.raises(SystemExit):
-            main(["reformulate", str(tmp_path / "broken.jsonl"), "--to", str(tmp_path / "x.jsonl")])
-        assert what in capsys.readouterr().err
+        assert what in fails(capsys, "reformulate", tmp_path / "broken.jsonl", "--to", tmp_path / "x.jsonl").err

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import tsae
+from support.builders import random_sae
+from support.refusals import refuses
 from support.trl_runs import MEDIUM, by_length, save_tiny, tiny_llama, train
 from tsae.cli import main
 from tsae.errors import TsaeError
@@ -198,12 +200,6 @@ def make_credit(sae: tsae.TemporalSAE) -> Credit:
     return Credit(CreditConfig(), feature, keys, torch.tensor([-3.0]), torch.zeros(20), 0.0, 1.0, info)
 
 
-def make_sae(d_model: int = 32) -> tsae.TemporalSAE:
-    sae = tsae.TemporalSAE(d_model, tsae.SAEConfig(d_sae=16, k=4), site=SITE)
-    sae.initialize(torch.zeros(d_model), torch.Generator().manual_seed(0))
-    return sae.eval()
-
-
 def credit_rule(*args: Any, **options: Any) -> FeatureCredit:
     from tsae.rl.trl import FeatureCredit
 
@@ -215,7 +211,7 @@ def make_reference(folder: Path) -> tsae.Checkpoint:
 
 
 def test_scores_are_read_from_the_reference_in_the_state_before_each_token(tmp_path: Path) -> None:
-    reference, sae = make_reference(tmp_path / "base"), make_sae()
+    reference, sae = make_reference(tmp_path / "base"), random_sae(32, site=SITE, d_sae=16)
     rule = credit_rule(reference, sae, make_credit(sae), ShapingConfig(threshold=0.0))
     given = Given(torch.ones_like)
     gradients(make_trainer(tmp_path, credit=given))
@@ -293,12 +289,11 @@ def test_a_response_of_which_nothing_says_whether_it_is_right_is_refused(tmp_pat
         return [None] * len(completions)
 
     trainer = make_trainer(tmp_path, reward=[accuracy, format_reward], curriculum=Curriculum(IDS, GROUP))
-    with pytest.raises(TsaeError, match="accuracy gives a completion no finite reward"):
-        trainer.train()
+    refuses("accuracy gives a completion no finite reward", trainer.train)
 
 
 def test_training_with_credit_and_curriculum_runs_and_is_logged(tmp_path: Path) -> None:
-    reference, sae = make_reference(tmp_path / "base"), make_sae()
+    reference, sae = make_reference(tmp_path / "base"), random_sae(32, site=SITE, d_sae=16)
     curriculum = Curriculum(IDS, GROUP, CurriculumConfig(explore=0.5))
     credit = credit_rule(reference, sae, make_credit(sae), ShapingConfig(plausibility=True, dense=0.1))
     gradients(make_trainer(tmp_path, credit=credit, curriculum=curriculum, steps=3))
@@ -322,9 +317,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reading = tsae.CaptureConfig(token_statistics=True, batch_tokens=512)
     site = "blocks.2.hook_resid_post"
     store = tsae.capture(base, rollouts, [site], to=folder / "acts", config=reading, progress=False)
-    sae = tsae.TemporalSAE(store.d_model(site), tsae.SAEConfig(d_sae=32, k=4), site=site)
-    sae.initialize(torch.zeros(sae.d_model), torch.Generator().manual_seed(0))
-    sae.eval().save(folder / "sae")
+    sae = random_sae(store.d_model(site), site=site, d_sae=32)
+    sae.save(folder / "sae")
     tsae.encode(sae, store, to=folder / "features", progress=False)
     generator = torch.Generator().manual_seed(1)
     given = make_credit(sae)
@@ -386,16 +380,13 @@ def test_probabilities_of_something_else_are_refused(exported: Path, tmp_path: P
     features = tsae.FeatureTable.load(exported / "features")
     store = tsae.ActivationStore(exported / "acts")
     fewer = dataclasses.replace(features, rollouts=features.rollouts.select(range(4)))
-    with pytest.raises(TsaeError, match="holds other trajectories than"):
-        stored_logprob(fewer, "base", store)
+    refuses("holds other trajectories than", stored_logprob, fewer, "base", store)
     narrow = make_reference(tmp_path / "base")
     features.info["sae"]["site"] = SITE
-    with pytest.raises(TsaeError, match="the reference has d_model 32, the SAE expects 96"):
-        read_logprob(features, narrow)
+    refuses("the reference has d_model 32, the SAE expects 96", read_logprob, features, narrow)
     base = tsae.CheckpointSeries((tsae.testbed.series().base,))
     silent = tsae.capture(base, store.rollouts, [store.sites[0]], to=tmp_path / "acts", progress=False)
-    with pytest.raises(TsaeError, match="holds no log-probabilities"):
-        stored_logprob(features, "base", silent)
+    refuses("holds no log-probabilities", stored_logprob, features, "base", silent)
 
 
 class _NoEnd:
@@ -409,15 +400,13 @@ def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
 
     from tsae.rl.trl import check_arguments
 
-    reference, sae = make_reference(tmp_path / "base"), make_sae()
+    reference, sae = make_reference(tmp_path / "base"), random_sae(32, site=SITE, d_sae=16)
     credit = make_credit(sae)
-    other = make_sae()
+    other = random_sae(32, site=SITE, d_sae=16)
     other.b_enc.data += 1
-    with pytest.raises(TsaeError, match="the credit was learned on features of the SAE"):
-        credit_rule(reference, other, credit)
-    wide = make_sae(48)
-    with pytest.raises(TsaeError, match="the reference has d_model 32, the SAE expects 48"):
-        credit_rule(reference, wide, make_credit(wide))
+    refuses("the credit was learned on features of the SAE", credit_rule, reference, other, credit)
+    wide = random_sae(48, site=SITE, d_sae=16)
+    refuses("the reference has d_model 32, the SAE expects 48", lambda: credit_rule(reference, wide, make_credit(wide)))
     with pytest.raises(TsaeError, match="loss_type='cispo' takes one advantage a trajectory"):
         make_trainer(tmp_path, credit=Given(torch.ones_like), loss_type="cispo")
     with pytest.raises(TsaeError, match="the tokenizer has no end-of-sequence token"):
@@ -434,6 +423,5 @@ def test_rewards_that_are_not_finite_are_refused_before_the_first_step(
         return [float(value) for _ in completions]
 
     trainer = make_trainer(tmp_path, reward=[broken, *others])
-    with pytest.raises(TsaeError, match="has no finite reward"):
-        trainer.train()
+    refuses("has no finite reward", trainer.train)
     assert trainer.state.global_step == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.pairs import SITE, PlantedPair, paired_store, planted_pair
-from support.refusals import refuses
+from support.refusals import fails, refuses
 from tsae.activations.store import Pair
 from tsae.cli import main
 from tsae.sae.config import SAEConfig, TrainingConfig
@@ -312,9 +312,8 @@ def test_the_command_judges_a_published_crosscoder(
     assert [(one.kind, one.state) for one in verify([to], progress=False)] == [("SAE", "intact")]
     (trained := tmp_path / "trained").mkdir()
     (trained / "metrics.jsonl").write_text("{}")
-    with pytest.raises(SystemExit):
-        main(["crosscoder", *words[1:5], "--to", str(trained), "--published", str(tmp_path)])
-    assert "holds a training" in capsys.readouterr().err
+    published = ["--to", trained, "--published", tmp_path]
+    assert "holds a training" in fails(capsys, "crosscoder", *words[1:5], *published).err
     assert [file.name for file in trained.iterdir()] == ["metrics.jsonl"]
     found = {row["latent"]: row for row in json.loads((tmp_path / "found.json").read_text())["latents"]}
     assert len(found) == 20

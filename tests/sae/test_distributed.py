@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.children import free_port, start
+from support.children import exit_codes, start_ranks
 from tsae.base.distributed import ALONE, Processes, join
 from tsae.errors import TsaeError
 from tsae.sae.config import SAEConfig
@@ -132,10 +131,9 @@ CASES = {
 }
 
 
-def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def run_rank(folder: Path) -> None:
     with join("cpu") as among:
+        rank, size = among.rank, among.size
         for name, case in CASES.items():
             save_file(case.outcome(*case.share(rank, size), among), folder / f"{name}-{rank}.safetensors")
         x, pairs, trajectory, *_ = CASES["all terms"].share(rank, size)
@@ -153,11 +151,7 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Number of processes, and where they left what they computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    port = free_port()
-    ranks = [start(run_rank, rank, request.param, port, folder) for rank in range(request.param)]
-    for child in ranks:
-        child.join()
-    assert [child.exitcode for child in ranks] == [0] * request.param
+    assert exit_codes(start_ranks(request.param, run_rank, folder)) == [0] * request.param
     return request.param, folder
 
 

@@ -19,7 +19,9 @@ from slow_variance import SlowVariance
 
 import tsae
 from support.builders import make_rollouts, synthetic_store
-from support.checkpoints import save_adapter
+from support.checkpoints import loads_of, save_adapter
+from support.refusals import refuses
+from support.stores import numbers_by_hand
 from tsae.activations.store import ActivationStore
 from tsae.checkpoints.hooks import rewritten
 from tsae.checkpoints.series import CheckpointSeries
@@ -62,35 +64,6 @@ def fitting(store: ActivationStore) -> TemporalSAE:
     return sae.requires_grad_(False).eval()
 
 
-def reconstruction_by_loops(sae: TemporalSAE, x: np.ndarray) -> dict[str, float]:
-    """In float64, a token at a time."""
-    w = {name: value.double().numpy() for name, value in sae.state_dict().items()}
-    d_high, rows, fired = sae.config.d_high, [], np.zeros(sae.config.d_sae, dtype=bool)
-    for token in x.astype(np.float64):
-        pre = (token - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
-        codes = np.where((pre > 0) & (pre > w["threshold"]), pre, 0)
-        fired |= codes > 0
-        row = []
-        for used in (codes, np.where(np.arange(len(codes)) < d_high, codes, 0)):
-            x_hat = used @ w["W_dec"] + w["b_dec"]
-            cosine = token @ x_hat / np.linalg.norm(token) / np.linalg.norm(x_hat)
-            row += [((token - x_hat) ** 2).sum(), cosine, (used > 0).sum()]
-        rows.append(row)
-    silent = np.mean([row[-1] == 0 for row in rows])
-    error, cosine, l0, error_high, cosine_high, l0_high = np.array(rows).mean(0)
-    variance = ((x - x.mean(0, dtype=np.float64)) ** 2).sum(1).mean()
-    return {
-        "fve": 1 - error / variance,
-        "fve_high": 1 - error_high / variance,
-        "silent_high": silent,
-        "cosine": cosine,
-        "cosine_high": cosine_high,
-        "l0": l0,
-        "l0_high": l0_high,
-        "alive": fired.mean(),
-    }
-
-
 def test_slices_against_loops(banded: ActivationStore, sae: TemporalSAE) -> None:
     tokens: dict[tuple[str, str], list[np.ndarray]] = {}
     bands = banded.rollouts.table["band"].to_pylist()
@@ -118,7 +91,9 @@ def test_slices_against_loops(banded: ActivationStore, sae: TemporalSAE) -> None
     for s in found.slices:
         expected = np.array(tokens[s.by, s.value])
         assert s.n_tokens == len(expected)
-        for name, value in reconstruction_by_loops(sae, expected).items():
+        by_hand = numbers_by_hand(sae, [expected])
+        for name in ("fve", "fve_high", "silent_high", "cosine", "cosine_high", "l0", "l0_high", "alive"):
+            value = by_hand[name]
             assert getattr(s, name) == pytest.approx(value, rel=1e-4), (s.by, s.value, name)
             if s.by == "all":
                 assert getattr(found, name) == pytest.approx(value, rel=1e-4)
@@ -140,7 +115,7 @@ def test_a_trajectory_cut_by_special_tokens_is_one_trajectory(tmp_path: Path, sa
     assert found.n_trajectories == 3
     kept = [np.delete(text, [4, 13][: 1 + (len(text) > 13)], axis=0) for text in texts]
     assert found.n_tokens == sum(map(len, kept)) == 29
-    assert found.fve == pytest.approx(reconstruction_by_loops(sae, np.concatenate(kept))["fve"], rel=1e-4)
+    assert found.fve == pytest.approx(numbers_by_hand(sae, kept)["fve"], rel=1e-4)
     # No step leads over the special token.
     steps, codes = [], [sae.encode(torch.from_numpy(text).float()).numpy() for text in texts]
     for text, code in zip(texts, codes, strict=True):
@@ -307,8 +282,6 @@ def test_a_perfect_sae_recovers_everything(store: ActivationStore, series: Any) 
 def test_adapters_are_spliced_over_a_base_that_is_loaded_once(
     llama: Path, sae: TemporalSAE, fingerprint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     for step in (5, 10):
         save_adapter(llama, tmp_path / "run" / f"checkpoint-{step}", seed=step)
     adapters = CheckpointSeries.load(llama, tmp_path / "run")
@@ -316,11 +289,7 @@ def test_adapters_are_spliced_over_a_base_that_is_loaded_once(
     acts = tsae.capture(adapters, rollouts, [SITE], to=tmp_path / "acts", progress=False)
     rows = list(range(len(rollouts)))
     alone = [loss_recovered(sae, acts, checkpoint, rows) for checkpoint in adapters]
-    loads: list[str] = []
-    plain = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: (loads.append(str(k)), plain(*a, **k))[1]
-    )
+    loads = loads_of(monkeypatch)
     found = evaluate(sae, acts, held_out=None, max_norm=1e9, series=adapters)
     assert len(loads) == 1
     assert [loss.reader for loss in found.losses] == ["base", "run-00005", "run-00010"]
@@ -382,8 +351,7 @@ def test_rewriting_is_what_the_bridge_does(series: Any, site: str) -> None:
 
 def test_other_weights_than_those_captured_are_refused(store: ActivationStore, series: Any, sae: TemporalSAE) -> None:
     swapped = replace(series["easy-10"], id="base")
-    with pytest.raises(TsaeError, match="its weights or its config are not those that reader base had"):
-        loss_recovered(sae, store, swapped, [0])
+    refuses("its weights or its config are not those that reader base had", loss_recovered, sae, store, swapped, [0])
 
 
 # --- the command line
@@ -421,6 +389,8 @@ def test_everything_from_the_command_line(
 
 def test_nothing_active_is_null_in_json(store: ActivationStore) -> None:
     found = evaluate(TemporalSAE(16, SAEConfig(d_sae=8, k=1), site=SITE), store, held_out=None)
+    assert (found.l0, found.alive) == (0, 0)
+    assert math.isnan(found.smoothness_high)
     assert math.isnan(found.smoothness_high_robust)
     content = found.as_dict()
     assert content["smoothness_high_robust"] is None

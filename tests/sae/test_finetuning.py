@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from support.builders import synthetic_store
-from support.refusals import refuses
+from support.refusals import fails, refuses
 from support.stores import (
     CONFIG,
     SHORT,
@@ -372,14 +372,10 @@ def test_the_command_takes_the_starts_own_config(
         (["--site", "y"], "site=y is asked for, the start was trained at x.site"),
         (["--seeds", 0, 1], "a start has one site, and no seed of initial weights"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            main(command("x", "--start", base, *more))
-        assert stopped.value.code == 2
-        assert message in capsys.readouterr().err
+        assert message in fails(capsys, *command("x", "--start", base, *more)).err
         assert not (tmp_path / "x").exists()
-    with pytest.raises(SystemExit):
-        main(command("x", "--start", tmp_path / "none"))
-    assert f"{tmp_path / 'none'}: holds no complete SAE: manifest.json" in capsys.readouterr().err
+    missing = f"{tmp_path / 'none'}: holds no complete SAE: manifest.json"
+    assert missing in fails(capsys, *command("x", "--start", tmp_path / "none")).err
 
 
 # --- warm starts from published SAEs
@@ -436,9 +432,7 @@ def test_the_command_starts_from_a_published_sae(
     lens_of("standard", {}).save_model(tmp_path / "lens")
     words = ["train", "--store", first.path, "--init-from", tmp_path / "lens", "--to", tmp_path / "sae"]
     words += ["--tokens", 1000, "--batch-tokens", 200]
-    with pytest.raises(SystemExit):
-        main(list(map(str, words)))
-    assert "has 128 latents, and d_sae=4096 are asked for. Ask for as many or" in capsys.readouterr().err
+    assert "has 128 latents, and d_sae=4096 are asked for. Ask for as many or" in fails(capsys, *words).err
     words += ["--d-sae", 128]
     main(list(map(str, words)))
     found = TemporalSAE.load(tmp_path / "sae").config

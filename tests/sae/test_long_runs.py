@@ -395,16 +395,6 @@ def test_several_processes_refuse_a_store_whose_pairs_are_all_outliers(tmp_path:
         torch.testing.assert_close(weight, one.state_dict()[name], atol=3e-6, rtol=1e-5, msg=name)
 
 
-def test_shares_make_up_the_batch(store: ActivationStore) -> None:
-    windows = Windows(store, "x.site", window=4)
-    shares = [list(windows.epoch(0, 100, share=(i, 3))) for i in range(3)]
-    for whole, parts in zip(windows.epoch(0, 100), zip(*shares, strict=True), strict=True):
-        rows = sorted(row.tobytes() for part in parts for row in part.x.numpy())
-        assert rows == sorted(row.tobytes() for row in whole.x.numpy())
-        assert sum(len(part.pairs) for part in parts) == len(whole.pairs)
-        assert {part.number for part in parts} == {whole.number}
-
-
 @pytest.mark.slow
 def test_torchrun_runs_the_command(store: ActivationStore, tmp_path: Path) -> None:
     options = ["--d-sae", 64, "--k", 3, "--tokens", 5000, "--batch-tokens", 200]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from support.children import free_port, killed_until_done, past, start
+from support.children import exit_codes, killed_until_done, past, start, start_ranks
+from support.refusals import refuses
 from support.stores import CONFIG, SHORT, TRAINING, Interrupted, checkpoint, make_store, run, run_ranks, same_files
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
@@ -201,8 +201,7 @@ def test_one_bar_counts_all_trainings(
 
 def test_what_cannot_be_trained_is_refused(store: ActivationStore, tmp_path: Path) -> None:
     def refused(message: str, *, training: TrainingConfig = SHORT, **asked: Any) -> None:
-        with pytest.raises(TsaeError, match=message):
-            train_many(store, CONFIG, to=tmp_path / "many", training=training, progress=False, **asked)
+        refuses(message, train_many, store, CONFIG, to=tmp_path / "many", training=training, progress=False, **asked)
         assert not (tmp_path / "many").exists()
 
     refused("1 sites and 0 seeds make no training", sites=SITES[:1], seeds=[])
@@ -213,19 +212,9 @@ def test_what_cannot_be_trained_is_refused(store: ActivationStore, tmp_path: Pat
 # --- several processes
 
 
-def many_on_rank(rank: int, port: int, store: Path, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    many(store, folder)
-
-
 @pytest.mark.slow
 def test_two_processes_train_several(one_site: ActivationStore, tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [start(many_on_rank, rank, port, one_site.path, tmp_path / "many") for rank in (0, 1)]
-    for child in ranks:
-        child.join()
-    assert [child.exitcode for child in ranks] == [0, 0]
+    assert exit_codes(start_ranks(2, many, one_site.path, tmp_path / "many")) == [0, 0]
     training = replace(SHORT, site="x.site", seed=2, data_seed=0)
     assert run_ranks(one_site.path, tmp_path / "two", CONFIG, training) == [0, 0]
     same_files(tmp_path / "many" / "x.site-seed2", tmp_path / "two")

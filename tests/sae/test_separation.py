@@ -11,11 +11,11 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from support.builders import synthetic_store
+from support.builders import random_sae, synthetic_store
+from support.refusals import refuses
 from tsae.activations.store import ActivationStore
 from tsae.base.artefact import write_record
 from tsae.base.statistics import percentile_interval
-from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
@@ -223,6 +223,11 @@ def test_planted_separation_is_found(found: Separation) -> None:
     assert table.l0["temporal", "low", "band"] == pytest.approx(1)
     assert (table.level.xs("identity", level="label") == "token").all()
     assert (table.level.xs("problem", level="label") == "trajectory").all()
+    # Every problem has one to four successes of six, so that all count.
+    assert set(table.n_units.xs("outcome", level="label")) == {N_PROBLEMS}
+    assert set(table.n_units.xs("problem", level="label")) == {20 * N_SAMPLES}
+    assert accuracy["temporal", "low", "class"] == 1
+    assert accuracy["temporal", "high", "class"] < 0.65
 
 
 @pytest.mark.slow
@@ -241,36 +246,16 @@ def test_gains_are_differences_of_the_scores(found: Separation) -> None:
 
 
 @pytest.mark.slow
-def test_outcome_counts_only_problems_that_have_both(found: Separation) -> None:
-    """Every problem has one to four successes of six, so that all count."""
-    table = found.table()
-    outcome = table[table.label == "outcome"]
-    assert set(outcome.n_units) == {N_PROBLEMS}
-    assert set(table[table.label == "problem"].n_units) == {20 * N_SAMPLES}
-
-
-@pytest.mark.slow
 def test_what_cannot_be_probed_is_said(store: ActivationStore, tmp_path: Path) -> None:
-    sae = TemporalSAE(16, SAEConfig(d_sae=32, k=4), site="blocks.1.hook_resid_post")
-    sae.initialize(torch.zeros(16), torch.Generator().manual_seed(0))
-    sae.requires_grad_(False)
+    sae = random_sae(site="blocks.1.hook_resid_post", d_sae=32)
     found = separation({"sae": sae}, store, tokens_per_trajectory=2)
     assert "fewer than two classes" in found.skipped["band"]
     assert "problem" in set(found.table().label)
     assert "not probed: band" in str(found)
     assert found.gains == ()
-    with pytest.raises(TsaeError, match="needs the text of tokens"):
-        separation({"sae": sae}, store, annotator=lambda prompt, tokens: list(tokens))
+    refuses("needs the text of tokens", separation, {"sae": sae}, store, annotator=lambda prompt, tokens: list(tokens))
     lonely = synthetic_store(tmp_path / "acts", [np.random.default_rng(0).normal(size=(5, 16))], site=sae.site)
-    with pytest.raises(TsaeError, match="no label can be probed"):
-        separation({"sae": sae}, lonely)
-
-
-@pytest.mark.slow
-def test_an_annotator_gives_classes(found: Separation) -> None:
-    table = found.table().set_index(["sae", "group", "label"]).accuracy
-    assert table["temporal", "low", "class"] == 1
-    assert table["temporal", "high", "class"] < 0.65
+    refuses("no label can be probed", separation, {"sae": sae}, lonely)
 
 
 @pytest.mark.slow

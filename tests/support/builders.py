@@ -167,6 +167,35 @@ def save_base_and_run(folder: Path, model: Path) -> Path:
     return save_series(folder, records)
 
 
+def random_sae(d_model: int = D_MODEL, *, site: str, around: float = 0.0, threshold: float = 0.0, **config: Any) -> Any:
+    """Random directions around a random centre; 24 latents, which are active beyond a threshold."""
+    import torch
+
+    from tsae import SAEConfig, TemporalSAE
+
+    sae = TemporalSAE(d_model, SAEConfig(**{"d_sae": 24, "k": 4, **config}), site=site)
+    generator = torch.Generator().manual_seed(0)
+    sae.initialize(around * torch.randn(d_model, generator=generator) if around else torch.zeros(d_model), generator)
+    sae.threshold.fill_(threshold)
+    return sae.eval().requires_grad_(False)
+
+
+def response_means(model: Any, sae: Any, rollouts: Any, special: list[int]) -> np.ndarray:
+    """(n_trajectories, d_sae) mean codes of responses, by the reader that capture uses, without padding."""
+    import torch
+
+    from tsae.checkpoints.hooks import HuggingFaceReader
+
+    found, reader = [], HuggingFaceReader(model, [sae.site])
+    for row in range(len(rollouts)):
+        prompt, response = rollouts.tokens(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        codes = sae.encode(reader.read(ids, torch.ones_like(ids))[sae.site][0].to(sae.W_dec.dtype))[len(prompt) :]
+        counted = codes[torch.from_numpy(~np.isin(response, special))]
+        found.append(counted.sum(0).numpy() / max(1, len(counted)))
+    return np.array(found)
+
+
 def make_rollouts(
     policies: tuple[str, ...] = ("base",),
     *,

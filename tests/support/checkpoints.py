@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
@@ -35,6 +36,16 @@ def save_adapter(base: Path, folder: Path, *, seed: int = 0, **options: Any) -> 
                         parameter.add_(torch.randn(parameter.shape))
         model.save_pretrained(folder)
     return folder
+
+
+def loads_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one with every model that is loaded."""
+    from transformers import AutoModelForCausalLM
+
+    plain, loads = AutoModelForCausalLM.from_pretrained, list[str]()
+    counted = lambda *a, **k: (loads.append(str(k)), plain(*a, **k))[1]  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    return loads
 
 
 def edit(file: Path, **changes: Any) -> None:

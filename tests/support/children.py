@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import signal
 import socket
@@ -11,6 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+from tsae.errors import TsaeError
 
 # The server has imported what captures and trainings import and computed nothing: children start at once.
 _processes = multiprocessing.get_context("forkserver")
@@ -38,6 +43,28 @@ def free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+def start_ranks(size: int, target: Callable[..., None], *args: Any) -> list[Any]:
+    """Children that find each other as torchrun's do; one that is refused ends with 2."""
+    port = free_port()
+    return [start(_on_rank, rank, size, port, target, *args) for rank in range(size)]
+
+
+def _on_rank(rank: int, size: int, port: int, target: Callable[..., None], *args: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)  # as in the tests' own process, whose results these are compared with
+    try:
+        target(*args)
+    except TsaeError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def exit_codes(children: list[Any]) -> list[int | None]:
+    for child in children:
+        child.join(120)
+    return [child.exitcode for child in children]
 
 
 def run_tsae(*words: Any, processes: int = 1) -> None:

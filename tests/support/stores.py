@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from support.builders import BOS, EOS, synthetic_store, write_store
-from support.children import free_port, start
+from support.children import exit_codes, start_ranks
 from tsae.activations.store import ActivationStore
 from tsae.base.artefact import write_record
-from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
+from tsae.sae.model import TemporalSAE
 from tsae.sae.training.run_folder import RunFolder
 from tsae.sae.training.train import train
 
@@ -154,6 +153,11 @@ def same_files(a: Path, b: Path) -> None:
     assert sorted(p.name for p in a.iterdir()) == sorted(WRITTEN)
 
 
+def contents(folder: Path, pattern: str = "*") -> dict[str, bytes]:
+    """The bytes of every file below a folder, by its path."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob(pattern)) if p.is_file()}
+
+
 def checkpoint(folder: Path) -> int:
     """Steps of the newest checkpoint; 0 without one."""
     return max((int(p.name) for p in (folder / "checkpoint").glob("[0-9]*")), default=0)
@@ -183,32 +187,67 @@ def interrupted(
         patch.setattr(RunFolder, "save", stopping)
         with pytest.raises(Interrupted):
             training_of(folder) if training_of is not None else run(store.path, folder, training)
-    assert checkpoint(folder) == saves * SHORT.save_every_steps
+    assert checkpoint(folder) == saves * training.save_every_steps
     return folder
 
 
 def run_ranks(
     store: Path, folder: Path, config: SAEConfig, training: TrainingConfig = SHORT, die: int = 0, size: int = 2
-) -> list[int]:
+) -> list[int | None]:
     """Train on several processes; all are killed once the first has saved `die` steps."""
-    port = free_port()
-    ranks = [start(run_rank, rank, size, port, store, folder, config, training) for rank in range(size)]
+    ranks = start_ranks(size, _train_on_rank, store, folder, config, training)
     while die and checkpoint(folder) < die:
         time.sleep(0.001)
-    for child in ranks:
-        if die:
-            child.kill()
-        child.join(60)
-    return [child.exitcode for child in ranks]
+    for child in ranks if die else ():
+        child.kill()
+    return exit_codes(ranks)
 
 
-def run_rank(
-    rank: int, size: int, port: int, store: Path, folder: Path, config: SAEConfig, training: TrainingConfig
-) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    try:
-        sae = train(store, config, to=folder, training=training, progress=False)
-    except TsaeError:
-        sys.exit(2)
-    save_file(sae.state_dict(), folder.with_name(f"{folder.name}-{rank}.safetensors"))
+def _train_on_rank(store: Path, folder: Path, config: SAEConfig, training: TrainingConfig) -> None:
+    sae = train(store, config, to=folder, training=training, progress=False)
+    save_file(sae.state_dict(), folder.with_name(f"{folder.name}-{os.environ['RANK']}.safetensors"))
+
+
+def numbers_by_hand(sae: TemporalSAE, texts: list[np.ndarray], limit: float = np.inf) -> dict[str, float]:
+    """Every measure of an SAE by loops over tokens and features, in float64; no step leads over an outlier."""
+    w = {name: value.double().numpy() for name, value in sae.state_dict().items()}
+    high, rows, kept, smooth = slice(sae.config.d_high), list[list[float]](), list[np.ndarray](), list[list[float]]()
+    fired = np.zeros(sae.config.d_sae, dtype=bool)
+    for text in texts:
+        previous: tuple[np.ndarray, np.ndarray] | None = None
+        alive, steps = np.zeros(sae.config.d_sae, dtype=bool), list[np.ndarray]()
+        for x in text.astype(np.float64):
+            if np.linalg.norm(x) > limit:
+                previous = None
+                continue
+            pre = (x - w["b_dec"]) @ w["W_enc"] + w["b_enc"]
+            codes = np.where((pre > 0) & (pre > w["threshold"]), pre, 0)
+            kept.append(x)
+            rows.append([])
+            for some in (slice(None), high):
+                x_hat = codes[some] @ w["W_dec"][some] + w["b_dec"]
+                cosine = x @ x_hat / np.linalg.norm(x) / np.linalg.norm(x_hat)
+                rows[-1] += [((x - x_hat) ** 2).sum(), cosine, (codes[some] > 0).sum()]
+            alive |= codes > 0
+            if previous is not None:
+                steps.append(np.abs(codes - previous[1]) / np.linalg.norm(x - previous[0]))
+            previous = (x, codes)
+        fired |= alive
+        by_feature = {f: [step[f] for step in steps] for f in np.flatnonzero(alive)} if steps else {}
+        of_high = [of for f, of in by_feature.items() if f < sae.config.d_high]
+        smooth.append([np.mean([max(v) for v in some]) if some else np.nan for some in (of_high, by_feature.values())])
+        smooth[-1].append(np.mean([np.mean(v) for v in of_high]) if of_high else np.nan)
+    error, cosine, l0, error_high, cosine_high, l0_high = np.array(rows).mean(0)
+    variance = ((np.array(kept) - np.mean(kept, axis=0)) ** 2).sum(1).mean()
+    names = ("smoothness_high", "smoothness_all", "smoothness_high_mean")
+    return {
+        "fve": 1 - error / variance,
+        "fve_high": 1 - error_high / variance,
+        "silent_high": np.mean([row[-1] == 0 for row in rows]),
+        "cosine": cosine,
+        "cosine_high": cosine_high,
+        "l0": l0,
+        "l0_high": l0_high,
+        "alive": fired.mean(),
+        **dict(zip(names, np.nanmean(smooth, axis=0), strict=True)),
+    }
