@@ -15,7 +15,7 @@ from support.results import behaviour, make, reader
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.noise import NOTHING_TRAINED
 from tsae.report.story.findings import findings, findings_content
-from tsae.report.story.verdict import Change, Verdict, clear_changes, verdict
+from tsae.report.story.verdict import Change, clear_changes, verdict
 
 Y, N, U, M = "yes", "no", "not decided", "not measured"
 BASE_STEP, QUIET, LOUD = {"step": 25, "run": "run"}, (0, 10), (9, 10)
@@ -227,33 +227,20 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
 }  # fmt: skip
 
 
-def said(found: Verdict) -> str:
-    return f"{found.sentence} {found.limit}"
-
-
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_sentence_and_the_lights_of(name: str) -> None:
+    """A light that is not measured says what adds it, and only a causal test gives a causal verb."""
     diff, sentence, lights = SITUATIONS[name]
     found = verdict(diff, "run")
-    assert said(found) == sentence
+    assert f"{found.sentence} {found.limit}" == sentence
     assert tuple(light.answer for light in found.lights) == lights
-
-
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_only_a_causal_test_gives_a_causal_verb(name: str) -> None:
-    diff, _, lights = SITUATIONS[name]
+    for light in found.lights:
+        assert light.sentences
+        assert light.answer != M or "`tsae " in " ".join(light.sentences), light
     statement = next(f for f in findings(diff) if f.checkpoint == "run")
     causal = re.compile(r"\b(causes? the change by|because|due to|leads? to|made the|makes the)\b")
     assert not causal.search(" ".join(statement.sentences))
     assert ("more than with random features" in " ".join(statement.sentences)) == (lights[2] == Y)
-
-
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_a_light_that_is_not_measured_says_what_adds_it(name: str) -> None:
-    diff, *_ = SITUATIONS[name]
-    for light in verdict(diff, "run").lights:
-        assert light.sentences
-        assert light.answer != M or "`tsae " in " ".join(light.sentences), light
 
 
 def test_the_verdict_is_a_statement_that_programs_can_read() -> None:

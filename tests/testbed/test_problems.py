@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pytest
 from organism.corpus import CorpusConfig, sample_document
@@ -94,9 +92,3 @@ def test_prompt_and_chain_are_inverse() -> None:
     chain = Chain((3, 5, 2, 7), ("+", "*", "-"))
     assert chain.prompt == "3+5*2-7?"
     assert parse_prompt(chain.prompt) == chain
-
-
-def test_importing_the_testbed_is_light() -> None:
-    code = "import sys, tsae.testbed; print(sorted({'torch', 'transformers', 'scipy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
