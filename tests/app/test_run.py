@@ -692,6 +692,7 @@ def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow  # runs the whole pipeline
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # what peft asks of transformers is deprecated there
 def test_adapters_over_a_base_in_the_cache(
     trl_run: Path, hub_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
