@@ -16,6 +16,7 @@ from scipy.stats import beta, binom
 import tsae
 from support.builders import graded
 from support.logs import refused
+from support.trl_runs import tiny_llama, train
 from tsae.base.statistics import jeffreys_interval, wilson_interval
 from tsae.errors import TsaeError
 from tsae.report.difficulty import migration_figure, pass_at_k_figure
@@ -362,41 +363,31 @@ def test_advantages_are_those_that_trl_logged() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [
-    ("grpo", {}), ("dr_grpo", {"scale_rewards": "none", "loss_type": "dr_grpo"}), ("rloo", {}),
-])  # fmt: skip
-def test_advantages_are_those_of_a_running_trainer(
-    kind: Any, options: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import warnings
+@pytest.mark.filterwarnings("ignore")  # of TRL
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("grpo", {}), ("dr_grpo", {"scale_rewards": "none", "loss_type": "dr_grpo"}), ("rloo", {})],
+)
+def test_advantages_are_those_of_a_running_trainer(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    import trl
+    from datasets import Dataset
 
-    from transformers import AutoModelForCausalLM
+    rewards: list[float] = []
 
-    monkeypatch.setenv("WANDB_DISABLED", "true")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl
-        from datasets import Dataset
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        drawn = np.random.default_rng(len(rewards)).integers(0, 3, len(completions)).astype(float).tolist()
+        rewards.extend(drawn)
+        return list(drawn)
 
-        trainer, config = (trl.RLOOTrainer, trl.RLOOConfig) if kind == "rloo" else (trl.GRPOTrainer, trl.GRPOConfig)
-        rewards: list[float] = []
-
-        def reward(completions: list[str], **_: Any) -> list[float]:
-            drawn = np.random.default_rng(len(rewards)).integers(0, 3, len(completions)).astype(float).tolist()
-            rewards.extend(drawn)
-            return list(drawn)
-
-        runner = trainer(
-            model=AutoModelForCausalLM.from_pretrained(llama),
-            reward_funcs=reward,
-            args=config(
-                output_dir=str(tmp_path), use_cpu=True, max_steps=1, per_device_train_batch_size=8, num_generations=4,
-                max_completion_length=4, beta=0.0, gradient_checkpointing=False, report_to=[], bf16=False, **options,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": ["1+1?", "2+3?"] * 4}),
-            processing_class=tsae.testbed.make_tokenizer(),
-        )  # fmt: skip
-        runner.train()
+    name = "RLOO" if kind == "rloo" else "GRPO"
+    args = getattr(trl, f"{name}Config")(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, per_device_train_batch_size=8, num_generations=4,
+        max_completion_length=4, beta=0.0, gradient_checkpointing=False, report_to=[], bf16=False, **options,
+    )  # fmt: skip
+    prompts, tokenizer = Dataset.from_dict({"prompt": ["1+1?", "2+3?"] * 4}), tsae.testbed.make_tokenizer()
+    model: dict[str, Any] = {"model": tiny_llama(), "train_dataset": prompts, "processing_class": tokenizer}
+    runner = getattr(trl, f"{name}Trainer")(reward_funcs=reward, args=args, **model)
+    train(runner)
     logged = torch.tensor(list(runner._logs["advantages"]), dtype=torch.float64)
     found = group_advantages(np.array(rewards), np.repeat(np.arange(len(rewards) // 4), 4), kind)
     assert len(set(rewards)) > 1

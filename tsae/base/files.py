@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
 import re
 import shutil
+import sqlite3
 import threading
 import zipfile
 import zlib
@@ -26,7 +28,7 @@ from tsae.errors import TsaeError, first_line, is_panic, refuse
 
 _DAMAGED = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RuntimeError, OverflowError),
-    *(SafetensorError, zipfile.BadZipFile, zlib.error),
+    *(SafetensorError, zipfile.BadZipFile, zlib.error, csv.Error, sqlite3.Error),
 )
 
 T = TypeVar("T")
@@ -225,17 +227,17 @@ def digest(file: str) -> str:
 
 
 @contextmanager
-def reading(file: str | Path, fix: str, what: str = "cannot be read") -> Iterator[None]:
+def reading(file: str | Path, fix: str, what: str | Callable[[], str] = "cannot be read") -> Iterator[None]:
     """Turn what readers raise on a damaged file into a TsaeError that names it.
 
     Args:
         file: what is read in the block.
         fix: what makes it anew.
-        what: is wrong then.
+        what: is wrong then, or a function that says it when something is.
 
     Raises:
-        TsaeError: in place of errors of the system, JSON, pyarrow, pandas, h5py, safetensors, zip archives and torch,
-            and of content that is not as it was written.
+        TsaeError: in place of errors of the system, JSON, CSV, SQLite, pyarrow, pandas, h5py, safetensors, zip archives
+            and torch, and of content that is not as it was written.
     """
     try:
         yield
@@ -243,7 +245,7 @@ def reading(file: str | Path, fix: str, what: str = "cannot be read") -> Iterato
         raise
     except _DAMAGED as error:
         found = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise TsaeError(f"{what} ({found})", where=file, fix=fix) from error
+        raise TsaeError(f"{what() if callable(what) else what} ({found})", where=file, fix=fix) from error
 
 
 @contextmanager

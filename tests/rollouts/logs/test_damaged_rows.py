@@ -188,22 +188,6 @@ def test_a_validation_beside_the_training_stays_apart(chat: Checkpoint, tmp_path
     assert summary.total["success_rate"] == 0
 
 
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ([{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "1+1"}], "a part of type image"),
-        (None, "NoneType"),
-        (7, "int"),
-        ([{"type": "text"}], "list"),
-    ],
-)
-def test_what_is_no_text_is_refused(content: Any, found: str, chat: Checkpoint, tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": content}], "response": "2", "reward": 1.0}
-    (tmp_path / "log.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(TsaeError, match=f"a message of the prompt from 'user' holds {found}"):
-        read(tmp_path / "log.jsonl", chat, tmp_path / "found.parquet")
-
-
 @pytest.mark.parametrize("change", ["missing", "text"])
 def test_a_sum_of_rewards_needs_all_of_them(change: str, chat: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(LOGS / "trl", tmp_path / "run")

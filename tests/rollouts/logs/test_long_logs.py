@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -30,7 +29,6 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs import import_parts as parts
-from tsae.rollouts.logs.entry import Findings
 from tsae.rollouts.logs.log_files import LogFile
 from tsae.rollouts.logs.repeats import Groups, drop_repeats
 
@@ -103,7 +101,10 @@ TEMPLATE = (
     ("name", "config"),
     [
         ("trl", {"outcome": "digits"}),
-        *((name, {}) for name in ("verl", "open-instruct", "nemo-rl", "open-r1", "prime-rl", "prime-rl-tokens")),
+        *(
+            (name, {})
+            for name in ("verl", "open-instruct", "nemo-rl", "open-r1", "prime-rl", "prime-rl-tokens", "areal")
+        ),
     ],
 )
 def test_a_log_in_parts_is_the_log(
@@ -114,9 +115,10 @@ def test_a_log_in_parts_is_the_log(
     to = tmp_path / "to" / "r.parquet"
     _, said = imported(LOGS / name, tmp_path / "chat", to, skip=SKIP, **config)
     table = pq.read_table(to)
-    monkeypatch.setattr(parts, "PART_BYTES", 1)
-    assert imported(LOGS / name, tmp_path / "chat", to, skip=SKIP, **config)[1] == said
-    assert pq.read_table(to).equals(table, check_metadata=True)
+    for limit, least in (("_BATCH_ROWS", 2), ("PART_BYTES", 1)):  # several row groups of one file, then several files
+        monkeypatch.setattr(parts, limit, least)
+        assert imported(LOGS / name, tmp_path / "chat", to, skip=SKIP, **config)[1] == said
+        assert pq.read_table(to).equals(table, check_metadata=True)
     assert [path.name for path in to.parent.iterdir()] == ["r.parquet"]
 
 
@@ -174,43 +176,6 @@ def test_repeats_and_counts_are_those_of_a_loop() -> None:
 
 
 # --- files of parts
-
-
-def written_parts(folder: Path, *rows_of_parts: list[dict[str, Any]]) -> tuple[list[Path], Findings]:
-    """Files of parts with these rows, and what was found in all of them."""
-    paths, found = [folder / f"{number}.parquet" for number in range(len(rows_of_parts))], Findings()
-    for path, some in zip(paths, rows_of_parts, strict=True):
-        parts.write_part(path, [(row, {"file": 0, "number": 0}) for row in some], Findings())
-        found.add(parts.read_findings(path).as_dict())
-    return paths, found
-
-
-def test_rows_are_written_batch_by_batch_and_only_those_kept_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch, which is a row group, ends at so many rows or tokens."""
-    monkeypatch.setattr(parts, "_BATCH_ROWS", 3)
-    monkeypatch.setattr(parts, "_BATCH_TOKENS", 20)
-    plain = {"problem_id": "p", "policy": "a", "prompt_ids": [1, 2], "response_ids": [3], "outcome": "unknown"}
-    plain |= {"parts": None, "step": None, "round_trip": None}
-    many = plain | {"prompt_ids": [1] * 9, "response_ids": [2] * 8}
-    given = [
-        plain, plain, plain,  # 3 rows
-        plain, many,  # 3 + 17 tokens
-        plain | {"reward/x": 1.0}, plain, plain | {"reward/x": None, "parts": None},
-        plain | {"extra/y": 1}, plain | {"extra/y": 2.5, "parts": [1]}, plain | {"parts": [0]},
-    ]  # fmt: skip
-    paths, found = written_parts(tmp_path, given)
-    file = pq.ParquetFile(paths[0])
-    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 2, 3, 3]
-    kept = np.arange(len(given)) % 4 != 1
-    schema = parts.table_schema(found)
-    read = list(parts.table_rows(paths, schema, kept))
-    assert np.concatenate([numbers for _, numbers in read]).tolist() == np.flatnonzero(kept).tolist()
-    table = pa.concat_tables([table for table, _ in read])
-    rows = [row for row, stays in zip(given, kept, strict=True) if stays]
-    for name in ("prompt_ids", "response_ids", "parts", "reward/x", "extra/y"):
-        assert table[name].to_pylist() == [row.get(name) for row in rows]
 
 
 # --- going on

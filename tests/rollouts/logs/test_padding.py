@@ -248,9 +248,9 @@ def test_a_prompt_with_several_ids_stays_several_problems(policy: Checkpoint) ->
     assert Rollouts.read(rows, policy, ImportConfig(columns=ColumnNames(problem_id="prompt"))).n_problems == 2
 
 
-@pytest.mark.parametrize("order", ["twice", "each twice", "mixed"])
-def test_rows_that_a_log_holds_twice_count_once(policy: Checkpoint, order: str) -> None:
-    rows = [
+def grouped(n_groups: int, size: int, n_steps: int = 1) -> list[dict[str, Any]]:
+    """Groups of every step with different responses."""
+    return [
         {
             "problem_id": f"p{group}",
             "step": step,
@@ -258,13 +258,16 @@ def test_rows_that_a_log_holds_twice_count_once(policy: Checkpoint, order: str) 
             "response": f"#{step}{i}",
             "reward": float(i > 3),
         }
-        for step in (1, 2)
-        for group in range(2)
-        for i in range(8)
+        for step in range(1, n_steps + 1)
+        for group in range(n_groups)
+        for i in range(size)
     ]
-    twice = {"twice": [*rows, *rows], "each twice": [row for row in rows for _ in range(2)], "mixed": [*rows, *rows]}[
-        order
-    ]
+
+
+@pytest.mark.parametrize("order", ["twice", "each twice", "mixed"])
+def test_rows_that_a_log_holds_twice_count_once(policy: Checkpoint, order: str) -> None:
+    rows = grouped(2, 8, 2)
+    twice = [row for row in rows for _ in range(2)] if order == "each twice" else [*rows, *rows]
     if order == "mixed":
         random.Random(0).shuffle(twice)
     with pytest.warns(UserWarning, match=r"32 trajectories repeat others of their groups word for word, which chance "):
@@ -278,24 +281,14 @@ def test_rows_that_a_log_holds_twice_count_once(policy: Checkpoint, order: str) 
         assert len(Rollouts.read(twice, policy, ImportConfig(copies="keep"))) == 64
 
 
-def test_copies_are_found_where_one_line_is_lost(policy: Checkpoint) -> None:
-    rows = [
-        {"problem_id": f"p{group}", "step": 1, "prompt": f"{group}?", "response": f"#{i}", "reward": 1.0}
-        for group in range(10)
-        for i in range(6)
-    ]
-    with pytest.warns(UserWarning, match="59 trajectories repeat others of their groups"):
-        assert len(Rollouts.read([*rows, *rows[:-1]], policy)) == 60
-
-
-def test_one_step_that_a_log_holds_twice_counts_once(policy: Checkpoint) -> None:
-    rows = [
-        {"problem_id": f"p{step}", "step": step, "prompt": f"{step}?", "response": f"#{i}", "reward": 1.0}
-        for step in (1, 2, 3)
-        for i in range(8)
-    ]
-    with pytest.warns(UserWarning, match="8 trajectories repeat others of their groups"):
-        assert len(Rollouts.read([*rows, *rows[8:16]], policy)) == 24
+@pytest.mark.parametrize(
+    ("rows", "again", "repeated"), [(grouped(10, 6), slice(None, -1), 59), (grouped(1, 8, 3), slice(8, 16), 8)]
+)
+def test_copies_are_found_where_one_line_or_a_step_is_lost(
+    policy: Checkpoint, rows: Any, again: slice, repeated: int
+) -> None:
+    with pytest.warns(UserWarning, match=f"{repeated} trajectories repeat others of their groups"):
+        assert len(Rollouts.read([*rows, *rows[again]], policy)) == len(rows)
 
 
 def test_a_batch_that_was_logged_at_two_steps_is_counted(policy: Checkpoint) -> None:

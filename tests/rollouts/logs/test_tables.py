@@ -306,16 +306,3 @@ def test_what_lies_beside_a_log_is_not_read(policy: Checkpoint, tmp_path: Path) 
 
 
 # --- lists and conversations in a row
-
-
-def test_the_last_message_of_a_conversation_is_the_response(chat: Checkpoint, tmp_path: Path) -> None:
-    says = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "#2"}]
-    rows = [{"messages": says, "reward": 1.0}, {"messages": [*says, *says], "reward": 0.0}]
-    expected = read(save(tmp_path / "r.jsonl", json.dumps({"prompt": says[:1], "response": "#2"})), chat)
-    found = read(save(tmp_path / "m.jsonl", "\n".join(map(json.dumps, rows))), chat)
-    assert column(found, "response") == ["#2", "#2"]
-    assert column(found, "prompt_ids")[0] == column(expected, "prompt_ids")[0]
-    assert len(column(found, "prompt_ids")[1]) > len(column(found, "prompt_ids")[0])
-    called = [says[0], {"role": "assistant", "content": "", "tool_calls": [{}]}, says[1]]
-    for wrong in ({"messages": called}, {"messages": says, "tools": [{}]}):
-        refused(r"m.jsonl:1: .*--skip multi-turn", read, save(tmp_path / "m.jsonl", wrong), chat)

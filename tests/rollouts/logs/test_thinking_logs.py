@@ -133,12 +133,6 @@ def test_markers_that_a_log_of_text_lost_are_said(tokenizers: Any, tmp_path: Pat
     assert found.table["parts"].to_pylist() == [[T] * 10 + [A]]
 
 
-def test_a_tools_turn_in_text_alone_says_what_to_do(tokenizers: Any, tmp_path: Path) -> None:
-    row = {"input": "user\n3+4?\nassistant\n", "output": "7", "gts": "7", "score": 1.0, "step": 1, "num_turns": 4}
-    with pytest.raises(TsaeError, match=r"ids and masks, which no setting of verl writes, or leave .*--skip multi"):
-        read(write(tmp_path / "rollout_data" / "1.jsonl", row), tokenizers("chatml"))
-
-
 def test_the_command_says_how_to_ask_for_thinking(
     tokenizers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

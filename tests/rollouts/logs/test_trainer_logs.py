@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -201,37 +202,6 @@ def test_weights_of_rewards_are_found_out_by_the_advantages(chat: Checkpoint, tm
         refused("weights, which the log does not hold", read, log, chat, outcome="right")
 
 
-@pytest.mark.parametrize(
-    ("completion", "message"),
-    [
-        ([{"role": "assistant", "content": "#2"}, {"role": "tool", "content": "5"}], "is 2 messages"),
-        ([{"role": "assistant", "content": "#2", "reasoning_content": "1+1"}], "is 1 message with reasoning_content"),
-    ],
-)
-def test_completions_that_text_does_not_give_back(
-    chat: Checkpoint, tmp_path: Path, completion: Any, message: str
-) -> None:
-    prompt = [{"role": "user", "content": "1+1?"}]
-    good = [{"role": "assistant", "content": "#2"}]
-    rows = [{"step": 1, "prompt": prompt, "completion": c, "right": 1.0, "advantage": 0.0} for c in (good, completion)]
-    log = tmp_path / "completions_00001.parquet"
-    pd.DataFrame(rows).to_parquet(log)
-    refused(message, read, log, chat)
-    left = read(log, chat, skip=("multi-turn",))
-    assert left.table["response_ids"].to_pylist() == [[16, 2]]
-    assert left.info["log"]["skipped"] == {"multi-turn": 1}
-
-
-def test_completions_that_no_function_scored(chat: Checkpoint, tmp_path: Path) -> None:
-    rows = [{"step": 1, "prompt": "1+1?", "completion": "#2", "right": r, "advantage": 0.0} for r in (1.0, None)]
-    log = tmp_path / "completions_00001.parquet"
-    pd.DataFrame(rows).to_parquet(log)
-    refused(r"row 1: has no reward.*--skip unscored", read, log, chat)
-    assert len(read(log, chat, skip=("unscored",))) == 1
-    pd.DataFrame(rows[1:]).to_parquet(log)
-    refused("holds no trajectories but those left out: 1 unscored", read, log, chat, skip=("unscored",))
-
-
 # --- verl
 
 
@@ -304,7 +274,12 @@ LM_EVAL = {"doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"
            "resps": [["#2", "#3"]], "filtered_resps": ["2"], "metrics": ["exact_match"], "exact_match": 1}  # fmt: skip
 ANSWERS = {"prompt": "1+1?", "response": ["#2", "#3"], "reward": [1.0, 0.0]}
 MANY = {"question": "1+1?", "answer": "2", "responses": ["#2", "#3"], "rewards": [1.0, 0.0], "scores": 0.5}
-OWN = {"samples_x.jsonl": LM_EVAL, "answers.jsonl": ANSWERS, "many.jsonl": MANY}
+ASKS = [{"role": "user", "content": "1+1?"}]
+TRL_ROW = {"step": 1, "prompt": ASKS, "completion": [SAYS], "right": 1.0, "advantage": 0.0}
+OWN = {
+    "samples_x.jsonl": [LM_EVAL], "answers.jsonl": [ANSWERS], "many.jsonl": [MANY], "trl.jsonl": [TRL_ROW, {**TRL_ROW}],
+    "dialogue.jsonl": [{"messages": [*ASKS, SAYS], "reward": 1.0}], "asked.jsonl": [{"prompt": ASKS, "response": "#2"}],
+}  # fmt: skip
 BAD: list[tuple[str, Any, str]] = [
     (NEMO, {"token_loss_mask": [[0] * 16]}, "no token is marked as sampled"),
     (NEMO, {"token_loss_mask": [[1, 0, 1]]}, "9 token ids but 3 mask values"),
@@ -327,6 +302,7 @@ BAD: list[tuple[str, Any, str]] = [
     (RATES, {"pass_rate_rewards": [1.0, 0.0, None]}, "has no reward"),
     ("open-instruct/tiny_rollouts_000000.jsonl", {"request_info": {"tool_calleds": True}}, "a tool's output"),
     ("verl/1.jsonl", {"input": "1+1?"}, "the prompt was logged without special tokens"),
+    ("verl/1.jsonl", {"num_turns": 4}, "ids and masks, which no setting of verl writes, or leave .*--skip multi"),
     ("verl/1.jsonl", {"score": float("nan")}, "has no reward"),
     ("verl/1.jsonl", {"score": float("inf")}, "score is inf"),
     (SWIFT, {"completion": ["#2"]}, "2 values in step but 1 in completion"),
@@ -353,6 +329,20 @@ BAD: list[tuple[str, Any, str]] = [
     ("answers.jsonl", {"reward": 0.5}, "2 values in response but a float in reward"),
     ("many.jsonl", {"rewards": [1.0]}, "2 values in responses but 1 in rewards"),
     ("many.jsonl", {"scores": [1.0] * 3}, "2 values in responses but 3 in scores"),
+    ("trl.jsonl", {"completion": [SAYS, {"role": "tool", "content": "5"}]}, "is 2 messages"),
+    ("trl.jsonl", {"completion": [{**SAYS, "reasoning_content": "1+1"}]}, "is 1 message with reasoning_content"),
+    ("trl.jsonl", {"right": None}, "has no reward.*--skip unscored"),
+    ("dialogue.jsonl", {"messages": [*ASKS, {**SAYS, "content": "", "tool_calls": [{}]}, SAYS]}, "--skip multi-turn"),
+    ("dialogue.jsonl", {"tools": [{}]}, "its prompt had tools.*--skip multi-turn"),
+    *(
+        ("asked.jsonl", {"prompt": [{"role": "user", "content": held}]}, f"from 'user' holds {told}")
+        for held, told in (
+            (IMAGE, "a part of type image_url"),
+            (None, "NoneType"),
+            (7, "int"),
+            ([{"type": "text"}], "list"),
+        )
+    ),
     # An object of two keys is not taken for two responses.
     ("atropos/groups.jsonl", {"tokens": {"a": [1], "b": [2]}}, "tokens is not a list of responses"),
 ]
@@ -363,7 +353,7 @@ BAD: list[tuple[str, Any, str]] = [
 def test_a_bad_row_is_named_and_left_out_where_it_may_be(
     name: str, change: Any, message: str, chat: Checkpoint, tmp_path: Path
 ) -> None:
-    bad, *good = [dict(OWN[name])] if name in OWN else rows_of(LOGS / name)
+    bad, *good = copy.deepcopy(OWN[name]) if name in OWN else rows_of(LOGS / name)
     change(bad) if callable(change) else bad.update(change)
     log, config = write(tmp_path / name, *good, bad), {"outcome": "correct"} if name == TRACE else {}
     with pytest.raises(TsaeError, match=message) as error:

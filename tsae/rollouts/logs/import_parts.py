@@ -116,22 +116,18 @@ def parts_of(files: Sequence[LogFile], *, cut: bool) -> Iterator[Part]:
         files: the log's.
         cut: whether a piece of a file can be read without what comes before it.
     """
-    pending: list[LogFile] = []
+    pending, full = list[LogFile](), False
     first = n_bytes = 0
     for number, file in enumerate(files):
         size = size_of(file)
         for piece, length in _pieces(file, size, cut=cut):
-            whole = piece.start == 0 and length == size
-            if pending and (not whole or n_bytes + length > PART_BYTES or len(pending) >= _PART_FILES):
+            of_a_file = length < size
+            if pending and (full or of_a_file or n_bytes + length > PART_BYTES or len(pending) >= _PART_FILES):
                 yield Part(tuple(pending), first, n_bytes)
                 pending, n_bytes = [], 0
-            if not pending:
-                first = number
+            first = first if pending else number
             pending.append(piece)
-            n_bytes += length
-            if not whole:
-                yield Part(tuple(pending), first, n_bytes)
-                pending, n_bytes = [], 0
+            n_bytes, full = n_bytes + length, of_a_file
     if pending:
         yield Part(tuple(pending), first, n_bytes)
 

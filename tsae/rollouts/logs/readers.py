@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.base.array_files import cause, read_torch_file
+from tsae.base.files import reading
 from tsae.base.untrusted import check_zip, parse_json, weighs_within
 from tsae.errors import TsaeError, needing
 from tsae.rollouts.parquet import rows_at_once
@@ -106,12 +107,6 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
         yield cast(BinaryIO, buffered)
 
 
-_FAILS = (
-    *(OSError, ValueError, TypeError, OverflowError, RecursionError),
-    *(pa.ArrowException, csv.Error, sqlite3.Error),
-)
-
-
 _LEAVE = "Copy the file again, or leave it out."
 _AS_LINES = "Give JSON lines, one trajectory a line."
 
@@ -121,19 +116,9 @@ def _refuse(path: str | Path, what: str, fix: str, cause: Exception | None = Non
     raise TsaeError(what, where=path, fix=fix) from cause
 
 
-@contextmanager
-def _reading(path: Path, what: Callable[[], str], fix: str = _LEAVE) -> Iterator[None]:
-    """Report what a library says about a damaged file: `what` it was, in front of that, and how to correct it."""
-    try:
-        yield
-    except _FAILS as error:
-        shown = (str(error).splitlines() or [type(error).__name__])[0]
-        _refuse(path, f"{what()} ({shown})", fix, error)
-
-
 def _read_lines(path: Path, start: int, stop: int | None, before: int) -> Iterator[tuple[int, dict[str, Any]]]:
     number, position = before, start
-    with _reading(path, lambda: f"cannot be read beyond line {number}"), unpacked(path) as lines:
+    with reading(path, _LEAVE, lambda: f"cannot be read beyond line {number}"), unpacked(path) as lines:
         if position:
             lines.seek(position)
         while stop is None or position < stop:
@@ -177,7 +162,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     number = 0
     # Buffered: otherwise whole columns of a row group are read at once.
     with (
-        _reading(path, lambda: f"cannot be read beyond row {number}" if number else "not a Parquet file"),
+        reading(path, _LEAVE, lambda: f"cannot be read beyond row {number}" if number else "not a Parquet file"),
         pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table,
     ):
         refuse_twice(table.schema_arrow.names, path)
@@ -190,7 +175,8 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of an Arrow file, or of a stream, as `datasets` saves it."""
     number = 0
-    with _reading(path, lambda: f"cannot be read as Arrow beyond row {number}"), pa.memory_map(str(path)) as source:
+    beyond = lambda: f"cannot be read as Arrow beyond row {number}"  # noqa: E731
+    with reading(path, _LEAVE, beyond), pa.memory_map(str(path)) as source:
         try:
             batches: Iterable[pa.RecordBatch] = pa.ipc.open_stream(source)
         except pa.ArrowInvalid:
@@ -254,7 +240,7 @@ def read_json(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         TsaeError: if it holds anything else, or is too long.
     """
-    with _reading(path, lambda: "not a file of JSON in UTF-8", "Correct or delete that file."):
+    with reading(path, "Correct or delete that file.", "not a file of JSON in UTF-8"):
         with unpacked(path) as file:
             whole = file.read(LONGEST_LINE + 1)
         _need_short(len(whole), "has", path)
@@ -291,7 +277,7 @@ def read_csv(path: Path) -> Iterator[dict[str, Any]]:
     number = 0
     fix = "Save it in UTF-8, with quotes around fields that have commas or line breaks, and quotes twice."
     with (
-        _reading(path, lambda: f"row {number} cannot be read as CSV in UTF-8", fix),
+        reading(path, fix, lambda: f"row {number} cannot be read as CSV in UTF-8"),
         unpacked(path) as file,
         io.TextIOWrapper(file, "utf-8-sig", newline="") as text,
     ):
@@ -333,7 +319,7 @@ def read_trackio(path: Path) -> Iterator[dict[str, Any]]:
     # A database without a journal is opened without locks, which a folder that cannot be written to does not allow.
     mode = "mode=ro" if path.with_name(path.name + "-wal").is_file() else "immutable=1"
     with (
-        _reading(path, lambda: "cannot be read as a database of trackio", "Copy it again, with its -wal file."),
+        reading(path, "Copy it again, with its -wal file.", "cannot be read as a database of trackio"),
         closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True)) as base,
     ):
         base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_LINE)
