@@ -186,7 +186,8 @@ def test_tokens_beyond_the_norm_limit_are_left_alone() -> None:
 def test_the_residual_stream_is_edited_by_hand_at_the_right_tokens(llama: Path, tokens: str) -> None:
     model: Any = tsae.Checkpoint("base", str(llama)).load_model()
     sae = coordinates()
-    ids = torch.tensor([[18, 18, BOS, 3, 10], [BOS, 5, 12, 7, 16]])
+    # The second prompt ends in a special token, as chat templates do: it is edited nevertheless.
+    ids = torch.tensor([[18, 18, BOS, 3, 10], [BOS, 5, 12, 7, EOS]])
     mask = (ids != 18).long()
     edit = FeatureEdit(sae, (4, 6), "steer", (3.0, -2.0))
     around = edit.hook(lambda model: partial(rewritten, model), tokens, (BOS, EOS))

@@ -416,18 +416,6 @@ def test_changes_are_over_the_problems_of_both() -> None:
     assert np.isnan(run.change_low)  # one problem tells nothing of others
 
 
-@pytest.mark.slow  # measures a coverage
-def test_intervals_of_changes_that_are_none() -> None:
-    rng = np.random.default_rng(2)
-    missed = 0
-    for _ in range(100):
-        level = rng.random(25)
-        noise = rng.normal(0, 0.2, (2, 25))
-        run = changes(valued({"base": level + noise[0], "run": level + noise[1]}, n=1))
-        missed += not run.change_low <= 0 <= run.change_high
-    assert 1 <= missed <= 12  # 5 expected
-
-
 def test_truncation_counts_where_it_is_known() -> None:
     rows = [{"finish_reason": reason, "problem_id": f"p{i}"} for i, reason in enumerate(["stop", "length", "unknown"])]
     table = behaviour_table(rollouts_of(rows)).set_index("behaviour")

@@ -260,6 +260,23 @@ class Agreement:
             raise TsaeError(f"{what}: {self}", where=where, fix=fix)
 
 
+def response_logits(
+    model: PreTrainedModel, prompt: Sequence[int] | np.ndarray, response: Sequence[int] | np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """((n, vocabulary) float32 logits that predict the n tokens of a response, (n, 1) their ids)."""
+    import torch
+
+    n = len(response)
+    ids = torch.tensor([[*map(int, prompt), *map(int, response)]], device=model.device)
+    with torch.no_grad():
+        # The last position predicts what comes after the response.
+        try:
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=n + 1).logits
+        except TypeError:  # an architecture that always gives all
+            logits = model(input_ids=ids, use_cache=False).logits
+    return logits[0, -n - 1 : -1].float(), ids[0, -n:, None]
+
+
 def agreement(
     model: PreTrainedModel, prompts: Sequence[list[int]], responses: Sequence[Response], temperature: float
 ) -> Agreement:
@@ -276,20 +293,18 @@ def agreement(
     total, variance, n = 0.0, 0.0, 0
     differences: list[np.ndarray] = []
     for prompt, response in zip(prompts, responses, strict=True):
-        ids = torch.tensor([[*prompt, *response.ids]], device=model.device)
-        with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logits, sampled = response_logits(model, prompt, response.ids)
         log_p = (logits / temperature).log_softmax(-1).double()
         p = log_p.exp()
         mean = torch.special.xlogy(p, p).sum(-1)
-        each = log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        each = log_p.gather(-1, sampled)[:, 0]
         square = torch.where(p > 0, p * log_p.square(), 0.0).sum(-1)
         total += float((each - mean).sum())
         variance += float((square - mean.square()).clamp(min=0).sum())
         n += len(response.ids)
         if response.logprobs is not None and len(response.logprobs) == len(response.ids):
             given = torch.tensor(response.logprobs, dtype=torch.float64, device=each.device)
-            plain = logits.log_softmax(-1).double().gather(-1, ids[0, len(prompt) :, None])[:, 0]
+            plain = logits.log_softmax(-1).double().gather(-1, sampled)[:, 0]
             # Servers give them before the temperature or after it.
             nearest = min(((given - ours).abs() for ours in (plain, each)), key=lambda found: float(found.mean()))
             differences.append(nearest.cpu().numpy())

@@ -364,25 +364,15 @@ def test_columns_are_named_one_by_one() -> None:
         refused(message, name_columns, wrong)
 
 
-def test_any_table_of_trajectories_is_read(chat: Checkpoint) -> None:
-    frame = pd.DataFrame(
-        {"q": [USER, "1+1?"], "text": ["#2", "1+1=3;#3"], "score": [1.0, 0.0], "step": [3, 4], "other": [None, 1]}
-    )
+def test_a_table_with_columns_of_the_users_names_is_read(chat: Checkpoint) -> None:
     names = ColumnNames(prompt="q", response="text", reward="score")
-    refused(r"^the table: row 1: column 'q' cannot be read", Rollouts.read, frame, chat, ImportConfig(columns=names))
-    frame["q"] = [USER, USER]
-    twice = pd.concat([frame[["q"]], frame[["q"]]], axis=1)
-    for bad in (twice, pd.DataFrame({"prompt": ["\ud800"]}, dtype=object), pd.DataFrame({"prompt": [2**70]})):
-        refused(
-            r"^the table: (has several columns 'q'|row 0: column 'prompt' cannot be read)", Rollouts.read, bad, chat
-        )
-    # A name is not a path.
-    assert Rollouts.read(frame, chat, ImportConfig(columns=names, run="../a/b")).policies[0] == ("../a/b-00003")
-    found = Rollouts.read(frame, chat, ImportConfig(columns=names, run="mine"))
-    reads_as(found, [RIGHT, WRONG])
-    holds(found, policy=["mine-00003", "mine-00004"], outcome=["success", "failure"])
-    ids = pd.DataFrame({"prompt_ids": [ASKED], "response_ids": [[16, 99]]})
-    refused(r"^the table: row 0: the response has the token id 99", Rollouts.read, ids, chat)
+    frame = pd.DataFrame({"q": [USER, USER], "text": ["#2", "1+1=3;#3"], "score": [1.0, 0.0], "step": [3, 4]})
+    for run in ("mine", "../a/b"):  # a name is not a path
+        found = Rollouts.read(frame, chat, ImportConfig(columns=names, run=run))
+        reads_as(found, [RIGHT, WRONG])
+        holds(found, policy=[f"{run}-00003", f"{run}-00004"], outcome=["success", "failure"])
+    for bad in (frame.assign(q=[USER, "1+1?"]), {"q": ["\ud800", "1"], "text": ["#2", "#3"]}):
+        refused(r"^the table: row \d: column 'q' cannot be read", Rollouts.read, bad, chat, ImportConfig(columns=names))
 
 
 # --- beside a log

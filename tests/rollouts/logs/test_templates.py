@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from support.checkpoints import ASK, TEMPLATES, TURNS, make_tokenizer
 from support.logs import refused
 from tsae.activations.shard import span_mask
-from tsae.causal.edits import FeatureEdit
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.importing import import_log
 from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.problems import encode_prompt
-from tsae.sae.config import SAEConfig
-from tsae.sae.model import TemporalSAE
 
 CASES = [(name, thinking) for name in TEMPLATES for thinking in ((True, False) if name == "qwen3" else (None,))]
 
@@ -58,39 +53,6 @@ def test_last_prompt_is_the_last_token_before_the_response(name: str, thinking: 
     check_spans(tokenizer, prompts, TEMPLATES[name][3])
     if thinking is False:
         assert tokenizer.decode(prompts[0]).endswith("assistant\n<think>\n\n</think>\n\n")
-
-
-@pytest.mark.parametrize(("name", "thinking"), CASES)
-def test_edits_at_the_prompt_edit_its_last_token(name: str, thinking: bool | None) -> None:
-    """Where the template ends in a special token there was nothing to edit."""
-    tokenizer = make_tokenizer(name)
-    prompts = [prompt_ids(tokenizer, text, thinking) for text in ("What is 5+5?", "1+1")]
-    width, fill = max(map(len, prompts)), tokenizer.pad_token_id
-    ids = torch.tensor([[fill] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    sae = TemporalSAE(4, SAEConfig(d_sae=4, k=2, groups=(0.25, 0.75)), site="x")
-    sae.initialize(torch.zeros(4), torch.Generator().manual_seed(0))
-    changes: list[Any] = []
-
-    def rewriting(model: Any) -> Any:
-        def at(site: str, change: Any) -> AbstractContextManager[None]:
-            changes.append(change)
-            return nullcontext()
-
-        return at
-
-    special = tuple(tokenizer.all_special_ids)
-    is_special = torch.isin(ids, torch.tensor(special))
-    for tokens in ("predicting", "first", "response", "all"):
-        edit = FeatureEdit(sae, (0,), "steer", (1.0,))
-        with edit.hook(rewriting, tokens, special)(None, ids, mask):  # type: ignore[arg-type]
-            moved = (changes[-1](torch.zeros(2, width, 4)) != 0).any(-1)
-        expected = torch.zeros(2, width, dtype=torch.bool)
-        if tokens == "all":
-            expected = mask.bool() & ~is_special
-        if tokens != "response":
-            expected[:, -1] = True
-        assert moved.equal(expected)
 
 
 @pytest.mark.slow

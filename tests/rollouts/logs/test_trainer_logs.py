@@ -30,7 +30,6 @@ from tsae.rollouts.importing import Summary, import_log
 from tsae.rollouts.known_logs import KNOWN, TELLS
 from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs.entry import Entry
-from tsae.rollouts.logs.templates import ChatTemplate
 from tsae.rollouts.rewards import group_advantages
 
 TRL = tsae.testbed.series_path() / "logs"
@@ -203,19 +202,6 @@ def test_weights_of_rewards_are_found_out_by_the_advantages(chat: Checkpoint, tm
 
 
 # --- verl
-
-
-@pytest.mark.parametrize("roles", [("user",), ("system", "user")])
-@pytest.mark.parametrize("seed", range(5))
-def test_a_template_that_lost_its_special_tokens_is_put_back(chat: Checkpoint, roles: Any, seed: int) -> None:
-    """What verl decodes, from messages of random characters, against the template itself."""
-    rng = np.random.default_rng(seed)
-    tokenizer = chat.load_tokenizer()
-    messages = [{"role": role, "content": "".join(rng.choice(list("123+-?"), rng.integers(1, 9)))} for role in roles]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    found = ChatTemplate(tokenizer).restore(tokenizer.decode(ids, skip_special_tokens=True))
-    assert found is not None
-    assert found.ids == ids
 
 
 def test_a_prompt_of_another_template_is_read_as_it_stands(chat: Checkpoint, llama: Path, tmp_path: Path) -> None:

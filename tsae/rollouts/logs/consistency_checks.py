@@ -33,6 +33,7 @@ from tsae.checkpoints.adapters import base_of
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf, is_hub_id, weight_files
 from tsae.errors import TsaeError
+from tsae.rollouts.generation import response_logits
 from tsae.rollouts.logs.check_advantages import recompute
 from tsae.rollouts.logs.check_answers import Reservoir, recheck, several_answers, too_many
 from tsae.rollouts.logs.entry import Entry, Findings, hash64, place_hash
@@ -437,23 +438,9 @@ def _unreadable(checkpoint: Checkpoint) -> str | None:
 
 def _differences(checkpoint: Checkpoint, kept: Sequence[Told]) -> list[tuple[str, np.ndarray]]:
     """(place, (n_temperatures,) mean absolute difference a token) of every trajectory."""
-    import torch
-
-    model = ModelLoader().load(checkpoint)
-    found = []
+    model, found = ModelLoader().load(checkpoint), []
     for told in kept:
-        n = len(told.response)
-        ids = torch.from_numpy(np.concatenate([told.prompt, told.response]).astype(np.int64))[None]
-        with torch.inference_mode():
-            # The last position predicts what comes after the response.
-            try:
-                logits = model(input_ids=ids, logits_to_keep=n + 1).logits[0, -n - 1 : -1]
-            except TypeError:  # an architecture that always gives all
-                logits = model(input_ids=ids).logits[0, -n - 1 : -1]
-            logits, sampled = logits.float(), ids[0, -n:, None]  # (n_response, vocabulary), (n_response, 1)
-            off = [
-                np.abs((logits / t).log_softmax(-1).gather(-1, sampled)[:, 0].numpy() - told.logprobs).mean()
-                for t in _TEMPERATURES
-            ]
-        found.append((told.where, np.array(off)))
+        logits, sampled = response_logits(model, told.prompt, told.response)
+        of_temperatures = ((logits / t).log_softmax(-1).gather(-1, sampled)[:, 0].numpy() for t in _TEMPERATURES)
+        found.append((told.where, np.array([np.abs(given - told.logprobs).mean() for given in of_temperatures])))
     return found
