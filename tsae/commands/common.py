@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -15,6 +14,7 @@ from tsae.base.artefact import version_of
 from tsae.base.files import write_json
 from tsae.base.mirror import shown
 from tsae.errors import TsaeError, refuse
+from tsae.report.text import for_json
 from tsae.rollouts.config import EndpointConfig
 
 Server = TypeVar("Server", bound=EndpointConfig)
@@ -79,28 +79,13 @@ def as_json(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
     def write(content: Mapping[str, Any]) -> None:
         if path == Path("-"):
-            print(json.dumps(_plain(content), indent=2, allow_nan=False), file=out)
+            print(json.dumps(for_json(content), indent=2, allow_nan=False), file=out)
         elif path is not None:
             # By this mark a command knows, later, that it may replace the file.
-            say_wrote(write_json(path, {"written_by": f"tsae {version_of('tsae')}", **_plain(content)}))
+            say_wrote(write_json(path, {"written_by": f"tsae {version_of('tsae')}", **for_json(content)}))
 
     if path == Path("-"):
         with redirect_stdout(sys.stderr):
             yield write
     else:
         yield write
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON: tables become lists of rows; NaN and infinity, which JSON does not know, become null."""
-    if hasattr(value, "to_dict"):
-        return _plain(value.to_dict("records"))
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

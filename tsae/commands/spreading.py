@@ -29,7 +29,7 @@ from pydantic import Field
 
 from tsae.base.progress import progress_bar
 from tsae.base.validation import Daily, config
-from tsae.errors import TsaeError, needing, refuse
+from tsae.errors import TsaeError, first_line, needing, refuse
 
 TIED = "TSAE_TIED"
 """Set for a part on this machine: it ends when its input does, because then the process that started it is gone."""
@@ -301,7 +301,7 @@ def run_on_ray(
                 try:
                     why = ray.get(ended)
                 except ray.exceptions.RayError as error:
-                    why = _first_line(getattr(error, "cause", None) or error)
+                    why = first_line(getattr(error, "cause", None) or error)
                 if why:
                     failed[number] = why
                 done()
@@ -368,10 +368,6 @@ def last_line(log: Path) -> str:
     return lines[-1].removeprefix("tsae: ") if lines else ""
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _connected() -> Any:
     """The module `ray`, connected to a cluster."""
     where = "--executor ray"
@@ -388,7 +384,7 @@ def _connected() -> Any:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # Ray has no class of its own for a cluster that does not answer
-        what = f"the cluster at {address or 'this machine'} cannot be used ({_first_line(error)})"
+        what = f"the cluster at {address or 'this machine'} cannot be used ({first_line(error)})"
         raise TsaeError(what, where=where, fix="Set RAY_ADDRESS to a running cluster, or unset it.") from error
     return ray
 

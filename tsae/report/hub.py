@@ -33,7 +33,7 @@ from tsae.base.artefact import MANIFEST, Kind, add_to_artefact, read_manifest, r
 from tsae.base.files import as_path, partial_name, read_object, reading, write_text, writing
 from tsae.base.output_lock import output_lock
 from tsae.diff.feature_diff import DIFF, FeatureDiff
-from tsae.errors import TsaeError, public, refuse, without_secrets
+from tsae.errors import TsaeError, first_line, public, refuse, without_secrets
 from tsae.features.feature_table import FEATURES, FeatureTable
 from tsae.report.text import count, listed, markdown_cell, markdown_table, percent
 from tsae.rollouts.table import Rollouts
@@ -136,10 +136,12 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
                 api.create_commit(one.name, added, commit_message="Push from tsae", repo_type=one.kind).commit_url
             )
         except (OSError, HTTPError, ValueError, RuntimeError, LookupError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
             kept = f" (pushed already: {', '.join(r.name for r in repositories[: len(done)])})" if done else ""
             fix = "See that the Hub can be reached, and log in with a token that may write there (hf auth login, or "
-            what, fix = f"cannot be pushed ({without_secrets(why)}){kept}", f"{fix}HF_TOKEN); then try again."
+            what, fix = (
+                f"cannot be pushed ({without_secrets(first_line(error))}){kept}",
+                f"{fix}HF_TOKEN); then try again.",
+            )
             raise TsaeError(what, where=f"{one.kind} {one.name}", fix=fix) from error
     return done
 

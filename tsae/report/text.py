@@ -11,7 +11,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tsae.base.untrusted import visible as visible
@@ -38,7 +38,8 @@ def shortened(text: str, limit: int) -> str:
 
 def script_json(content: Any) -> str:
     """JSON that no script element's parser can mistake for markup; NaN becomes null."""
-    text = json.dumps(_finite(content), separators=(",", ":"), sort_keys=True, allow_nan=False)
+    # Five digits are more than a screen shows and keep the file small.
+    text = json.dumps(for_json(content, 5), separators=(",", ":"), sort_keys=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -94,17 +95,24 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+def for_json(value: Any, digits: int = 17) -> Any:
+    """A value for JSON: tables become lists of rows; NaN and infinity, which JSON does not know, become null.
+
+    Args:
+        value: a table, an array, or whatever holds them.
+        digits: significant ones of a number; 17 keep it as it is.
+    """
+    if isinstance(value, Mapping):
+        return {str(name): for_json(item, digits) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [for_json(item, digits) for item in value]
     if hasattr(value, "tolist"):
-        return _finite(value.tolist())
+        return for_json(value.tolist(), digits)
     if isinstance(value, float):
-        # Five digits are more than a screen shows and keep the file small.
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if hasattr(value, "to_dict"):
+        return for_json(value.to_dict("records"), digits)
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def markdown_table(table: pd.DataFrame) -> str:
