@@ -138,10 +138,8 @@ def upload(repositories: Sequence[Repository], *, private: bool = False) -> list
         except (OSError, HTTPError, ValueError, RuntimeError, LookupError) as error:
             kept = f" (pushed already: {', '.join(r.name for r in repositories[: len(done)])})" if done else ""
             fix = "See that the Hub can be reached, and log in with a token that may write there (hf auth login, or "
-            what, fix = (
-                f"cannot be pushed ({without_secrets(first_line(error))}){kept}",
-                f"{fix}HF_TOKEN); then try again.",
-            )
+            fix += "HF_TOKEN); then try again."
+            what = f"cannot be pushed ({without_secrets(first_line(error))}){kept}"
             raise TsaeError(what, where=f"{one.kind} {one.name}", fix=fix) from error
     return done
 
