@@ -97,6 +97,8 @@ NAMING = {
                  '{{"rlhf_type": "grpo", "num_generations": 8, "model": "{}"}}'),
     "OpenRLHF": ("global_step{}_hf", "recipe.yml", "{{pretrain: {}, init_kl_coef: 0.01}}"),
     "TRL": ("checkpoint-{}", "recipe.yaml", "{{model_name_or_path: {}, num_generations: 8}}"),
+    "TRL, its own file": ("checkpoint-{}", "training_args.json",
+                          '{{"model_name_or_path": "{}", "num_generations": 8, "trl_version": "1.16.0"}}'),
     "prime-rl, LoRA": ("weights/step_{}", "weights/step_5/lora_adapters/adapter_config.json",
                        '{{"base_model_name_or_path": "{}"}}'),
     "a list on the card": ("checkpoint-{}", "README.md", "---\nbase_model:\n- {}\n---\n"),

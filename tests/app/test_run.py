@@ -364,15 +364,6 @@ def test_a_checkpoint_that_is_half_written_is_left_out_with_a_note(trl_run: Path
         find_series(RunConfig(run, base=str(trl_run.parent / "base")))
 
 
-def test_the_base_is_the_folder_that_the_settings_name(trl_run: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(trl_run, tmp_path / "run")
-    settings = {"model_name_or_path": str(trl_run.parent / "base"), "learning_rate": 1e-4, "num_generations": 8}
-    (run / "training_args.json").write_text(json.dumps(settings | {"max_steps": 150, "trl_version": "1.16.0"}))
-    series, told = find_series(replace(TINY, path=run))
-    assert series.base.path == str(trl_run.parent / "base")
-    assert told.endswith("(by training_args.json)")
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps with every checkpoint, its log and its settings."""
