@@ -77,9 +77,9 @@ _GROUPS: dict[str, dict[str, type]] = {
     },
 }  # fmt: skip
 """The commands as `tsae --help` shows them."""
-_COMMANDS = {name: kind for group in _GROUPS.values() for name, kind in group.items()}
+COMMANDS = {name: kind for group in _GROUPS.values() for name, kind in group.items()}
 Command: Any = Union[  # noqa: UP007
-    tuple(Annotated[kind, subcommand(name, prefix_name=False)] for name, kind in _COMMANDS.items())
+    tuple(Annotated[kind, subcommand(name, prefix_name=False)] for name, kind in COMMANDS.items())
 ]
 
 
@@ -122,7 +122,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], type | None]:
         TsaeError: for a name that is not there.
     """
     path: list[str] = []
-    kind, known = None, _COMMANDS
+    kind, known = None, COMMANDS
     for word in words:
         if word.startswith("-") or not known:
             break

@@ -20,7 +20,7 @@ from support.cli import commands
 from support.refusals import fails, refuses
 from tsae.base.artefact import Kind, running_command, write_artefact
 from tsae.cli import main, parse
-from tsae.commands.outputs import _LOOK_THEMSELVES, FILES, FOLDERS, check_outputs
+from tsae.commands.outputs import FILES, FOLDERS, LOOK_THEMSELVES, check_outputs
 from tsae.rollouts.parquet import write_table
 
 
@@ -160,7 +160,7 @@ def test_a_folder_is_known_by_its_manifest(name: str, here: Path) -> None:
         shutil.rmtree(own)
     own.mkdir()
     (own / "table.parquet").write_text("mine")
-    if name in _LOOK_THEMSELVES:
+    if name in LOOK_THEMSELVES:
         check_outputs(command)
     else:
         refuses(r"holds table\.parquet, which this command did not write", check_outputs, command)

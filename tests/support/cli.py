@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import tsae
-from tsae.cli import _COMMANDS, main
+from tsae.cli import COMMANDS, main
 from tsae.commands.helptext import subcommands
 from tsae.config import DemoConfig
 
 
-def commands(known: dict[str, type] = _COMMANDS, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], type]:
+def commands(known: dict[str, type] = COMMANDS, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], type]:
     """The classes of all commands and groups, by their words."""
     found = {}
     for name, kind in known.items():

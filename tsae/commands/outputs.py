@@ -94,7 +94,7 @@ def _fault_of_folder(to: Path, name: str) -> str:
     if found is not None:
         return "" if found == FOLDERS[name] else f"holds the results of another command ({found})"
     strange = sorted(path.name for path in to.iterdir() if not path.name.startswith(".") and path.name != "pieces")
-    if name in _LOOK_THEMSELVES or not strange or any((to / file).is_file() for file in _UNFINISHED):
+    if name in LOOK_THEMSELVES or not strange or any((to / file).is_file() for file in _UNFINISHED):
         return ""
     return f"holds {strange[0]}, which this command did not write"
 
@@ -156,6 +156,6 @@ FOLDERS = {
     "Drift": "drift", "Difficulty": "difficulty", "Export": "export",
 }  # fmt: skip
 """Commands whose --to is a folder, and the kind of artefact that they write."""
-_LOOK_THEMSELVES = ("Run", "Watch", "Demo", "Capture", "Train", "Crosscoder", "Export")
+LOOK_THEMSELVES = ("Run", "Watch", "Demo", "Capture", "Train", "Crosscoder", "Export")
 _UNFINISHED = ("pieces/encoding.json", "answers.jsonl")
 """Files by which an unfinished artefact is known."""
