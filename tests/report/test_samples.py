@@ -225,13 +225,16 @@ def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> N
     assert '<mark class="a4" title="+0.9">24</mark> + 7 =\n<mark class="a9 against" title="−1.8">31</mark>' in page
 
 
+def of_sae(weights: str) -> tsae.FeatureDiff:
+    """The diff made by hand, of the features of this SAE."""
+    diff = make()
+    diff.info["sae"]["weights"] = weights
+    return diff
+
+
 def test_features_of_another_sae_are_said_to_be_others() -> None:
-    found, diff = make_attribution(), make()
-    diff.info["sae"] = {**(diff.info.get("sae") or {}), "weights": "own"}
-    told = [
-        [one.warns for one in section_of(replace(found, info={**found.info, "sae": sae}), diff)["belief"]]
-        for sae in ("own", "another")
-    ]
+    diff = of_sae("own")
+    told = [[one.warns for one in section_of(make_attribution(sae=sae), diff)["belief"]] for sae in ("own", "another")]
     assert told[1] == [True, *told[0]]
 
 
@@ -274,9 +277,9 @@ def test_levels_of_the_data_set_stand_beside_the_bands() -> None:
 
 
 def test_cards_get_the_samples_that_pushed_their_feature() -> None:
-    diff, found = make(), make_attribution(sae="w")
-    assert pushed(found, diff) == {}
-    known = pushed(found, replace(diff, info={**diff.info, "sae": {**(diff.info.get("sae") or {}), "weights": "w"}}), 1)
+    found = make_attribution(sae="w")
+    assert pushed(found, make()) == {}
+    known = pushed(found, of_sae("w"), 1)
     assert list(known) == ["2"]
     assert known["2"]["told"].startswith(
         "Feature 2 rose: mean activation 0.6 → 0.63 (+0.03). Shares, which add up to it: hard samples"
@@ -289,15 +292,8 @@ def test_cards_get_the_samples_that_pushed_their_feature() -> None:
 
 @pytest.mark.slow
 def test_a_feature_links_to_its_card_where_the_sae_is_the_same() -> None:
-    diff = make()
-    weights = (diff.info.get("sae") or {}).get("weights")
-    assert "<bdi>feature 2</bdi><br>" in rendered(diff, attribution=make_attribution(sae="another"))
-    same = tsae.FeatureDiff(
-        **{**vars(diff), "info": {**diff.info, "sae": {**(diff.info.get("sae") or {}), "weights": "w"}}}
-    )
-    page = rendered(same, attribution=make_attribution(sae="w"))
-    assert 'data-feature="2">2</span><bdi> “' in page
-    assert weights != "w"
+    assert "<bdi>feature 2</bdi><br>" in rendered(make(), attribution=make_attribution(sae="another"))
+    assert 'data-feature="2">2</span><bdi> “' in rendered(of_sae("w"), attribution=make_attribution(sae="w"))
 
 
 def test_features_to_attribute_are_those_that_the_diff_names() -> None:
