@@ -10,6 +10,8 @@ import numpy as np
 import scipy.sparse as sp
 
 if TYPE_CHECKING:
+    import torch
+
     from tsae import ActivationStore, FeatureTable, Rollouts
 
 BOS, EOS = 17, 19  # of the testbed's tokenizer
@@ -42,7 +44,6 @@ def write_store(
 
     from tsae import ActivationStore
     from tsae.activations.manifest import KIND, VERSION
-    from tsae.activations.shard import write_shard
     from tsae.base.artefact import write_record
 
     entries: list[dict[str, Any]] = []
@@ -60,6 +61,25 @@ def write_store(
     of_tokens = {"rollouts": rollouts.fingerprint, "special_ids": list(special), "readers": entries}
     write_record(folder / "manifest.json", {**head, "sites": {site: {"d_model": width}}, **of_tokens})
     return ActivationStore(folder)
+
+
+def write_shard(
+    path: Path,
+    activations: Mapping[str, torch.Tensor],
+    dtype: str,
+    token_ids: np.ndarray,
+    offsets: np.ndarray,
+    trajectory: np.ndarray,
+) -> str:
+    """Write one shard that is in memory; returns its SHA-256."""
+    from tsae.activations.shard import ShardWriter
+
+    sites = {site: values.shape[1] for site, values in activations.items()}
+    with ShardWriter(path, sites, dtype, token_ids, offsets, trajectory) as writer:
+        for site, values in activations.items():
+            for i in range(len(trajectory)):
+                writer.put(site, i, values[offsets[i] : offsets[i + 1]])
+        return writer.finish()
 
 
 def feature_table(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import tsae
 from support.builders import make_rollouts
 from support.checkpoints import rewrite
-from support.children import run_tsae, start
+from support.children import exit_codes, killed_until_done, past, run_tsae, start
 from support.refusals import fails, refuses
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import checkpoint, interrupted, same_files
@@ -351,21 +350,10 @@ def test_a_live_training_that_is_killed_ends_with_the_same_bits(
     series_folder: Path, rollouts: Any, tmp_path: Path
 ) -> None:
     file = rollouts.write(tmp_path / "rollouts.parquet")
-    whole = start(live_run, series_folder, file, tmp_path / "whole")
-    whole.join()
-    assert whole.exitcode == 0
-    folder, kills = tmp_path / "sae", 0
-    while kills < 3:
-        before, child = checkpoint(folder), start(live_run, series_folder, file, folder)
-        while child.is_alive() and checkpoint(folder) <= before:
-            time.sleep(0.001)
-        assert child.is_alive(), "finished before it could be killed"
-        child.kill()
-        child.join()
-        kills += 1
-    last = start(live_run, series_folder, file, folder)
-    last.join()
-    assert last.exitcode == 0
+    folder = tmp_path / "sae"
+    assert exit_codes([start(live_run, series_folder, file, tmp_path / "whole")]) == [0]
+    past_next = past(lambda: checkpoint(folder), 0.05)
+    assert killed_until_done(lambda: start(live_run, series_folder, file, folder), past_next) >= 3
     same_files(folder, tmp_path / "whole")
 
 

@@ -21,11 +21,11 @@ import pytest
 import scipy.sparse as sp
 import torch
 from hypothesis import HealthCheck, given, settings
+from statements.tables import write_shard
 
 from support.builders import digests, save_model, synthetic_store
 from support.logs import LOGS, TEMPLATE
 from support.results import reader
-from tsae.activations.shard import write_shard
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable

@@ -302,23 +302,6 @@ class ShardWriter:
         self._partial.unlink(missing_ok=True)
 
 
-def write_shard(
-    path: Path,
-    activations: Mapping[str, torch.Tensor],
-    dtype: str,
-    token_ids: np.ndarray,
-    offsets: np.ndarray,
-    trajectory: np.ndarray,
-) -> str:
-    """Write one shard that is in memory; returns its SHA-256."""
-    sites = {site: values.shape[1] for site, values in activations.items()}
-    with ShardWriter(path, sites, dtype, token_ids, offsets, trajectory) as writer:
-        for site, values in activations.items():
-            for i in range(len(trajectory)):
-                writer.put(site, i, values[offsets[i] : offsets[i + 1]])
-        return writer.finish()
-
-
 def span_mask(
     token_ids: np.ndarray,
     offsets: np.ndarray,

@@ -277,7 +277,7 @@ def last_activations(
     found = np.zeros(len(texts))
     with fitting(batch_tokens, "insertion"):
         for batch in read_batches(reading, texts, batch_tokens):
-            ends = np.cumsum([len(texts[i]) for i in batch.texts]) - 1
+            ends = np.cumsum(batch.lengths) - 1
             codes = sae.encode(batch.values[sae.site][ends].float())
             found[batch.texts] = codes[:, feature].cpu().numpy()
     return found

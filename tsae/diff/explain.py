@@ -34,7 +34,7 @@ from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
 from tsae.diff.config import ExplainConfig
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.label_contexts import Case, Contexts, Task, Window
+from tsae.diff.label_contexts import Case, Contexts, Task
 from tsae.diff.llm_labeller import Asked, Plan
 from tsae.errors import TsaeError
 from tsae.rollouts.config import EndpointConfig
@@ -367,13 +367,11 @@ class Describer:
         """See `Labeller`: whether the rule holds for a token of a window; in fuzzing, for most of the marked ones."""
         found: list[list[bool | None]] = []
         for test, label, windows in tasks:
-            held = [self._holding(label, window) for window in windows]
+            rule, counted = self.rules[label], self.contexts.counted
+            held = [rule.holds(window.tokens) & counted[window.tokens] for window in windows]
             marked = [mine if test == "detection" else mine[w.marks] for mine, w in zip(held, windows, strict=True)]
             found.append([bool(mine.any() if test == "detection" else mine.mean() > 0.5) for mine in marked])
         return found
-
-    def _holding(self, label: str, window: Window) -> np.ndarray:
-        return self.rules[label].holds(window.tokens) & self.contexts.counted[window.tokens]
 
     def _best(self, feature: int) -> Rule | None:
         tokens, values = self.contexts.features.column(feature)

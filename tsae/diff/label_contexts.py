@@ -115,7 +115,7 @@ class Contexts:
         config, rng = self.config, np.random.default_rng([self.config.seed, feature])
         active_tokens = np.sort(self.features.column(feature)[0])
         peaks = peaks_of(self.features, self.counted, feature)
-        mine, others = (_picked(peaks, self.held_out[peaks.row] == side) for side in (False, True))
+        mine, others = (Peaks(*(of[self.held_out[peaks.row] == side] for of in peaks)) for side in (False, True))
         top = float(mine.value.max(initial=0.0))
         order = np.argsort(-mine.value, kind="stable")
         strongest = self._strongest(mine, order, against)
@@ -243,10 +243,6 @@ class Contexts:
             )
             pairs.append((base, trained))
         return tuple(pairs)
-
-
-def _picked(peaks: Peaks, keep: np.ndarray) -> Peaks:
-    return Peaks(*(part[keep] for part in peaks))
 
 
 def _mixed(items: list[tuple[Window, bool]], rng: np.random.Generator) -> tuple[tuple[Window, bool], ...]:

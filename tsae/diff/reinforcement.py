@@ -196,7 +196,8 @@ def _group_frame(samples: Samples) -> pd.DataFrame:
         "mixed",
     )
     if "vanilla" in samples.relative:
-        groups["effective"] = effective_responses(samples.relative["vanilla"], group)
+        relative = samples.relative["vanilla"]
+        groups["effective"] = np.bincount(group, relative) ** 2 / np.bincount(group, relative**2)
     return groups
 
 
@@ -432,12 +433,6 @@ def relative_probabilities(logprob: np.ndarray, group: np.ndarray) -> np.ndarray
     return relative
 
 
-def effective_responses(relative: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """(n_groups,) responses that weigh as much as the weighted ones: (Σ w)² / Σ w²."""
-    effective: np.ndarray = np.bincount(group, weights=relative) ** 2 / np.bincount(group, weights=relative**2)
-    return effective
-
-
 def within(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     """(n,) minus the mean of the group. Centring the weights has the same effect as centring the activations."""
     centred: np.ndarray = values - (np.bincount(group, weights=values) / np.bincount(group))[group]
@@ -579,8 +574,7 @@ def response_logprobs(
         texts = [np.concatenate(rollouts.tokens(int(rows[i]))) for i in mine]
         with fitting(batch_tokens, "response_logprobs"):
             for batch in read_batches(reader, texts, batch_tokens):
-                ends = np.cumsum([len(texts[i]) for i in batch.texts])
-                parts = np.split(batch.values["logprob"].double().cpu().numpy(), ends[:-1])
-                for i, part in zip(mine[batch.texts], parts, strict=True):
-                    found[i] = part[prompt[i] :][rollouts.sampled(int(rows[i]))].sum()
+                for text, logprob in batch.each("logprob"):
+                    i = mine[text]
+                    found[i] = logprob.double().cpu().numpy()[prompt[i] :][rollouts.sampled(int(rows[i]))].sum()
     return found

@@ -402,7 +402,7 @@ def grouped_sums(values: Rows, rows: np.ndarray, group: np.ndarray, weight: np.n
     rows, group, weight = rows[order], group[order], weight[order]
     n_features = values.shape[1]
     sums = np.zeros((n_groups, n_features))
-    at_once, start = _rows_at_once(values), 0
+    at_once, start = max(1, _VALUES * values.shape[0] // max(values.nnz, 1)), 0
     while start < len(rows):
         first = group[start]
         stop = min(start + at_once, int(np.searchsorted(group, first + _GROUPS)))
@@ -450,7 +450,3 @@ def no_code(n_tokens: int, n_codes: int) -> np.ndarray:
     Large tables have one of these a thread, so its numbers are as small as they can be.
     """
     return np.full(n_tokens, n_codes, dtype=np.uint16 if n_codes <= np.iinfo(np.uint16).max else np.int32)
-
-
-def _rows_at_once(values: Rows) -> int:
-    return max(1, _VALUES * values.shape[0] // max(values.nnz, 1))

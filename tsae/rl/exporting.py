@@ -176,10 +176,8 @@ def read_logprob(
     texts = [features.token_ids[span] for span in spans]
     with fitting(batch_tokens, "read_logprob"):
         for batch in read_batches(PredictingReader(reading), texts, batch_tokens):
-            ends = np.cumsum([len(texts[i]) for i in batch.texts])
-            parts = np.split(batch.values["logprob"].cpu().numpy(), ends[:-1])
-            for i, part in zip(batch.texts, parts, strict=True):
-                found[spans[i]] = part
+            for i, logprob in batch.each("logprob"):
+                found[spans[i]] = logprob.cpu().numpy()
     return found
 
 

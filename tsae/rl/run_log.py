@@ -93,7 +93,8 @@ class RunLog:
             for name, value in (own | _checked(row, place)).items():
                 columns.setdefault(name, [None] * len(rows))[place] = value
         try:
-            table = pa.table({name: pa.array(v, _type_of(name), from_pandas=True) for name, v in columns.items()})
+            types = {n: pa.float64() if n.startswith("reward/") else pa.string() for n in columns} | _COLUMNS
+            table = pa.table({name: pa.array(v, types[name], from_pandas=True) for name, v in columns.items()})
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise TsaeError(f"a value does not fit its column ({error})", where="RunLog.add") from error
         self.generation += 1
@@ -155,10 +156,6 @@ class RunLog:
             place = table.column_names.index("micro_batch")
             table = table.set_column(place, "micro_batch", pa.array(used, _COLUMNS["micro_batch"]))
             write_table(file, table.schema, [table], {"kind": TSAE.files.title})
-
-
-def _type_of(name: str) -> pa.DataType:
-    return _COLUMNS.get(name, pa.float64() if name.startswith("reward/") else pa.string())
 
 
 def _checked(row: Mapping[str, Any], place: int) -> dict[str, Any]:
