@@ -340,16 +340,11 @@ def test_a_server_that_refuses_is_quoted(policy: Checkpoint, served: Served) -> 
     nowhere = ServerConfig(url=f"http://127.0.0.1:{free_port()}/v1", retries=1, first_wait=0.01)
     with pytest.raises(TsaeError, match=r"does not answer, asked 2 times \(ConnectionError\)"):
         sample(policy, PROBLEMS, CONFIG, server=nowhere, progress=False)
-    for wrong in (
-        {"url": "ftp://x"},
-        {"concurrency": 0},
-        {"retries": -1},
-        {"retries": 1001},
-        {"timeout": 0.0},
-        {"check": -1},
-    ):
-        with pytest.raises(TsaeError, match=next(iter(wrong))):
-            ServerConfig(**wrong)  # type: ignore[arg-type]
+    for name, values in (("url", ["ftp://x"]), ("concurrency", [0]), ("retries", [-1, 1001]), ("check", [-1])):
+        for value in values:
+            refused(name, ServerConfig, **{name: value})
+    for timeout in (math.inf, math.nan, 1e10, 0.0):  # a day at most
+        refused("timeout", EndpointConfig, timeout=timeout)
 
 
 # --- what a server may do
@@ -427,11 +422,6 @@ def test_what_is_no_address_is_not_asked_again(url: str) -> None:
     with pytest.raises(TsaeError, match=r"is not an address|has a query") as said:
         Endpoint(EndpointConfig(url=url, retries=6, first_wait=60.0))
     assert "cretpw" not in str(said.value)
-
-
-@pytest.mark.parametrize("timeout", [math.inf, math.nan, 1e10, 0.0])
-def test_a_timeout_is_a_day_at_most(timeout: float) -> None:
-    refused("timeout", EndpointConfig, timeout=timeout)
 
 
 @pytest.mark.parametrize("key", ["schlüssel-…-abcdef", "k\udc80abcdefgh", "abcd\nefgh"])

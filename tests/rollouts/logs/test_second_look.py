@@ -16,7 +16,7 @@ import torch
 
 import tsae
 from support.builders import BOS, EOS, save_model
-from support.logs import LOGS, refused, write
+from support.logs import refused, write
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -169,23 +169,19 @@ def test_a_verifier_that_differs_is_no_alarm(series: CheckpointSeries, tmp_path:
     assert "far better than by chance (1.00 within problems, 1.00 between problems" in found.note
 
 
-def test_what_no_verifier_reads_is_not_compared(series: CheckpointSeries, tmp_path: Path) -> None:
-    """Tests of programs, and long solutions."""
-    rows = sums()
-    for row in rows:
-        row["answer"] = json.dumps({"inputs": ["1"], "outputs": ["2"]}) if row["step"] == 1 else "because " * 40
-    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["answers"]
+def test_answers_are_read_inside_whole_solutions_and_not_in_tests_of_programs(
+    series: CheckpointSeries, tmp_path: Path
+) -> None:
+    """As data sets write them, behind #### or in a box; long ones without either are not compared."""
+    solution = "Add the tens, then the ones, and carry what is above nine. " * 3
+    for forms, compared in (
+        ((solution + "#### {}", solution + "\\boxed{{{}}}"), 192),
+        ((json.dumps({"inputs": ["1"], "outputs": ["2"]}).replace("{", "{{").replace("}", "}}"), "because " * 40), 0),
+    ):
+        rows = [{**row, "answer": forms[row["step"] == 1].format(row["answer"])} for row in sums()]
+        found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["answers"]
+        assert (found.compared, found.differ) == (compared, 0)
     assert str(found) == "answers: not compared (math-verify can read no answer)"
-
-
-def test_answers_inside_whole_solutions_are_read(series: CheckpointSeries, tmp_path: Path) -> None:
-    """As data sets write them: behind ####, or in a box."""
-    rows = sums()
-    for row in rows:
-        solution = "Add the tens, then the ones, and carry what is above nine. " * 3
-        row["answer"] = solution + (f"#### {row['answer']}" if row["step"] == 1 else f"\\boxed{{{row['answer']}}}")
-    found = look(write(tmp_path / "log" / "log.jsonl", *rows), series)["answers"]
-    assert (found.compared, found.differ) == (192, 0)
 
 
 def test_without_math_verify_the_last_number_counts(
@@ -574,16 +570,6 @@ def test_parts_of_a_log_are_put_together(
 
 
 # --- the readers' own
-
-
-@pytest.mark.parametrize("name", ["nemo-rl", "prime-rl", "prime-rl-tokens"])
-def test_readers_pass_log_probabilities_on(name: str) -> None:
-    """One for every token of the response, where the log has them."""
-    form, files, _ = find_log(LOGS / name, ImportConfig())
-    entries = [entry for file in files for entry in form.read(file, ImportConfig()) if isinstance(entry, Entry)]
-    told = [entry for entry in entries if entry.logprobs is not None]
-    assert told
-    assert all(len(entry.logprobs) == len(entry.response_ids) for entry in told)  # type: ignore[arg-type]
 
 
 def test_slime_passes_log_probabilities_and_the_templates_arguments_on(tmp_path: Path) -> None:
