@@ -153,6 +153,20 @@ def texts(fingerprint: str) -> Rollouts:
     return make_rollouts(tokenizer=fingerprint)
 
 
+Take = Callable[..., ActivationStore]
+
+
+@pytest.fixture
+def take(engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path) -> Take:
+    """Captures what the engine computes; other words are the server's."""
+
+    def taken(config: CaptureConfig = CONFIG, server: StatesConfig | None = None, **options: Any) -> ActivationStore:
+        server = server or engine.config(**options)
+        return capture(base, texts, [SITE], to=tmp_path / "acts", config=config, server=server, progress=False)
+
+    return taken
+
+
 def values(store: ActivationStore, site: str, reader: str = "base") -> dict[int, np.ndarray]:
     found = {}
     for shard in store.shards(reader):
@@ -184,9 +198,9 @@ def test_the_store_is_that_of_our_own_forward_passes(
 
 
 def test_parts_give_the_bytes_of_one_and_an_interrupted_capture_goes_on(
-    engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
+    take: Take, engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
 ) -> None:
-    whole = capture(base, texts, [SITE], to=tmp_path / "a", config=CONFIG, server=engine.config(), progress=False)
+    whole = take()
     n = len(whole.manifest["readers"][0]["shards"])
     assert n == 3
     engine.status = 400
@@ -197,7 +211,7 @@ def test_parts_give_the_bytes_of_one_and_an_interrupted_capture_goes_on(
     left = [len(capture_part(base, texts, [SITE], part=Part(i, 3), **part)) for i in (2, 0, 0, 1)]
     assert left[0] > left[1] == left[2] > left[3] == 0
     assert len(engine.bodies) == len(texts)  # nothing was read twice
-    assert contents(tmp_path / "a", "*.h5") == contents(tmp_path / "b", "*.h5")
+    assert contents(whole.path, "*.h5") == contents(tmp_path / "b", "*.h5")
 
 
 @pytest.mark.slow
@@ -282,11 +296,10 @@ def at(token: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     ],
 )
 def test_states_that_are_not_the_checkpoints_are_refused(
-    change: Any, what: str, engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
+    change: Any, what: str, engine: Engine, take: Take, tmp_path: Path
 ) -> None:
     engine.change = change
-    with pytest.raises(TsaeError, match=what):
-        capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
+    refuses(what, take)
     assert not (tmp_path / "acts").exists()
 
 
@@ -308,9 +321,7 @@ def test_answers_that_differ_from_each_other_are_refused(
     assert refused.value.text == 1
 
 
-def test_other_requests_states_are_refused(
-    engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
-) -> None:
+def test_other_requests_states_are_refused(engine: Engine, take: Take) -> None:
     """Of one request in ten, the batch had those of its neighbour, cut or repeated to the same length."""
     before = list[torch.Tensor]()
 
@@ -323,34 +334,24 @@ def test_other_requests_states_are_refused(
         return {**files, "hidden_states": theirs.repeat(len(mine), 1, 1)[: len(mine)]}
 
     engine.change = exchange
-    options: Any = {"config": CONFIG, "server": engine.config(check=1000), "progress": False}
-    with pytest.raises(TsaeError, match=f"the server's states at {SITE} are .*Try --server.concurrency 1"):
-        capture(base, texts, [SITE], to=tmp_path / "acts", **options)
+    refuses(f"the server's states at {SITE} are .*Try --server.concurrency 1", take, check=1000)
 
 
-def test_chunks_that_forget_what_came_before_are_refused(
-    engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
-) -> None:
+def test_chunks_that_forget_what_came_before_are_refused(engine: Engine, take: Take) -> None:
     def halves(files: Files) -> Files:
         ids = files["token_ids"].tolist()
         middle = len(ids) - 3
         return {**files, "hidden_states": torch.cat([engine.states(ids[:middle]), engine.states(ids[middle:])])}
 
     engine.change = halves
-    with pytest.raises(TsaeError, match="away from the checkpoint's own"):
-        capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
+    refuses("away from the checkpoint's own", take)
 
 
 @pytest.mark.parametrize("layers", [(1,), (3,)])
-def test_another_layer_is_refused(
-    layers: tuple[int, ...], start: Any, series_folder: Path, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
-) -> None:
-    engine = start(series_folder / "base", layers=layers)
-    with pytest.raises(TsaeError, match=rf"at {SITE} are those of layer {layers[0]}, expected 2 .*--server.layers"):
-        capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
-    server = engine.config(layers=layers)
-    with pytest.raises(TsaeError, match=rf"{SITE} is layer 2 of vLLM, and the server gives {layers[0]}"):
-        capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=server, progress=False)
+def test_another_layer_is_refused(layers: tuple[int, ...], engine: Engine, take: Take) -> None:
+    engine.layers = layers
+    refuses(rf"at {SITE} are those of layer {layers[0]}, expected 2 .*--server.layers", take)
+    refuses(rf"{SITE} is layer 2 of vLLM, and the server gives {layers[0]}", take, layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -367,20 +368,17 @@ def test_another_layer_is_refused(
     ],
 )
 def test_the_servers_version_and_runner(
-    version: str, runner: bool | None, refused: str, engine: Engine, base: CheckpointSeries, texts: Rollouts,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    version: str, runner: bool | None, refused: str, engine: Engine, take: Take
+) -> None:
     engine.pages = {"/version": {"version": version}}
     if runner is not None:
         engine.pages["/server_info?config_format=json"] = {"vllm_env": {"VLLM_USE_V2_MODEL_RUNNER": runner}}
     with pytest.raises(TsaeError, match=refused) if refused else nullcontext():
-        capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
+        take()
     assert bool(engine.bodies) == (not refused)
 
 
-def test_files_that_cannot_be_read_or_are_elsewhere(
-    engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
-) -> None:
+def test_files_that_cannot_be_read_or_are_elsewhere(engine: Engine, take: Take, tmp_path: Path) -> None:
     secret = tmp_path / "secret.safetensors"
     secret.write_bytes(b"mine")
     (engine.folder / "link.safetensors").symlink_to(secret)
@@ -388,8 +386,7 @@ def test_files_that_cannot_be_read_or_are_elsewhere(
     def refused(what: str, **options: Any) -> None:
         for name, value in options.items():
             setattr(engine, name, value)
-        config = engine.config(retries=2)
-        refuses(what, capture, base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=config, progress=False)
+        refuses(what, take, retries=2)
         engine.locks, engine.writes, engine.delay = True, True, 0.005
         engine.name, engine.content = str, lambda content: content
 
@@ -407,20 +404,16 @@ def test_files_that_cannot_be_read_or_are_elsewhere(
     assert secret.read_bytes() == b"mine"
 
 
-def test_a_server_without_locks_is_waited_for(
-    engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
-) -> None:
+def test_a_server_without_locks_is_waited_for(engine: Engine, take: Take) -> None:
     engine.locks, engine.delay = False, 0.05
-    capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
+    take()
     assert not list(engine.folder.iterdir())
 
 
-def test_rounding_is_allowed(engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path) -> None:
+def test_rounding_is_allowed(engine: Engine, take: Take) -> None:
     """The server multiplies in float32 and writes bfloat16; the checkpoint multiplies in bfloat16."""
     engine.change = states(lambda x: x.bfloat16())
-    config = replace(CONFIG, model_dtype="bfloat16")
-    options = {"config": config, "server": engine.config(check=1000), "progress": False}
-    found = capture(base, texts, [SITE], to=tmp_path / "acts", **options)
+    found = take(replace(CONFIG, model_dtype="bfloat16"), check=1000)
     assert found.manifest["dtype"] == "bfloat16"
     for shard in found.manifest["readers"][0]["shards"]:
         assert shard["read_again"]["trajectories"] == shard["n_trajectories"]
@@ -450,15 +443,12 @@ def test_a_token_in_a_thousand_may_be_far_away(engine: Engine) -> None:
     assert refused.value.text == 4
 
 
-def test_a_damaged_shard_is_computed_again(
-    engine: Engine, base: CheckpointSeries, texts: Rollouts, tmp_path: Path
-) -> None:
-    store = capture(base, texts, [SITE], to=tmp_path / "acts", config=CONFIG, server=engine.config(), progress=False)
+def test_a_damaged_shard_is_computed_again(take: Take) -> None:
+    store = take()
     before = values(store, SITE)
     (store.path / "base" / "00001.h5").write_bytes(b"damage")
     assert [damage.file for damage in check_store(store.path)] == ["base/00001.h5"]
-    capture(base, texts, [SITE], to=store.path, config=CONFIG, server=engine.config(), progress=False)
-    after = values(ActivationStore(store.path), SITE)
+    after = values(take(), SITE)
     assert all(np.allclose(after[row], before[row], atol=1e-5) for row in before)
 
 

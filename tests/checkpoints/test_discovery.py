@@ -50,6 +50,12 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
 # --- adapters
 
 
+@pytest.fixture
+def adapter(adapters: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+
+
 def test_adapters_share_a_base_that_is_loaded_once(adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = loads_of(monkeypatch)
     series = CheckpointSeries.load(adapters / "out")
@@ -106,8 +112,7 @@ def test_an_adapter_of_another_base_names_both(adapters: Path, tmp_path: Path) -
     assert len(CheckpointSeries.load(copied, adapters / "out")) == 3  # The same weights under another name.
 
 
-def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> None:
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+def test_names_of_a_base_that_is_elsewhere(adapter: Path, adapters: Path) -> None:
     for named, fits in (("/cluster/models/base", True), ("org/base", True), (None, True), ("org/other", False)):
         edit(adapter / "adapter_config.json", base_model_name_or_path=named)
         if fits:
@@ -124,8 +129,7 @@ def test_names_of_a_base_that_is_elsewhere(adapters: Path, tmp_path: Path) -> No
         refuses(message, CheckpointSeries.load, adapter)
 
 
-def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapters: Path, tmp_path: Path) -> None:
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapter: Path, adapters: Path, tmp_path: Path) -> None:
     (tmp_path / "llm").mkdir()
     (tmp_path / "llm" / "model.Q4.gguf").write_bytes(b"GGUF")
     for named, fits in ((tmp_path / "llm", True), ("/elsewhere/llm", True), (adapters / "base", False)):
@@ -136,8 +140,7 @@ def test_of_a_gguf_file_an_adapter_may_know_the_folder_only(adapters: Path, tmp_
             refuses("but the base of the series is", CheckpointSeries.load, tmp_path / "llm" / "model.Q4.gguf", adapter)
 
 
-def test_an_adapter_with_damaged_weights(adapters: Path, tmp_path: Path) -> None:
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+def test_an_adapter_with_damaged_weights(adapter: Path) -> None:
     content = (adapter / "adapter_model.safetensors").read_bytes()
     (adapter / "adapter_model.safetensors").write_bytes(content[:-8])
     refuses("cannot be put on", lambda: Checkpoint("a", str(adapter)).load_model())
@@ -155,10 +158,7 @@ def test_an_adapter_with_damaged_weights(adapters: Path, tmp_path: Path) -> None
         ({"layer_replication": [[0, 2]]}, "uses layer_replication"),
     ],
 )
-def test_adapters_that_cannot_be_put_on_a_base(
-    adapters: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+def test_adapters_that_cannot_be_put_on_a_base(adapter: Path, changes: dict[str, Any], message: str) -> None:
     edit(adapter / "adapter_config.json", **changes)
     refuses(message, CheckpointSeries.load, adapter)
 
@@ -176,8 +176,7 @@ def test_a_folder_with_an_adapter_and_a_model_is_refused_unless_it_is_torchtunes
     assert any("lora_A" in name for name in found.checkpoints[1].load_model().state_dict())
 
 
-def test_an_adapter_has_its_own_tokenizer_or_its_bases(adapters: Path, tmp_path: Path) -> None:
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+def test_an_adapter_has_its_own_tokenizer_or_its_bases(adapter: Path, adapters: Path) -> None:
     base = load_tokenizer(Checkpoint("base", str(adapters / "base")))
     assert load_tokenizer(Checkpoint("a", str(adapter))).get_vocab() == base.get_vocab()
     base.add_tokens(["x"])
@@ -185,8 +184,7 @@ def test_an_adapter_has_its_own_tokenizer_or_its_bases(adapters: Path, tmp_path:
     assert "x" in load_tokenizer(Checkpoint("a", str(adapter))).get_vocab()
 
 
-def test_the_scale_of_an_adapter_counts_in_its_fingerprint(adapters: Path, tmp_path: Path) -> None:
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
+def test_the_scale_of_an_adapter_counts_in_its_fingerprint(adapter: Path, adapters: Path) -> None:
     before = weights_fingerprint(Checkpoint("a", str(adapter)))
     assert before == weights_fingerprint(Checkpoint("a", str(adapters / "out" / "checkpoint-5")))
     edit(adapter / "adapter_config.json", lora_alpha=16)
@@ -383,9 +381,8 @@ for checkpoint in series:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offline", ["0", "1"])
-def test_cached_repositories_need_no_network(adapters: Path, tmp_path: Path, offline: str) -> None:
+def test_cached_repositories_need_no_network(adapter: Path, adapters: Path, tmp_path: Path, offline: str) -> None:
     """With and without HF_HUB_OFFLINE: what is in the cache is not even asked about."""
-    adapter = Path(shutil.copytree(adapters / "out" / "checkpoint-5", tmp_path / "adapter"))
     edit(adapter / "adapter_config.json", base_model_name_or_path="org/tiny")
     for file in (adapters / "base").glob("tokenizer*"):
         shutil.copy(file, adapter)
