@@ -387,23 +387,25 @@ def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
     main and others are targets, each with the rows of its bands; samples are to be read, each with its prompt and its
     response.
     """
+    believed = belief(found)
+    run = {"steps": _steps(found.steps), "recipe": str(found.info["recipe"]), "notes": found.info["notes"]}
+    if gate := str(found.info["gate"]):
+        return {"gate": gate, "belief": believed, **run}
     sae, own = found.info.get("sae"), (diff.info.get("sae") or {}).get("weights")
     same_sae = sae is not None and sae == own
     named = any(name.startswith("feature ") for name in found.targets.target)
     strange = [Said(_STRANGE, warns=True)] if named and None not in (sae, own) and not same_sae else []
     described = {f"feature {i}": (int(i), str(diff.names[i])) for i in diff.features.index if same_sae}
-    gate = str(found.info["gate"])
-    every = [] if gate else [moved(found, name) for name in told_targets(found)]
-    main = set() if gate else set(main_targets(found))
+    every, main = [moved(found, name) for name in told_targets(found)], set(main_targets(found))
     blocks: dict[bool, list[Block]] = {True: [], False: []}
     for one in every:
         if len(one.bands):
             name = _target(one.target, one.name, described)
             block = Block(name, one.change, one.unexplained if one.flagged else "", _bands(one))
             blocks[one.target in main].append(block)
-    samples = [] if gate else to_read(found, _SAMPLES)
+    samples = to_read(found, _SAMPLES)
     return {
-        "gate": gate,
+        "gate": "",
         "lead": lead(found),
         "told": statement(found).sentences,
         "meaning": meaning(found),
@@ -411,17 +413,15 @@ def attributed(found: Attribution, diff: FeatureDiff) -> dict[str, Any]:
         "main": blocks[True],
         "others": blocks[False],
         "along_head": ["in the log", "samples", *_thirds(found), "first to last third"],
-        "along": [] if gate else list(_along(found, described)),
-        "levels": None if gate else _levels(found),
+        "along": list(_along(found, described)),
+        "levels": _levels(found),
         "lone": _lone(every),
         "signal": _signal(found, every),
         "to_read": _to_read(samples),
         "samples": [(one, shortened(one.prompt, _PROMPT), _pieces(one)) for one in samples],
         "kinds": [(one, _others(one.others.head(_MAX_GROUPS))) for one in every if len(one.others)],
-        "belief": (strange if not gate else []) + belief(found),
-        "steps": _steps(found.steps),
-        "recipe": str(found.info["recipe"]),
-        "notes": list(found.info["notes"]),
+        "belief": strange + believed,
+        **run,
     }
 
 
