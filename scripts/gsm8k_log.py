@@ -34,7 +34,13 @@ class Flatten:
 
 
 def trajectories(solutions: Path, problems: int | None = None) -> Iterator[dict[str, Any]]:
-    """Every model's solution of every problem, or of the first ones."""
+    """Every model's solution of every problem, or of the first ones.
+
+    Raises:
+        TsaeError: where the file is missing.
+    """
+    if not solutions.is_file():
+        raise TsaeError("no such file", where=solutions, fix="Give GSM8K's example_model_solutions.jsonl.")
     with solutions.open(encoding="utf-8") as lines:
         for number, line in enumerate(islice(lines, problems)):
             record = json.loads(line)
@@ -51,8 +57,6 @@ def trajectories(solutions: Path, problems: int | None = None) -> Iterator[dict[
 
 def main() -> None:
     options = tyro.cli(Flatten)
-    if not options.solutions.is_file():
-        raise TsaeError("no such file", where=options.solutions, fix="Give GSM8K's example_model_solutions.jsonl.")
     rows = list(trajectories(options.solutions, options.problems))
     write_text(options.to, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"wrote {options.to}: {len(rows)} trajectories")

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
+import plotly.graph_objects as go
 
 from tsae.base.files import read_object, write_text
 from tsae.base.statistics import change_interval
@@ -125,15 +127,18 @@ def write_page(found: Mapping[str, Any], results: Mapping[str, Any], to: Path) -
         ("Logs of the runs: first quarter → last quarter", log_table(found)),
         ("Parts of the claims", part_table(results["claims"])),
     ]
-    body = [f"<h1>A real LLM on three bands</h1><p>{html.escape(made_where(found))}</p>"]
     gains = "Change of accuracy on held-out problems, by run (95 % intervals)"
-    body.append(f"<h2>{gains}</h2>{_gains(found)}<h2>Along the steps of the runs</h2>{_charts(found)}")
+    figures = {gains: _gains, "Along the steps of the runs": _logs}
+    body = [f"<h1>A real LLM on three bands</h1><p>{html.escape(made_where(found))}</p>"]
+    for number, (title, draw) in enumerate(figures.items()):
+        drawn = draw(found).to_html(full_html=False, include_plotlyjs=not number)
+        body.append(f"<h2>{html.escape(title)}</h2>{drawn}")
     for title, table in sections:
         body.append(f"<h2>{html.escape(title)}</h2>{table.to_html(index=False, border=0)}")
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1c2330}"
         "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.25rem .6rem;text-align:left;"
-        "border-bottom:1px solid #dde2ea;vertical-align:top}svg{max-width:100%}h2{margin-top:2rem}"
+        "border-bottom:1px solid #dde2ea;vertical-align:top}h2{margin-top:2rem}"
     )
     head = '<meta charset="utf-8"><title>A real LLM on three bands</title>'
     head += f'<meta name="viewport" content="width=device-width"><style>{style}</style>'
@@ -141,80 +146,27 @@ def write_page(found: Mapping[str, Any], results: Mapping[str, Any], to: Path) -
     return write_text(to, page)
 
 
-_COLOURS = {"easy": "#2a7f62", "medium": "#2f5fb3", "hard": "#b3452f", "fifth": "#7a5ab3"}
+def _gains(found: Mapping[str, Any]) -> go.Figure:
+    """A panel for each band of held-out problems; in it a mark and a 95 % interval for each run."""
+    rows = []
+    for run in in_order(found["measured"])[1:]:
+        for band in BANDS:
+            if len(values := np.array(gain(found, run, band))) > 1:
+                mean, (low, high) = values.mean(), change_interval(values, 0.95)
+                rows.append({"run": run, "problems": band, "change": mean, "up": high - mean, "down": mean - low})
+    sizes = {"error_x": "up", "error_x_minus": "down", "facet_col": "problems"}
+    return px.scatter(pd.DataFrame(rows), x="change", y="run", color="run", template="plotly_white", **sizes)
 
 
-def _gains(found: Mapping[str, Any]) -> str:
-    """A panel for each band of held-out problems; in it a dot and a 95 % interval for each run."""
-    runs = in_order(found["measured"])[1:]
-    left, width, line, top = 90, 900, 17, 34
-    panel = (width - left) / len(BANDS)
-    rows = {
-        (band, run): (values.mean(), *change_interval(values, 0.95))
-        for band in BANDS
-        for run in runs
-        if len(values := np.array(gain(found, run, band))) > 1
-    }
-    ends = [end for row in rows.values() for end in row]
-    low, high = min([0.0, *ends]), max([0.0, *ends])
-    height = top + line * len(runs) + 22
-    parts = []
-    for place, band in enumerate(BANDS):
-        begin = left + place * panel
-        base = np.mean(list(right(found, "base", band).values()) or [np.nan])
-
-        def x(value: float, begin: float = begin) -> float:
-            return begin + 8 + (value - low) / (high - low or 1.0) * (panel - 24)
-
-        parts.append(f'<text x="{begin + 8:.0f}" y="14" font-size="13">{band} problems (base {base:.2f})</text>')
-        parts.append(f'<line x1="{x(0):.1f}" x2="{x(0):.1f}" y1="22" y2="{height - 18}" stroke="#9aa3b2"/>')
-        for fifth in range(int(low * 5), int(high * 5) + 1):
-            at, words = x(fifth / 5), f"{fifth / 5:+.1f}" if fifth else "0"
-            parts.append(f'<text x="{at:.1f}" y="{height - 4}" font-size="11" text-anchor="middle">{words}</text>')
-        for at, run in enumerate(runs):
-            y, colour = top + line * at, _COLOURS.get(run.partition("-")[0], "#555")
-            if not place:
-                parts.append(f'<text x="0" y="{y + 4}" font-size="12" fill="{colour}">{html.escape(run)}</text>')
-            if (band, run) in rows:
-                mean, below, above = rows[band, run]
-                parts.append(f'<line x1="{x(below):.1f}" x2="{x(above):.1f}" y1="{y}" y2="{y}" stroke="{colour}"/>')
-                parts.append(f'<circle cx="{x(mean):.1f}" cy="{y}" r="4" fill="{colour}"><title>{mean:+.2f} ')
-                parts.append(f"[{below:+.2f}, {above:+.2f}]</title></circle>")
-    label = 'role="img" aria-label="change of accuracy by run and band of problems"'
-    return f'<svg viewBox="0 0 {width} {height}" width="{width}" {label}>{"".join(parts)}</svg>'
-
-
-def _charts(found: Mapping[str, Any]) -> str:
+def _logs(found: Mapping[str, Any]) -> go.Figure:
     """Reward and share of direct answers along the steps, a line a run."""
-    return "".join(
-        _chart(found["logs"], field, title) for field, title in (("right", "reward"), ("direct", "direct answers"))
+    names = {"right": "reward", "direct": "direct answers"}
+    steps = pd.concat([pd.DataFrame(log).assign(run=run) for run, log in found["logs"].items()])
+    long = steps.rename(columns=names).melt(["run", "step"], list(names.values()), "what", "share")
+    order = {"run": in_order(found["logs"])}
+    return px.line(
+        long, x="step", y="share", color="run", facet_col="what", category_orders=order, template="plotly_white"
     )
-
-
-def _chart(logs: Mapping[str, Sequence[Mapping[str, float]]], field: str, title: str) -> str:
-    width, height, left, right, top = 520, 220, 40, 430, 24
-
-    def y(share: float) -> float:
-        return top + (1 - share) * (height - 50)
-
-    last = max((step["step"] for log in logs.values() for step in log), default=2)
-    parts = [f'<text x="{left}" y="14" font-size="13">{title} by step</text>']
-    for share in (0, 0.5, 1):
-        parts.append(f'<text x="4" y="{y(share) + 4:.1f}" font-size="11">{share:g}</text>')
-        parts.append(f'<line x1="{left}" x2="{right}" y1="{y(share):.1f}" y2="{y(share):.1f}" stroke="#dde2ea"/>')
-    lowest = float(height)
-    # From the lowest end up, so that a name makes room for the one below it.
-    for run, log in sorted(logs.items(), key=lambda item: item[1][-1][field]):
-        band, _, seed = run.partition("-")
-        colour, dash = _COLOURS.get(band, "#555"), "" if seed == "0" else ' stroke-dasharray="5 3"'
-        x = [left + (step["step"] - 1) / max(1, last - 1) * (right - left) for step in log]
-        points = " ".join(f"{at:.1f},{y(step[field]):.1f}" for at, step in zip(x, log, strict=True))
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dash} points="{points}"/>')
-        lowest = min(y(log[-1][field]) + 4, lowest - 12)
-        name = f'<text x="{right + 4}" y="{lowest:.1f}" font-size="11" fill="{colour}">'
-        parts.append(f"{name}{html.escape(run)}</text>")
-    label = f'role="img" aria-label="{title} by step"'
-    return f'<svg viewBox="0 0 {width} {height}" width="{width}" {label}>{"".join(parts)}</svg>'
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from organism.pages import fill, markdown
 
 from tsae.base.files import write_json
@@ -400,20 +401,24 @@ COLUMNS = [("easy", "accuracy"), ("medium", "accuracy"), ("hard", "accuracy"), (
 """Of the table: band and measure."""
 
 
+def results(out: Path, arms: Sequence[str] = ARMS, steps: int = 80) -> pd.DataFrame:
+    """What finished runs measured: arm, seed, band, and a column a measure."""
+    files = [path for arm in arms for path in sorted(out.glob(f"{arm}-[0-9]*-{steps}.json"))]
+    found = [json.loads(path.read_text()) for path in files]
+    named = [({name: run[name] for name in ("arm", "seed")}, run["measured"][str(steps)]) for run in found]
+    rows = [{**name, "band": band, **values} for name, of in named for band, values in of.items()]
+    return pd.DataFrame(rows, columns=["arm", "seed", "band", *MEASURED])
+
+
 def tabulate(out: Path, steps: int) -> str:
     """A Markdown table of all finished runs: mean over seeds, and their standard deviation."""
-    import numpy as np
-
     rows = []
-    for arm in ARMS:
-        found = [json.loads(path.read_text()) for path in sorted(out.glob(f"{arm}-[0-9]*-{steps}.json"))]
-        if not found:
-            continue
-        row = [arm, str(len(found))]
+    for arm, found in results(out, steps=steps).groupby("arm", sort=False):
+        row = [str(arm), str(found.seed.nunique())]
         for level, name in COLUMNS:
-            values = [result["measured"][str(steps)][level][name] for result in found]
-            spread = f" ± {_share(np.std(values, ddof=1))}" if len(values) > 1 else ""
-            row.append(f"{_share(np.mean(values))}{spread}")
+            values = found.loc[found.band == level, name]
+            spread = f" ± {_share(values.std())}" if len(values) > 1 else ""
+            row.append(f"{_share(values.mean())}{spread}")
         rows.append(row)
     return markdown(["arm", "seeds", *map(" ".join, COLUMNS)], rows)
 

@@ -80,6 +80,17 @@ class _Resume:
             session.exitstatus = pytest.ExitCode.OK
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """A real LLM as a checkpoint; where it is not installed, the test is skipped."""
+    from tsae import Checkpoint, TsaeError, testbed
+
+    try:
+        return Checkpoint("base", str(testbed.smollm2()))
+    except TsaeError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """A test that leaves another number behind would change the bits of the tests after it."""

@@ -1,7 +1,8 @@
-"""TRL's own trainer, fed the logged responses of a run in place of sampling.
+"""TRL's own trainer, fed the responses of a run in place of sampling.
 
-Its loss, optimiser and clipping act on them. A sample that is left out has no token that counts.
-`tsae.attribution.path.train_on` is compared with it.
+Its loss, optimiser and clipping act on them. A sample that is left out has no token that counts, or no advantage.
+`tsae.attribution.path.train_on` is compared with it. `train_with_trl` reads the log of a run on the testbed;
+`KeepingTrainer` keeps the batches of any run, and `FedTrainer` trains on them again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,48 @@ import tsae
 from tsae.attribution.order import Update
 from tsae.attribution.path import Replayed
 from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.testbed import LEVELS
 from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import PAD, TOKEN_IDS
+
+_LEVELS = list(LEVELS)
+
+
+class KeepingTrainer(GRPOTrainer):
+    """TRL's trainer. `kept` has its batches, the log-probabilities of their tokens, and the seconds of sampling."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: dict[str, Any] = {"batches": [], "logs": [], "sampling": 0.0}
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+        began = time.monotonic()
+        batch = super()._generate_and_score_completions(inputs)
+        self.kept["sampling"] += time.monotonic() - began
+        # A tensor a sample: TRL shuffles the batch with all that is in it.
+        return {**batch, "level": torch.tensor([_LEVELS.index(row["level"]) for row in inputs])}
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.kept["batches"].append(super()._prepare_inputs(inputs))
+        return self.kept["batches"][-1]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.kept["logs"].append(found[0].detach())
+        return found
+
+
+class FedTrainer(GRPOTrainer):
+    """TRL's trainer on batches that another one kept, without the samples of a level."""
+
+    def __init__(self, *args: Any, kept: dict[str, Any], without: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept, self.without = kept, _LEVELS.index(without)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        batch, old = (self.kept[name][self.state.global_step] for name in ("batches", "logs"))
+        advantages = batch["advantages"] * (batch["level"] != self.without)
+        return {**batch, "advantages": advantages, "old_per_token_logps": old}
 
 
 def train_with_trl(path: Replayed, settings: Path, kept: np.ndarray) -> torch.Tensor:

@@ -277,6 +277,9 @@ def test_ablating_the_direction_that_decides_flips_the_answer(found: Interventio
         "Ablating feature 0 in base lowers accuracy: 1 → 0, -1 [-1, -1], beyond random -1 [-1, -1]; "
         "matched random features: +0 [+0, +0], single sets +0 to +0 (3)"
     )
+    changes = found.changes("accuracy")
+    assert changes.loc[["none", "features", "random"], "accuracy"].tolist() == ["1", "-1 [-1, -1]", "+0 [+0, +0]"]
+    assert list(found.changes().columns) == found.measured
     assert "on hard problems" in found.summary("accuracy", "hard")
     assert found.summary("accuracy").endswith("(10 problems, 20 responses).")
     tokens = int(found.rollouts.where(policy="features").lengths("response_ids").sum())

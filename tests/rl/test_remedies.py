@@ -48,7 +48,8 @@ def test_the_oracle_credits_what_is_right_and_blames_what_is_wrong(script: Modul
 def test_the_table_has_means_and_spreads(script: ModuleType, tmp_path: Path) -> None:
     for seed, accuracy in enumerate((0.2, 0.4)):
         cell = {"accuracy": accuracy, "direct": 0.5, "skipped": 0.25, "flawless": 0.0, "length": 9.0}
-        result = {"seconds": 120, "measured": {"80": dict.fromkeys(("easy", "medium", "hard"), cell)}}
+        result = {"arm": "reformulation", "seed": seed}
+        result["measured"] = {"80": dict.fromkeys(("easy", "medium", "hard"), cell)}
         (tmp_path / f"reformulation-{seed}-80.json").write_text(json.dumps(result))
     table = script.tabulate(tmp_path, 80)
     assert table.count("\n") == 3  # no other arm, and not the arms whose names begin alike

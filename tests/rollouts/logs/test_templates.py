@@ -57,7 +57,9 @@ def test_last_prompt_is_the_last_token_before_the_response(name: str, thinking: 
 
 @pytest.mark.slow
 def test_last_prompt_of_smollm2_itself(smollm2: Any) -> None:
-    check_spans(smollm2, [prompt_ids(smollm2, text, None) for text in ("What is 5+5?", "1+1")], "\n")
+    tokenizer = smollm2.load_tokenizer()
+    prompts = [prompt_ids(tokenizer, text, None) for text in ("What is 5+5?", "1+1")]
+    check_spans(tokenizer, prompts, "\n")
 
 
 # --- logs without special tokens
