@@ -54,7 +54,7 @@ from tsae.rollouts.fresh_rollouts import draw_problems, separate_rollouts
 from tsae.rollouts.logs.tokens import Tokens
 from tsae.rollouts.parquet import read_outline
 from tsae.rollouts.schema import problem_bands
-from tsae.run import analyze_run, choose_sae
+from tsae.run import analyze_checked, analyze_run, choose_sae
 from tsae.sae.model import TemporalSAE
 from tsae.verify import verify
 
@@ -572,7 +572,7 @@ def test_interrupted_after_every_stage(finished: Finished, tiny: RunConfig, tmp_
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            analyze_run(replace(tiny, to=tmp_path / "out"), progress=False, say=stop)
+            analyze_checked(replace(tiny, to=tmp_path / "out"), progress=False, say=stop)
         assert all(line.endswith("[from disk]") for line in lines[: number - 1])
     assert contents(tmp_path / "out") == contents(finished[0])
 
