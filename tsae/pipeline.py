@@ -250,7 +250,7 @@ class Pipeline:
                 series, sae, features, config, capturing=self.capturing, scratch=folder, progress=self.progress
             )
             diff = diff.with_noise(noise)
-            info: dict[str, Any] = {"task": self.task} if self.task else {}
+            info: dict[str, Any] = {"title": self.title, **({"task": self.task} if self.task else {})}
             try:
                 diff = diff.with_reinforcement(tsae.reinforcement(features, config))
             except TsaeError as error:
@@ -362,7 +362,7 @@ class Pipeline:
             results = dict(zip(inputs, found, strict=True))
             attribution = results["attribution"].found if "attribution" in results else None
             diff, claims = with_results(results, self.to), results["claims"]
-            return diff.to_html(page, title=self.title, attribution=attribution, claims=claims)
+            return diff.to_html(page, attribution=attribution, claims=claims)
 
         return Stage(
             "report", page.name, {"title": self.title, **labels}, make, lambda *_: page, inputs,

@@ -731,7 +731,7 @@ def test_a_stand_in_for_the_base_is_said_in_the_title_and_in_every_statement_tha
     assert len(compared) == 5
     assert all(sentence.startswith(f"A{told[1:]}: ") for sentence in compared)
     assert f"compared with base ({told[8:]})" in lead(diff)
-    page = rendered(diff, "My run")
+    page = rendered(replace(diff, info={**info, "title": "My run"}))  # as `tsae run` leaves it
     assert f"<title>My run, {told}</title>" in page
     assert f"<h1>My run, {told}</h1>" in page
     assert '<p class="warn banner">The base is missing, and base takes its place: ' in page

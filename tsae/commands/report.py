@@ -41,7 +41,7 @@ class Report:
     features: Path | None = None
     """Folder that `tsae encode` wrote, for examples."""
     title: str | None = None
-    """Title of the page."""
+    """Title of the page; by default the run's."""
     causal: tuple[Path, ...] = ()
     """Folders that `tsae causal` wrote, with features of this diff: the report shows what was tested. By default
     those in the folder causal beside the diff."""
@@ -99,7 +99,7 @@ class Serve:
     port: int = 8765
     """Port of 127.0.0.1; 0 for a free one."""
     title: str | None = None
-    """Title of the page."""
+    """Title of the page; by default the run's."""
     series: tuple[str, ...] = ()
     """The checkpoints for the playground, with the base first; by default where the run found them."""
     device: str = "cpu"

@@ -46,7 +46,7 @@ def write_report(
     Args:
         diff: with its `source` the report shows examples.
         path: the .html file; its folder is made.
-        title: of the page.
+        title: of the page; by default the one that the run gave its diff.
         attribution: of the run: the report then says which samples did that.
         claims: of the run: the report then says what the literature would expect.
 
@@ -86,7 +86,7 @@ def render(
         parts["pushed"] = packed(on_cards)
     return render_page(
         "report.html",
-        ", ".join(part for part in (title or _TITLE, facts.stand_in(diff)) if part),
+        ", ".join(part for part in (title or diff.info.get("title") or _TITLE, facts.stand_in(diff)) if part),
         drawn,
         parts,
         connect="'self'" if served else "'none'",
