@@ -55,6 +55,7 @@ def test_stored_as_they_ran(path: Path) -> None:
     shown = outputs(notebook)
     assert "<script" not in shown
     assert not re.search(r"/(home|root|tmp|Users)/", shown)
+    assert all(sum(map(bool, cell.source.splitlines())) <= 15 for cell in code)  # An idea a cell, and no plumbing.
 
 
 @pytest.mark.parametrize(

@@ -408,7 +408,7 @@ class LogImporter:
         if repeated := int((~self.kept).sum()):
             counts["skipped"]["repeated"] += repeated
         self._prompts = index.prompt.to_numpy()
-        odd = [*self._padded(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
+        odd = [*self._padded(), *self._unknown(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
         notes = [*self.notes, *self.policies.notes, *odd, *self._assumed(n, index)]
         table, total = _by_source(index[self.kept], self.groups, self.policies.renamed)
         compared = import_parts.read_index(paths, _CHECKED)
@@ -435,6 +435,14 @@ class LogImporter:
         if not trips["yes"] and trips["no"]:
             what = f"not one of its {trips['no']} responses decodes to the logged text"
             yield what, f"Check that {self.tokens.path} is the checkpoint that was trained."
+        if lost := counts["prompt text"]["lost"] * (not counts["prompt text"]["kept"]):
+            what = f"all prompts of its {lost} trajectories have characters that the tokenizer of {self.tokens.path}"
+            yield f"{what} does not know", "Check that this is the checkpoint that was trained."
+
+    def _unknown(self) -> Iterator[str]:
+        if lost := self.counts["prompt text"]["lost"]:
+            what = f"{lost:,} trajectories have prompts with characters that the checkpoint's tokenizer does not know"
+            yield f"{what}: their ids are of another text"
 
     def renamed(self, table: pa.Table, rows: np.ndarray) -> pa.Table:
         """Rows of the table, by their numbers, with the names that policies and problems get in the end."""
@@ -530,6 +538,7 @@ class LogImporter:
         if response.finish_reason == "unknown":
             assumed.append(_WITHOUT_END if retokenised else _STOPPED)
         self.counts[_ASSUMED].update(assumed)
+        self.counts["prompt text"]["lost" if prompt.lost else "kept"] += 1
         self.counts[_HAS].update(name for name, there in _told(entry).items() if there)
         self.counts[_EXTRA].update(entry.extra.keys())
         self.counts["outcome"][outcome] += 1

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.checkpoints import make_tokenizer
-from support.logs import refused, write
-from tsae import Rollouts
+from support.logs import notes, refused, write
+from tsae import Rollouts, testbed
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -275,3 +275,21 @@ def test_a_text_in_parquet_that_is_not_utf_8_is_refused(place: bytes, tmp_path: 
     file.write_bytes(whole.replace(place, b"\xd4" + place[1:]))
     with pytest.raises(TsaeError, match=r"completions_00001\.parquet: .*can't decode byte 0xd4"):
         import_log(file, tmp_path / "r.parquet", tokenizers("smollm2"), progress=False)
+
+
+def test_prompts_that_the_tokenizer_does_not_know_are_said(tmp_path: Path) -> None:
+    """Its ids would be of another text: all of them are the checkpoint's fault, some are noted and warned of."""
+    base = testbed.series().base
+    known, unknown = {"prompt": "3+5?", "response": "#8"}, {"prompt": "What is 2+2?", "response": "#4"}
+    refused(
+        "all prompts of its 1 trajectories have characters that the tokenizer of .* does not know",
+        Rollouts.read,
+        [unknown],
+        base,
+    )
+    with pytest.warns(
+        UserWarning, match="^1 trajectories have prompts with characters that the checkpoint's tokenizer does not know"
+    ):
+        found = Rollouts.read([known, unknown], base)
+    assert "their ids are of another text" in notes(found)
+    assert not any("does not know" in line for line in Rollouts.read([known], base).info["log"]["notes"])

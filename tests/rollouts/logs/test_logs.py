@@ -285,6 +285,7 @@ def test_without_its_package_the_math_verifier_says_what_to_install(
         ({**ROW, "response_ids": [1.5]}, "response_ids is .*expected a list of token ids"),
         ({**ROW, "response_ids": [1, [2]]}, "response_ids is .*expected a list of token ids"),
         ({**ROW, "response_ids": []}, "the response is empty"),
+        ({**ROW, "response": [], "reward": []}, "the response is empty"),
         ({**ROW, "prompt_ids": []}, "the prompt has no tokens"),
         (
             {**ROW, "response": "1" * 124},

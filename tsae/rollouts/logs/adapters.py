@@ -126,12 +126,14 @@ def each_response(fields: Fields, column: str, aligned: Iterable[str], whole: It
         whole: columns that are not divided. Any other list of as many values is.
 
     Raises:
+        Unusable: where there is no response.
         TsaeError: for an aligned column that is not a list of as many values.
     """
     row: Row = {name: read_list(value) if name in (column, *aligned) else value for name, value in fields.row.items()}
     if not isinstance(row[column], list):
         fields.refuse(f"{column} is not a list of responses", "Correct or drop that row.")
-    n = len(row[column])
+    if not (n := len(row[column])):
+        fields.leave_out("empty", f"{column} holds no response")
     for name in aligned:
         value = row.get(name)
         if value is not None and (not isinstance(value, list) or len(value) != n):

@@ -100,6 +100,7 @@ class Entry(_Placed):
     level: str | None = None
     problem_id: str | None = None
     policy: str | None = None
+    """The log's name for the weights that sampled it; where it has none, they are named by `updates`."""
     step: int | None = None
     """The trainer's step in which it was logged."""
     updates: int | None = None
@@ -161,6 +162,12 @@ _SPELLED = {
     "": None, "none": None, "null": None,
 }  # fmt: skip
 _SCORE = re.compile(r"reward|score|accura|correct|(?<![a-z])acc(?![a-z])")
+
+_FINISHES: Mapping[str, Literal["stop", "length"]] = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "stop_sequence", "end_turn"), "stop"),
+    **dict.fromkeys(("length", "max_tokens", "max_length", "model_length"), "length"),
+}
+"""What engines and APIs write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +320,8 @@ class Fields(_Placed):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
     def finish(self, name: str) -> Literal["stop", "length"] | None:
-        """A finish reason, if it is one of ours."""
-        value = self.row.get(name)
-        return "stop" if value == "stop" else "length" if value == "length" else None
+        """A finish reason, whatever the engine calls it; None for another one."""
+        return _FINISHES.get(str(self.row.get(name)).lower())
 
 
 def some_of(names: Iterable[str], most: int) -> str:

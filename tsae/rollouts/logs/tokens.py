@@ -66,6 +66,8 @@ class Prompt(NamedTuple):
     text: str
     assumed: tuple[str, ...] = ()
     """What the log does not say about it, to be printed after the number of trajectories."""
+    lost: str = ""
+    """Characters of a logged text that its ids do not have: the tokenizer does not know them."""
 
 
 class Response(NamedTuple):
@@ -133,7 +135,9 @@ class Tokens:
             if len(self._prompts) == _KEPT_PROMPTS:
                 self._prompts.clear()
             tokens, *assumed = self._encode_prompt(entry)
-            self._prompts[key] = Prompt(np.asarray(tokens, dtype=np.int32), shown_prompt(entry.prompt), tuple(assumed))
+            ids, text = np.asarray(tokens, dtype=np.int32), shown_prompt(entry.prompt)
+            lost = sorted(set("".join(text.split())).difference(self.tokenizer.decode(ids)))
+            self._prompts[key] = Prompt(ids, text, tuple(assumed), "".join(lost))
         return self._prompts[key]
 
     def response(self, entry: Entry) -> Response:

@@ -33,6 +33,10 @@ that says how its files are recognised::
     columns = ["iteration question completion reward"]
     path = '(^|/)rollouts-(?P<step>\\d+)\\.jsonl$'
 
-A file that is neither JSON lines nor a table also needs a reader in `logs.readers`. Its test is a small log in a folder
-of tests/logs, and what that is read as in tests/logs/expected.json.
+With ``a_file_a_step = true`` the number in the path is the step, which a row has as ``row.file.step``.
+``row.object(name)`` reads a nested object. A file that is neither JSON lines nor a table also needs a reader in
+`logs.readers`.
+
+Its test is a small log in a folder of tests/logs, what that is read as in tests/logs/expected.json, and the name in
+SHIPPED of tests/app/test_formats_survive.py.
 """
