@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU can tell, within the minutes that there are: its tests, then the benches in the order of their worth.
 #
-#     scripts/gpu_suite.sh --wheels                         # once, with network: puts 23 wheels into .wheels/
+#     scripts/gpu_suite.sh --wheels                         # once, with network: puts 27 wheels into .wheels/
 #     scripts/gpu_suite.sh --minutes 8 --out runs/gpu       # on the machine with the GPU; needs no network
 #     scripts/gpu_suite.sh --minutes 8 --tiny --device cpu  # a rehearsal without a GPU
 #
@@ -30,7 +30,8 @@ if [ "${1:-}" = --wheels ]; then
     trap 'rm -f "$pinned"' EXIT
     for name in tyro docstring-parser typeguard typing-extensions pydantic pydantic-core annotated-types typing-inspection \
         xxhash threadpoolctl plotly narwhals \
-        sae-lens transformer-lens better-abc datasets dill multiprocess simple-parsing; do
+        accelerate psutil sae-lens transformer-lens better-abc jaxtyping wadler-lindig datasets dill multiprocess \
+        simple-parsing; do
         sed -n "/^$name==/,/[^\\\\]\$/p" requirements.lock # a version with the hashes of its files
     done > "$pinned"
     printf '%s' "$others" >> "$pinned"
@@ -42,7 +43,7 @@ fi
 # Compiled modules cannot be imported from a wheel: it is unpacked first.
 unpacked="$(mktemp -d)"
 version="$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
-for wheel in "$PWD"/.wheels/*-none-any.whl "$PWD"/.wheels/*-"$version"-*.whl; do
+for wheel in "$PWD"/.wheels/*-none-any.whl "$PWD"/.wheels/*-{"$version",abi3}-*.whl; do
     [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$unpacked"
 done
 PYTHONPATH="$PWD:$unpacked${PYTHONPATH:+:$PYTHONPATH}"
