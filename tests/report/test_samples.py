@@ -225,6 +225,14 @@ def test_the_page_has_the_section_only_with_an_attribution(attributed: str) -> N
     assert '<mark class="a4" title="+0.9">24</mark> + 7 =\n<mark class="a9 against" title="−1.8">31</mark>' in page
 
 
+def test_advantages_against_the_outcome_are_pointed_out(attributed: str) -> None:
+    """A wrong answer may earn a reward for its form."""
+    said, found = "is against the outcome, as where another part of the reward outweighs it", make_attribution()
+    assert said not in attributed
+    facts = found.facts.assign(advantage=found.facts.advantage.where(found.facts.trajectory != 11, 0.5))
+    assert f"the advantage of 1 {said}" in rendered(make(), attribution=with_tables(found, facts=facts))
+
+
 def of_sae(weights: str) -> tsae.FeatureDiff:
     """The diff made by hand, of the features of this SAE."""
     diff = make()

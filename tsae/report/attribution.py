@@ -548,8 +548,12 @@ def _to_read(samples: list[Read]) -> Table | None:
     """A row each; texts of the log keep their own direction of writing."""
     rows = [[Cell(cell, tone="isolated") if place in (1, 4) else cell for place, cell in enumerate(_cells(one))]
             for one in samples]  # fmt: skip
-    caption = f"{len(rows)} samples to read first: the largest shares of the {samples[0].target}" if rows else ""
-    return Table(caption, _READ, rows, 6) if rows else None
+    if not rows:
+        return None
+    caption = f"{len(rows)} samples to read first: the largest shares of the {samples[0].target}"
+    if odd := sum(one.advantage * {"✓": 1, "✗": -1}.get(one.outcome[:1], 0) < 0 for one in samples):
+        caption += f"; the advantage of {odd} is against the outcome, as where another part of the reward outweighs it"
+    return Table(caption, _READ, rows, 6)
 
 
 def pushed(found: Attribution | None, diff: FeatureDiff, n: int = 3) -> dict[str, dict[str, Any]]:
