@@ -51,6 +51,8 @@ class Config:
     """Mutants of every room."""
     rooms: tuple[str, ...] = ROOMS
     """Rooms of tsae that are mutated."""
+    tests: tuple[str, ...] = ("tests",)
+    """Folders of tests that count, such as those of these rooms: sooner done, and a lower score."""
     workers: int = 2
     """Mutants that are tested at once, each in a copy of the repository."""
     first: int = 40
@@ -76,7 +78,7 @@ def main(config: Config) -> None:
     config.to.mkdir(parents=True, exist_ok=True)
     coverage = (config.to / "coverage.sqlite").resolve()
     if not coverage.is_file():
-        cover(coverage, config.workers)
+        cover(coverage, config)
     tests = tests_by_line(coverage)
     results = config.to / "mutants.jsonl"
     known = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
@@ -108,11 +110,22 @@ def main(config: Config) -> None:
     report(judged, config)
 
 
-def cover(to: Path, workers: int) -> None:
+def cover(to: Path, config: Config) -> None:
     """Run the tests once, and record which test runs which line."""
     settings = to.with_name("coveragerc")
     settings.write_text("[run]\nsource = tsae\nconcurrency = thread,multiprocessing\n")
-    command = ["-m", "pytest", "-q", *_TESTS, "-n", str(workers), "--dist", "loadfile", "--cov=tsae"]
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        *config.tests,
+        *_TESTS,
+        "-n",
+        str(config.workers),
+        "--dist",
+        "loadfile",
+        "--cov=tsae",
+    ]
     command += ["--cov-context=test", f"--cov-config={settings}", "--cov-report=", "-p", "no:cacheprovider"]
     environment = {**os.environ, "COVERAGE_FILE": str(to), "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment)
