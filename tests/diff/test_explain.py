@@ -107,6 +107,8 @@ def test_held_out_contexts_come_from_other_problems(diff: FeatureDiff) -> None:
     tested = {problem(w) for items in case.tests.values() for w, _ in items}
     assert min(len(learned), len(tested)) > 5
     assert not learned & tested
+    halves = [len(set(problems[diff.source.trajectory[contexts.held_out == half]])) for half in (False, True)]
+    assert abs(halves[0] - halves[1]) <= 1
     for window, truth in case.tests["detection"]:
         assert (window.values > 0).any() == truth == (WORDS[2] in window.texts)
     for window, truth in case.tests["fuzzing"]:
