@@ -68,10 +68,10 @@ class Attribution(Tables):
     """One row a response token of the samples that are shown: trajectory, step, target, position, token_id, token
     (text), share. They add up to the sample's share."""
     along: pd.DataFrame
-    """What the responses of the log show: one row each third of the run ("steps 1-5"), band ("all" is one) and measure:
-    accuracy, response_length, behaviours, and attributed features as the first weights read the responses. mean, low
-    and high are over problems; change, change_low and change_high are against the first third, in the problems that
-    both asked. See `tsae.rollouts.behaviours.behaviour_table`."""
+    """What the responses of the log show. It has a row for each third of the run ("steps 1-5"), band or "all", and
+    measure: accuracy, response_length, behaviours, and attributed features as the first weights read the responses.
+    mean, low and high are over problems; change, change_low and change_high are against the first third, in the
+    problems that both asked. See `tsae.rollouts.behaviours.behaviour_table`."""
     info: dict[str, Any] = field(default_factory=dict)
     """recipe (the settings in words), run, series, checkpoints (their steps), inputs (fingerprints of what it was made
     from), sae (its fingerprint, or None), path_error (distance of the replay from the last checkpoint, or None),

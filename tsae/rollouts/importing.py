@@ -435,12 +435,12 @@ class LogImporter:
         if not trips["yes"] and trips["no"]:
             what = f"not one of its {trips['no']} responses decodes to the logged text"
             yield what, f"Check that {self.tokens.path} is the checkpoint that was trained."
-        if lost := counts["prompt text"]["lost"] * (not counts["prompt text"]["kept"]):
-            what = f"all prompts of its {lost} trajectories have characters that the tokenizer of {self.tokens.path}"
-            yield f"{what} does not know", "Check that this is the checkpoint that was trained."
+        if n and counts["prompt text"]["mostly lost"] == n:
+            what = f"of all its {n} prompts the tokenizer of {self.tokens.path} does not know most characters"
+            yield what, "Check that this is the checkpoint that was trained."
 
     def _unknown(self) -> Iterator[str]:
-        if lost := self.counts["prompt text"]["lost"]:
+        if lost := self.counts["prompt text"]["lost"] + self.counts["prompt text"]["mostly lost"]:
             what = f"{lost:,} trajectories have prompts with characters that the checkpoint's tokenizer does not know"
             yield f"{what}: their ids are of another text"
 
@@ -538,7 +538,7 @@ class LogImporter:
         if response.finish_reason == "unknown":
             assumed.append(_WITHOUT_END if retokenised else _STOPPED)
         self.counts[_ASSUMED].update(assumed)
-        self.counts["prompt text"]["lost" if prompt.lost else "kept"] += 1
+        self.counts["prompt text"]["mostly lost" if prompt.lost > 0.5 else "lost" if prompt.lost else "kept"] += 1
         self.counts[_HAS].update(name for name, there in _told(entry).items() if there)
         self.counts[_EXTRA].update(entry.extra.keys())
         self.counts["outcome"][outcome] += 1

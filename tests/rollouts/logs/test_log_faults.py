@@ -282,7 +282,7 @@ def test_prompts_that_the_tokenizer_does_not_know_are_said(tmp_path: Path) -> No
     base = testbed.series().base
     known, unknown = {"prompt": "3+5?", "response": "#8"}, {"prompt": "What is 2+2?", "response": "#4"}
     refused(
-        "all prompts of its 1 trajectories have characters that the tokenizer of .* does not know",
+        "of all its 1 prompts the tokenizer of .* does not know most characters",
         Rollouts.read,
         [unknown],
         base,
@@ -292,4 +292,7 @@ def test_prompts_that_the_tokenizer_does_not_know_are_said(tmp_path: Path) -> No
     ):
         found = Rollouts.read([known, unknown], base)
     assert "their ids are of another text" in notes(found)
+    # One strange character, which all prompts have, is no reason to refuse them.
+    with pytest.warns(UserWarning, match="^2 trajectories have prompts with characters"):
+        Rollouts.read([{**known, "prompt": "3+5?🙂"}, {**known, "prompt": "3+6?🙂"}], base)
     assert not any("does not know" in line for line in Rollouts.read([known], base).info["log"]["notes"])

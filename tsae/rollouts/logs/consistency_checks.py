@@ -242,7 +242,7 @@ class Check:
     note: str = ""
     """How it was compared, what follows, or why nothing was."""
     contradicts: bool | None = None
-    """Whether that contradicts the log, where single differences do not: verifiers may differ on answers."""
+    """Whether the differences contradict the log. None: any difference does."""
 
     @property
     def disagrees(self) -> bool:

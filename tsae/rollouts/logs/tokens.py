@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -66,8 +67,9 @@ class Prompt(NamedTuple):
     text: str
     assumed: tuple[str, ...] = ()
     """What the log does not say about it, to be printed after the number of trajectories."""
-    lost: str = ""
-    """Characters of a logged text that its ids do not have: the tokenizer does not know them."""
+    lost: float = 0.0
+    """Share of the characters of a logged text, each counted once, that its ids do not have: the tokenizer does not
+    know them. Letter case and compatible forms (NFKC) do not count, since some tokenizers change these on purpose."""
 
 
 class Response(NamedTuple):
@@ -136,8 +138,11 @@ class Tokens:
                 self._prompts.clear()
             tokens, *assumed = self._encode_prompt(entry)
             ids, text = np.asarray(tokens, dtype=np.int32), shown_prompt(entry.prompt)
-            lost = sorted(set("".join(text.split())).difference(self.tokenizer.decode(ids)))
-            self._prompts[key] = Prompt(ids, text, tuple(assumed), "".join(lost))
+            said = text
+            for token in self.tokenizer.all_special_tokens:
+                said = said.replace(token, "")
+            logged, kept = _characters(said), _characters(self._decode(ids))
+            self._prompts[key] = Prompt(ids, text, tuple(assumed), len(logged - kept) / max(len(logged), 1))
         return self._prompts[key]
 
     def response(self, entry: Entry) -> Response:
@@ -406,6 +411,10 @@ def _check_content(message: dict[str, Any], entry: Entry) -> None:
             found = type(content).__name__ if found == "text" else f"a part of type {found}"
             what = f"a message of the prompt from {message['role']!r} holds {found}, where only text is read"
             entry.refuse(what, "Give a log of text alone: what a model made of images or sound is not read.")
+
+
+def _characters(text: str) -> set[str]:
+    return set("".join(unicodedata.normalize("NFKC", text).casefold().split()))
 
 
 def shown_prompt(prompt: str | list[dict[str, Any]]) -> str:

@@ -37,6 +37,6 @@ With ``a_file_a_step = true`` the number in the path is the step, which a row ha
 ``row.object(name)`` reads a nested object. A file that is neither JSON lines nor a table also needs a reader in
 `logs.readers`.
 
-Its test is a small log in a folder of tests/logs, what that is read as in tests/logs/expected.json, and the name in
-SHIPPED of tests/app/test_formats_survive.py.
+To test it, put a small log into a folder of tests/logs, write into tests/logs/expected.json what the log holds, and add
+the name to SHIPPED in tests/app/test_formats_survive.py.
 """
