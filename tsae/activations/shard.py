@@ -283,7 +283,7 @@ class ShardWriter:
         self._file[f"norms/{name}"][tokens] = norms.numpy()
 
     def finish(self) -> str:
-        """Flush to disk, open again, and rename; returns the file's SHA-256."""
+        """Flush to disk, open again, and rename; returns the file's hash."""
         self._writer.close()
         flush_to_disk(self._partial)
         _, places = opened(self._partial)

@@ -341,7 +341,7 @@ def chunks_of(run: Run, step: Rows, kept: np.ndarray | None = None) -> Iterator[
             yield from chunks(run, rows, generation)
 
 
-def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.ndarray | None = None) -> Known:
+def known_at(run: Run, update: Update, reference: torch.Tensor | None) -> Known:
     """What a generation's rows have when it is sampled; the model has the weights of that moment, and has them again
     afterwards. Log-probabilities that the log has are taken from there.
 
@@ -349,24 +349,23 @@ def known_at(run: Run, update: Update, reference: torch.Tensor | None, rows: np.
         run: has the rows.
         update: the first that uses the generation.
         reference: (P,) weights of the reference; None without a KL term.
-        rows: of the generation; by default all.
     """
-    generation = run.plan.generations[update.generation]
-    rows, known, loss = generation if rows is None else rows, Known(), run.settings.loss
+    rows = run.plan.generations[update.generation]
+    known, loss = Known(), run.settings.loss
     if loss.needs_sampler and logged(run.rollouts, SAMPLER, rows) is None:
         what = "the loss weighs tokens by the log-probabilities that the sampler gave them, which the log does not hold"
         fix = run.settings.facts.get("sampler_fix") or "Log them: tsae.rl.TsaeCallback(trainer), one line."
         raise TsaeError(what, where=run.rollouts.origin, fix=fix)
     if needs_old(run):
         column = SAMPLER if loss.ratio_to == "sampler" else OLD
-        known.old = logged(run.rollouts, column, rows) or log_probabilities_of(run, rows, generation)
+        known.old = logged(run.rollouts, column, rows) or log_probabilities_of(run, rows, rows)
     if run.settings.needs_ref:
         found = logged(run.rollouts, REF, rows)
         if found is None:
             assert reference is not None
             now = run.trained.vector()
             run.trained.put(reference)
-            found = log_probabilities_of(run, rows, generation)
+            found = log_probabilities_of(run, rows, rows)
             run.trained.put(now)
         known.ref = found
     return known

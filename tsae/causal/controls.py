@@ -202,7 +202,6 @@ class Beyond(NamedTuple):
     """Interval; NaN with one set or one problem."""
     n_problems: int
     """Problems that the edit and every random set were measured on."""
-    n_sets: int
 
 
 def overlap(sets: Sequence[Sequence[int]]) -> float:
@@ -224,11 +223,11 @@ def beyond_random(chosen: np.ndarray, sets: np.ndarray, confidence: float, share
     chosen, sets = chosen[known], sets[:, known]
     n_sets, n_problems = sets.shape
     if not n_problems:
-        return Beyond(np.nan, np.nan, np.nan, 0, n_sets)
+        return Beyond(np.nan, np.nan, np.nan, 0)
     against = chosen - reduce(sets, "set problem -> problem", "mean")
     difference = float(against.mean())
     if n_sets < 2 or n_problems < 2 or shared >= 1:
-        return Beyond(difference, np.nan, np.nan, n_problems, n_sets)
+        return Beyond(difference, np.nan, np.nan, n_problems)
     upper = (1 + confidence) / 2
     means = reduce(sets, "set problem -> set", "mean")
     alike = (1 + shared) / (1 - shared)
@@ -240,4 +239,4 @@ def beyond_random(chosen: np.ndarray, sets: np.ndarray, confidence: float, share
     half = np.sqrt(student.ppf(upper, n_sets - 1) ** 2 * of_sets + student.ppf(upper, n_problems - 1) ** 2 * excess)
     farthest = float(np.abs(means - means.mean()).max()) * np.sqrt(alike)
     half = max(float(half), farthest * (n_sets + 1) / (n_sets - 1))
-    return Beyond(difference, difference - half, difference + half, n_problems, n_sets)
+    return Beyond(difference, difference - half, difference + half, n_problems)

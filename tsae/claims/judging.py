@@ -182,7 +182,7 @@ def within(statement: str, after: pd.Series, before: pd.Series, add: str, *, mar
     return part(statement, (after - before).dropna().to_numpy(dtype=float), add, margin=margin)
 
 
-def between(statement: str, first: pd.Series, second: pd.Series, add: str, *, margin: float = 0.0) -> Part:
+def between(statement: str, first: pd.Series, second: pd.Series, add: str) -> Part:
     """A part with the mean over some problems − the mean over others, of which some may be the same.
 
     Raises:
@@ -203,7 +203,7 @@ def between(statement: str, first: pd.Series, second: pd.Series, add: str, *, ma
     ]
     n = len(ids)
     values = n * whole - (n - 1) * (without[0] - without[1]).to_numpy()
-    return Part(statement, tuple(map(float, values)), UNIT, margin)
+    return Part(statement, tuple(map(float, values)), UNIT, 0.0)
 
 
 def part(statement: str, values: np.ndarray, add: str, *, margin: float = 0.0, same: float | None = None) -> Part:

@@ -174,12 +174,12 @@ def by_thirds(found: Attribution, target: str) -> pd.DataFrame:
     return shares.reindex(columns=range(3)).fillna(0.0) if len(steps) > 2 else shares.reindex(columns=range(3))
 
 
-def main_targets(found: Attribution, n: int = 2) -> list[str]:
-    """Right answers over all problems (by band where that is not known), n behaviours and the features."""
+def main_targets(found: Attribution) -> list[str]:
+    """Right answers over all problems (by band where that is not known), two behaviours and the features."""
     names = [str(name) for name in found.targets.target]
     right = [_RIGHT] if _RIGHT in names else _by_band(found)
     behaviours = [name for name in most_moved(found) if name.startswith(_LIKELY)]
-    return [*right, *behaviours[:n], *(name for name in names if name.startswith(_FEATURE))]
+    return [*right, *behaviours[:2], *(name for name in names if name.startswith(_FEATURE))]
 
 
 def told_targets(found: Attribution) -> list[str]:
@@ -689,6 +689,6 @@ def _answer(found: Attribution, n: int) -> Iterator[str]:
     yield from _wrapped(FIFTHS)
 
 
-def _wrapped(text: str, indent: str = "  ") -> list[str]:
+def _wrapped(text: str) -> list[str]:
     shown = visible(text).replace("\n", "⏎")
-    return textwrap.wrap(shown, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+    return textwrap.wrap(shown, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

@@ -86,11 +86,11 @@ def family_figure(diff: FeatureDiff) -> go.Figure | None:
     return layout.finish(made.figure, height=made.height + 112, left=130, top=66, bottom=46, legend=LEGEND)
 
 
-def _around_zero(figure: go.Figure, title: str, rows: list[str], cell: dict[str, int], width: int = 18) -> None:
+def _around_zero(figure: go.Figure, title: str, rows: list[str], cell: dict[str, int]) -> None:
     """A line at 0, the title below, and the names of rows."""
     layout.vertical_zero(figure, **cell)
     layout.x_title(figure, title, **cell)
-    layout.name_rows(figure, rows, width, **cell)
+    layout.name_rows(figure, rows, 18, **cell)
 
 
 _BELOW = {"orientation": "h", "y": 0, "yref": "container", "yanchor": "bottom", "x": 0}

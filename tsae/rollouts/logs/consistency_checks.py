@@ -329,7 +329,6 @@ class Prompts:
         return Check("prompts", "prompts", n, differ, unclear if n else 0, self.first.get("differ"), "; ".join(notes))
 
 
-_TRAJECTORIES = 4
 _TOKENS, _PROMPT = 128, 4096
 _MOST_BYTES = 2 << 30
 """Weights that an import loads; about a billion parameters in bfloat16."""

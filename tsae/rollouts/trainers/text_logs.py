@@ -268,7 +268,7 @@ def _swift_parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusab
             if batch == before[1]:
                 again = "has what the line before has: several steps trained on one generation batch, or an evaluation"
             elif step == before[0] and _swift_asked_for(batch) != _swift_asked_for(before[1]):
-                # With the same prompts it is a second attempt at the step, of which the ledger keeps the last.
+                # With the same prompts it is a second attempt at the step, and the last one counts.
                 again = f"is a second line of step {step}, with other prompts, as an evaluation logs it"
             before = (step, batch)
             if again:
