@@ -162,6 +162,13 @@ def test_bands_from_elsewhere_are_called_so(llama: Path, run: Path, found: Attri
     for kind, one in by.items():
         sizes = one.groups[one.groups.kind == "band"].drop_duplicates("group").set_index("group").n
         assert sizes.to_dict() == both.by(kind).frame.band.value_counts().to_dict()
+    # Samples without a band are a part, too: shares of all parts add up.
+    for column, names in (("band", ["easy", "hard", None]), ("level", ["level 1", "level 2", None])):
+        some = attribute(llama, run, tmp_path / column, log.with_column(column, names * 16), config=bands)
+        parts, whole = (table.groupby("target").share.sum() for table in (some.bands, some.samples))
+        np.testing.assert_allclose(parts, whole, atol=1e-12)
+        assert " unbanded samples " in " ".join(attribution_text(some, 1).split())
+        assert not some.targets.target.str.endswith("unbanded").any()
 
 
 def test_shares_add_up_to_what_happened(found: Attribution, trained: tuple[GrpoLoop, Path]) -> None:

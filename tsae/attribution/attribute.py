@@ -45,6 +45,7 @@ from tsae.checkpoints.tokenizers import token_strings
 from tsae.checkpoints.weight_files import folder_of
 from tsae.errors import TsaeError
 from tsae.rollouts.behaviours import behaviour_table, behaviours_named, in_thirds, with_behaviours
+from tsae.rollouts.schema import BANDS
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
@@ -158,7 +159,7 @@ def _along(trained: TrainedWeights, targets: Targets, log: Rollouts) -> pd.DataF
             named += part.names
             for name, values in zip(part.names, part.each(trained, log, soft=False).T, strict=True):
                 log = log.with_column(name, values)
-    log = in_thirds(log.with_column("band", band_of(log)))
+    log = in_thirds(log.with_column("band", [band if band in BANDS else None for band in band_of(log)]))
     table = behaviour_table(
         Rollouts(log.table, {**log.info, "behaviours": named}, log.origin), reference=log.policies[0]
     )

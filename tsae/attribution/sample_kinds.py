@@ -1,6 +1,6 @@
 """Kinds of samples that attribution adds up, leaves out and keeps alone; and problems that a run did not train on.
 
-band                     easy, medium, hard; where the log has no bands, the author's level
+band                     easy, medium, hard; where the log has no bands, the author's level; and samples without one
 outcome                  success, failure
 band and outcome         both together
 lone success             the only success of its prompt group
@@ -27,6 +27,8 @@ from tsae.rollouts.table import Rollouts
 
 Masks = dict[str, np.ndarray]
 
+UNBANDED = "unbanded"
+"""Samples without a band, in a log that has bands: shares of all bands add up with theirs."""
 _REWARD = "reward/"
 _MOST_LEVELS = 6
 
@@ -71,7 +73,7 @@ def label_of_bands(rollouts: Rollouts) -> str:
 
 
 def band_of(rollouts: Rollouts) -> np.ndarray:
-    """(n,) the band of every trajectory, or the author's level in its place; None where it has none."""
+    """(n,) the band of every trajectory, or the author's level in its place; None where the log has neither."""
     found = np.full(len(rollouts), None, dtype=object)
     for name, mask in _bands(rollouts).items():
         found[mask] = name
@@ -79,14 +81,15 @@ def band_of(rollouts: Rollouts) -> np.ndarray:
 
 
 def _bands(rollouts: Rollouts) -> Masks:
-    frame = rollouts.frame
-    if frame.band.notna().any():
-        return {band: (frame.band == band).to_numpy() for band in BANDS}
-    levels = list(frame.level.dropna().unique())
-    if not 2 <= len(levels) <= _MOST_LEVELS:
-        return {}
-    ordered = sorted(levels, key=lambda level: (BANDS.index(level) if level in BANDS else len(BANDS), level))
-    return {str(level): (frame.level == level).to_numpy() for level in ordered}
+    column, names = rollouts.frame.band, list(BANDS)
+    if column.isna().all():
+        column = rollouts.frame.level
+        names = list(column.dropna().unique())
+        if not 2 <= len(names) <= _MOST_LEVELS:
+            return {}
+        names.sort(key=lambda level: (BANDS.index(level) if level in BANDS else len(BANDS), level))
+    none = column.isna().to_numpy()
+    return {str(name): (column == name).to_numpy() for name in names} | ({UNBANDED: none} if none.any() else {})
 
 
 def _crossed(first: Masks, second: Masks) -> Masks:

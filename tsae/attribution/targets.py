@@ -17,7 +17,7 @@ from einops import einsum, rearrange, reduce
 
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
-from tsae.attribution.sample_kinds import band_of
+from tsae.attribution.sample_kinds import UNBANDED, band_of
 from tsae.base.filters import need_features
 from tsae.checkpoints.hooks import PastLastSite, positions, rewritten
 from tsae.diff.influence import padded
@@ -396,7 +396,7 @@ def _kinds(
         if not np.isin(values[known], (0, 1)).all():
             continue  # A degree, such as a length, does not divide responses into two kinds.
         label = "right − wrong" if name == "outcome" else f"log-likelihood, {name.replace('_', ' ')}"
-        of_bands = {f"{label}, {band}": bands == band for band in dict.fromkeys(bands) if band is not None}
+        of_bands = {f"{label}, {band}": bands == band for band in dict.fromkeys(bands) if band not in (None, UNBANDED)}
         for title, mask in ({label: every} | (of_bands if name == "outcome" else {})).items():
             one, other = mask & (values == 1), mask & (values == 0)
             both = np.intersect1d(problem[one], problem[other])
