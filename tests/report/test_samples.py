@@ -152,8 +152,10 @@ def test_the_finding_is_what_bands_did_and_what_would_be_without_them() -> None:
     found = make_attribution()
     shares = with_tables(found, groups=found.groups.assign(without=np.nan, alone=np.nan, how=""))
     assert not any("Without" in sentence for sentence in statement(shares).sentences)
-    unbanded = with_tables(found, groups=found.groups[found.groups.kind != "band"])
-    assert statement(unbanded).sentences[2].startswith("The log has no bands")
+    for band, why in ((None, "The log has no bands"), ("hard", "All samples are of the band hard")):
+        of_one = found.groups[found.groups.kind != "band"], found.facts.assign(band=band)
+        undivided = with_tables(found, groups=of_one[0], facts=of_one[1])
+        assert statement(undivided).sentences[2] == f"{why}, so that samples cannot be divided by difficulty."
 
 
 def test_a_closed_gate_stands_in_the_place_of_every_finding() -> None:

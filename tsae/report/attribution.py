@@ -272,8 +272,10 @@ def statement(found: Attribution) -> Statement:
         return Statement(heading, ("No target moved.",), "samples")
     told = [*filter(None, [found.info.get("about")]), *(said.text for said in _replayed(found) if said.warns)]
     told += [sentence for name in known for sentence in _sentences(moved(found, name))]
-    if found.bands.empty:
-        told.append("The log has no bands, so that samples cannot be divided by difficulty.")
+    bands = found.facts.band.dropna().unique()
+    if found.bands.empty and len(bands) < 2:
+        why = f"All samples are of the band {bands[0]}" if len(bands) else "The log has no bands"
+        told.append(f"{why}, so that samples cannot be divided by difficulty.")
     error = found.info["path_error"]
     replay = (
         "" if error is None else f" The replay ends off the run's checkpoints by {_part(error)} of what training moved."
