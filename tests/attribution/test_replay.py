@@ -192,6 +192,7 @@ def test_a_replay_that_departs_is_judged(saved: tuple[GrpoLoop, Path]) -> None:
     assert (found.to, found.departs, found.path_error) == (4, 5, None)
     assert found.within == pytest.approx(0.01)
     assert found.gate.startswith("The replay departs from the run at step 5, and no checkpoint says how far: ")
+    assert judged(grad_norm=off, step=900 + n).gate.startswith("The replay departs from the run at step 905, and no")
     # Without checkpoints and logged norms nothing certifies the replay.
     nothing = judged(logged_grad_norm=np.full(12, np.nan))
     assert (nothing.path_error, nothing.within, nothing.departs) == (None, None, None)

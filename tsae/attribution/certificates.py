@@ -153,7 +153,7 @@ def verdict(run: Run, steps: pd.DataFrame) -> Verdict:
     if error is not None and error > FAR:
         at = int(distance.step[distance.distance.idxmax()])
         gate = f"The replay ends {error:.0%} of the way from the checkpoint of step {at}: {cause}."
-    elif error is None and departs is not None and to < 0.8 * last:
+    elif error is None and departs is not None and (steps.step <= to).mean() < 0.8:
         gate = f"The replay departs from the run at step {departs}, and no checkpoint says how far: {cause}."
     elif error is None and not known.any():
         gate = (
