@@ -288,6 +288,12 @@ def test_the_last_checkpoint_alone_and_a_stretch(llama: Path, run: Path, found: 
     assert set(stretch.samples.step) == {3, 4}
     assert stretch.info["path_error"] < 1e-5
     assert mine.trajectory.nunique() == stretch.samples.trajectory.nunique()
+    log = Rollouts.read(run / "rollouts.parquet")
+    short = attribute(llama, run, tmp_path / "c", log.select(np.flatnonzero(log.frame["step"] < 4)))
+    for one, steps in ((stretch, "steps 3 to 4"), (short, "steps 1 to 3")):
+        assert f" {steps}, moved " in (text := attribution_text(one, 1))
+        assert "Replayed to step {0} of {0} ".format(steps[-1]) in text
+    assert "The log ends at step 3: it does not reach the run's last checkpoint, of step 4." in short.info["notes"]
 
 
 def test_above_a_distance_no_effect_is_stated(llama: Path, run: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def attribute(
             "weights": {str(c.step): weights_fingerprint(c) for c in (series.base, *mine)},
             "sae": None if sae is None else sae.fingerprint,
             "path_error": judged.path_error,
-            "replay": judged.record(len(path.steps)),
+            "replay": judged.record(path.run.plan.updates[-1].step),
             "gate": judged.gate,
             "trained_on": problems is None,
             "bands": label_of_bands(rollouts),
@@ -193,6 +193,8 @@ def _prepared(
         what = f"begins at step {plan.updates[0].step}, and the replay after step {after}"
         fix = "Give the log of every step, or begin after a checkpoint that has optimizer.pt (--steps)."
         raise TsaeError(what, where=rollouts.origin, fix=fix)
+    if (end := plan.updates[-1].step) < last:
+        notes.append(f"The log ends at step {end}: it does not reach the run's last checkpoint, of step {last}.")
     notes += plan.notes
     of_generations = {u.step: plan.generations[u.generation] for u in plan.updates if u.first}
     rollouts = check_settings(rollouts, of_generations, settings, notes, history)

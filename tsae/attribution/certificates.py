@@ -105,8 +105,9 @@ class Verdict:
     gate: str
     """Why no effect is stated, and what would help; empty where effects are stated."""
 
-    def record(self, n_steps: int) -> dict[str, Any]:
-        return {"steps": n_steps, "to": self.to, "within": self.within, "departs": self.departs, "cause": self.cause}
+    def record(self, last: int) -> dict[str, Any]:
+        """For `Attribution.info`; steps is the last step that was replayed."""
+        return {"steps": last, "to": self.to, "within": self.within, "departs": self.departs, "cause": self.cause}
 
 
 def check_run(steps: pd.DataFrame, settings: RunSettings) -> None:

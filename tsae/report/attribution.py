@@ -108,7 +108,7 @@ class Said:
 
 def lead(found: Attribution) -> str:
     """The question, with its numbers."""
-    first, last = found.info["checkpoints"][0] + 1, found.info["checkpoints"][-1]
+    first, last = found.steps.step.iloc[[0, -1]]
     return (
         f"Which of {count(len(found.facts), 'sample')} of {found.info['run']}, steps {first} to {last}, moved "
         f"{count(len(found.targets), 'target')}?"
