@@ -11,7 +11,7 @@ from support.refusals import refuses
 from tsae.attribution.log_fit import check_settings
 from tsae.attribution.loss import PolicyLoss
 from tsae.attribution.order import batches_of
-from tsae.attribution.settings import Optimiser, RunSettings
+from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
 from tsae.rollouts.rewards import group_advantages
 from tsae.rollouts.table import Rollouts
@@ -48,9 +48,12 @@ def the_log(n_steps: int = 3, kind: str = "grpo", **columns: Any) -> Rollouts:
     return Rollouts.from_records(records)
 
 
-def check(log: Rollouts, history: Any = None, *, mask: bool = False, **facts: Any) -> tuple[Rollouts, list[str]]:
-    loss = PolicyLoss(mask_truncated=mask)
-    settings = RunSettings(Optimiser(n_steps=3), loss, source="args.json", facts={"num_generations": 4, **facts})
+def check(
+    log: Rollouts, history: Any = None, *, mask: bool = False, processes: int | None = None, **facts: Any
+) -> tuple[Rollouts, list[str]]:
+    loss, batching = PolicyLoss(mask_truncated=mask), Batching(processes=processes)
+    facts = {"num_generations": 4, **facts}
+    settings = RunSettings(Optimiser(n_steps=3), loss, batching, source="args.json", facts=facts)
     notes: list[str] = []
     return check_settings(log, batches_of(log), settings, notes, history), notes
 
@@ -90,6 +93,18 @@ def test_settings_of_another_run_are_refused(changed: dict[str, Any], said: str)
     assert text.startswith("args.json: ")
     assert "Give the settings of the run that wrote this log" in text
     assert "\n" not in text
+
+
+def test_a_step_that_is_in_the_log_twice_is_refused() -> None:
+    every = np.arange(24)
+    resumed, all_twice = (the_log().select(np.sort(np.r_[every, again])) for again in (np.arange(8, 16), every))
+    refuses(r"step 2 has 16 samples, and a generation 8: .* in the log twice", check, resumed,
+            per_device_train_batch_size=8)  # fmt: skip
+    refuses("step 1 has 16 samples, and a generation 8", check, all_twice, per_device_train_batch_size=8, processes=1)
+    check(all_twice, per_device_train_batch_size=8, processes=2)
+    check(all_twice, per_device_train_batch_size=8)
+    # Generations that lack rows are smaller.
+    check(the_log().select(every[5:]), per_device_train_batch_size=4)
 
 
 def test_a_history_of_another_run_is_refused() -> None:

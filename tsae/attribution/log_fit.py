@@ -43,7 +43,7 @@ def check_settings(
         history: what the trainer logged beside (`tsae.attribution.order.read_history`).
 
     Raises:
-        TsaeError: where settings or history are those of another run.
+        TsaeError: where settings or history are those of another run, or a step is in the log twice.
     """
     rows, frame = np.concatenate(list(rows_by_step.values())), rollouts.frame
     longest, last = int(frame.response_length.to_numpy()[rows].max()), max(rows_by_step)
@@ -84,7 +84,14 @@ def _check_groups(
                 "or its import left some out, and what they did is nobody's share."
             )
     a_part, n_parts = counted(settings, "per_device_train_batch_size"), settings.batching.parts
-    largest = max(map(len, rows_by_step.values()))
+    sizes = {step: len(rows) for step, rows in rows_by_step.items()}
+    at, usual = max(sizes, key=lambda step: sizes[step]), int(np.bincount([*sizes.values()]).argmax())
+    largest, whole = sizes[at], (a_part or 0) * n_parts * (settings.batching.processes or 0)
+    if a_part and largest > (whole or 2 * usual - 1):
+        what = f"step {at} has {largest} samples, and a generation {whole or usual}: the step is in the log twice, as "
+        what += "after a resume, or the settings are of another run"
+        fix = "Keep the rows of the later attempt alone, or give the settings of this run."
+        raise TsaeError(what, where=rollouts.origin, fix=fix)
     broken = a_part and not few and largest % (a_part * n_parts)
     stated = f"per_device_train_batch_size={a_part} and {n_parts} micro-batches a generation"
     _contradiction(settings, (broken, stated, f"a generation of the log has {largest} samples"))
