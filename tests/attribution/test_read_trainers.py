@@ -211,6 +211,8 @@ def test_ms_swift() -> None:
     assert read("ms_swift", steps=100, kl_in_reward=True).loss.beta == 0  # It is in the logged advantages.
     weighed = read("ms_swift", steps=100, rollout_importance_sampling_mode="token_mask", beta=0.0).loss.correction
     assert weighed == Correction("token_mask", None, 2.0)
+    # A step is divided by the tokens of the generation, which has twice as many, and by its 4 micro-batches.
+    assert read("ms_swift", steps=100, loss_type="dapo").loss.dapo_factor == 1 / 8
 
 
 @pytest.mark.parametrize(

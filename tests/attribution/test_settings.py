@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -92,7 +93,7 @@ def recipe(folder: Path, words: dict[str, Any], version: str | None = None, stat
 )
 def test_a_dump_says_what_trl_had(words: dict[str, Any], tmp_path: Path) -> None:
     args = dumped(tmp_path, **words)
-    found = read_settings(tmp_path)
+    found = read_settings(tmp_path, version="1.16.0")
     o, loss = found.optimiser, found.loss
     assert o.name == "adamw"
     assert (o.learning_rate, o.schedule, o.n_steps) == (args.learning_rate, args.lr_scheduler_type, args.max_steps)
@@ -205,6 +206,27 @@ def test_what_depends_on_the_version_is_asked_for(tmp_path: Path) -> None:
     refuses("TRL new, which is not a version with GRPO", read_settings, whole, version="new")
     recipe(tmp_path, {**RECIPE, **SAYS_ALL, "bf16": None})
     assert read_settings(whole).version is None
+    recipe(tmp_path, {**RECIPE, **SAYS_ALL, "steps_per_generation": 8})
+    refuses(r"a generation has 8 micro-batches and a step 4\. Give the version", read_settings, whole)
+
+
+@pytest.mark.parametrize(
+    ("version", "loss_type", "weight"),
+    [
+        ("0.22.0", "dapo", 1 / 480),
+        ("1.9.0", "cispo", 1 / 480),
+        ("1.10.0", "dapo", 1 / 120),
+        ("1.16.0", "vespo", 1 / 120),
+    ],
+)
+def test_before_1_10_a_step_was_divided_by_the_tokens_of_its_generation(
+    version: str, loss_type: str, weight: float, tmp_path: Path
+) -> None:
+    """Four steps of 12 responses with 10 tokens each."""
+    words = {**SAYS_ALL, "loss_type": loss_type, "steps_per_generation": 4, "per_device_train_batch_size": 12}
+    loss = read_settings(recipe(tmp_path, words, version)).loss
+    found = loss.weights(np.full(12, 10), tokens_of_generation=480, rows_of_generation=48)
+    np.testing.assert_allclose(found, weight)
 
 
 def test_what_weights_and_biases_keeps(tmp_path: Path) -> None:

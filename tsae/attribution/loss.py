@@ -174,6 +174,8 @@ class PolicyLoss:
     """Importance sampling for the difference of sampler and trainer (TRL with vLLM, verl, NeMo-RL, open-instruct)."""
     ratio_to: Literal["old", "sampler"] = "old"
     """What ratios are against: the trainer's own pass at the generation's start, or what the sampler logged."""
+    dapo_factor: Positive = 1.0
+    """Of dapo's w_i, where a trainer does not bring the tokens of a generation to those of a step (TRL before 1.10)."""
 
     def __post_init__(self) -> None:
         if (self.kind in _OF_LENGTH) != (self.max_completion_length is not None):
@@ -219,7 +221,7 @@ class PolicyLoss:
             return np.full(n, 1 / max(n_tokens.sum(), 1))
         if self.kind == "dapo":
             total = n_tokens.sum() if tokens_of_generation is None else tokens_of_generation
-            return np.full(n, (rows_of_generation or n) / (max(total, 1) * n))
+            return np.full(n, self.dapo_factor * (rows_of_generation or n) / (max(total, 1) * n))
         own = np.ones(n)
         if self.kind == "grpo":
             own = np.maximum(n_tokens, 1)

@@ -374,8 +374,10 @@ def ms_swift(settings: Mapping[str, Any], file: Path, steps: int | None) -> RunS
     if given.get("importance_sampling_level") == "sequence_token":  # The gradient of sequence.
         given["importance_sampling_level"] = "sequence"
     given["vllm_importance_sampling_cap"], given["use_bias_correction_kl"] = None, False
-    found = trl.of(given, file=file, beside=trl.Beside(n_steps=steps, base=words.take("run")["base"]))
+    found = trl.of(given, file=file, beside=trl.Beside(n_steps=steps, base=words.take("run")["base"]), rescales=True)
     loss = replace(found.loss, kl_input_clamp=20.0, kl_clamp=10.0)
+    if loss.kind == "dapo":  # A generation's token mean, which transformers then divides by a step's micro-batches.
+        loss = replace(loss, dapo_factor=1 / found.batching.parts)
     if words.flag("kl_in_reward"):  # It is in the advantages, which are logged.
         loss = replace(loss, beta=0.0)
     facts = {**found.facts, "advantages": "logged"}

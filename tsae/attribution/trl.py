@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from tsae.errors import TsaeError
 _OLDEST, _NEWEST = (0, 14), (1, 16)
 _BALANCED = (1, 7)
 """Since this version the loss balances experts. Before, `router_aux_loss_coef` was a word of models."""
+_RESCALES = (1, 10)
+"""Since this version dapo divides a step by its part of the generation's tokens; before, by all of them (TRL's pull
+requests 5890 and 6024)."""
+_VERSION = "Give the version (--trainer-version; the run's README.md and `pip show trl` have it)"
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,14 @@ class Beside:
     """Type of the numbers in the first file of weights, in the words of safetensors: F32, BF16, F16."""
 
 
-def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSettings:
+def of(settings: Mapping[str, Any], *, file: Path, beside: Beside, rescales: bool = False) -> RunSettings:
     """The settings of a run of TRL.
+
+    Args:
+        settings: by name.
+        file: that holds them.
+        beside: what lies beside it.
+        rescales: whether dapo brings the tokens of a generation to those of a step whatever the version of TRL.
 
     Raises:
         TsaeError: where the version has to be known and is not, or a word names what is not replayed, or is not known.
@@ -62,7 +72,14 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
         notes.append(f"TRL {beside.version} is a development version; it is read as the release.")
     if version and version > _NEWEST:
         notes.append(f"TRL {beside.version} is newer than 1.16, whose formulas are assumed.")
-    loss = _loss(words)
+    loss, batching = _loss(words), _batching(words)
+    if loss.kind == "dapo" and batching.parts != batching.accumulation and not rescales:
+        if version is None:
+            of_step = f"a generation has {batching.parts} micro-batches and a step {batching.accumulation}"
+            what = f"does not say the version of TRL, and before 1.10 another number divided the loss: {of_step}"
+            raise TsaeError(what, where=file, fix=f"{_VERSION}.")
+        if version < _RESCALES:
+            loss = replace(loss, dapo_factor=batching.accumulation / batching.parts)
     facts = {name: value for name in words.table["facts"].split() if (value := words.get(name)) is not None}
     scale = str(facts.get("scale_rewards", False)).lower()
     facts["scale_rewards"] = {"true": "group", "false": "none"}.get(scale, scale)
@@ -73,7 +90,7 @@ def of(settings: Mapping[str, Any], *, file: Path, beside: Beside) -> RunSetting
     return RunSettings(
         _optimiser(words, beside),
         loss,
-        _batching(words),
+        batching,
         str(file),
         "trl",
         beside.version,
@@ -116,8 +133,7 @@ def _defaults(
     missing = [name for name in asked if name not in settings]
     if version is None and missing:
         what = f"does not say {', '.join(missing)}, whose defaults differ by version of TRL"
-        fix = "Give the version (--trainer-version; the run's README.md and `pip show trl` have it), or the run's "
-        raise TsaeError(what, where=file, fix=f"{fix}training_args.bin.")
+        raise TsaeError(what, where=file, fix=f"{_VERSION}, or the run's training_args.bin.")
     if version is None:
         if "bf16" not in settings:
             notes.append("The settings do not say bf16: float32 is assumed.")
