@@ -75,7 +75,7 @@ class Attribution(Tables):
     info: dict[str, Any] = field(default_factory=dict)
     """recipe (the settings in words), run, series, checkpoints (their steps), inputs (fingerprints of what it was made
     from), sae (its fingerprint, or None), path_error (distance of the replay from the last checkpoint, or None),
-    replay (steps: of the run; to: the last one that is replayed well; within: the largest deviation until then;
+    replay (steps: the last step; to: the last one that is replayed well; within: the largest deviation until then;
     departs: the first step that is not, or None; cause), about (which run this is, where that is not clear), gate
     (why no effect is stated; or empty), trained_on (whether right and wrong answers are those of the log's own
     problems), and notes: what was sampled, assumed or left out."""
@@ -84,8 +84,8 @@ class Attribution(Tables):
 
     @property
     def bands(self) -> pd.DataFrame:
-        """What easy, medium and hard samples did: one row a band and target with band, n, target, share, without,
-        alone and how; see `groups`."""
+        """What easy, medium, hard and unbanded samples did: one row a band and target with band, n, target, share,
+        without, alone and how; see `groups`."""
         table = self.groups[self.groups.kind == "band"].rename(columns={"group": "band"})
         bands = [*BANDS, *sorted(set(table.band) - set(BANDS))]
         table = self._in_order(table, table.band.map(bands.index))
