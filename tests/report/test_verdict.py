@@ -83,16 +83,17 @@ def situation(
     )
 
 
-def edit(beyond: tuple[float, float], mode: str = "ablate") -> dict[str, Any]:
-    """The record of a causal test."""
-    row = {"behaviour": "direct_answer", "mean": 0.5, "n_paired": 30, "change_low": 0.2, "change_high": 0.4}
-    rows = [
-        {**row, "condition": "features", "change": 0.3, "beyond_low": beyond[0], "beyond_high": beyond[1]},
-        {**row, "condition": "random", "change": 0.01},
-    ]
+def edit(beyond: tuple[float, ...], mode: str = "ablate", **others: tuple[float, ...]) -> dict[str, Any]:
+    """The record of a causal test: of direct answers and others (low, high) beyond random ones, and the change if it is
+    not their middle."""
+    rows = []
+    for name, (low, high, *change) in {"direct_answer": beyond, **others}.items():
+        row = {"behaviour": name, "mean": 0.5, "n_paired": 30, "change_low": 0.2, "change_high": 0.4}
+        mine = {"change": [*change, (low + high) / 2][0], "beyond_low": low, "beyond_high": high}
+        rows += [{**row, "condition": "features", **mine}, {**row, "condition": "random", "change": 0.01}]
     return {
         "checkpoint": "run", "features": [0, 2], "mode": mode, "amount": 1.0, "tokens": "predicting", "n_problems": 30,
-        "summaries": {}, "changes": rows,
+        "n_random": 12, "confidence": 0.95, "summaries": {}, "changes": rows,
     }  # fmt: skip
 
 
@@ -103,6 +104,7 @@ STEADY = [("accuracy", band, 0.5, 0.505, 0.03) for band in ("easy", "medium", "h
 OPEN = ("accuracy", "all", 0.56, 0.33, 0.25)
 NO_REWARDS = "Whether it solves more is not known: no response has a reward or an outcome."
 ONE_RUN = "One run; what causes the change is not tested."
+OPEN_TEST = "One run. Features were edited, and what causes the change is not decided."
 DONE = "After training on medium problems, the model"
 STEPS = "writes out its steps more often (direct answers 52 → 2 %)"
 IS_CHANCE = "the weights are the base's: nothing was trained, and what differs is chance in sampling."
@@ -225,8 +227,30 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     "steps that were tested causally": (
         situation(STYLE, MEDIUM, causally_tested=[edit((0.1, 0.4))]),
         f"{DONE} {STEPS} and solves more medium problems (45 → 84 %). One run. Tested causally: 2 features ablated in "
-        "run: direct answers +30.0 points, more than with random features.",
+        "run: direct answers +25.0 points, more than with random features.",
         (Y, Y, Y),
+    ),
+    "a test that accuracy alone shows": (
+        situation(MEDIUM, causally_tested=[edit((-0.02, 0.02), accuracy=(-0.5, -0.3), response_length=(500, 1100))]),
+        f"{DONE} solves more medium problems (45 → 84 %). One run. Tested causally: 2 features ablated in run: "
+        "accuracy −40.0 points, more than with random features.",
+        (Y, Y, Y),
+    ),
+    "a test that one of two measures passes by chance": (
+        situation(MEDIUM, causally_tested=[edit((-0.1, 0.4), accuracy=(0.01, 0.4))]),
+        f"{DONE} solves more medium problems (45 → 84 %). {OPEN_TEST}",
+        (Y, Y, U),
+    ),
+    "a test on too few problems": (
+        situation(MEDIUM, causally_tested=[edit((np.nan, np.nan, 0.3))]),
+        f"{DONE} solves more medium problems (45 → 84 %). {OPEN_TEST}",
+        (Y, Y, U),
+    ),
+    "a test that random features do more in": (
+        situation(MEDIUM, causally_tested=[edit((-0.5, -0.3, 0.1))]),
+        f"{DONE} solves more medium problems (45 → 84 %). One run. The edited features did no more than random ones: "
+        "what causes the change is not known.",
+        (Y, Y, N),
     ),
     "a test that random features pass as well": (
         situation(STYLE, MEDIUM, causally_tested=[edit((-0.1, 0.4))]),

@@ -263,7 +263,7 @@ class Intervention(Tables):
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """Facts for reports: checkpoint, features, mode, amount, tokens, numbers of problems, a sentence for every
+        """Facts for reports: checkpoint, features, how they were edited, numbers of problems, a sentence for every
         behaviour, and the changes over all problems that these sentences name."""
         config = self.info["config"]
         shown = self.outcomes[
@@ -277,9 +277,7 @@ class Intervention(Tables):
             "checkpoint": self.info["checkpoint"],
             **({"donor": self.info["donor"]} if "donor" in self.info else {}),
             "features": self.info["features"],
-            "mode": config["mode"],
-            "amount": config["amount"],
-            "tokens": config["tokens"],
+            **{name: config[name] for name in ("mode", "amount", "tokens", "n_random", "confidence")},
             "n_problems": self.info["n_problems"],
             "n_of_features": self.info.get("n_of_features"),
             "rows": self.info["rows"],
