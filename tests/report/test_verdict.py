@@ -28,6 +28,7 @@ def situation(
     moved: int = 40,
     findable: float = 0.3,
     same_text: str | None = "",
+    left_out: int = 4,
     noise: tuple[int, int] | str | None = QUIET,
     base: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
@@ -42,6 +43,7 @@ def situation(
         moved: features that moved on the same text, of 100.
         findable: |Δ| that is found 8 times in 10 there.
         same_text: why that contrast was not drawn; None where there is none.
+        left_out: problems that one side alone read.
         noise: features that noise and run moved, of 100; or why that is not known; None where noise was not read.
         base: more of the base's record as a reader.
         run: more of the run's.
@@ -65,6 +67,7 @@ def situation(
         contrasts = contrasts[~same]
     else:
         numbers = {"n_tested": 100, "n_discoveries": moved, "detectable_delta": findable, "note": same_text}
+        numbers["n_left_out"] = left_out
         contrasts.loc[same, list(numbers)] = list(numbers.values())
     readers = [{**reader("base", None), **(base or {})}]
     readers += [{**reader("run", "run"), "trained_on": "medium", "step": 150, **(run or {})}]
@@ -275,6 +278,34 @@ def test_the_sentence_and_the_lights_of(name: str) -> None:
     causal = re.compile(r"\b(causes? the change by|because|due to|leads? to|made the|makes the)\b")
     assert not causal.search(" ".join(statement.sentences))
     assert ("more than with random features" in " ".join(statement.sentences)) == (lights[2] == Y)
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        (("base", "run"), "run answered no problem that base answered."),
+        (("base",), "There is no response of run."),
+        (("run", "other"), "There is no response of base."),
+        ((), "There is no response of base or run."),
+        (("steps 1-3", "steps 4-6", "steps 7-9"), "behaviours are those of thirds of the run."),
+    ],
+)
+def test_why_responses_are_not_compared(policies: tuple[str, ...], said: str) -> None:
+    """Responses need no outcome."""
+    rows = [behaviour(policy, "all", "response_length", 20.0, 1.0) for policy in policies]
+    found = verdict(replace(situation(), behaviours=pd.DataFrame(rows)), "run").lights[0]
+    assert found.answer == M
+    assert found.sentences[0].endswith(said)
+
+
+@pytest.mark.parametrize(("own", "left_out"), [(6, 0), (20, 14)])
+def test_both_are_sampled_on_the_same_problems_only_where_they_were_not(own: int, left_out: int) -> None:
+    diff = situation(OPEN, n=6, same_text="6 problems have such trajectories on both sides", left_out=left_out)
+    diff.behaviours["n_problems"] = own
+    writes, computes, _ = verdict(diff, "run").lights
+    more = "Compare base and run on more problems: both have the same ones."
+    assert (more in writes.sentences, more in computes.sentences) == (not left_out, not left_out)
+    assert computes.answer == (M if left_out else U)  # What is not measured has a command that adds it.
 
 
 def test_the_verdict_is_a_statement_that_programs_can_read() -> None:

@@ -47,6 +47,7 @@ _PHRASES = {
     "unanswered": ("leaves more problems without an answer", "leaves fewer problems without an answer"),
 }
 _SAMPLE = "Sample both on the same problems: `tsae run … --sample 4 --to OTHER`."
+_MORE = "Compare base and run on more problems: both have the same ones."
 
 
 class Change(NamedTuple):
@@ -238,10 +239,12 @@ def _same_text(computes: Light) -> str:
 def _writes(diff: FeatureDiff, run: str, known: Sequence[Change], clear: Sequence[Change]) -> Light:
     evidence = "behaviours"
     if not known:
-        both = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, run)]
-        why = (
-            f"{run} answered no problem that {diff.base} answered." if all(both) else f"There is no response of {run}."
-        )
+        answered = set(diff.behaviours.get("policy", []))
+        why = f"{run} answered no problem that {diff.base} answered."
+        if missing := [policy for policy in (diff.base, run) if policy not in answered]:
+            why = f"There is no response of {' or '.join(missing)}."
+        if answered and all(policy.startswith("steps ") for policy in answered):  # `tsae.rollouts.behaviours.by_thirds`
+            why = "Single steps have too few problems to compare: behaviours are those of thirds of the run."
         return Light(*WRITES, UNMEASURED, (why, _SAMPLE), evidence)
     if same_weights(diff, run):
         return Light(*WRITES, NO, ("The weights are the base's.",), evidence)
@@ -253,7 +256,9 @@ def _writes(diff: FeatureDiff, run: str, known: Sequence[Change], clear: Sequenc
         return Light(*WRITES, NO, (told,), evidence)
     n = max(change.n for change in known)
     if n < FEWEST:
-        return Light(*WRITES, UNDECIDED, (f"{capitalised(too_few(n))}.", _SAMPLE), evidence)
+        mine = diff.behaviours[diff.behaviours.policy.isin([diff.base, run])]
+        how = _SAMPLE if mine.n_problems.max() > n else _MORE
+        return Light(*WRITES, UNDECIDED, (f"{capitalised(too_few(n))}.", how), evidence)
     wide = max(known, key=lambda change: (change.high - change.low) * (1 if change.is_share else 0))
     told = f"No change is clear on {n} problems, and intervals are wide: {wide.named}. More problems decide it."
     return Light(*WRITES, UNDECIDED, (told,), evidence)
@@ -267,6 +272,8 @@ def _computes(diff: FeatureDiff, run: str) -> Light:
         return Light(*COMPUTES, NO, ("The weights are the base's.",), evidence)
     if bad := unreadable(diff, run):
         return Light(*COMPUTES, UNDECIDED, (bad,), "gates")
+    if c is not None and c.note and not c.n_left_out:
+        return Light(*COMPUTES, UNDECIDED, (f"{capitalised(c.note)}.", _MORE), evidence)
     if c is None or c.note:
         why = f"{run} did not read the base's responses." if c is None else f"{capitalised(c.note)}."
         return Light(*COMPUTES, UNMEASURED, (why, "Let both read the same: `tsae capture … --plan all`."), evidence)
