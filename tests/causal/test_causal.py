@@ -280,7 +280,10 @@ def test_ablating_the_direction_that_decides_flips_the_answer(found: Interventio
     changes = found.changes("accuracy")
     assert changes.loc[["none", "features", "random"], "accuracy"].tolist() == ["1", "-1 [-1, -1]", "+0 [+0, +0]"]
     assert list(found.changes().columns) == found.measured
-    assert "on hard problems" in found.summary("accuracy", "hard")
+    few = (
+        "was measured on too few problems for accuracy on hard problems: 1 → 0, -1, too few problems (5; 8 are needed)"
+    )
+    assert f"{few}, beyond random -1 (no interval: too few problems); " in found.summary("accuracy", "hard")
     assert found.summary("accuracy").endswith("(10 problems, 20 responses).")
     tokens = int(found.rollouts.where(policy="features").lengths("response_ids").sum())
     assert found.info["rows"] == {"problems": 10, "trajectories": 20, "tokens": tokens}
@@ -371,20 +374,22 @@ def test_random_sets_that_share_features_count_for_less() -> None:
 
 
 def test_beyond_random_by_hand_and_where_it_cannot_be_told() -> None:
-    chosen, sets = np.array([3.0, 5.0, 4.0, 4.0]), np.array([[1.0, 1, 1, 1], [2.0, 2, 2, 2], [3.0, 3, 3, 3]])
+    chosen, sets = np.tile([3.0, 5.0, 4.0, 4.0], 2), np.repeat([[1.0], [2.0], [3.0]], 8, axis=1)
     found = beyond_random(chosen, sets, 0.95)
-    # t(2) = 4.303, variance of the sets 1 · (1 + 1/3); of the problems 2/3 / 4, t(3) = 3.182.
-    half = np.sqrt(4.303**2 * 4 / 3 + 3.182**2 / 6)
+    # t(2) = 4.303, variance of the sets 1 · (1 + 1/3); of the problems 4/7 / 8, t(7) = 2.365.
+    half = np.sqrt(4.303**2 * 4 / 3 + 2.365**2 / 14)
     assert (found.difference, found.low, found.high) == pytest.approx((2, 2 - half, 2 + half), rel=1e-3)
     one = beyond_random(chosen, sets[:1], 0.95)
     assert one.difference == 3
     assert np.isnan(one.low)
     sets[1, 0] = np.nan
-    assert beyond_random(chosen, sets, 0.95).n_problems == 3
+    few = beyond_random(chosen, sets, 0.95)
+    assert few.n_problems == 7
+    assert np.isnan([few.low, few.high]).all()
     nothing = beyond_random(chosen * np.nan, sets, 0.95)
     assert nothing.n_problems == 0
     assert np.isnan(nothing.difference)
-    same = beyond_random(np.ones(5), np.ones((3, 5)), 0.95)
+    same = beyond_random(np.ones(8), np.ones((3, 8)), 0.95)
     assert same[:3] == (0, 0, 0)
 
 

@@ -167,6 +167,11 @@ def test_runs_in_opposition_and_the_gates() -> None:
     opposed = sentences(make(), "Opposite directions")
     assert "up-run raised and down-run lowered 2 features, most clearly 0 “operand”" in opposed
     assert "down-run raised and up-run lowered 1 feature, most clearly 2 “answer”" in opposed
+    made = make()
+    made.shifts["p"] = 1.0
+    assert "No feature was raised by one run and lowered by another" in sentences(made, "Opposite directions")
+    made.contrasts.loc[made.contrasts.checkpoint == "up-run", "note"] = "5 problems; 8 are needed"
+    assert not [f for f in findings(made) if f.heading == "Opposite directions"]  # It was not tested.
     belief = sentences(make(), "How far to believe it")
     assert "explains 0.90 of the variance of 3 readers" in belief
     assert "at most (mean of 5): 0.4 of 6 features where the trajectories of a problem are split at random; " in belief

@@ -24,9 +24,11 @@ BASE_STEP, QUIET, LOUD = {"step": 25, "run": "run"}, (0, 10), (9, 10)
 def situation(
     *changed: tuple[str, str, float, float, float],
     n: int = 30,
+    alone: float = 0.0,
     moved: int = 40,
     findable: float = 0.3,
     same_text: str | None = "",
+    left_out: int = 4,
     noise: tuple[int, int] | str | None = QUIET,
     base: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
@@ -37,9 +39,11 @@ def situation(
     Args:
         changed: (behaviour, band, before, after, half of the change's interval), of n problems.
         n: problems.
+        alone: by how much problems that one side alone answered raise the base's mean, and lower the run's.
         moved: features that moved on the same text, of 100.
         findable: |Δ| that is found 8 times in 10 there.
         same_text: why that contrast was not drawn; None where there is none.
+        left_out: problems that one side alone read.
         noise: features that noise and run moved, of 100; or why that is not known; None where noise was not read.
         base: more of the base's record as a reader.
         run: more of the run's.
@@ -50,16 +54,20 @@ def situation(
     for name, band, before, after, half in changed:
         few = n < 8
         rows += [
-            {**behaviour("base", band, name, before, 0.02), "n_problems": n},
-            {**behaviour("run", band, name, after, 0.02, after - before, np.nan if few else half), "n_paired": n},
-        ]
-    columns = list(behaviour("base", "all", "accuracy", 0.5, 0.1))
+            {**behaviour("base", band, name, before + alone, 0.02), "n_problems": n},
+            {
+                **behaviour("run", band, name, after - alone, 0.02, after - before, np.nan if few else half),
+                "n_paired": n, "paired_reference": before, "paired_mean": after,
+            },
+        ]  # fmt: skip
+    columns = [*behaviour("base", "all", "accuracy", 0.5, 0.1), "paired_reference", "paired_mean"]
     contrasts = made.contrasts[made.contrasts.checkpoint.isin(["base", "up-run"])].replace("up-run", "run")
     same = contrasts.part == "same_trajectories"
     if same_text is None:
         contrasts = contrasts[~same]
     else:
         numbers = {"n_tested": 100, "n_discoveries": moved, "detectable_delta": findable, "note": same_text}
+        numbers["n_left_out"] = left_out
         contrasts.loc[same, list(numbers)] = list(numbers.values())
     readers = [{**reader("base", None), **(base or {})}]
     readers += [{**reader("run", "run"), "trained_on": "medium", "step": 150, **(run or {})}]
@@ -78,16 +86,17 @@ def situation(
     )
 
 
-def edit(beyond: tuple[float, float], mode: str = "ablate") -> dict[str, Any]:
-    """The record of a causal test."""
-    row = {"behaviour": "direct_answer", "mean": 0.5, "n_paired": 30, "change_low": 0.2, "change_high": 0.4}
-    rows = [
-        {**row, "condition": "features", "change": 0.3, "beyond_low": beyond[0], "beyond_high": beyond[1]},
-        {**row, "condition": "random", "change": 0.01},
-    ]
+def edit(beyond: tuple[float, ...], mode: str = "ablate", **others: tuple[float, ...]) -> dict[str, Any]:
+    """The record of a causal test: of direct answers and others (low, high) beyond random ones, and the change if it is
+    not their middle."""
+    rows = []
+    for name, (low, high, *change) in {"direct_answer": beyond, **others}.items():
+        row = {"behaviour": name, "mean": 0.5, "n_paired": 30, "change_low": 0.2, "change_high": 0.4}
+        mine = {"change": [*change, (low + high) / 2][0], "beyond_low": low, "beyond_high": high}
+        rows += [{**row, "condition": "features", **mine}, {**row, "condition": "random", "change": 0.01}]
     return {
         "checkpoint": "run", "features": [0, 2], "mode": mode, "amount": 1.0, "tokens": "predicting", "n_problems": 30,
-        "summaries": {}, "changes": rows,
+        "n_random": 12, "confidence": 0.95, "summaries": {}, "changes": rows,
     }  # fmt: skip
 
 
@@ -98,6 +107,7 @@ STEADY = [("accuracy", band, 0.5, 0.505, 0.03) for band in ("easy", "medium", "h
 OPEN = ("accuracy", "all", 0.56, 0.33, 0.25)
 NO_REWARDS = "Whether it solves more is not known: no response has a reward or an outcome."
 ONE_RUN = "One run; what causes the change is not tested."
+OPEN_TEST = "One run. Features were edited, and what causes the change is not decided."
 DONE = "After training on medium problems, the model"
 STEPS = "writes out its steps more often (direct answers 52 → 2 %)"
 IS_CHANCE = "the weights are the base's: nothing was trained, and what differs is chance in sampling."
@@ -106,6 +116,11 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     "style and success": (
         situation(STYLE, LENGTH, MEDIUM),
         f"{DONE} {STEPS} and solves more medium problems (45 → 84 %). {ONE_RUN}",
+        (Y, Y, M),
+    ),
+    "problems that one side alone answered": (
+        situation(MEDIUM, alone=0.3),
+        f"{DONE} solves more medium problems (45 → 84 %). {ONE_RUN}",
         (Y, Y, M),
     ),
     "harm in two bands": (
@@ -215,8 +230,30 @@ SITUATIONS: dict[str, tuple[FeatureDiff, str, tuple[str, str, str]]] = {
     "steps that were tested causally": (
         situation(STYLE, MEDIUM, causally_tested=[edit((0.1, 0.4))]),
         f"{DONE} {STEPS} and solves more medium problems (45 → 84 %). One run. Tested causally: 2 features ablated in "
-        "run: direct answers +30.0 points, more than with random features.",
+        "run: direct answers +25.0 points, more than with random features.",
         (Y, Y, Y),
+    ),
+    "a test that accuracy alone shows": (
+        situation(MEDIUM, causally_tested=[edit((-0.02, 0.02), accuracy=(-0.5, -0.3), response_length=(500, 1100))]),
+        f"{DONE} solves more medium problems (45 → 84 %). One run. Tested causally: 2 features ablated in run: "
+        "accuracy −40.0 points, more than with random features.",
+        (Y, Y, Y),
+    ),
+    "a test that one of two measures passes by chance": (
+        situation(MEDIUM, causally_tested=[edit((-0.1, 0.4), accuracy=(0.01, 0.4))]),
+        f"{DONE} solves more medium problems (45 → 84 %). {OPEN_TEST}",
+        (Y, Y, U),
+    ),
+    "a test on too few problems": (
+        situation(MEDIUM, causally_tested=[edit((np.nan, np.nan, 0.3))]),
+        f"{DONE} solves more medium problems (45 → 84 %). {OPEN_TEST}",
+        (Y, Y, U),
+    ),
+    "a test that random features do more in": (
+        situation(MEDIUM, causally_tested=[edit((-0.5, -0.3, 0.1))]),
+        f"{DONE} solves more medium problems (45 → 84 %). One run. The edited features did no more than random ones: "
+        "what causes the change is not known.",
+        (Y, Y, N),
     ),
     "a test that random features pass as well": (
         situation(STYLE, MEDIUM, causally_tested=[edit((-0.1, 0.4))]),
@@ -241,6 +278,34 @@ def test_the_sentence_and_the_lights_of(name: str) -> None:
     causal = re.compile(r"\b(causes? the change by|because|due to|leads? to|made the|makes the)\b")
     assert not causal.search(" ".join(statement.sentences))
     assert ("more than with random features" in " ".join(statement.sentences)) == (lights[2] == Y)
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        (("base", "run"), "run answered no problem that base answered."),
+        (("base",), "There is no response of run."),
+        (("run", "other"), "There is no response of base."),
+        ((), "There is no response of base or run."),
+        (("steps 1-3", "steps 4-6", "steps 7-9"), "behaviours are those of thirds of the run."),
+    ],
+)
+def test_why_responses_are_not_compared(policies: tuple[str, ...], said: str) -> None:
+    """Responses need no outcome."""
+    rows = [behaviour(policy, "all", "response_length", 20.0, 1.0) for policy in policies]
+    found = verdict(replace(situation(), behaviours=pd.DataFrame(rows)), "run").lights[0]
+    assert found.answer == M
+    assert found.sentences[0].endswith(said)
+
+
+@pytest.mark.parametrize(("own", "left_out"), [(6, 0), (20, 14)])
+def test_both_are_sampled_on_the_same_problems_only_where_they_were_not(own: int, left_out: int) -> None:
+    diff = situation(OPEN, n=6, same_text="6 problems have such trajectories on both sides", left_out=left_out)
+    diff.behaviours["n_problems"] = own
+    writes, computes, _ = verdict(diff, "run").lights
+    more = "Compare base and run on more problems: both have the same ones."
+    assert (more in writes.sentences, more in computes.sentences) == (not left_out, not left_out)
+    assert computes.answer == (M if left_out else U)  # What is not measured has a command that adds it.
 
 
 def test_the_verdict_is_a_statement_that_programs_can_read() -> None:

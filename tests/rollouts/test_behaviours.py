@@ -413,6 +413,7 @@ def test_changes_are_over_the_problems_of_both() -> None:
     ).set_index(["policy", "behaviour"])  # fmt: skip
     run = table.loc[("run", "b")]
     assert (run["mean"], run.change, run.n_paired, run.n_problems) == (52.5, 3.0, 1, 2)
+    assert (run.paired_reference, run.paired_mean) == (2.0, 5.0)
     assert np.isnan(run.change_low)  # one problem tells nothing of others
 
 

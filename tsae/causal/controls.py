@@ -23,7 +23,7 @@ an effect of 4 standard deviations of random sets is found 9 times in 10, one of
 in 4 and 1 time in 2. Where one set in ten does much and the others nothing, it takes more than 8 sets for that.
 
 The interval leaves out 0 where the chosen features do what a random set of their kind would not be expected to do. It
-needs two sets at least, and with few it is wide: t(1) = 12.7, t(4) = 2.8, t(9) = 2.3.
+needs two sets and eight problems at least, and with few sets it is wide: t(1) = 12.7, t(4) = 2.8, t(9) = 2.3.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from einops import reduce
 from scipy.stats import t as student
 
 from tsae.activations.store import ActivationStore
+from tsae.base.statistics import FEWEST
 from tsae.causal.config import Where
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable, masked_sums
@@ -199,7 +200,7 @@ class Beyond(NamedTuple):
     """Mean over problems: the edit − the mean over the random sets."""
     low: float
     high: float
-    """Interval; NaN with one set or one problem."""
+    """Interval; NaN with one set, and as for every change with fewer than `FEWEST` problems."""
     n_problems: int
     """Problems that the edit and every random set were measured on."""
 
@@ -226,7 +227,7 @@ def beyond_random(chosen: np.ndarray, sets: np.ndarray, confidence: float, share
         return Beyond(np.nan, np.nan, np.nan, 0)
     against = chosen - reduce(sets, "set problem -> problem", "mean")
     difference = float(against.mean())
-    if n_sets < 2 or n_problems < 2 or shared >= 1:
+    if n_sets < 2 or n_problems < FEWEST or shared >= 1:
         return Beyond(difference, np.nan, np.nan, n_problems)
     upper = (1 + confidence) / 2
     means = reduce(sets, "set problem -> set", "mean")

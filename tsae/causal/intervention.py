@@ -140,7 +140,7 @@ class Intervention(Tables):
                                  random and same_norm the mean over the sets that were drawn, taken as they are
     beyond_random, beyond_low, _high   single edits − the mean over the random sets, with an interval that leaves out 0
                                  where a further random set would not be expected to do that: sets and problems are
-                                 both a sample (`tsae.causal.controls`)
+                                 both a sample (`tsae.causal.controls`); no interval for fewer than 8 problems
     share, share_low, share_high   of a transplant: the change divided by that from the checkpoint to the donor (1 moves
                                  all of it), with a bootstrap interval over problems; NaN where the donor itself does
                                  not clearly differ
@@ -186,7 +186,9 @@ class Intervention(Tables):
                 fix="Name another behaviour, or see table().",
             )
         main, base = rows.loc["features"], rows.loc["none"]
-        verb = "raises" if main.change_low > 0 else "lowers" if main.change_high < 0 else "does not clearly change"
+        few = pd.isna(main.change_low)
+        unclear = "was measured on too few problems for" if few else "does not clearly change"
+        verb = "raises" if main.change_low > 0 else "lowers" if main.change_high < 0 else unclear
         ids = self.info["features"]
         named = f"feature {ids[0]}" if len(ids) == 1 else f"{len(ids)} features"
         where = "" if band == "all" else f" on {band} problems"
@@ -205,7 +207,8 @@ class Intervention(Tables):
             if main.beyond_low <= 0 <= main.beyond_high:
                 beyond += ", as a further random set might"
         else:
-            beyond += f" (no interval: {len(sets)} random {'set' if len(sets) == 1 else 'sets'})"
+            why = "too few problems" if few else f"{len(sets)} random {'set' if len(sets) == 1 else 'sets'}"
+            beyond += f" (no interval: {why})"
         place, share = f"in {self.info['checkpoint']}", ""
         if "donor" in rows.index:
             place = f"of {self.info['donor']} into {self.info['checkpoint']}"
@@ -260,7 +263,7 @@ class Intervention(Tables):
         return replace(diff, info={**diff.info, "causally_tested": tested})
 
     def record(self) -> dict[str, Any]:
-        """Facts for reports: checkpoint, features, mode, amount, tokens, numbers of problems, a sentence for every
+        """Facts for reports: checkpoint, features, how they were edited, numbers of problems, a sentence for every
         behaviour, and the changes over all problems that these sentences name."""
         config = self.info["config"]
         shown = self.outcomes[
@@ -274,9 +277,7 @@ class Intervention(Tables):
             "checkpoint": self.info["checkpoint"],
             **({"donor": self.info["donor"]} if "donor" in self.info else {}),
             "features": self.info["features"],
-            "mode": config["mode"],
-            "amount": config["amount"],
-            "tokens": config["tokens"],
+            **{name: config[name] for name in ("mode", "amount", "tokens", "n_random", "confidence")},
             "n_problems": self.info["n_problems"],
             "n_of_features": self.info.get("n_of_features"),
             "rows": self.info["rows"],

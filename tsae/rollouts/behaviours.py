@@ -32,7 +32,7 @@ _FEWEST_STEPS = 6
 """Steps that are taken together by thirds, at least."""
 _COLUMNS = [
     "policy", "band", "behaviour", "mean", "low", "high", "n_problems", "n_trajectories", "change", "change_low",
-    "change_high", "n_paired",
+    "change_high", "n_paired", "paired_reference", "paired_mean",
 ]  # fmt: skip
 _FORMAT_COLUMNS = [
     "policy", "band", "n_problems", "n_trajectories", "n_formats", "top_format", "top_share", "entropy", "low", "high",
@@ -115,7 +115,8 @@ def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confide
     Returns:
         tidy: policy, band ("all" and every band present), behaviour, mean, low, high, n_problems, n_trajectories, and
         change, change_low, change_high: the mean over the n_paired problems that both policies answered of the
-        difference within the problem, with its interval, NaN for fewer than 8 problems. NaN for the reference itself.
+        difference within the problem, with its interval, NaN for fewer than 8 problems; paired_reference and
+        paired_mean: the means of both over these problems. NaN for the reference itself.
         Means are over problems of the mean over a problem's trajectories; missing values are left out. A single
         problem has no interval (NaN), nor have fewer than 8 that are all alike.
     """
@@ -132,9 +133,11 @@ def behaviour_table(rollouts: Rollouts, *, reference: str | None = None, confide
                 row = {"policy": policy, "band": band, "behaviour": name, "mean": values.mean(), "low": low}
                 row |= {"high": high, "n_problems": len(values), "n_trajectories": int(picked[policy].sum())}
                 if reference in means and policy != reference:
-                    paired = (values - means[reference][name]).dropna().to_numpy()
-                    row["n_paired"] = len(paired)
-                    if len(paired):
+                    both = pd.DataFrame({"of": means[reference][name], "mean": values}).dropna()
+                    row["n_paired"] = len(both)
+                    if len(both):
+                        paired = (both["mean"] - both["of"]).to_numpy()
+                        row |= {"paired_reference": both["of"].mean(), "paired_mean": both["mean"].mean()}
                         row["change"] = paired.mean()
                         row["change_low"], row["change_high"] = change_interval(paired, confidence)
                 rows.append(row)

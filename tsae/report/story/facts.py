@@ -204,9 +204,17 @@ def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series
 
 
 def change_of(diff: FeatureDiff, policy: str, band: str, name: str) -> tuple[pd.Series, pd.Series] | None:
-    """A behaviour of the base and of a policy, or None where they answered no problems in common to compare it on."""
+    """A behaviour of the base and of a policy; None where they answered no problems in common to compare it on.
+
+    Each "mean" is over these problems, as the change is: over problems that one side alone answered it could go the
+    other way. Older diffs do not have these means.
+    """
     before, after = (behaviour(diff, who, band, name) for who in (diff.base, policy))
-    return None if before is None or after is None or pd.isna(after["change"]) else (before, after)
+    if before is None or after is None or pd.isna(after["change"]):
+        return None
+    means = {end: after.get(f"paired_{end}", of["mean"]) for end, of in (("reference", before), ("mean", after))}
+    before["mean"], after["mean"] = means["reference"], means["mean"]
+    return before, after
 
 
 def direction(after: pd.Series) -> int:

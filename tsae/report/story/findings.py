@@ -166,6 +166,9 @@ def _opposed(diff: FeatureDiff) -> Statement | None:
         return None
     pairs = facts.opposed_pairs(diff)
     if not pairs:
+        drawn = [main_contrast(diff, run) for run in diff.final_checkpoints]
+        if any(contrast is None or contrast.note for contrast in drawn):
+            return None  # What was not tested may be there.
         told = f"No feature was raised by one run and lowered by another ({facts.least_text(diff)})."
         return Statement("Opposite directions", (told,), "opposed")
     clauses = []

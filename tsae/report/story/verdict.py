@@ -7,8 +7,8 @@ A light says yes, no, not decided or not measured.
 - *What it computes on the same text changed*: features moved where both read the same text (so that length, position
   and tokens are the same), more of them than noise as large as the update moves. No, if none moved where half a
   standard deviation would have been found.
-- *Tested causally*: an edit of features did more, or no more, than the same edit of random features. Only after such a
-  test does a sentence use a verb of causes.
+- *Tested causally*: an edit of features did more than the same edit of random features, by Holm's test over all
+  behaviours of all tests. No, if no behaviour shows more. Only after such a test does a sentence use a verb of causes.
 
 Where a gate is closed, its sentence takes the place of the finding: a log that contradicts itself, weights that are the
 base's, a reader that the SAE reconstructs badly, noise that moves as many features.
@@ -17,7 +17,7 @@ base's, a reader that the SAE reconstructs badly, noise that moves as many featu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -47,6 +47,7 @@ _PHRASES = {
     "unanswered": ("leaves more problems without an answer", "leaves fewer problems without an answer"),
 }
 _SAMPLE = "Sample both on the same problems: `tsae run … --sample 4 --to OTHER`."
+_MORE = "Compare base and run on more problems: both have the same ones."
 
 
 class Change(NamedTuple):
@@ -112,6 +113,7 @@ def verdict(diff: FeatureDiff, run: str) -> Verdict:
     limit = {
         YES: f"One run. Tested causally: {tested.sentences[0]}",
         NO: "One run. The edited features did no more than random ones: what causes the change is not known.",
+        UNDECIDED: "One run. Features were edited, and what causes the change is not decided.",
     }.get(tested.answer, "One run; what causes the change is not tested.")
     limit = "One run." if same_weights(diff, run) else limit
     return Verdict(_gate(diff) + sentence, limit, (writes, computes, tested))
@@ -143,17 +145,19 @@ def clear_changes(changes: Sequence[Change], confidence: float) -> list[Change]:
     out 0 by chance in two of ten runs.
     """
     known = [change for change in changes if change.n >= FEWEST and np.isfinite(change.low)]
+    passed = _holm([(change.low, change.high, change.n - 1, confidence) for change in known], 1 - confidence)
+    return [change for change in changes if any(change is known[place] for place in passed)]
+
+
+def _holm(intervals: Sequence[tuple[float, float, int, float]], alpha: float) -> list[int]:
+    """Places of the (low, high, degrees of freedom, confidence) of Student's intervals whose p passes, by p."""
     p = []
-    for change in known:
-        error = (change.high - change.low) / 2 / student.ppf(0.5 + confidence / 2, change.n - 1)
-        certain = 0.0 if change.change else 1.0
-        p.append(2 * student.sf(abs(change.change) / error, change.n - 1) if error > 0 else certain)
-    passed: list[Change] = []
-    for rank, place in enumerate(np.argsort(p, kind="stable")):
-        if p[place] > (1 - confidence) / (len(known) - rank):
-            break
-        passed.append(known[place])
-    return [change for change in changes if change in passed]
+    for low, high, df, confidence in intervals:
+        error, size = (high - low) / 2 / student.ppf(0.5 + confidence / 2, df), abs(high + low) / 2
+        p.append(2 * student.sf(size / error, df) if error > 0 else float(size == 0))
+    order = [int(place) for place in np.argsort(p, kind="stable")]
+    first = (rank for rank, place in enumerate(order) if p[place] > alpha / (len(p) - rank))
+    return order[: next(first, len(p))]
 
 
 def same_weights(diff: FeatureDiff, run: str) -> bool:
@@ -235,10 +239,12 @@ def _same_text(computes: Light) -> str:
 def _writes(diff: FeatureDiff, run: str, known: Sequence[Change], clear: Sequence[Change]) -> Light:
     evidence = "behaviours"
     if not known:
-        both = [facts.behaviour(diff, policy, "all", "accuracy") is not None for policy in (diff.base, run)]
-        why = (
-            f"{run} answered no problem that {diff.base} answered." if all(both) else f"There is no response of {run}."
-        )
+        answered = set(diff.behaviours.get("policy", []))
+        why = f"{run} answered no problem that {diff.base} answered."
+        if missing := [policy for policy in (diff.base, run) if policy not in answered]:
+            why = f"There is no response of {' or '.join(missing)}."
+        if answered and all(policy.startswith("steps ") for policy in answered):  # `tsae.rollouts.behaviours.by_thirds`
+            why = "Single steps have too few problems to compare: behaviours are those of thirds of the run."
         return Light(*WRITES, UNMEASURED, (why, _SAMPLE), evidence)
     if same_weights(diff, run):
         return Light(*WRITES, NO, ("The weights are the base's.",), evidence)
@@ -250,7 +256,9 @@ def _writes(diff: FeatureDiff, run: str, known: Sequence[Change], clear: Sequenc
         return Light(*WRITES, NO, (told,), evidence)
     n = max(change.n for change in known)
     if n < FEWEST:
-        return Light(*WRITES, UNDECIDED, (f"{capitalised(too_few(n))}.", _SAMPLE), evidence)
+        mine = diff.behaviours[diff.behaviours.policy.isin([diff.base, run])]
+        how = _SAMPLE if mine.n_problems.max() > n else _MORE
+        return Light(*WRITES, UNDECIDED, (f"{capitalised(too_few(n))}.", how), evidence)
     wide = max(known, key=lambda change: (change.high - change.low) * (1 if change.is_share else 0))
     told = f"No change is clear on {n} problems, and intervals are wide: {wide.named}. More problems decide it."
     return Light(*WRITES, UNDECIDED, (told,), evidence)
@@ -264,6 +272,8 @@ def _computes(diff: FeatureDiff, run: str) -> Light:
         return Light(*COMPUTES, NO, ("The weights are the base's.",), evidence)
     if bad := unreadable(diff, run):
         return Light(*COMPUTES, UNDECIDED, (bad,), "gates")
+    if c is not None and c.note and not c.n_left_out:
+        return Light(*COMPUTES, UNDECIDED, (f"{capitalised(c.note)}.", _MORE), evidence)
     if c is None or c.note:
         why = f"{run} did not read the base's responses." if c is None else f"{capitalised(c.note)}."
         return Light(*COMPUTES, UNMEASURED, (why, "Let both read the same: `tsae capture … --plan all`."), evidence)
@@ -305,28 +315,43 @@ def unreadable(diff: FeatureDiff, run: str) -> str:
 
 
 def _tested(diff: FeatureDiff, run: str) -> Light:
-    """By the behaviour that a test speaks of first: direct answers where they were measured, else the first one."""
-    evidence = "causal"
+    """Over all behaviours of all tests; direct answers are named first."""
     mine = [test for test in tests(diff) if run in (test["checkpoint"], test.get("donor"))]
-    told: dict[str, list[str]] = {YES: [], NO: [], UNDECIDED: []}
-    for test in mine:
-        rows = {(row["condition"], row["behaviour"]): row for row in test.get("changes") or []}
-        names = facts.behaviour_order(name for condition, name in rows if condition == "features")
-        if not names:
-            continue
-        name = "direct_answer" if "direct_answer" in names else names[0]
-        row = rows["features", name]
-        change = number(100 * row["change"], sign=True)
-        what = f"{facts.test_name(test)}: {facts.behaviour_name(name)} {change} points"
+    rows = [(test, row) for test in mine for row in test.get("changes") or [] if row["condition"] == "features"]
+    if not rows:
+        how = "To test features, repeat `tsae run` with --causal, or use `tsae causal`."
+        return Light(*TESTED, UNMEASURED, ("No features were edited.", how), "causal")
+    rows.sort(key=lambda row: row[1]["behaviour"] != "direct_answer")
+    told = [f"{capitalised(facts.test_name(test))}: {_amount(diff, row)}" for test, row in rows]
+    known, intervals, beyond = [], [], []
+    for place, (test, row) in enumerate(rows):
         low, high = row.get("beyond_low"), row.get("beyond_high")
-        if low is None or high is None or pd.isna(low) or pd.isna(high):
-            told[UNDECIDED].append(f"{capitalised(what)}, with too few random features to compare with.")
-        elif low <= 0 <= high:
-            told[NO].append(f"{capitalised(what)}, no more than with random features.")
-        else:
-            told[YES].append(f"{capitalised(what)}, more than with random features.")
-    for answer, sentences in told.items():
-        if sentences:
-            return Light(*TESTED, answer, tuple(sentences[:2]), evidence)
-    missing = ("No features were edited.", "To test features, repeat `tsae run` with --causal, or use `tsae causal`.")
-    return Light(*TESTED, UNMEASURED, missing, evidence)
+        if pd.isna([low, high]).any():
+            continue
+        known.append(place)
+        # An interval over sets and problems: p by the fewer of both errs on the side of no. Older records do not say
+        # how many sets they had; two is the least.
+        df = max(min(test.get("n_random", 2), int(row["n_paired"])) - 1, 1)
+        intervals.append((low, high, df, test.get("confidence", diff.info["config"]["confidence"])))
+        if min(row["change"] * low, row["change"] * high) > 0:  # else it did less than random features
+            beyond.append(place)
+    passed = {known[place] for place in _holm(intervals, 1 - float(diff.info["config"]["confidence"]))}
+    n = count(len(known), "measure")
+    if sure := [told[place] for place in beyond if place in passed]:
+        return Light(*TESTED, YES, tuple(f"{what}, more than with random features." for what in sure[:2]), "causal")
+    if beyond:
+        more = f"{told[beyond[0]]}, more than with random features, but not by Holm's test over {n}."
+        return Light(*TESTED, UNDECIDED, (more,), "causal")
+    if known:
+        no = (f"{told[known[0]]}, no more than with random features.", f"0 of {n} went beyond random features.")
+        return Light(*TESTED, NO, no, "causal")
+    few = "problems" if rows[0][1]["n_paired"] < FEWEST else "random features"
+    return Light(*TESTED, UNDECIDED, (f"{told[0]}, with too few {few} to compare with.",), "causal")
+
+
+def _amount(diff: FeatureDiff, row: dict[str, Any]) -> str:
+    """“direct answers +30.0 points”, “response length +12.0 tokens”."""
+    unit = " points" if facts.is_share(diff, row["behaviour"]) else ""
+    unit = " tokens" if row["behaviour"] == "response_length" else unit
+    change = number(row["change"] * (100 if unit == " points" else 1), sign=True)
+    return f"{facts.behaviour_name(row['behaviour'])} {change}{unit}"
