@@ -12,8 +12,9 @@ import torch
 import tsae
 from support.builders import make_rollouts, random_sae, response_means, save_model
 from support.refusals import refuses
+from support.results import answers
 from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
-from tsae.attribution.sample_kinds import other_problems
+from tsae.attribution.sample_kinds import other_problems, sample_kinds
 from tsae.attribution.targets import FeatureMeans, LogLikelihood, NextToken, Together
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
@@ -196,3 +197,11 @@ def test_problems_of_the_log_are_left_out(tmp_path: Path) -> None:
     assert len(found) == sum(every.frame.policy[row] == base for row in kept) > 0
     assert set(found.frame.policy) == {base}
     refuses("asks no other problems", other_problems, tmp_path / "all.parquet", every, base)
+
+
+def test_a_success_is_lone_among_other_responses() -> None:
+    """One success of four, two of four, and a response that is alone in its group."""
+    records = [*answers("run", {"hard": [1, 2]}), *answers("run", {"easy": [1]}, n=1)]
+    rollouts = Rollouts.from_records([{**record, "step": 1} for record in records])
+    kind, mask = sample_kinds(rollouts, ("lone success",), np.ones(9, dtype=bool))["lone success"]
+    assert (kind, np.flatnonzero(mask).tolist()) == ("lone success", [0])

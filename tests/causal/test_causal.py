@@ -19,10 +19,12 @@ from statements.random_sets import KINDS, exchangeable, said, sharing
 import tsae
 from support.builders import BOS, D_MODEL, EOS, make_rollouts, model_config, save_model
 from support.refusals import refuses
+from support.results import make
 from tsae.base.statistics import mean_interval
 from tsae.causal.config import InterventionConfig
 from tsae.causal.controls import FeatureScales, beyond_random, matched_features, mean_difference, overlap
 from tsae.causal.edits import Donor, FeatureEdit
+from tsae.causal.findings import planned_tests
 from tsae.causal.intervene import intervene
 from tsae.causal.intervention import Intervention, outcome_table
 from tsae.checkpoints.hooks import HuggingFaceReader, during_generation, rewritten
@@ -666,3 +668,15 @@ def test_files_and_reports_keep_a_transplant(transplanted: dict[str, Interventio
 def test_a_transplant_needs_its_donor(edit: Edit, two: tsae.CheckpointSeries) -> None:
     refuses("no checkpoint whose features", edit, replace(ABLATION, mode="transplant"))
     refuses("transplants nothing", edit, donor=two["run-1"])
+
+
+def test_every_planned_test_has_a_folder_of_its_own() -> None:
+    """The base has what either of two runs lowered, and is ablated for both."""
+    diff = make()
+    raised, lowered = (
+        [test.name for test in planned_tests(replace(diff, shifts=diff.shifts.assign(delta=sign)), 2)]
+        for sign in (1.0, -1.0)
+    )
+    assert raised[::3] == ["ablate-up-run", "ablate-down-run"]
+    assert lowered[::3] == ["ablate-base-against-up-run", "ablate-base-against-down-run"]
+    assert len({*raised, *lowered}) == 12

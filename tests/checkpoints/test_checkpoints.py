@@ -413,6 +413,11 @@ def test_a_series_is_written_and_read_back(tmp_path: Path) -> None:
         ('{"checkpoints": [{"id": "base", "path": "../elsewhere"}]}', "leaves the folder"),
         ('{"checkpoints": [{"id": "a", "path": "a"}, {"id": "b", "path": "b"}]}', r"found 2 base checkpoints \(a, b\)"),
         ('{"checkpoints": [{"id": "a", "path": "a"}, {"id": "a", "path": "b", "run": "r"}]}', "come twice: a"),
+        (
+            '{"checkpoints": [{"id": "a", "path": "a"}, {"id": "b", "path": "b", "run": "r"}, '
+            '{"id": "c", "path": "c", "run": "r"}]}',
+            "b and c are both step 0 of the run r",
+        ),
     ],
 )
 def test_bad_series_files_are_refused(tmp_path: Path, content: str | bytes, message: str) -> None:

@@ -171,6 +171,18 @@ def test_behaviours_of_the_same_steps_and_how_features_go_with_them(planted: Fea
     assert (grown.rho > 0.85).all()
 
 
+@pytest.mark.parametrize(("others", "counted"), [(11, {9}), (13, set())])
+def test_steps_behave_on_the_problems_that_all_of_them_answered(others: int, counted: set[int]) -> None:
+    """Of 20; fewer than eight in common say too little."""
+    table = world(np.ones((3, 2)), n_problems=20)
+    frame = table.rollouts.frame
+    elsewhere = (frame.policy == "run-20") & frame.problem_id.isin([f"p{i}" for i in range(others)])
+    ids = frame.problem_id.where(~elsewhere, "other " + frame.problem_id).tolist()
+    found = dynamics(replace(table, rollouts=table.rollouts.with_column("problem_id", ids)), QUICK)
+    assert found is not None
+    assert set(found.behaviours.n_problems) == counted
+
+
 def test_alignment_leaves_out_what_does_not_change(planted: FeatureTable) -> None:
     found = dynamics(planted, QUICK)
     assert found is not None

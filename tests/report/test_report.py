@@ -21,6 +21,7 @@ from support.refusals import refuses
 from support.results import (
     INVISIBLE,
     MARKUP,
+    answer,
     behaviour,
     describe,
     every_table,
@@ -30,8 +31,9 @@ from support.results import (
     source,
     table_of,
 )
+from tsae.diff.config import DiffConfig
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
-from tsae.diff.feature_diff import FeatureDiff
+from tsae.diff.feature_diff import FeatureDiff, feature_diff
 from tsae.report.document import number_array
 from tsae.report.examples import AFTER, BEFORE, colouring, contexts, histograms, side_by_side
 from tsae.report.explorer import contrasts_shown, explorer
@@ -161,6 +163,16 @@ def test_a_change_within_its_interval_is_not_called_one() -> None:
     assert after.high > 0.5 - 0.06
     assert facts.direction(after) == -1
     assert facts.direction(pd.Series(behaviour("a", "all", "x", 0.45, 0.06))) == 0
+
+
+def test_behaviours_are_shown_in_per_cent_by_what_they_are() -> None:
+    """An entropy of .3 nats is not 30 %; and the accuracy on one problem, which has no interval, is a share."""
+    numbers = {"entropy": 0.3, "relative_length": 0.8, "skipped_steps": 0.5}
+    table = table_of([answer("p", "base", bool(k), **numbers, used_code=k) for k in range(2)], np.ones((4, 1)))
+    table.rollouts.info["behaviours"] = [*numbers, "used_code"]
+    diff = feature_diff(table, DiffConfig(n_bootstrap=100, n_permutations=100), progress=False)
+    shares = [name for name in facts.behaviours_of(diff) if facts.is_share(diff, name)]
+    assert shares == ["accuracy", "skipped_steps", "used_code"]
 
 
 def test_runs_in_opposition_and_the_gates() -> None:

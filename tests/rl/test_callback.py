@@ -356,6 +356,15 @@ def test_processes_are_joined_and_hostile_names_stay_names(base: Path, tmp_path:
     assert len(list((folder / "generations").iterdir())) == 2
 
 
+def test_what_is_none_is_not_known(base: Path, tmp_path: Path) -> None:
+    given = ("prompt", "messages", "rewards", "reward", "data", "truncated", "micro_batch", "old_logprobs")
+    for folder, row in (("without", ROW), ("none", ROW | dict.fromkeys(given))):
+        RunLog(tmp_path / folder, {}).add(1, [row])
+        RunLog(tmp_path / folder, {}, step=1)
+    without, none = (Rollouts.read(tmp_path / of, base, ImportConfig(run="run")) for of in ("without", "none"))
+    assert none.table.equals(without.table)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

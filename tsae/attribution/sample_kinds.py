@@ -3,7 +3,7 @@
 band                     easy, medium, hard; where the log has no bands, the author's level; and samples without one
 outcome                  success, failure
 band and outcome         both together
-lone success             the only success of its prompt group
+lone success             the only success of its prompt group, which has other responses
 third of the run         by the steps that trained on them
 band and outcome and third  all three together; where the log has no bands, outcome and third
 behaviour                responses that show one (`tsae.rollouts.behaviours`)
@@ -97,7 +97,7 @@ def _crossed(first: Masks, second: Masks) -> Masks:
 
 
 def _lone(success: np.ndarray, group: np.ndarray) -> Masks:
-    lone = np.bincount(group, weights=success) == 1
+    lone = (np.bincount(group, weights=success) == 1) & (np.bincount(group) > 1)
     return {"lone success": success & lone[group]}
 
 

@@ -7,7 +7,6 @@ the one that the run's first checkpoint comes from, A of that checkpoint is take
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,18 +46,15 @@ def checkpoints_of(series: CheckpointSeries, run: str | None) -> list[Checkpoint
     """The later checkpoints of a run, by step.
 
     Raises:
-        TsaeError: where several runs are there and none is named, a step is there twice, or whole models and adapters.
+        TsaeError: where several runs are there and none is named, or whole models and adapters.
     """
     runs = sorted({c.run for c in series if not c.is_base and c.run is not None})
     run = runs[0] if run is None and len(runs) == 1 else run
     mine = sorted((c for c in series if c.run == run and not c.is_base), key=lambda c: c.step)
     fix = "Name one of them." if runs else "Give the folder with the run's last checkpoint (checkpoint-N)."
-    twice = [(c.step, c.id) for before, c in itertools.pairwise(mine) if before.step == c.step]
-    step, again = twice[0] if twice else (0, "")
     refuse(
         series.name,
         (run not in runs, f"has the runs {', '.join(runs) or 'none'}" + ("" if run is None else f"; no {run}"), fix),
-        (twice, f"the run {run} has two checkpoints after step {step}, one of them {again}", "Leave one of them out."),
         (
             len({is_adapter(folder_of(checkpoint)) for checkpoint in mine}) > 1,
             f"the run {run} has whole models and adapters",

@@ -41,11 +41,15 @@ class Planned(NamedTuple):
     lacks: str
     """The other one, into which they are put."""
     features: tuple[int, ...]
+    raised: bool
+    """Whether the run raised them, so that it is not the base that has them."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
-        return f"{self.mode}-{self.has}" if self.mode == "ablate" else f"{self.mode}-{self.has}-into-{self.lacks}"
+        """Of its folder: no other test's, though the base has what several runs lowered."""
+        if self.mode == "ablate":
+            return f"ablate-{self.has}" if self.raised else f"ablate-{self.has}-against-{self.lacks}"
+        return f"{self.mode}-{self.has}-into-{self.lacks}"
 
 
 class Tested(NamedTuple):
@@ -69,7 +73,7 @@ def planned_tests(diff: FeatureDiff, n_features: int) -> list[Planned]:
         chosen = tuple(int(f) for f in moved[(moved.delta > 0) == raised].feature.head(n_features))
         has, lacks = (run, diff.base) if raised else (diff.base, run)
         if chosen:
-            found += [Planned(mode, has, lacks, chosen) for mode in _MODES]
+            found += [Planned(mode, has, lacks, chosen, raised) for mode in _MODES]
     return found
 
 

@@ -71,6 +71,11 @@ class CheckpointSeries:
             what = f"found {len(bases)} base checkpoints ({names}), expected exactly one"
             what = f"checkpoint ids come twice: {', '.join(twice)}" if twice else what
             raise TsaeError(what, where=self.name, fix="Give unique ids, and exactly one checkpoint with run null.")
+        known: dict[tuple[str | None, int], str] = {}
+        for c in self.checkpoints:
+            if c.noise is None and (other := known.setdefault((c.run, c.step), c.id)) != c.id:
+                what = f"{other} and {c.id} are both step {c.step} of the run {c.run}"
+                raise TsaeError(what, where=self.name, fix="Give each its step; runs, such as seeds, need other names.")
         # Stores and tables name their readers in this order, the base first.
         base = replace(bases[0], base=None)
         others = (replace(c, base=base) for c in self.checkpoints if not c.is_base)

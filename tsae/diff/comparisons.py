@@ -82,10 +82,11 @@ class Rows:
         n_tokens = features.counts(features.span_mask(config.span))
         by_reader: dict[tuple[str, str | None], np.ndarray] = {}
         for reader in features.readers:
-            by_reader[reader, None] = features.rows(reader=reader)
             # The base reads what every run sampled; every other reader the base's trajectories and its own.
-            for policy in features.readers if reader == features.readers[0] else (features.readers[0], reader):
-                by_reader[reader, policy] = features.rows(reader=reader, policy=policy)
+            policies = features.readers if reader == features.readers[0] else (features.readers[0], reader)
+            for policy in (None, *policies):
+                found = features.rows(reader=reader, policy=policy)
+                by_reader[reader, policy] = found[n_tokens[found] > 0]
         problem = pd.factorize(frame.problem_id)[0]
         values = features.row_means(config.span)
         _need_finite(values, features.origin)
@@ -96,7 +97,7 @@ class Rows:
             band=frame.band.to_numpy(dtype=object),
             outcome=frame.outcome.to_numpy(dtype=object),
             n_tokens=n_tokens,
-            by_reader={key: found[n_tokens[found] > 0] for key, found in by_reader.items()},
+            by_reader=by_reader,
             pooled=_is_pooled(features, by_reader, problem, config),
             scales={},
         )

@@ -72,8 +72,8 @@ class Dynamics(Tables):
     part            which shift: total, or same_trajectories
     """
     behaviours: pd.DataFrame
-    """One row a run, step, band and behaviour: mean over n_problems problems with its bootstrap interval low, high.
-    Empty for runs whose steps answered different problems: their steps cannot be compared."""
+    """One row a run, step, band and behaviour: mean over the n_problems problems that the base and all steps answered,
+    with its interval low, high. Runs with fewer than min_problems of these have no rows: they cannot be compared."""
     notes: dict[str, str] = field(default_factory=dict)
     """Why a run has no rows, by run."""
 
@@ -117,7 +117,7 @@ def dynamics(features: FeatureTable | str | Path, config: DiffConfig | None = No
         else:
             tables.append(found)
     table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COLUMNS))
-    return Dynamics(table, _behaviours(features, runs, rows, config), notes)
+    return Dynamics(table, _behaviours(features, runs, config), notes)
 
 
 def run_steps(features: FeatureTable) -> dict[str, list[str]]:
@@ -227,17 +227,19 @@ def _half_way(shift: np.ndarray, goal: np.ndarray) -> np.ndarray:
     return np.where(reached > 0, (shift >= reached / 2).argmax(0), goal)
 
 
-def _behaviours(features: FeatureTable, runs: dict[str, list[str]], rows: Rows, config: DiffConfig) -> pd.DataFrame:
-    base = features.readers[0]
-    if rows.own(base) is None:
-        return pd.DataFrame(columns=list(BEHAVIOUR_COLUMNS))
-    measured = behaviour_table(features.rollouts, confidence=config.confidence)
-    parts = [
-        measured[measured.policy == reader].assign(run=run, step=_step(features, reader))
-        for run, readers in runs.items()
-        for reader in (base, *readers)
-    ]
-    return pd.concat(parts, ignore_index=True)[list(BEHAVIOUR_COLUMNS)]
+def _behaviours(features: FeatureTable, runs: dict[str, list[str]], config: DiffConfig) -> pd.DataFrame:
+    rollouts, base, parts = features.rollouts, features.readers[0], []
+    for run, readers in runs.items():
+        policies = [base, *readers]
+        of_run = rollouts.frame.policy.isin(policies)
+        answered_by = rollouts.frame[of_run].groupby("problem_id").policy.nunique()
+        common = answered_by.index[answered_by == len(policies)]
+        if len(common) >= config.min_problems:
+            some = rollouts.select((of_run & rollouts.frame.problem_id.isin(common)).to_numpy())
+            measured = behaviour_table(some, confidence=config.confidence)
+            parts += [measured[measured.policy == id].assign(run=run, step=_step(features, id)) for id in policies]
+    columns = list(BEHAVIOUR_COLUMNS)
+    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
 
 
 def _step(features: FeatureTable, reader: str) -> int:

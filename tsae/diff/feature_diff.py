@@ -34,7 +34,7 @@ from tsae.errors import TsaeError
 from tsae.features.contexts import Annotator, Context, annotate_tokens, top_contexts
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.bands import bands_info, kind_of_bands
-from tsae.rollouts.behaviours import behaviour_table, by_thirds
+from tsae.rollouts.behaviours import behaviour_table, by_thirds, measures
 from tsae.rollouts.schema import BANDS
 from tsae.sae.quality.stability import Stability
 
@@ -113,6 +113,7 @@ def feature_diff(
             "sae": features.info["sae"],
             "readers": _flagged(features, config),
             "null_repeats": REPEATS,
+            "shares": [name for name, of in measures(features.rollouts).items() if of.dropna().isin([0, 1]).all()],
             "bands": bands_info(features.rollouts.info, features.rollouts.origin),
             "rollouts": features.made_from["rollouts"],
             "second_look": (features.rollouts.info.get("log") or {}).get("second_look"),
@@ -238,8 +239,9 @@ class FeatureDiff(Tables):
     noise: pd.DataFrame | None = None
     """The table of `NoiseNull`; set by `with_noise`."""
     info: dict[str, Any] = field(default_factory=dict)
-    """config, sae, readers with their reconstruction, repeats of the nulls, stability of active features, bands, texts
-    of tokens, steps (the readers of the dynamics), why a run has none, and noise (`NoiseNull.info`)."""
+    """config, sae, readers with their reconstruction, repeats of the nulls, shares (behaviours that responses have or
+    lack), stability of active features, bands, texts of tokens, steps (the readers of the dynamics), why a run has
+    none, and noise (`NoiseNull.info`)."""
     source: FeatureTable | None = None
     """The features that it was computed from, for examples; None after loading without them."""
 

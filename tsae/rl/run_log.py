@@ -169,8 +169,9 @@ def _checked(row: Mapping[str, Any], place: int) -> dict[str, Any]:
         (odd is not None, f"has {odd!r}, which is not a column of the log", fix),
         (lacks, f"has no {lacks}", "Add it."),
     )
+    row = {name: value for name, value in row.items() if value is not None}  # None is not known
     finite, n = np.isfinite(row["advantage"]), len(row["response_ids"])
-    sizes = [(len(row[name]), name) for name in _A_TOKEN if row.get(name) is not None]
+    sizes = [(len(row[name]), name) for name in _A_TOKEN if name in row]
     refuse(
         where,
         (not finite, f"has the advantage {row['advantage']}, expected a finite number", None),

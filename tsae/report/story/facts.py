@@ -186,9 +186,13 @@ def test_name(test: dict[str, Any]) -> str:
 
 
 def is_share(diff: FeatureDiff, behaviour: str) -> bool:
-    """Whether a behaviour is shown in per cent: everything but lengths that stays within 0 and 1."""
-    values = diff.behaviours[diff.behaviours.behaviour == behaviour]
-    return behaviour != "response_length" and bool(values["low"].min() >= 0 and values["high"].max() <= 1)
+    """Whether a behaviour is shown in per cent: a known one that is not a length, or one that responses have or lack.
+
+    Other numbers, such as nats, may lie within 0 and 1 by chance.
+    """
+    if behaviour in _BEHAVIOUR_NAMES:
+        return behaviour not in ("response_length", "relative_length")
+    return behaviour in diff.info.get("shares", ())
 
 
 def behaviours_of(diff: FeatureDiff) -> list[str]:
