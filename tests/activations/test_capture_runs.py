@@ -20,6 +20,7 @@ import torch
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, rewrite
 from support.children import exit_codes, killed_until_done, run_tsae, start, start_ranks
+from support.damage import flip
 from support.refusals import fails, refuses
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import contents, edit
@@ -548,12 +549,6 @@ def test_a_model_spread_over_devices_is_read_the_same(again: Again, whole: Path,
 
 
 # --- checking and repairing
-
-
-def flip(path: Path, position: int | None = None) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 if position is None else position] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.mark.slow

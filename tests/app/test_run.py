@@ -30,6 +30,7 @@ import tsae
 from support.builders import digests, make_rollouts
 from support.checkpoints import cached, edit, save_adapter
 from support.damage import flip
+from support.logs import one_row_below
 from support.refusals import fails, refuses
 from support.results import rendered
 from tsae.activations.manifest import record_file
@@ -781,12 +782,7 @@ def test_strict_refuses_what_does_not_agree(
     """Completions that stand one row below their own, as an option of the command; nothing is imported."""
     (tmp_path / "completions").mkdir()
     for file in sorted((trl_run / "completions").glob("*.parquet"))[:3]:
-        table = pq.read_table(file)
-        for name in ("completion", "completion_ids"):
-            values = table[name].to_pylist()
-            column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
-            table = table.set_column(table.column_names.index(name), name, column)
-        pq.write_table(table, tmp_path / "completions" / file.name)
+        one_row_below(file, tmp_path / "completions")
     to = tmp_path / "out"
     asked = ["--log", str(tmp_path / "completions"), "--to", str(to), "--noisy-rewards", "--strict"]
     told = fails(capsys, "run", trl_run, "--base", tiny.base, *asked).err
