@@ -740,14 +740,6 @@ def test_an_sae_that_cannot_be_trained_is_refused_before_the_capture(choice: dic
     refuses(r"SAEConfig|TrainingConfig", RunConfig, Path("run"), **choice)
 
 
-def test_a_band_without_problems_is_refused_before_the_capture(tiny: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "log").mkdir()
-    shutil.copy(tiny.path / "completions" / "completions_00150.parquet", tmp_path / "log")
-    config = replace(tiny, log=tmp_path / "log", to=tmp_path / "out", diff=replace(tiny.diff, bands=("harder",)))
-    refuses("no problem is in the band 'harder'", analysed, config)
-    assert not (tmp_path / "out" / "activations").exists()
-
-
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
     def fails(config: RunConfig, match: str) -> None:
         refuses(match, analysed, config, to=tmp_path / "out")
