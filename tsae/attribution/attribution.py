@@ -170,7 +170,7 @@ class Attribution(Tables):
         """
         folder = as_path(folder)
         info, tables = read_tables(folder, ATTRIBUTION, _TABLES)
-        of = info["inputs"]["rollouts"]
+        of = info.get("inputs", {}).get("rollouts")
         if rollouts is not None and rollouts.fingerprint != of:
             what = f"was made from other rollouts ({of}) than these ({rollouts.fingerprint})"
             raise TsaeError(what, where=folder, fix="Give the log that was attributed.")
