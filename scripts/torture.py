@@ -236,7 +236,7 @@ def _reading(folder: Path) -> list[tuple[str, ...]]:
     """A command that reads all of a folder, if it is an artefact."""
     to = f"read-{folder.name}"
     known = {
-        "manifest.json": ("store", "check", str(folder)),
+        "manifest.json": ("verify", str(folder)),
         "sae.safetensors": ("export", "--sae", str(folder), "--to", to),
         "features.json": ("reinforcement", "--features", str(folder), "--n-permutations", "10", "--to", to),
         "diff.json": ("report", "--diff", str(folder), "--to", f"{to}.html"),

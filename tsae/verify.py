@@ -32,6 +32,7 @@ from tsae.base.artefact import (
 )
 from tsae.base.files import as_path, read_object, reading
 from tsae.base.hashed_parquet import check_parquet
+from tsae.base.mirror import shown
 from tsae.base.progress import progress_bar
 from tsae.base.untrusted import parse_json
 from tsae.causal.intervention import CAUSAL, folders_of_tests
@@ -112,9 +113,10 @@ class Finding:
 
     @property
     def shown(self) -> str:
-        """Its path, relative to the working folder if it lies below."""
-        here = Path.cwd()
-        return str(self.path.relative_to(here)) if self.path.is_relative_to(here) else str(self.path)
+        """Its path, relative to the working folder if it lies below; or its URL."""
+        here, told = Path.cwd(), shown(self.path)
+        below = self.path.is_relative_to(here) and told == str(self.path)
+        return str(self.path.relative_to(here)) if below else told
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -189,18 +191,19 @@ def _artefact(path: Path, kind: str, run: Path | None) -> Finding:
     facts: dict[str, Any] = manifest_of(path) or {}
 
     def check() -> State:
-        if not is_whole(path) or (kind == STORE.name and not read_record(path / MANIFEST, _AGAIN).get("complete")):
+        if not is_whole(path):
             return "incomplete"
         known = KINDS.get(kind)
+        record: dict[str, Any] = {"complete": kind != STORE.name}
         if kind == STORE.name or known is None:
-            record = read_record(path / MANIFEST, _AGAIN)
+            record |= read_record(path / MANIFEST, _AGAIN)
             if known is None:
                 check_files(path, record, (), _AGAIN)
         else:
             read_manifest(path, known)
         if known is not None and known.load is not None:
             known.load(path)
-        return "intact"
+        return "intact" if record["complete"] else "incomplete"
 
     return replace(_checked(path, kind, check), run=run, facts=facts)
 

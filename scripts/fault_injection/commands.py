@@ -113,7 +113,7 @@ STAGES = (
           "raw.parquet", disturbed=True),
     Stage("import", "rollouts import mixed --to out/mixed.parquet", "mixed", open=GIVEN),
     Stage("show", "store show acts --json out/show.json", "acts"),
-    Stage("check", "store check acts --json out/check.json", "acts"),
+    Stage("check", "verify acts --json out/check.json", "acts"),
     Stage("recapture", f"{_CAPTURE} --token-statistics --to out/acts", "out/acts series rollouts.parquet", begun="acts",
           compared="*.h5"),
     Stage("statistics", "store statistics acts --to out/statistics.parquet", "acts", disturbed=True),

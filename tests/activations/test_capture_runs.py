@@ -20,6 +20,7 @@ import torch
 from support.builders import SHARED, flip_middle, make_rollouts, save_model, save_perturbed
 from support.checkpoints import reweigh, rewrite
 from support.children import exit_codes, killed_until_done, run_tsae, start, start_ranks
+from support.damage import flip
 from support.refusals import fails, refuses
 from support.stand_in import ERRORS, short_of_memory
 from support.stores import contents, edit
@@ -550,12 +551,6 @@ def test_a_model_spread_over_devices_is_read_the_same(again: Again, whole: Path,
 # --- checking and repairing
 
 
-def flip(path: Path, position: int | None = None) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 if position is None else position] ^= 4
-    path.write_bytes(content)
-
-
 @pytest.mark.slow
 def test_a_flipped_byte_is_refused_or_changes_no_place(whole: Path, tmp_path: Path) -> None:
     before = (whole / "easy-10" / "00000.h5").read_bytes()
@@ -587,8 +582,6 @@ def damaged(whole: Path, tmp_path: Path, series_folder: Path) -> Path:
 
 def test_a_whole_store_is_whole(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_store(whole) == []
-    main(["store", "check", str(whole)])
-    assert f"all {len(records(whole))} shards are whole" in capsys.readouterr().out
     main(["store", "show", str(whole)])
     assert f"{SITES[0]}: d_model 16" in capsys.readouterr().out
 
@@ -606,12 +599,9 @@ def test_any_flipped_byte_is_found(whole: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_shards_are_named(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["store", "check", str(damaged)])
-    assert stopped.value.code == 2
-    out, err = capsys.readouterr()
-    said = {line.split(": ")[1]: line.split(": ", 2)[2] for line in out.splitlines() if line.startswith("damaged")}
-    assert f"5 of {len(records(damaged))} shards are damaged" in err
+    (found,) = json.loads(fails(capsys, "verify", damaged, "--json", "-").out)["artefacts"]
+    said = dict(one.split(": ", 1) for one in found["what"].split("; "))
+    assert found["state"] == "damaged"
     assert "bytes have changed" in said["base/00001.h5"]
     assert "cannot be read" in said["base/00003.h5"]
     assert "missing" in said["base/00004.h5"]
@@ -691,10 +681,9 @@ def test_capturing_again_does_not_follow_links_or_paths_out_of_the_store(
 def test_an_unfinished_store_can_be_checked(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))
     edit(folder, lambda m: (m.update(complete=False), m["readers"][1].update(shards=[])))
-    main(["store", "check", str(folder)])
-    assert "did not finish" in capsys.readouterr().out
+    assert "incomplete: was not finished" in fails(capsys, "verify", folder).out
     flip(folder / "base" / "00000.h5")
-    assert [damage.file for damage in check_store(folder)] == ["base/00000.h5"]
+    assert "damaged: base/00000.h5: " in fails(capsys, "verify", folder).out
 
 
 def test_a_damaged_copy_of_the_rollouts_is_put_right_by_the_same_capture(

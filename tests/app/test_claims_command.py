@@ -79,10 +79,6 @@ def test_wrong_options(
     assert said in fails(capsys, "claims", "analysis", *args).err
 
 
-def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "holds no rollouts of a run" in fails(capsys, "claims", tmp_path).err
-
-
 def test_the_report_shows_what_was_kept(folder: Path) -> None:
     run("claims", folder)
     run("report", "--diff", folder / "diff", "--to", folder / "page.html")

@@ -25,7 +25,6 @@ from scipy import stats
 import tsae
 from support.builders import BOS, EOS, SHARED
 from support.cli import SITE, commands, run
-from support.damage import flip
 from support.refusals import fails
 from tsae.cli import main, parse
 from tsae.commands.common import as_json
@@ -412,8 +411,6 @@ def test_a_real_tokenizer_goes_through_the_same_commands(shell: Shell, tmp_path:
 def test_programs_read_what_was_found(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     store = tsae.ActivationStore(pipeline / "acts")
     assert [reader["id"] for reader in shell.json("store show {p}/acts")["readers"]] == store.readers
-    checked = shell.json("store check {p}/acts")
-    assert (checked["shards"], checked["complete"], checked["damaged"]) == (2, True, [])
     found = tsae.evaluate(tsae.TemporalSAE.load(pipeline / "sae"), store)
     evaluated = shell.json("evaluate --sae {p}/sae --store {p}/acts")
     assert evaluated["evaluation"]["fve"] == pytest.approx(found.fve)
@@ -431,19 +428,6 @@ def test_programs_read_what_was_found(shell: Shell, pipeline: Path, tmp_path: Pa
     assert {row["checkpoint"] for row in drift} == {"run-5"}
     assert drift[0]["spectral"] is None  # NaN
     assert shell.json("reinforcement --features {p}/features --n-permutations 100")["groups"]
-
-
-def test_damage_is_reported_to_programs_too(
-    shell: Shell, pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"wrote {tmp_path / 'check.json'}" in shell("store check {p}/acts --json {t}/check.json")
-    assert json.loads((tmp_path / "check.json").read_text())["damaged"] == []
-    shutil.copytree(pipeline / "acts", tmp_path / "acts")
-    shard = next((tmp_path / "acts" / "base").glob("*.h5"))
-    flip(shard, shard.stat().st_size - 1)
-    capsys.readouterr()
-    (damage,) = json.loads(fails(capsys, "store", "check", tmp_path / "acts", "--json", "-").out)["damaged"]
-    assert damage["file"] == shard.relative_to(tmp_path / "acts").as_posix()
 
 
 def test_json_knows_no_nan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -328,8 +329,8 @@ def test_the_commands_on_s3(here: dict[str, Any], s3: dict[str, str], tmp_path: 
     wanted |= {f"bucket/features/{name}": digest for name, digest in digests(folder / "features").items()}
     assert {name: digest for name, digest in found.items() if name != "bucket/rollouts.parquet"} == wanted
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("s3:")]
-    done = run("store", "check", "s3://bucket/acts")
-    assert "s3://bucket/acts: all" in done.stdout, done.stderr
+    done = run("verify", "s3://bucket/acts")
+    assert re.match("s3://bucket/acts +store +intact", done.stdout), done.stderr
     s3["AWS_ENDPOINT_URL"], address = "http://127.0.0.1:9", s3["AWS_ENDPOINT_URL"]
     done = run(*encode)
     s3["AWS_ENDPOINT_URL"] = address

@@ -30,6 +30,7 @@ import tsae
 from support.builders import digests, make_rollouts
 from support.checkpoints import cached, edit, save_adapter
 from support.damage import flip
+from support.logs import one_row_below
 from support.refusals import fails, refuses
 from support.results import rendered
 from tsae.activations.manifest import record_file
@@ -524,7 +525,7 @@ def test_eight_processes_on_one_folder(tiny: RunConfig, finished: Finished, tmp_
 
     report = ["report", "--diff", out / "diff", "--features", out / "features", "--to"]
     ended = at_once(
-        run, ["claims", out], ["claims", out], ["verify", out], ["store", "check", out / "activations"],
+        run, ["claims", out], ["claims", out], ["verify", out], ["verify", out / "activations"],
         [*report, tmp_path / "one.html"], [*report, tmp_path / "two.html"],
         ["diff", "--features", out / "features", "--to", tmp_path / "diff", "--n-bootstrap", 100,
          "--n-permutations", 100],
@@ -739,14 +740,6 @@ def test_an_sae_that_cannot_be_trained_is_refused_before_the_capture(choice: dic
     refuses(r"SAEConfig|TrainingConfig", RunConfig, Path("run"), **choice)
 
 
-def test_a_band_without_problems_is_refused_before_the_capture(tiny: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "log").mkdir()
-    shutil.copy(tiny.path / "completions" / "completions_00150.parquet", tmp_path / "log")
-    config = replace(tiny, log=tmp_path / "log", to=tmp_path / "out", diff=replace(tiny.diff, bands=("harder",)))
-    refuses("no problem is in the band 'harder'", analysed, config)
-    assert not (tmp_path / "out" / "activations").exists()
-
-
 def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, tmp_path: Path) -> None:
     def fails(config: RunConfig, match: str) -> None:
         refuses(match, analysed, config, to=tmp_path / "out")
@@ -781,12 +774,7 @@ def test_strict_refuses_what_does_not_agree(
     """Completions that stand one row below their own, as an option of the command; nothing is imported."""
     (tmp_path / "completions").mkdir()
     for file in sorted((trl_run / "completions").glob("*.parquet"))[:3]:
-        table = pq.read_table(file)
-        for name in ("completion", "completion_ids"):
-            values = table[name].to_pylist()
-            column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
-            table = table.set_column(table.column_names.index(name), name, column)
-        pq.write_table(table, tmp_path / "completions" / file.name)
+        one_row_below(file, tmp_path / "completions")
     to = tmp_path / "out"
     asked = ["--log", str(tmp_path / "completions"), "--to", str(to), "--noisy-rewards", "--strict"]
     told = fails(capsys, "run", trl_run, "--base", tiny.base, *asked).err

@@ -77,9 +77,9 @@ def test_stages_at_an_address_with_a_password(
     words = ["--series", str(llama), "--rollouts", f"{BUCKET}/rollouts.parquet?sig={KEY}"]
     words += ["--sites", "blocks.1.hook_resid_post", "--to", f"{BUCKET}/acts"]
     main(["capture", *words])
-    main(["store", "check", f"{BUCKET}/acts"])
+    main(["verify", f"{BUCKET}/acts"])
     for wrong in (
-        ["store", "check", f"{BUCKET}/none"],
+        ["store", "show", f"{BUCKET}/none"],
         ["capture", *words[:-1], f"{BUCKET}/acts", "--shard-tokens", "9"],
     ):
         with pytest.raises(SystemExit):

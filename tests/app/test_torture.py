@@ -116,7 +116,7 @@ def test_a_case_is_the_same_again() -> None:
 
 def test_options_come_from_the_parser_of_every_command() -> None:
     known = torture.commands()
-    assert set(known) > {("run",), ("attribute",), ("credit", "weights"), ("store", "check"), ("rollouts", "import")}
+    assert set(known) > {("run",), ("attribute",), ("credit", "weights"), ("store", "show"), ("rollouts", "import")}
     for stage in commands.STAGES:
         assert any(action.option_strings for action in torture.options_of(stage.command)), stage.name
     invented = [torture.invent(np.random.default_rng(i)) for i in range(200)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from tsae.cli import main
 from tsae.errors import TsaeError
 from tsae.rl.reformulation import (
     calculations,
-    read_reformulations,
     read_word_problems,
     reformulate_words,
     write_reformulations,
@@ -210,38 +208,25 @@ def test_only_newlines_end_a_line_and_blank_ones_are_skipped(tmp_path: Path, rec
     made, _ = reformulate_words(problems, solutions)
     write_reformulations(made, tmp_path / "r.jsonl")
     (tmp_path / "r.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "r.jsonl").read_bytes())
-    assert read_reformulations(tmp_path / "r.jsonl") == made
+    assert read_problems(tmp_path / "r.jsonl") == [one.problem for one in made]
     assert len(made) == 2
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"hidden": hidden} for hidden in ("ab", [5, 1e300], [True, 2], [2, 1], [-1, 2], [1, 2, 3])]
-    + [{"accepted": "12"}, {"accepted": [None]}, {"parent": None}, {"kind": 5}],
-)
-def test_what_is_no_reformulation_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    record = {"id": "a", "prompt": "x", "answer": "1", "parent": "p", "kind": "k", "hidden": [1, 2], "accepted": ["1"]}
-    (tmp_path / "r.jsonl").write_text("\n" + json.dumps({**record, **wrong}))
-    refuses(r"r\.jsonl:2: a problem, but no reformulation", read_reformulations, tmp_path / "r.jsonl")
 
 
 def test_the_command_writes_problems_that_sampling_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_problems(generate_problems("hard", 20, 0, "train"), tmp_path / "hard.jsonl")
     main(["reformulate", str(tmp_path / "hard.jsonl"), "--to", str(tmp_path / "easier.jsonl"), "--show", "2"])
     said = capsys.readouterr().out
-    made = read_reformulations(tmp_path / "easier.jsonl")
+    made = read_problems(tmp_path / "easier.jsonl")
     assert f"{len(made)} reformulations of" in said
-    assert made[0].problem.prompt in said
-    assert [item.problem for item in made] == read_problems(tmp_path / "easier.jsonl")
-    assert all(evaluate(item.problem.prompt) == item.problem.answer for item in made)
+    assert made[0].prompt in said
+    assert all(evaluate(item.prompt) == item.answer for item in made)
 
     gsm8k = {"question": "A pen costs $3. How much do 4 pens cost?", "answer": "<<3*4=12>>12\n#### 12"}
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(gsm8k) + "\n")
     main(["reformulate", str(tmp_path / "gsm8k.jsonl"), "--to", str(tmp_path / "hidden.jsonl")])
     assert "left out: nothing" in capsys.readouterr().out
-    assert [item.accepted for item in read_reformulations(tmp_path / "hidden.jsonl")] == [("3",), ("4",)]
+    assert [item.answer for item in read_problems(tmp_path / "hidden.jsonl")] == ["3", "4"]
 
-    refuses("a problem, but no reformulation", read_reformulations, tmp_path / "hard.jsonl")
     for broken, what in (
         (json.dumps({"question": "?", "answer": "no marker"}).encode(), "no #### before the final answer"),
         (json.dumps({"question": 5, "answer": "#### 1"}).encode(), "the question is a int"),

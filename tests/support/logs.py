@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from support.refusals import refuses
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.table import Rollouts
@@ -24,6 +27,16 @@ def write(path: Path, *rows: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
+
+
+def one_row_below(file: Path, folder: Path) -> None:
+    """Write a Parquet file of TRL with every completion one row below its own."""
+    table = pq.read_table(file)
+    for name in ("completion", "completion_ids"):
+        values = table[name].to_pylist()
+        column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
+        table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, folder / file.name)
 
 
 def read(path: Path, checkpoint: Any = None, **config: Any) -> Rollouts:

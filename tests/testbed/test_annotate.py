@@ -9,7 +9,6 @@ import pytest
 from organism.corpus import direct_response, scratchpad_response
 
 import tsae
-from support.refusals import refuses
 from tsae.testbed import VOCABULARY, annotate, describe_response, generate_problems, given_answer, parse_prompt, verify
 from tsae.testbed.classes import with_styles
 from tsae.testbed.tokenizer import split_tokens
@@ -168,10 +167,6 @@ def test_random_garbage_never_raises_and_labels_every_token() -> None:
         if facts.style == "direct":
             assert facts.n_steps_valid == 0
     assert len(annotate(PROMPT, ["", "12", "<eos> "])) == 3  # tokens of another tokenizer
-
-
-def test_a_prompt_that_is_no_chain_is_refused() -> None:
-    refuses("not an arithmetic chain", annotate, "hello", ["#", "9"])
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,8 @@ def check_store(path: str | Path) -> list[Damage]:
 
 def _check(path: Path) -> None:
     damages = check_store(path)
-    if damages:
-        more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
-        raise TsaeError(f"{damages[0].what}{more}", where=path / damages[0].file, fix=STORE.fix)
+    what = "; ".join(f"{damage.file}: {damage.what}" for damage in damages)
+    refuse(path, (damages, what, STORE.fix))
 
 
 STORE = Kind(KIND, VERSION, "manifest.json", "Make it with `tsae capture`.", _check)

@@ -283,12 +283,9 @@ class ShardWriter:
         self._file[f"norms/{name}"][tokens] = norms.numpy()
 
     def finish(self) -> str:
-        """Flush to disk, open again, and rename; returns the file's hash."""
+        """Flush to disk and rename; returns the file's hash."""
         self._writer.close()
         flush_to_disk(self._partial)
-        _, places = opened(self._partial)
-        for site in self.sites:
-            mapped(self._partial, places, f"activations/{site}")
         found = file_hash(self._partial)
         os.replace(self._partial, self.path)
         return found

@@ -43,7 +43,8 @@ import torch
 from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights
 from tsae.attribution.targets import Targets
 from tsae.base.usual_state import usual_state
-from tsae.checkpoints.loading import rotated_alone
+from tsae.checkpoints.hooks import hooked
+from tsae.checkpoints.loading import rotate_rows_alone
 from tsae.errors import TsaeError, refuse
 
 
@@ -269,7 +270,7 @@ class Recorder:
         training, needed = model.training, {p: p.requires_grad for p in model.parameters()}
         model.eval()
         try:
-            with rotated_alone(model):
+            with hooked(*rotate_rows_alone(model)):
                 self.values[self.step] = self.targets.values(self.trained)
                 return self.targets.gradients(self.trained).float()
         finally:

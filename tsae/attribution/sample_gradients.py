@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tsae.base.usual_state import usual_state
-from tsae.checkpoints.hooks import positions
+from tsae.checkpoints.hooks import hooked, positions
 from tsae.errors import TsaeError
 
 if TYPE_CHECKING:
@@ -216,12 +216,8 @@ class BatchGradients:
                 )
             return given if made else None
 
-        handles = [module.register_forward_hook(after) for module in self._modules]
-        try:
+        with hooked(*(module.register_forward_hook(after) for module in self._modules)):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         for part in self._open:
             self._finish(part)
             if not part.factors and not part.gradients:

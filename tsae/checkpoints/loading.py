@@ -10,8 +10,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -282,17 +281,6 @@ def rotate_rows_alone(model: PreTrainedModel) -> list[RemovableHandle]:
         a handle for each module that depends on the length; none for most models.
     """
     return [module.register_forward_hook(_each_row, with_kwargs=True) for module in depends_on_length(model)]
-
-
-@contextmanager
-def rotated_alone(model: PreTrainedModel) -> Iterator[None]:
-    """`rotate_rows_alone` while it is open, for a model that somebody else loaded."""
-    handles = rotate_rows_alone(model)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def depends_on_length(model: PreTrainedModel) -> list[torch.nn.Module]:

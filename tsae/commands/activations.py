@@ -1,4 +1,4 @@
-"""`tsae capture` and `tsae store`: show, check and statistics."""
+"""`tsae capture` and `tsae store`: show and statistics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 import tsae
 from tsae.activations.config import CaptureConfig, StatesConfig, Subset
-from tsae.base.artefact import command_text
-from tsae.base.mirror import shown
 from tsae.base.part import Part, first_process
 from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, chosen_readers, load_series, say_wrote, with_address
 from tsae.commands.spreading import Spread
-from tsae.errors import TsaeError
 
 
 @config
@@ -92,36 +89,6 @@ class Show:
 
 
 @config
-class Check:
-    """Compare every shard of an activation store with its hash. Exit status 2 if any is damaged."""
-
-    store: Positional[Path]
-    """Folder that `tsae capture` wrote."""
-    json: Path | None = None
-    """File for the results as JSON. With - they go to standard output, and text to standard error."""
-
-    def execute(self) -> None:
-        from tsae.activations.manifest import check_store, read_manifest
-
-        damages = check_store(self.store)
-        manifest = read_manifest(self.store)
-        n = sum(len(reader["shards"]) for reader in manifest["readers"])
-        content = {"shards": n, "complete": manifest["complete"], "damaged": [vars(d) for d in damages]}
-        with as_json(self.json) as write:
-            for damage in damages:
-                print(f"damaged: {damage.file}: {damage.what}")
-            if not manifest["complete"]:
-                print("the capture did not finish; the same `tsae capture` resumes it")
-            if damages:
-                write(content)
-                command = command_text(manifest, self.store / "manifest.json")
-                fix = f"The same capture records damaged shards again: {command or 'tsae capture'}."
-                raise TsaeError(f"{len(damages)} of {n} shards are damaged", where=self.store, fix=fix)
-            print(f"{shown(self.store)}: all {n} shards are whole")
-            write(content)
-
-
-@config
 class Statistics:
     """Tabulate entropy, choice points, log-probabilities and KL from the base, one row per reader and trajectory.
 
@@ -152,10 +119,9 @@ class Statistics:
 
 @config
 class StoreCommand:
-    """Show what an activation store holds, find damaged shards, or tabulate what readers predicted."""
+    """Show what an activation store holds, or tabulate what readers predicted."""
 
     command: OmitArgPrefixes[
         Annotated[Show, subcommand("show", prefix_name=False)]
-        | Annotated[Check, subcommand("check", prefix_name=False)]
         | Annotated[Statistics, subcommand("statistics", prefix_name=False)]
     ]

@@ -15,7 +15,7 @@ import pandas as pd
 
 from tsae.base import display
 from tsae.base.artefact import Kind, versions, write_artefact
-from tsae.base.files import as_path, reading
+from tsae.base.files import as_path
 from tsae.base.filters import feature_number, need_names, several
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.base.untrusted import visible
@@ -554,10 +554,6 @@ class FeatureDiff(Tables):
         """
         folder = as_path(folder)
         info, tables = read_tables(folder, DIFF, _TABLES, _OPTIONAL)
-        strings = info.get("token_strings", {})
-        with reading(folder / "diff.json", DIFF.fix):
-            if not all(isinstance(text, str) and 0 <= int(id) < 2**31 for id, text in strings.items()):
-                raise ValueError("its token_strings are not texts by token id")
         if features is not None and "bands_beside" in features.rollouts.info:
             features = features.by(kind_of_bands(info.get("bands")))  # type: ignore[arg-type]
         if features is not None and (other := features.differing(info)) is not None:

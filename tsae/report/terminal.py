@@ -90,7 +90,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(visible(text), width, subsequent_indent="    ")
 
 
-def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n: int = 6) -> None:
+def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None) -> None:
     """The verdict on every run, behaviours, what runs moved, outcomes, families, steps, and the gates."""
     if warning := stand_in_warning(diff):
         print(f"\n{textwrap.fill(visible(warning), 118)}")
@@ -98,10 +98,10 @@ def print_findings(diff: FeatureDiff, evaluation: Evaluation | None = None, *, n
         print(f"\n{textwrap.fill(visible(warning), 118)}\n{table_text(tables.problems_by_step(diff))}")
     parts = [*map(_verdict_text, verdicts(diff)), behaviour_text(diff.behaviours, bands_label(diff.info.get("bands")))]
     opposed = tables.opposed(diff)[:2]
-    parts += [table_text(pair, n) for pair in opposed]
+    parts += [table_text(pair, 6) for pair in opposed]
     if not opposed:
-        parts += [contrasts_text(diff, "shift", checkpoint, n) for checkpoint in diff.checkpoints]
-    parts += [contrasts_text(diff, kind, diff.base, n) for kind in ("outcome", "interaction")]
+        parts += [contrasts_text(diff, "shift", checkpoint, 6) for checkpoint in diff.checkpoints]
+    parts += [contrasts_text(diff, kind, diff.base, 6) for kind in ("outcome", "interaction")]
     parts.append(table_text(tables.families(diff)))
     if diff.dynamics is not None:
         parts += [*map(table_text, tables.steps(diff)), _steps_text(diff)]
@@ -286,7 +286,7 @@ _ASSUMED = {
 }
 
 
-def reinforcement_text(found: Reinforcement, n: int = 5) -> str:
+def reinforcement_text(found: Reinforcement) -> str:
     """Per gradient one line a part, and its features with the largest Δ."""
     q = found.config.q
     lines = ["Reinforced features (covariance of advantage and mean activation within groups; shares of the whole)"]
@@ -297,13 +297,13 @@ def reinforcement_text(found: Reinforcement, n: int = 5) -> str:
             count = f"{(rows.q <= q).sum()} of {len(rows)} features at q <= {q}"
             name = f"{by} {part}" if by != "all" else "all"
             lines.append(f"    {name:<26}{count} ({rows.n_problems.iloc[0]} problems)")
-            for row in found.top(n, str(part), gradient=gradient).itertuples():
+            for row in found.top(5, str(part), gradient=gradient).itertuples():
                 delta = f"Δ {row.delta:+.3f} [{row.delta_low:+.3f}, {row.delta_high:+.3f}]"
                 lines.append(f"      {row.feature:<8}{delta:<30}{row.reinforcement:+.4f}  q {row.q:.4f}")
     return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
 
 
-def influence_text(found: Influence, n: int = 3) -> str:
+def influence_text(found: Influence) -> str:
     """Per feature the sums by band and outcome, and the samples that push most."""
     lines = [f"{found}: change of the feature's mean per unit of learning rate"]
     for feature, mean in found.info["means"].items():
@@ -316,7 +316,7 @@ def influence_text(found: Influence, n: int = 3) -> str:
                 f"    {f'{band}, {row.outcome}':<20}{row.total:+.4g} (reading {row.representation:+.4g}, policy "
                 f"{row.policy_part:+.4g}; {row.n_samples} samples)"
             )
-        for row in found.top(int(feature), n).itertuples():
+        for row in found.top(int(feature), 3).itertuples():
             lines.append(
                 f"    row {row.trajectory}, {visible(row.problem_id)}: {row.total:+.4g} "
                 f"({row.outcome}, advantage {row.advantage:+.2f}, {row.response_length} tokens)"

@@ -79,30 +79,6 @@ def write_reformulations(reformulations: Iterable[Reformulation], path: str | Pa
     write_text(path, "".join(lines))
 
 
-def read_reformulations(path: str | Path) -> list[Reformulation]:
-    """Read what `write_reformulations` wrote.
-
-    Raises:
-        TsaeError: where the file is not a problem file, or a line does not name its parent.
-    """
-    problems = read_problems(path)
-    found = []
-    for problem, (number, line) in zip(problems, json_lines(as_path(path)), strict=True):
-        try:
-            record = parse_line(line)
-            parent, kind, accepted = record["parent"], record["kind"], record["accepted"]
-            if not isinstance(accepted, list) or not all(isinstance(text, str) for text in (parent, kind, *accepted)):
-                raise TypeError("parent, kind and each of the list accepted must be texts")
-            start, stop = record["hidden"]
-            if type(start) is not int or type(stop) is not int or not 0 <= start < stop:
-                raise ValueError(f"hidden is {record['hidden']!r}, expected [start, stop]")
-            found.append(Reformulation(problem, parent, kind, (start, stop), tuple(accepted)))
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"a problem, but no reformulation ({type(error).__name__}: {error})"
-            raise TsaeError(what, where=f"{path}:{number}", fix="Make the file with `tsae reformulate`.") from error
-    return found
-
-
 HIDDEN = "X"
 
 _NUMBER = re.compile(

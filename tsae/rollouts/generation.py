@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tsae.checkpoints.loading import Checkpoint, ModelLoader, depends_on_length, rotated_alone
+from tsae.checkpoints.hooks import hooked
+from tsae.checkpoints.loading import Checkpoint, ModelLoader, depends_on_length, rotate_rows_alone
 from tsae.errors import TsaeError
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.problems import Problem
@@ -146,7 +147,7 @@ class Generator:
         import torch
 
         # It may be a model that the caller loaded.
-        with torch.no_grad(), rotated_alone(self.model), _as_it_is(self.model):
+        with torch.no_grad(), hooked(*rotate_rows_alone(self.model)), _as_it_is(self.model):
             return self.model.generate(
                 input_ids=ids, attention_mask=mask, pad_token_id=self.pad, eos_token_id=self.ends, **options
             )

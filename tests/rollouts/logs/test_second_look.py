@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 import tsae
 from support.builders import BOS, EOS, save_model
-from support.logs import refused, write
+from support.logs import one_row_below, refused, write
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.errors import TsaeError
@@ -609,12 +607,7 @@ def test_the_testbeds_logs_agree(tmp_path: Path) -> None:
     moved = tmp_path / "moved" / "completions"
     moved.mkdir(parents=True)
     for file in source.glob("*.parquet"):
-        table = pq.read_table(file)
-        for name in ("completion", "completion_ids"):
-            values = table[name].to_pylist()
-            column = pa.array([values[-1], *values[:-1]], table.schema.field(name).type)
-            table = table.set_column(table.column_names.index(name), name, column)
-        pq.write_table(table, moved / file.name)
+        one_row_below(file, moved)
     refused(
         r"answers: .* hardly better than by chance",
         import_log,

@@ -353,11 +353,11 @@ def whole(value: Any, name: str, where: str | Path, *, least: int = 1, fix: str 
     return int(found)
 
 
-def number(value: Any, name: str, where: str | Path, *, positive: bool = False, fix: str = _AGAIN) -> float:
+def number(value: Any, name: str, where: str | Path, *, positive: bool = False) -> float:
     """A finite number, or a tensor of one."""
     found = _plain(value)
     good = type(found) in (int, float) and abs(found) <= _MOST and (found > 0 or not positive)
-    refuse(where, (not good, _other(value, name, f"a finite number{' above 0' if positive else ''}"), fix))
+    refuse(where, (not good, _other(value, name, f"a finite number{' above 0' if positive else ''}"), _AGAIN))
     return float(found)
 
 
