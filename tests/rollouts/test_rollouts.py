@@ -386,6 +386,12 @@ def test_verifiers() -> None:
     assert not last_number("The answer is 9007199254740993", "9007199254740992")
     assert not last_number("1" + "0" * 400, "9" * 500)
     assert not last_number("0.1", "0.10000000000000000001")
+    for text, answer in (("−5", "-5"), ("x = −.5.", "-0.5"), (r"1{,}000{,}000", "1000000"), (r"10,\!236", "10236"),
+                         ("it is .5", "1/.5"), ("$.50", "0.5"), ("1e5", "100,000"), ("2.5E-3.", ".0025")):  # fmt: skip
+        assert last_number(text, answer)
+    for text, answer in ((r"\{1{,}2\}", "2"), ("10−5", "5"), ("No.5", "5"), ("v1.2.5", "5"), ("so...5", "5"),
+                         ("1e5f", "5"), ("12e4567", "4567"), ("f22e89", "89"), ("3/4", "4"), ("5-10", "-10")):  # fmt: skip
+        assert last_number(text, answer)  # as ever
     assert find_verifier("exact") is exact
     assert find_verifier("tsae.rollouts.rewards:last_number") is last_number
     for name in ("nope", "tsae.rollouts.rewards:nope", "no_such_module:f"):
