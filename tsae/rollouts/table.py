@@ -403,11 +403,9 @@ class Rollouts(TokenParts, Tables):
         Raises:
             TsaeError: where the source knows none of the problems, says two things of one, or has levels without order.
         """
-        problems = asked_problems([self.table], source.bands_column)
-        found = self
-        for bands, _ in reversed(
-            bands_from(source, read_source(source), self.frame.problem_id, problems, self.origin, cutoffs)
-        ):
+        found, known = self, read_source(source)
+        problems = asked_problems([self.table], source, known)
+        for bands, _ in reversed(bands_from(source, known, self.frame.problem_id, problems, self.origin, cutoffs)):
             found = found.in_bands(bands)
         return found
 
