@@ -402,7 +402,7 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
     problems = [Problem("a", "1+1?", "2", "easy"), Problem("b", "é?", "x")]
     write_problems(problems, tmp_path / "p.jsonl")
     assert read_problems(tmp_path / "p.jsonl") == problems
-    (tmp_path / "q.jsonl").write_text('{"id": 1, "prompt": "1+1?", "answer": 2, "level": 3}\n\n')
+    (tmp_path / "q.jsonl").write_text('{"id": 1, "prompt": "1+1?", "answer": 2.0, "level": 3.0}\n\n')
     assert read_problems(tmp_path / "q.jsonl") == [Problem("1", "1+1?", "2", "3")]
 
 

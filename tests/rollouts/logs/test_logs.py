@@ -111,6 +111,13 @@ def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, 
     assert column(read(write(tmp_path / "other" / "log.jsonl", *rows[:1]), policy), "problem_id") == ids[:1]
 
 
+def test_answers_that_pandas_made_floats_are_whole_numbers(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [{**BARE, "answer": 2.0}, {**BARE, "answer": 2}, {**BARE, "answer": 0.5}, {**BARE, "answer": [2.0]}]
+    found = read(write(tmp_path / "log.jsonl", *rows), policy, verifier="exact")
+    assert column(found, "answer") == ["2", "2", "0.5", "2"]
+    assert found.n_problems == 2
+
+
 def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
     path = save_model(tmp_path / "chat")
     (path / "chat_template.jinja").write_text(TEMPLATE)
