@@ -249,6 +249,10 @@ def test_rows_are_selected_and_put_together() -> None:
     assert whole.select([5, 0]).frame.problem_id.tolist() == ["p002", "p000"]
     assert whole.select(np.arange(12) == 7).fingerprint == whole.select([7]).fingerprint
     refused("holds no trajectories", whole.select, [])
+    for rows, what in (([0, 12], "no row 12"), ([-1], "no row -1"), ([True] * 11, "11 values for its 12 rows")):
+        refused(what, whole.select, rows)
+    for values in ([1], pd.Series([1] * 13), np.zeros(11)):
+        refused(f"gets {len(values)} values for its 12 rows", whole.with_column, "extra/m", values)
     refused("different tokenizers", Rollouts.concat, [make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
     refused("gets no rollouts", Rollouts.concat, [])
     n = len(whole)
