@@ -374,7 +374,7 @@ class _Run(Pipeline):
         own, told = band_problems(outline, whole, base=self.series.base.id, measured_on=measured_on, seed=config.seed)
         found: dict[str, tuple[Bands | None, str]] = {"own": (own, told)}
         if config.source.kinds:
-            problems = asked_problems(whole, config.source.bands_column)
+            problems = asked_problems(whole, config.source, self.known)
             for bands, line in bands_from(config.source, self.known, outline.problem_id, problems, whole):
                 steps = "" if config.sample else f"; {of_steps(bands, outline, config.seed)}"
                 found[kind_of_bands(bands.info)] = bands, line + steps

@@ -102,6 +102,12 @@ def test_the_logs_own_levels_and_named_ones(rollouts: Rollouts) -> None:
         BandSource(bands_column="level", bands_levels=("easy=Level 1", "hard=Level 4,Level 5"))
     )
     assert problem_bands(named.frame).value_counts().to_dict() == {"hard": 12, "easy": 6}
+    kept = rollouts.with_column("extra/grade", rollouts.frame.level.str.replace(" ", "-")).with_source(
+        BandSource(bands_column="grade")
+    )
+    assert kept.frame.band.equals(found.frame.band)
+    assert kept.info["bands"]["source"]["levels"]["hard"] == ["Level-4", "Level-5"]
+    refused("no column 'levle'; there are .*level", rollouts.with_source, BandSource(bands_column="levle"))
     words = rollouts.with_column("level", ["AMC", "AIME"] * (len(rollouts) // 2))
     refused("gives problem 'p0' several values: AMC, AIME", words.with_source, BandSource(bands_column="level"))
     words = rollouts.with_column("level", np.where(rollouts.frame.level == "Level 1", "AMC", "AIME"))
@@ -188,9 +194,10 @@ def test_a_curriculum_by_the_data_sets_levels_is_its_steps(rollouts: Rollouts) -
 
 
 def bands_of(rollouts: Rollouts) -> Any:
-    problems = asked_problems([rollouts.table], "level")
     source = BandSource(bands_column="level")
-    return bands_from(source, read_source(source), rollouts.frame.problem_id, problems, "log")[0]
+    known = read_source(source)
+    problems = asked_problems([rollouts.table], source, known)
+    return bands_from(source, known, rollouts.frame.problem_id, problems, "log")[0]
 
 
 def test_a_file_at_a_url(rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

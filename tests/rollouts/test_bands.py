@@ -121,6 +121,21 @@ def test_a_checkpoint_that_is_the_base_gains_nothing_in_any_band(n: int, shares:
         assert sign * np.mean([each[band] for each in same]) > 0.04
 
 
+def test_responses_that_are_sorted_by_outcome_are_dealt_to_halves_by_chance() -> None:
+    """By rank, the halves of a sorted problem are alike, so that its luck comes back: easy +.04, hard -.04."""
+    rng = np.random.default_rng(5)
+    rate = rng.beta(1, 1, size=3000)
+    frame = world(rng, rate, 8, ("base",))
+    assert "shuffled" not in find_bands(frame, "x", "base").info
+    for up in (True, False):
+        frame = frame.sort_values(["problem_id", "outcome"], ascending=[True, up], ignore_index=True)
+        bands = find_bands(frame, "x", "base")
+        assert "dealt by chance, since the log has them sorted by outcome" in found_how(bands.info)
+        luck = (frame.outcome == "success") - rate[frame.problem_id.str[1:].astype(int)]
+        by_problem = luck.groupby([bands.rows.band, frame.problem_id]).mean()
+        assert (by_problem.groupby(level=0).mean().abs() < 0.015).all()
+
+
 def null_table(seed: int, cross: bool, n_problems: int = 90, n: int = 8) -> Any:
     """Base and a checkpoint that is the base; ten features of which most are active in successes."""
     rng = np.random.default_rng([seed, 9])

@@ -105,6 +105,12 @@ ANSWERS = [
     ("3+5=8;#8", [("hashes", "8")]),
     (r"so it is \boxed{\frac{1}{2}}.", [("boxed", r"\frac{1}{2}")]),
     (r"The final answer is $\boxed{12}$.", [("boxed", "12")]),
+    (r"Hence \boxed{\frac{\sqrt{3}}{2}}", [("boxed", r"\frac{\sqrt{3}}{2}")]),
+    (r"\boxed{\sqrt{\frac{a^{2}}{b^{c_{1}}}}}", [("boxed", r"\sqrt{\frac{a^{2}}{b^{c_{1}}}}")]),
+    (r"The final answer is \fbox {5}.", [("boxed", "5")]),
+    ("Answer: −5", [("label", "-5")]),
+    ("We get\n−5", [("bare", "-5")]),
+    ("The answer is option-5.", [("sentence", "5")]),
     (r"\boxed{5} and \boxed{5}", [("boxed", "5"), ("boxed", "5")]),
     ("<think>3+4=7</think><answer> 7 </answer>", [("tag", "7")]),
     ("The answer is 7. The answer is 7.", [("sentence", "7"), ("sentence", "7")]),
@@ -139,6 +145,7 @@ def test_final_answers(text: str, expected: list[tuple[str, str]]) -> None:
         ("16 + 8 + -17 = 7", 2),
         (r"\frac{3}{4} \times 8 = 6", 2),
         (r"Therefore \boxed{\frac{3}{4}}", 0),
+        (r"Therefore \boxed{\frac{\sqrt{3}}{2}}", 0),
         ("3x + 20 = 80, so 3x = 80 - 20", 2),
         ("3+5=8;8*2=6;#6", 2),
         ("from 5-10 years on 2020-01-01, 3/4 of it, at 60 km/h, and/or more", 0),
@@ -189,9 +196,10 @@ def test_formats_that_a_table_brings_are_texts() -> None:
 def test_no_text_takes_more_than_linear_time() -> None:
     n = 40_000
     units = ["<answer>", "\n", "\n*", "answer is ", "Answer: ", r"\boxed{", "answer is a. ", "#", "1,", "1 ", "(", "<<",
-             " - ", "\n ", "final ", "*", " ", "a", "import", "."]  # fmt: skip
+             " - ", "\n ", "final ", "*", " ", "a", "import", ".", r"\boxed{{a}", "{", "{a}"]  # fmt: skip
     for unit in units:
-        for text in (unit * (n // len(unit)), "answer is " + unit * (n // len(unit)) + "x"):
+        long = unit * (n // len(unit))
+        for text in (long, f"answer is {long}x", rf"\boxed{{{long}"):
             start = time.process_time()
             final_answers(text), operations(text), response_format(text), loop_share(text), repeated_ngrams(text)
             assert time.process_time() - start < 4, unit  # quadratic patterns took from 8 seconds to minutes

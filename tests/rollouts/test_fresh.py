@@ -57,6 +57,8 @@ def test_answers_are_read_off_rewarded_responses() -> None:
     assert dict(zip(found.frame.problem_id, found.frame.answer, strict=True)) == {"p0": "2", "p1": "3", "p2": ""}
     assert told.endswith("its rewarded responses; 1 without are left out")
     assert choose_verifier(found, None)[0] == "last_number"
+    zero, _ = with_answers(logged([("so 0", "", True), ("none", "", True), ("1", "", False)] * 2 + [("3", "", True)]))
+    assert zero.frame.answer.tolist() == ["0", "", ""] * 2 + ["0"]
     assert with_answers(logged([("2", "2", True)]))[1] == ""
 
 

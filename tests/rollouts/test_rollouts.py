@@ -249,6 +249,10 @@ def test_rows_are_selected_and_put_together() -> None:
     assert whole.select([5, 0]).frame.problem_id.tolist() == ["p002", "p000"]
     assert whole.select(np.arange(12) == 7).fingerprint == whole.select([7]).fingerprint
     refused("holds no trajectories", whole.select, [])
+    for rows, what in (([0, 12], "no row 12"), ([-1], "no row -1"), ([True] * 11, "11 values for its 12 rows")):
+        refused(what, whole.select, rows)
+    for values in ([1], pd.Series([1] * 13), np.zeros(11)):
+        refused(f"gets {len(values)} values for its 12 rows", whole.with_column, "extra/m", values)
     refused("different tokenizers", Rollouts.concat, [make_rollouts(tokenizer="a"), make_rollouts(tokenizer="b")])
     refused("gets no rollouts", Rollouts.concat, [])
     n = len(whole)
@@ -386,6 +390,12 @@ def test_verifiers() -> None:
     assert not last_number("The answer is 9007199254740993", "9007199254740992")
     assert not last_number("1" + "0" * 400, "9" * 500)
     assert not last_number("0.1", "0.10000000000000000001")
+    for text, answer in (("−5", "-5"), ("x = −.5.", "-0.5"), (r"1{,}000{,}000", "1000000"), (r"10,\!236", "10236"),
+                         ("it is .5", "1/.5"), ("$.50", "0.5"), ("1e5", "100,000"), ("2.5E-3.", ".0025")):  # fmt: skip
+        assert last_number(text, answer)
+    for text, answer in ((r"\{1{,}2\}", "2"), ("10−5", "5"), ("No.5", "5"), ("v1.2.5", "5"), ("so...5", "5"),
+                         ("1e5f", "5"), ("12e4567", "4567"), ("f22e89", "89"), ("3/4", "4")):  # fmt: skip
+        assert last_number(text, answer)  # as ever
     assert find_verifier("exact") is exact
     assert find_verifier("tsae.rollouts.rewards:last_number") is last_number
     for name in ("nope", "tsae.rollouts.rewards:nope", "no_such_module:f"):
@@ -396,7 +406,7 @@ def test_problems_are_written_and_read_back(tmp_path: Path) -> None:
     problems = [Problem("a", "1+1?", "2", "easy"), Problem("b", "é?", "x")]
     write_problems(problems, tmp_path / "p.jsonl")
     assert read_problems(tmp_path / "p.jsonl") == problems
-    (tmp_path / "q.jsonl").write_text('{"id": 1, "prompt": "1+1?", "answer": 2, "level": 3}\n\n')
+    (tmp_path / "q.jsonl").write_text('{"id": 1, "prompt": "1+1?", "answer": 2.0, "level": 3.0}\n\n')
     assert read_problems(tmp_path / "q.jsonl") == [Problem("1", "1+1?", "2", "3")]
 
 

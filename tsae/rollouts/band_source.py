@@ -79,17 +79,26 @@ def read_source(source: BandSource) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["id", "prompt", "rate", "level"])
 
 
-def asked_problems(tables: Path | Iterable[Any], column: str | None = None) -> pd.DataFrame:
+def asked_problems(tables: Path | Iterable[Any], source: BandSource, known: pd.DataFrame) -> pd.DataFrame:
     """The problems of rollouts: id, prompt, and every level that it has there, one row each.
 
     Args:
         tables: a file of rollouts, or pieces of Arrow of one.
-        column: with the levels, where that is not level: a column that was kept from the log as extra/NAME.
+        source: of the bands. Its column with levels may have been kept from the log as extra/NAME.
+        known: of `read_source`.
+
+    Raises:
+        TsaeError: where neither the source's file nor the rollouts have its column with levels.
     """
     pieces = read_pieces(tables) if isinstance(tables, Path) else tables
+    column = source.bands_column if source.bands_column and _of_log(known) else "level"
     parts = []
     for piece in pieces:
-        level = next((name for name in (f"extra/{column}", column, "level") if name in piece.column_names), "level")
+        level = next((name for name in (f"extra/{column}", column) if name in piece.column_names), None)
+        if level is None:
+            what = f"no column {column!r}; there are {', '.join(piece.column_names)}"
+            fix = "Name one of these (--bands-column), or import the log with that column (--keep-columns)."
+            raise TsaeError(what, where=tables if isinstance(tables, Path) else "rollouts", fix=fix)
         part = piece.select(["problem_id", "prompt"]).append_column("level", piece[level]).to_pandas()
         parts.append(part.drop_duplicates(["problem_id", "level"]))
     found = pd.concat(parts, ignore_index=True).drop_duplicates(["problem_id", "level"])
@@ -138,7 +147,7 @@ def bands_from(
         found.append((bands, told))
     if source.bands_column is not None:
         about = {"kind": "level", "label": "level of the data set", "column": source.bands_column}
-        if known.empty or known.level.isna().all():  # those of the log
+        if _of_log(known):
             levels = problems[problems.level.notna()].groupby("id")["level"].agg(list).to_dict()
         else:
             levels = {id: known.level.iloc[rows].dropna().tolist() for id, (rows, _) in matched.items()}
@@ -146,6 +155,11 @@ def bands_from(
         level = {id: _one(id, values, str(about.get("file", where))) for id, values in levels.items() if values}
         found.append(_with_levels(problem_id, level, source, about, where))
     return found
+
+
+def _of_log(known: pd.DataFrame) -> bool:
+    """Whether levels are the log's: what `read_source` found has none."""
+    return known.empty or bool(known.level.isna().all())
 
 
 def _with_rates(
@@ -181,7 +195,7 @@ def _ordered(counts: Mapping[str, int], column: str, where: Any) -> dict[str, li
     """Levels by band: by their names, or by the one number in each, in three parts that are as equal as can be."""
     if len(counts) > 1 and all(name.lower() in BANDS for name in counts):
         return {band: [name for name in counts if name.lower() == band] for band in BANDS}
-    numbers = {name: re.findall(r"-?\d+(?:\.\d+)?", name) for name in counts}
+    numbers = {name: re.findall(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", name) for name in counts}
     if len(counts) < 2 or any(len(found) != 1 for found in numbers.values()):
         some = ", ".join(sorted(counts)[:8]) or "none"
         what = f"the levels in {column} have no order that is known: {some}"

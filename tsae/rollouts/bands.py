@@ -10,7 +10,7 @@ step cut into at most 10 groups. Dealing the problems to the steps at random giv
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,6 +30,7 @@ _KINDS = {
     "separate": bool,
     "cross_fitted": bool,
     "halved": int,
+    "shuffled": bool,
     "unbanded": int,
     "quantiles": dict,
     "step": dict,
@@ -42,6 +43,7 @@ _KINDS = {
 
 BAND_COLUMNS = ("band", "pass_rate", "pass_rate_low", "pass_rate_high")
 """Columns of `Bands.rows` that rollouts take."""
+_NEARLY_EVERY = 0.95
 
 
 def pass_rates(
@@ -89,7 +91,8 @@ class Bands(NamedTuple):
     """One row a trajectory, in order: problem_id, band (or null), pass_rate, pass_rate_low, pass_rate_high."""
     info: dict[str, Any]
     """reference, easy and hard (pass rates), separate, cross_fitted, halved (problems of which one half has no band),
-    unbanded (problems without one), and quantiles where these were asked for."""
+    unbanded (problems without one), shuffled where responses were sorted by outcome, and quantiles where these were
+    asked for."""
     where: str | Path
     """Named in error messages."""
 
@@ -128,6 +131,8 @@ def find_bands(
     With `measured_on`, a problem's band is that of its pass rate there. Without, bands are cross-fitted: a trajectory's
     half is its rank within problem and policy modulo 2 (with all policies together, its rank within the problem, since
     each policy may have one trajectory), and its pass rate that of the reference's trajectories in the other half.
+    Where the responses to nearly every problem are sorted by outcome, ranks would make its halves alike: the rank is
+    then that of a hash.
     Where both rates of a problem lie in one band, all its trajectories are in it. Where they do not, chance (a hash of
     the problem's id) chooses one half, whose trajectories get their band; the other half gets none. So every problem
     has at most one band, and the mean over the problems of a band is unbiased: with R_h the mean of half h, the problem
@@ -147,13 +152,14 @@ def find_bands(
     """
     measured = pass_rates(frame if measured_on is None else measured_on, where, reference)
     rows = frame[["problem_id"]].reset_index(drop=True)
-    halved = 0
+    halved, shuffled = 0, False
     if measured_on is not None:
         used = _cutoffs(cutoffs, measured)
         mine = measured.reindex(rows.problem_id).reset_index(drop=True)
         rows["band"] = cut_bands(mine.pass_rate, used)
     else:
-        half = halves(frame, reference).to_numpy()
+        shuffled = _sorted_by_outcome(frame)
+        half = halves(frame, reference, shuffled=shuffled).to_numpy()
         rates = [
             pass_rates(part, where, reference) if _known(part, reference).any() else measured.iloc[:0]
             for part in (frame[half == 1], frame[half == 0])  # for half 0, and for half 1
@@ -181,15 +187,42 @@ def find_bands(
         rows[column] = mine[source].to_numpy()
     info = {"reference": reference, **asdict(used), "separate": measured_on is not None}
     info |= {"cross_fitted": measured_on is None, "halved": halved, "unbanded": int(problem_bands(rows).isna().sum())}
+    info |= {"shuffled": True} if shuffled else {}
     if isinstance(cutoffs, BandQuantiles):
         info["quantiles"] = asdict(cutoffs)
     return Bands(rows, info, where)
 
 
-def halves(frame: pd.DataFrame, reference: str | None) -> pd.Series:
-    """0 or 1 for every trajectory: its rank within problem and policy modulo 2; see `find_bands`."""
-    of = ["problem_id"] if reference is None else ["problem_id", "policy"]
-    return frame.groupby(of, sort=False).cumcount() % 2
+def halves(frame: pd.DataFrame, reference: str | None, *, shuffled: bool = False) -> pd.Series:
+    """0 or 1 for every trajectory: its rank within problem and policy modulo 2; see `find_bands`.
+
+    Args:
+        frame: trajectories.
+        reference: the policy of the pass rates; None for all.
+        shuffled: whether the rank is that of a hash, and not of the place.
+    """
+    of = [frame[name] for name in (["problem_id"] if reference is None else ["problem_id", "policy"])]
+    place = frame.problem_id.groupby(of, sort=False).cumcount()
+    if shuffled:
+        drawn = pd.Series(_drawn(frame.problem_id + "\0" + place.astype(str)), index=frame.index)
+        place = drawn.groupby(of, sort=False).rank(method="first").astype(int)
+    return place % 2
+
+
+def _sorted_by_outcome(frame: pd.DataFrame) -> bool:
+    """Whether nearly every group with both outcomes has its successes first, or its failures."""
+    known = frame[frame.outcome != "unknown"]
+    of = [known[name] for name in ("problem_id", "policy", "step") if name in known]
+    change = (known.outcome == "success").astype(int).groupby(of, sort=False, dropna=False, observed=True).diff()
+    steps = change.groupby(of, sort=False, dropna=False, observed=True).agg(["min", "max"])
+    mixed = steps[(steps["min"] < 0) | (steps["max"] > 0)]
+    shares = (mixed["max"] <= 0).mean(), (mixed["min"] >= 0).mean()
+    return len(mixed) >= FEWEST and bool(max(shares) >= _NEARLY_EVERY)
+
+
+def _drawn(texts: Iterable[str]) -> list[float]:
+    """A number from 0 to 1 for every text, by its hash."""
+    return [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64 for text in texts]
 
 
 def _cutoffs(cutoffs: BandCutoffs | BandQuantiles | None, rates: pd.DataFrame) -> BandCutoffs:
@@ -215,8 +248,7 @@ def _chosen_half(frame: pd.DataFrame, half: np.ndarray, reference: str | None) -
     share = pd.Series(half[mine.to_numpy()]).groupby(frame.problem_id[mine].to_numpy()).mean()
     ids = pd.Index(frame.problem_id.unique())
     share = share.reindex(ids).fillna(0.5)
-    drawn = [int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "big") / 2**64 for id in ids]
-    return (pd.Series(drawn, index=ids) < share).astype(int)
+    return (pd.Series(_drawn(ids), index=ids) < share).astype(int)
 
 
 def band_counts(band: pd.Series) -> str:
@@ -267,6 +299,8 @@ def found_how(info: Mapping[str, Any] | None) -> str:
         text = f"bands were measured on separate rollouts of {who}"
     else:
         text = f"a response's band is measured on the other half of the responses of {who} to its problem"
+        if info.get("shuffled"):
+            text += ", which are dealt by chance, since the log has them sorted by outcome"
         if info.get("halved"):
             text += f"; {info['halved']:,} problems, whose halves differ, are in a band with one half"
     if info.get("unbanded"):

@@ -348,13 +348,16 @@ _MAX_PERIOD = 300
 _REPEATS, _MIN_LOOP = 3, 40
 
 # Models and strangers write these texts, so every pattern must take linear time.
-_NUMBER = r"-?[$€£]?\d[\d,]*(?:\.\d+)?"
+_NUMBER = r"[-−]?[$€£]?\d[\d,]*(?:\.\d+)?"
+_BRACED = r"[^{}]*+"
+for _ in range(4):  # Braces inside of braces, as in \boxed{\frac{\sqrt{3}}{2}}.
+    _BRACED = rf"(?:[^{{}}]++|\{{{_BRACED}\}})*+"
 _ANSWERS = {
-    "boxed": re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}"),
+    "boxed": re.compile(rf"\\(?:boxed|fbox)\s*\{{({_BRACED})\}}"),
     "tag": re.compile(r"<answer>(.{0,500}?)</answer>", re.DOTALL | re.IGNORECASE),
     "hashes": re.compile(rf"####\s*(.+)$|#+\s*({_NUMBER})\s*\Z", re.MULTILINE),
     "label": re.compile(
-        r"(?:^[^\w\n]{0,9}A|(?i:\b(?:final\s+)?(?:answer|ans)))\W{0,3}[:=][ \t*]*((?:\\?[$(\[]\s*)?[-\w.\\].*)$",
+        r"(?:^[^\w\n]{0,9}A|(?i:\b(?:final\s+)?(?:answer|ans)))\W{0,3}[:=][ \t*]*((?:\\?[$(\[]\s*)?[-−\w.\\].*)$",
         re.MULTILINE,
     ),
     "sentence": re.compile(
@@ -430,7 +433,7 @@ def final_answers(text: str) -> list[Answer]:
     for mark, pattern in _ANSWERS.items():
         for match in pattern.finditer(text):
             stated = next(group for group in match.groups() if group is not None)
-            if mark == "sentence" and "boxed" in stated:
+            if mark == "sentence" and re.search(r"boxed|\\fbox", stated):
                 continue  # “the answer is \\boxed{5}” is one statement.
             found.append((match.start(), Answer(mark, _stated_value(stated))))
     if not found:
@@ -486,7 +489,7 @@ def _reasoning(text: str) -> str:
 
 
 def _stated_value(stated: str) -> str:
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", stated)
+    numbers = re.findall(r"(?:(?<!\w)-)?\d[\d,]*(?:\.\d+)?", stated.replace("−", "-"))
     if len(numbers) != 1 or "\\" in stated:
         return re.sub(r"\s+", "", stated).strip(".$*")
     number = numbers[0].replace(",", "")

@@ -166,7 +166,7 @@ def _halves(rollouts: Rollouts) -> pd.Series:
     if not bands.get("cross_fitted"):
         return pd.Series(0, index=frame.index, name="half")
     measured = bands["reference"]
-    half = halves(frame, measured).rename("half")
+    half = halves(frame, measured, shuffled=bands.get("shuffled", False)).rename("half")
     return half if measured is None else half.where(frame.policy == measured, 0)
 
 

@@ -210,8 +210,8 @@ def with_answers(logged: Rollouts) -> tuple[Rollouts, str]:
     if (frame.answer.fillna("") != "").any() or frame.response.isna().any():
         return logged, ""
     right = frame[frame.outcome == "success"]
-    given = right.response.map(lambda text: str(number_in(text) or "")).groupby(right.problem_id).agg(list)
-    common = {id: Counter(filter(None, numbers)).most_common(1) for id, numbers in given.items()}
+    given = right.response.groupby(right.problem_id).agg(lambda texts: [number_in(text) for text in texts])
+    common = {id: Counter(str(n) for n in found if n is not None).most_common(1) for id, found in given.items()}
     answers = {id: found[0][0] for id, found in common.items() if found}
     if not answers:
         return logged, ""

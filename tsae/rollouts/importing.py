@@ -38,7 +38,7 @@ from tsae.base.progress import progress_bar
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.checkpoints.tokenizers import tokenizer_fingerprint, vocabulary_facts
-from tsae.errors import TsaeError
+from tsae.errors import TsaeError, refuse
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.log_detection import FORMATS, find_log
 from tsae.rollouts.logs import import_parts
@@ -128,6 +128,12 @@ def import_log(
     if workers is not None and not 1 <= workers <= 256:
         raise TsaeError(f"workers={workers} is not 1 to 256", where="import_log", fix="Give one a core, or none.")
     form, files, notes = find_log(path, config, only)
+    of_log = to.is_file() and any(to.samefile(file.path) for file in files)
+    refuse(
+        to,
+        (to.is_dir(), "is a folder, and a file is to be written", "Give another path."),
+        (of_log, "is a file of the log, which would be replaced", "Give another path."),
+    )
     series = _series(checkpoint, path)
     trainers = find_settings(path) if json.loads(config.template_arguments) == {} else None
     if trainers is not None:

@@ -58,7 +58,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     for number, line in json_lines(path):
         try:
             record = parse_line(line)
-            level = None if record.get("level") is None else str(record["level"])
+            level = None if record.get("level") is None else as_text(record["level"])
             prompt = _text(record, "prompt", str)
             problem = Problem(_text(record, "id"), prompt, _text(record, "answer"), level)
             for text in (problem.id, problem.prompt, problem.answer, level or ""):
@@ -99,7 +99,12 @@ def _text(record: Mapping[str, Any], name: str, kinds: Any = str | int | float) 
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, float) and not isfinite(value)):
         raise TypeError(f"the {name} is {value!r:.40}")
-    return str(value)
+    return as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """A value as text. If one is missing, pandas makes floats of whole numbers: 18.0 becomes 18."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def tokenize(

@@ -25,7 +25,12 @@ from tsae.rollouts.schema import BANDS, problem_bands
 Verifier = Callable[[str, str], bool]
 """(response, reference answer) -> is it right?"""
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:-|(?<![\w)}])−)?"
+    r"(?:(?<![\w.])(?:\d[\d,]*(?:\.\d+)?|\.\d+)[eE][-+]?\d{1,3}\b|\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))")
+"""LaTeX's commas without a space behind them."""
 
 
 def exact(response: str, answer: str) -> bool:
@@ -41,8 +46,8 @@ def last_number(response: str, answer: str) -> bool:
 
 def number_in(text: str) -> Decimal | None:
     """The last number of a text, exactly; None where it has none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    found = _NUMBER.findall(_THOUSANDS.sub("", text))
+    return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
 
 
 def same_expression(response: str, answer: str) -> bool:

@@ -105,11 +105,13 @@ def by_row(values: Any, n: int, where: str) -> Any:
     """Values in the order of the n rows; a Series is aligned by its index, as pandas does.
 
     Raises:
-        TsaeError: for a Series whose index is not the numbers of the rows.
+        TsaeError: for more or fewer values, or a Series whose index is not the numbers of the rows.
     """
+    if hasattr(values, "__len__") and len(values) != n:
+        raise TsaeError(f"gets {len(values)} values for its {n} rows", where=where, fix="Give one a row.")
     if not isinstance(values, pd.Series) or values.index.equals(pd.RangeIndex(n)):
         return values
-    if len(values) == n and values.index.sort_values().equals(pd.RangeIndex(n)):
+    if values.index.sort_values().equals(pd.RangeIndex(n)):
         return values.sort_index()
     what = f"the index of the Series {values.name!r} is not the rows 0 to {n - 1}"
     raise TsaeError(what, where=where, fix="Give its values in the order of the rows (.to_numpy()).")

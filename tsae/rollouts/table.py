@@ -286,9 +286,15 @@ class Rollouts(TokenParts, Tables):
         return digest.hexdigest()[:16]
 
     def select(self, rows: np.ndarray | Sequence[int] | Sequence[bool]) -> Rollouts:
-        """The given rows (a boolean mask or positions), in order."""
-        mask = np.asarray(rows).dtype == bool
-        picked = np.flatnonzero(by_row(rows, len(self), self.origin)) if mask else np.asarray(rows)
+        """The given rows (a boolean mask or positions), in order.
+
+        Raises:
+            TsaeError: where there is no such row, or the mask has another length.
+        """
+        mask, n = np.asarray(rows).dtype == bool, len(self)
+        picked = np.flatnonzero(by_row(rows, n, self.origin)) if mask else np.asarray(rows)
+        if len(wrong := picked[(picked < 0) | (picked >= n)]):
+            raise TsaeError(f"has no row {wrong[0]}", where=self.origin, fix=f"Give rows from 0 to {n - 1}.")
         return Rollouts(self.table.take(pa.array(picked, pa.int64())), self.info, self.origin)
 
     def where(self, **columns: Any) -> Rollouts:
@@ -403,11 +409,9 @@ class Rollouts(TokenParts, Tables):
         Raises:
             TsaeError: where the source knows none of the problems, says two things of one, or has levels without order.
         """
-        problems = asked_problems([self.table], source.bands_column)
-        found = self
-        for bands, _ in reversed(
-            bands_from(source, read_source(source), self.frame.problem_id, problems, self.origin, cutoffs)
-        ):
+        found, known = self, read_source(source)
+        problems = asked_problems([self.table], source, known)
+        for bands, _ in reversed(bands_from(source, known, self.frame.problem_id, problems, self.origin, cutoffs)):
             found = found.in_bands(bands)
         return found
 

@@ -111,6 +111,26 @@ def test_problems_without_ids_are_their_prompts_and_answers(policy: Checkpoint, 
     assert column(read(write(tmp_path / "other" / "log.jsonl", *rows[:1]), policy), "problem_id") == ids[:1]
 
 
+def test_files_of_the_user_are_not_replaced(policy: Checkpoint, tmp_path: Path) -> None:
+    log = write(tmp_path / "log" / "log.jsonl", ROW)
+    for path in (log, log.parent):
+        refused(r"log\.jsonl: is a file of the log, which would be replaced", import_log, path, log, policy)
+        refused("log: is a folder, and a file is to be written", import_log, path, log.parent, policy)
+    kept = write(tmp_path / "kept" / "thesis.txt", ROW).parent
+    (kept / "folder").mkdir()
+    for reward in (0, 1):
+        import_log(write(log, ROW | {"reward": reward}), tmp_path / "r.parquet", policy, kept=kept, progress=False)
+        assert {path.suffix for path in kept.iterdir()} == {"", ".txt", ".parquet"}
+        assert len(list(kept.iterdir())) == 3
+
+
+def test_answers_that_pandas_made_floats_are_whole_numbers(policy: Checkpoint, tmp_path: Path) -> None:
+    rows = [{**BARE, "answer": 2.0}, {**BARE, "answer": 2}, {**BARE, "answer": 0.5}, {**BARE, "answer": [2.0]}]
+    found = read(write(tmp_path / "log.jsonl", *rows), policy, verifier="exact")
+    assert column(found, "answer") == ["2", "2", "0.5", "2"]
+    assert found.n_problems == 2
+
+
 def test_a_log_uses_the_chat_template(tmp_path: Path) -> None:
     path = save_model(tmp_path / "chat")
     (path / "chat_template.jinja").write_text(TEMPLATE)

@@ -124,6 +124,9 @@ def test_slime(chat: Checkpoint, tmp_path: Path) -> None:
     holds(found, outcome=["success", "failure", "failure", "success", "success"], reward=[1.0, 0.0, 1.0, -1.0, 1.0])
     holds(found, answer=["2"] * 5, round_trip=[True, None, None, None, None])
     assert column(read(folder / "eval_1.pt", chat), "response_ids") == [[16, 9, EOS]]
+    parts = [{"reward": 2 * right - 1.0, "correct": right, "format": 0.5} for right in (0, 1)]
+    found = read(save(tmp_path / "0.pt", sample(WRONG, reward=parts[0]), sample(RIGHT, reward=parts[1])), chat)
+    holds(found, outcome=["failure", "success"], reward=[-1.0, 1.0])
 
 
 def test_slimes_whole_dump_is_read(chat: Checkpoint, tmp_path: Path) -> None:

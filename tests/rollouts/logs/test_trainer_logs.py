@@ -115,6 +115,9 @@ def test_weights_that_were_kept_exactly_are_preferred(tmp_path: Path) -> None:
     assert read(folder, run="x").policies == ["x-00050", "x-00051"]
     grpo(tmp_path / "grpo", (), (11,))
     assert read(folder).policies == ["grpo-00010", "grpo-00050", "grpo-00052"]
+    for name in ("completions_00001.parquet", "completions_00060.parquet"):
+        (folder / name).touch()  # A run that was stopped may leave empty files.
+    assert "2 files hold no trajectories: completions_00001.parquet" in str(read(folder).info["log"]["notes"])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig, Unfit
 from tsae.rollouts.logs.log_files import LogFile
+from tsae.rollouts.problems import as_text
 
 
 class Unusable(TsaeError):
@@ -274,8 +275,7 @@ class Fields(_Placed):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in (math.inf, -math.inf):
             self._wrong(name, value, "a text or a number")
         if isinstance(value, float):
-            # If one is missing, pandas makes floats of whole numbers.
-            return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
+            return None if math.isnan(value) else as_text(value)
         return str(value) if value.bit_length() <= 63 else hex(value)
 
     def object(self, name: str) -> Fields:
@@ -317,7 +317,9 @@ class Fields(_Placed):
             value = value[0]
         if value is None or value != value:
             return ""
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+        if isinstance(value, (str, float)):
+            return as_text(value)
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
     def finish(self, name: str) -> Literal["stop", "length"] | None:
         """A finish reason, whatever the engine calls it; None for another one."""

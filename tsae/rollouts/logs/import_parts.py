@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from tsae.rollouts.token_parts import FIELD, check_parts
 
 PART_BYTES = 1 << 24
 _PART_FILES = 4096
+_PART_NAME = re.compile(r"\.?[0-9a-f]{24}\.parquet.*")
+"""Of `Part.name`, and of a file that is being written under it."""
 _BATCH_ROWS, _BATCH_TOKENS = 1024, 1 << 20
 _OTHERS = "others"
 """Rewards and extra columns of a row as one JSON object: their names are known at the end."""
@@ -295,7 +298,7 @@ class PartFiles:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.stays:
             for path in self.folder.iterdir() if kind is None else ():
-                if path.name not in self.names:
+                if path.name not in self.names and _PART_NAME.fullmatch(path.name):
                     path.unlink()
         elif kind is None or len(list(self.folder.glob("*.parquet"))) < 2:
             shutil.rmtree(self.folder, ignore_errors=True)

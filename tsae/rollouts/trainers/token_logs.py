@@ -188,6 +188,9 @@ NEMO_RL = format_of("nemo-rl", by_row(_nemo_rl_entry))
 
 _ENDS_SLIME: dict[str, Literal["stop", "length"]] = {"completed": "stop", "truncated": "length"}
 
+_TOTALS_SLIME = ("score", "reward", "total")
+"""What a table of rewards calls the one that is trained on."""
+
 
 def _slime_entry(row: Fields) -> Entry:
     status = str(row.need("status"))
@@ -211,7 +214,7 @@ def _slime_entry(row: Fields) -> Entry:
         # The text includes what others wrote after the last sampled token.
         response=str(row.row["response"]) if row.get("response") and len(response) == length else None,
         rewards=rewards,
-        reward=rewards.get("score"),
+        reward=next((rewards[name] for name in _TOTALS_SLIME if name in rewards), None),
         unscored=all(value is None for value in rewards.values()),
         correct=None if right is None else right > 0,
         answer=row.answer("label"),

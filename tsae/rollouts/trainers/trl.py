@@ -157,7 +157,7 @@ def _reward_columns(file: LogFile, first: Row, known: ColumnNames) -> tuple[str,
 
 def _number_columns(file: LogFile, first: Row) -> dict[str, bool]:
     """Whether the columns of a file, in their order, hold floats or nothing; the first row decides, but for Parquet."""
-    if file.path.suffix == ".parquet":
+    if file.path.suffix == ".parquet" and file.path.stat().st_size:
         schema = pq.read_schema(file.path)
         if "prompt" in schema.names:
             texts = {name for name, value in first.items() if isinstance(value, str) and is_score(name, value)}
