@@ -320,6 +320,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("trl.jsonl", {"completion": [{**SAYS, "reasoning_content": "1+1"}]}, "is 1 message with reasoning_content"),
     ("trl.jsonl", {"right": None}, "has no reward.*--skip unscored"),
     ("dialogue.jsonl", {"messages": [*ASKS, {**SAYS, "content": "", "tool_calls": [{}]}, SAYS]}, "--skip multi-turn"),
+    ("dialogue.jsonl", {"messages": [*ASKS, SAYS, *ASKS, SAYS]}, "several turns of the assistant.*column response, if"),
     ("dialogue.jsonl", {"tools": [{}]}, "its prompt had tools.*--skip multi-turn"),
     *(
         ("asked.jsonl", {"prompt": [{"role": "user", "content": held}]}, f"from 'user' holds {told}")
