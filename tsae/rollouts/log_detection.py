@@ -5,8 +5,9 @@ For an unknown log, `suggest` names the columns by what they are called, and tri
 
 from __future__ import annotations
 
+import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,19 @@ from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.known_logs import KNOWN
 from tsae.rollouts.logs.adapters import TABLES, Format
 from tsae.rollouts.logs.entry import Entry, Row, some_of, writable
-from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
+from tsae.rollouts.logs.log_files import (
+    HELD_OUT,
+    TRAINED,
+    WANDB_RUN,
+    LogFile,
+    NoLog,
+    find_files,
+    first_row,
+    leave_copies,
+    leftovers,
+    name_in,
+    run_folder,
+)
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
 from tsae.rollouts.trainers import plain, token_logs
@@ -188,6 +201,7 @@ def _ordered(
                 "stay apart: give that folder to read them"
             )
     subsets: Counter[str] = Counter()
+    folders: defaultdict[str, dict[Path, Path]] = defaultdict(dict)  # of the run of each file, by its name
     for file in files:
         parts = match.groupdict() if (match := form.named(_name(file))) else {}
         if parts.get("subset") is not None:
@@ -195,11 +209,24 @@ def _ordered(
             if parts["subset"] != config.subset and not path.is_file():
                 continue
         step = parts.get("step")
-        run = writable(config.run or parts.get("run") or run_folder(file.parent).name or "run")
+        named = parts.get("run")
+        folder = Path(match.string[: match.end("run")]) if match and named else run_folder(file.parent)
+        run = writable(config.run or named or folder.name or "run")
+        folders[run][file] = folder
         found.append(LogFile(file, run, None if step is None else int(step)))
     if not found:
         what = f"holds no {config.subset}, but {', '.join(subsets)}"
         raise TsaeError(what, where=path, fix=f"Say --subset {next(iter(subsets))}.")
+    for run, of in folders.items():
+        # An id of wandb is one run's, wherever its folder was copied to.
+        if config.run is None and len(set(of.values())) > 1 and not WANDB_RUN.match(run):
+            above = os.path.commonpath([folder.parent for folder in of.values()])
+            longer = {file: writable(folder.relative_to(above).as_posix()) for file, folder in of.items()}
+            found = [replace(file, run=longer.get(file.path, file.run)) for file in found]
+            shown = some_of(dict.fromkeys(longer.values()), 3)
+            notes.append(f"several runs are called {run}, and are named by their folders: {shown} (--run, if they are one)")
+    found, more = _without_held_out(found, path)
+    notes += more
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.files.a_file_a_step:
         for a, b in pairwise(found):
@@ -209,7 +236,23 @@ def _ordered(
     runs = list(dict.fromkeys(file.run for file in found))
     if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")
-    return form, found, [*notes, *leave_copies(found), *leftovers(found)]
+    notes += leave_copies(found)
+    several = len({file.run for file in found}) > 1
+    found = [replace(file, several=several) for file in found]
+    return form, found, [*notes, *leftovers(found)]
+
+
+def _without_held_out(files: list[LogFile], path: Path) -> tuple[list[LogFile], list[str]]:
+    """The files but those that an evaluation wrote, where the names below the log tell these from the training's."""
+    names = {file.path: bare(Path(name_in(path, file.path))).with_suffix("").as_posix() for file in files}
+    held_out = {file for file, name in names.items() if HELD_OUT.search(name) and not TRAINED.search(name)}
+    if not held_out or not any(TRAINED.search(name) and not HELD_OUT.search(name) for name in names.values()):
+        return files, []
+    note = (
+        f"{len(held_out):,} files are by their names of an evaluation, beside others of the training, and stay apart: give "
+        f"them alone to read them ({some_of((names[file.path] for file in files if file.path in held_out), 3)})"
+    )
+    return [file for file in files if file.path not in held_out], [note]
 
 
 TRIED = 256

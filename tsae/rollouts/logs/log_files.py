@@ -29,9 +29,15 @@ _A_LOG = re.compile(
 )
 # Folders that trainers make below a run's own; the run is the first folder above them.
 _NOT_A_RUN = re.compile(
-    r"(step|exp)_\d+|completions|rollouts?|rollout_data(_dir)?|validation_data(_dir)?|generations|traces|logs?|train|"
+    r"step_\d+|completions|rollouts?|rollout_data(_dir)?|validation_data(_dir)?|generations|traces|logs?|train|"
     r"eval|all|effective|token_exports|monitors|file|stream|files|media|table|artifacts|run-.+[:-]v\d+"
 )
+_OF_NEMO_RL = re.compile(r"exp_\d{3}")  # of its own logs; another's exp_001 is a run
+TRAINED, HELD_OUT = (
+    re.compile(rf"(^|[^a-z])({words})(?![a-z])", re.IGNORECASE)
+    for words in ("train(ing)?", "vals?|valid(ation)?s?|evals?|evaluations?|tests?|dev")
+)
+"""Words of names of files and folders, for what was trained on and for what was not."""
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 WANDB_RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
 _BLOCK = 1 << 16
@@ -56,6 +62,8 @@ class LogFile:
     """Byte at which it ends; None for the end of the file."""
     before: int = 0
     """Lines of the file before the piece."""
+    several: bool = False
+    """Whether the log has several runs."""
 
     @property
     def name(self) -> str:
@@ -74,7 +82,9 @@ class LogFile:
 def run_folder(path: Path) -> Path:
     """The folder of the run that a log lies in."""
     folder = path.resolve()
-    while _NOT_A_RUN.fullmatch(folder.name):
+    while _NOT_A_RUN.fullmatch(folder.name) or (
+        _OF_NEMO_RL.fullmatch(folder.name) and any(folder.glob("train_data_step*"))
+    ):
         folder = folder.parent
     return folder
 

@@ -58,7 +58,7 @@ from tsae.rollouts.logs.adapters import (
 )
 from tsae.rollouts.logs.check_advantages import check_sum
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, is_finite, is_score, read_number, total
-from tsae.rollouts.logs.log_files import LogFile
+from tsae.rollouts.logs.log_files import HELD_OUT, LogFile
 from tsae.rollouts.rewards import outcome_reward
 
 _OWN_VERL = {"input", "output", "gts", "step", "uid", "request_id", "num_turns"}
@@ -100,18 +100,16 @@ def _verl_entry(row: Fields) -> Entry:
 
 def _verl_validates(path: Path) -> bool:
     """Whether a file is a validation's, by its name or that of its folder, which the run's config gives it."""
-    folder = path.resolve().parent.name
-    return (
-        path.name.startswith("val_step") or re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder) is not None
-    )
+    return path.name.startswith("val_step") or HELD_OUT.search(path.resolve().parent.name) is not None
 
 
 def _verl_trained_on(row: Fields) -> bool:
     """Whether it is not a validation dump, by the folder's name; if that says nothing, by a column reward."""
-    path = row.file.path
-    if _verl_validates(path):
+    path, folder = row.file.path, row.file.path.resolve().parent.name
+    a_run = "reward" not in row and re.search(r".[_-](test|dev)$", folder)  # A run may be called a test.
+    if _verl_validates(path) and not a_run:
         return False
-    return "reward" not in row or re.search(r"rollout|train", path.resolve().parent.name) is not None
+    return "reward" not in row or re.search(r"rollout|train", folder) is not None
 
 
 def _verl_rewards(row: Fields) -> dict[str, float | None]:
