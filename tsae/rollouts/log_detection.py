@@ -36,7 +36,7 @@ from tsae.rollouts.logs.log_files import (
 )
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
-from tsae.rollouts.trainers import plain, token_logs
+from tsae.rollouts.trainers import plain, token_logs, trl
 
 _MODULES = {known.module: import_module(f"tsae.rollouts.trainers.{known.module}") for known in KNOWN}
 _FOUND = {form.name: form for module in _MODULES.values() for form in vars(module).values() if isinstance(form, Format)}
@@ -239,6 +239,7 @@ def _ordered(
     notes += leave_copies(found)
     several = len({file.run for file in found}) > 1
     found = [replace(file, several=several) for file in found]
+    notes += trl.evaluated(found) if form is trl.FORMAT else ()
     return form, found, [*notes, *leftovers(found)]
 
 

@@ -59,6 +59,15 @@ def drop_repeats(
     first, second = _neighbours(index["key"].to_numpy(), index["key"].to_numpy() != 0)
     trajectory = index.trajectory.to_numpy()
     differs = (trajectory[first] != trajectory[second]) | ~_equal(reward[first], reward[second])
+    if copies and differs.any():
+        again = _evaluations(index, files, first[differs], second[differs])
+        if again.any() and "repeated" not in config.skip:
+            what = f"is of a second table of step {index.step[again].iloc[0]}, with other prompts, as an evaluation logs it"
+            where = place(int(np.flatnonzero(again)[0]))
+            raise TsaeError(what, where=where, fix="Keep the first of them with --skip repeated.")
+        kept &= ~again
+        stay = kept[first] & kept[second]
+        first, second, differs = first[stay], second[stay], differs[stay]
     if differs.any() and "repeated" not in config.skip:
         a, b = first[differs][0], second[differs][0]
         what = f"the trajectory of {place(a)} comes here again, and is another"
@@ -85,6 +94,23 @@ def drop_repeats(
                 fix="Correct the log; if its rewards are noisy, as a judge's are, give --noisy-rewards.",
             )
     return kept
+
+
+def _evaluations(index: pd.DataFrame, files: Sequence[LogFile], first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(n,) bool: trajectories of a table of wandb that an evaluation logged behind that of the training.
+
+    It is of the same run and step, and has other prompts. A run that was resumed writes into another folder.
+
+    Args:
+        index: of the log.
+        files: the log's.
+        first, second: positions of trajectories that have one key and differ.
+    """
+    file, prompt = index["file"].to_numpy(), index.prompt.to_numpy()
+    folder = pd.factorize(np.array([str(file.path.parent) for file in files]))[0][file]
+    other = (file[first] != file[second]) & (folder[first] == folder[second]) & (prompt[first] != prompt[second])
+    table = index.groupby(["file", "step"]).ngroup().to_numpy()
+    return np.isin(table, table[second[other]])
 
 
 class Groups:
