@@ -492,6 +492,16 @@ def test_verls_validations_are_told_by_their_folders(chat: Checkpoint, tmp_path:
     assert read(tmp_path / "run" / "evals", chat).policies == ["evals-00001"]
 
 
+def test_a_step_that_a_file_goes_back_to_is_named(chat: Checkpoint, tmp_path: Path) -> None:
+    def said(*held: tuple[int, int]) -> bool:
+        rows = [{"prompt": f"{q}?", "response": f"#{i}", "reward": 1.0, "step": step} for i, (step, q) in enumerate(held)]
+        return "log.jsonl goes back to step 2 and has groups" in notes(read(write(tmp_path / "log.jsonl", *rows), chat))
+
+    assert said((1, 1), (2, 1), (3, 1), (2, 1), (3, 1), (4, 1))
+    assert not said((1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2))  # by problem
+    assert not said((3, 1), (2, 1), (3, 1), (2, 1), (3, 1), (2, 1))  # shuffled
+
+
 def test_steps_come_in_order(chat: Checkpoint, tmp_path: Path) -> None:
     row = rows_of(LOGS / "verl" / "1.jsonl")[0]
     for step in (10, 9, 2):

@@ -113,6 +113,24 @@ def _evaluations(index: pd.DataFrame, files: Sequence[LogFile], first: np.ndarra
     return np.isin(table, table[second[other]])
 
 
+def goes_back(index: pd.DataFrame, files: Sequence[LogFile]) -> Iterator[str]:
+    """Where the steps of a file go back to groups that it had before, as after a resume.
+
+    A file in the order of its problems goes back too, but not to groups that it had; a shuffled one does all the time.
+
+    Args:
+        index: of the trajectories that stay.
+        files: the log's.
+    """
+    for number, rows in index.dropna(subset=["step"]).groupby("file"):
+        back, turn = rows.step.diff() < 0, (rows.step.diff() != 0).cumsum()
+        if 0 < back.sum() < rows.step.nunique() and (turn.groupby([rows[name] for name in _GROUP]).nunique() > 1).any():
+            yield (
+                f"{files[number].path.name} goes back to step {rows.step[back].iloc[0]} and has groups of it twice, as when "
+                "a run resumed from an older checkpoint: both attempts count (delete the lines of the first)"
+            )
+
+
 class Groups:
     """The groups of a log.
 
