@@ -376,7 +376,9 @@ class LogImporter:
             for found in self.form.read(file, self.config):
                 empty = False
                 if isinstance(found, Entry) and (found.step, found.updates) == (0, -1):  # Its steps are counted from 1.
-                    self.counts[_ASSUMED]["trajectories of step 0, an evaluation before the training, are left out"] += 1
+                    self.counts[_ASSUMED][
+                        "trajectories of step 0, an evaluation before the training, are left out"
+                    ] += 1
                     continue
                 try:
                     if isinstance(found, Unusable):

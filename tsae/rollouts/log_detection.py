@@ -5,7 +5,6 @@ For an unknown log, `suggest` names the columns by what they are called, and tri
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,21 +18,10 @@ from shlex import quote
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.known_logs import KNOWN
+from tsae.rollouts.logs import log_files
 from tsae.rollouts.logs.adapters import TABLES, Format
 from tsae.rollouts.logs.entry import Entry, Row, some_of, writable
-from tsae.rollouts.logs.log_files import (
-    HELD_OUT,
-    TRAINED,
-    WANDB_RUN,
-    LogFile,
-    NoLog,
-    find_files,
-    first_row,
-    leave_copies,
-    leftovers,
-    name_in,
-    run_folder,
-)
+from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
 from tsae.rollouts.trainers import plain, token_logs, trl
@@ -217,16 +205,9 @@ def _ordered(
     if not found:
         what = f"holds no {config.subset}, but {', '.join(subsets)}"
         raise TsaeError(what, where=path, fix=f"Say --subset {next(iter(subsets))}.")
-    for run, of in folders.items():
-        # An id of wandb is one run's, wherever its folder was copied to.
-        if config.run is None and len(set(of.values())) > 1 and not WANDB_RUN.match(run):
-            above = os.path.commonpath([folder.parent for folder in of.values()])
-            longer = {file: writable(folder.relative_to(above).as_posix()) for file, folder in of.items()}
-            found = [replace(file, run=longer.get(file.path, file.run)) for file in found]
-            shown = some_of(dict.fromkeys(longer.values()), 3)
-            notes.append(f"several runs are called {run}, and are named by their folders: {shown} (--run, if they are one)")
-    found, more = _without_held_out(found, path)
-    notes += more
+    if config.run is None:
+        notes += log_files.name_runs(found, folders)
+    notes += log_files.leave_held_out(found, path)
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.files.a_file_a_step:
         for a, b in pairwise(found):
@@ -241,19 +222,6 @@ def _ordered(
     found = [replace(file, several=several) for file in found]
     notes += trl.evaluated(found) if form is trl.FORMAT else ()
     return form, found, [*notes, *leftovers(found)]
-
-
-def _without_held_out(files: list[LogFile], path: Path) -> tuple[list[LogFile], list[str]]:
-    """The files but those that an evaluation wrote, where the names below the log tell these from the training's."""
-    names = {file.path: bare(Path(name_in(path, file.path))).with_suffix("").as_posix() for file in files}
-    held_out = {file for file, name in names.items() if HELD_OUT.search(name) and not TRAINED.search(name)}
-    if not held_out or not any(TRAINED.search(name) and not HELD_OUT.search(name) for name in names.values()):
-        return files, []
-    note = (
-        f"{len(held_out):,} files are by their names of an evaluation, beside others of the training, and stay apart: give "
-        f"them alone to read them ({some_of((names[file.path] for file in files if file.path in held_out), 3)})"
-    )
-    return [file for file in files if file.path not in held_out], [note]
 
 
 TRIED = 256

@@ -465,7 +465,7 @@ def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> 
         ("exp_001/a.jsonl exp_2/a.jsonl", ["exp_001-00001", "exp_2-00001"], ""),
         ("model1/1.json model2/1.json", ["model1", "model2"], "no policy in the log: it is named after its run"),
         ("a/train.jsonl a/eval.jsonl", ["a-00001"], "1 files are by their names of an evaluation, beside others"),
-        ("a/data/train-00000.jsonl a/data/test-00000.jsonl", ["data-00001"], r"stay apart: .* \(a/data/test-00000\)"),
+        ("a/data/train-00000.jsonl a/data/test-00000.jsonl", ["data-00001"], r"stay apart: .* as a/data/test-00000\)"),
         ("a/train/0.jsonl a/dev/0.jsonl", ["a-00001"], "1 files are by their names of an evaluation"),
         ("a/train_test.jsonl a/test.jsonl", ["a-00001"], ""),
     ],
@@ -494,7 +494,9 @@ def test_verls_validations_are_told_by_their_folders(chat: Checkpoint, tmp_path:
 
 def test_a_step_that_a_file_goes_back_to_is_named(chat: Checkpoint, tmp_path: Path) -> None:
     def said(*held: tuple[int, int]) -> bool:
-        rows = [{"prompt": f"{q}?", "response": f"#{i}", "reward": 1.0, "step": step} for i, (step, q) in enumerate(held)]
+        rows = [
+            {"prompt": f"{q}?", "response": f"#{i}", "reward": 1.0, "step": step} for i, (step, q) in enumerate(held)
+        ]
         return "log.jsonl goes back to step 2 and has groups" in notes(read(write(tmp_path / "log.jsonl", *rows), chat))
 
     assert said((1, 1), (2, 1), (3, 1), (2, 1), (3, 1), (4, 1))

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _NOT_A_RUN = re.compile(
     r"eval|all|effective|token_exports|monitors|file|stream|files|media|table|artifacts|run-.+[:-]v\d+"
 )
 _OF_NEMO_RL = re.compile(r"exp_\d{3}")  # of its own logs; another's exp_001 is a run
-TRAINED, HELD_OUT = (
+_TRAINED, HELD_OUT = (
     re.compile(rf"(^|[^a-z])({words})(?![a-z])", re.IGNORECASE)
     for words in ("train(ing)?", "vals?|valid(ation)?s?|evals?|evaluations?|tests?|dev")
 )
@@ -177,6 +177,39 @@ def leave_copies(files: list[LogFile]) -> list[str]:
     gone = {file.path for file in left}
     files[:] = [file for file in files if file.path not in gone]
     return [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []
+
+
+def name_runs(files: list[LogFile], folders: Mapping[str, Mapping[Path, Path]]) -> list[str]:
+    """Name runs of one name by their folders, with a note.
+
+    Args:
+        files: of the log; their runs are changed.
+        folders: by name of a run, the folder of the run of each of its files.
+    """
+    notes, longer = [], dict[Path, str]()
+    for run, of in folders.items():
+        # An id of wandb is one run's, wherever its folder was copied to.
+        if len(set(of.values())) > 1 and not WANDB_RUN.match(run):
+            above = os.path.commonpath([folder.parent for folder in of.values()])
+            for file, folder in of.items():
+                longer[file] = str(folder.relative_to(above)).encode("utf-8", "backslashreplace").decode()
+            notes.append(f"several runs are called {run}, and are named by their folders (--run, if they are one)")
+    files[:] = [replace(file, run=longer.get(file.path, file.run)) for file in files]
+    return notes
+
+
+def leave_held_out(files: list[LogFile], path: Path) -> list[str]:
+    """Take out the files of evaluations, with a note, where names below the log tell them from the training's."""
+    names = {file.path: bare(Path(name_in(path, file.path))).with_suffix("").as_posix() for file in files}
+    held_out = {file: name for file, name in names.items() if HELD_OUT.search(name) and not _TRAINED.search(name)}
+    if not held_out or not any(_TRAINED.search(name) and not HELD_OUT.search(name) for name in names.values()):
+        return []
+    files[:] = [file for file in files if file.path not in held_out]
+    first = next(iter(held_out.values()))
+    return [
+        f"{len(held_out):,} files are by their names of an evaluation, beside others of the training, and stay apart: "
+        f"give them alone to read them (such as {first})"
+    ]
 
 
 def leftovers(files: Sequence[LogFile]) -> list[str]:

@@ -62,9 +62,9 @@ def drop_repeats(
     if copies and differs.any():
         again = _evaluations(index, files, first[differs], second[differs])
         if again.any() and "repeated" not in config.skip:
-            what = f"is of a second table of step {index.step[again].iloc[0]}, with other prompts, as an evaluation logs it"
-            where = place(int(np.flatnonzero(again)[0]))
-            raise TsaeError(what, where=where, fix="Keep the first of them with --skip repeated.")
+            at = int(np.flatnonzero(again)[0])
+            what = f"is of a second table of step {index.step.iloc[at]}, with other prompts, as an evaluation logs it"
+            raise TsaeError(what, where=place(at), fix="Keep the first of them with --skip repeated.")
         kept &= ~again
         stay = kept[first] & kept[second]
         first, second, differs = first[stay], second[stay], differs[stay]
@@ -124,10 +124,11 @@ def goes_back(index: pd.DataFrame, files: Sequence[LogFile]) -> Iterator[str]:
     """
     for number, rows in index.dropna(subset=["step"]).groupby("file"):
         back, turn = rows.step.diff() < 0, (rows.step.diff() != 0).cumsum()
-        if 0 < back.sum() < rows.step.nunique() and (turn.groupby([rows[name] for name in _GROUP]).nunique() > 1).any():
+        turns = turn.groupby([rows[name] for name in _GROUP]).nunique()
+        if 0 < back.sum() < rows.step.nunique() and (turns > 1).any():
             yield (
-                f"{files[number].path.name} goes back to step {rows.step[back].iloc[0]} and has groups of it twice, as when "
-                "a run resumed from an older checkpoint: both attempts count (delete the lines of the first)"
+                f"{files[number].path.name} goes back to step {rows.step[back].iloc[0]} and has groups of it twice, as "
+                "when a run resumed from an older checkpoint: both attempts count (delete the lines of the first)"
             )
 
 

@@ -57,11 +57,11 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
         if not trackio or row.row["run_name"] != run:
             return [] if trackio else [row]
         rows, seen = [replace(row, row=found) for found in _table(row.row)], Counter()
-        again, before = before, [[found.row.get(name) for name in _SAME] for found in rows]
+        again, before = before, [[str(found.row.get(name)) for name in _SAME] for found in rows]
         if before and again == before:
             # Logged again at a later step that trained on the same generation batch: equal rows count once.
             rows = [replace(found, row={**found.row, "step": first_step}) for found in rows]
-        elif again and rows and rows[0].row["step"] == first_step and _prompts(again) != _prompts(before):
+        elif again and rows and rows[0].row["step"] == first_step and {r[0] for r in again} != {r[0] for r in before}:
             before = again
             what = f"is of a second table of step {first_step}, with other prompts, as an evaluation logs it"
             return [row.unusable("repeated", what, "Keep the first of them with --skip repeated") for row in rows]
@@ -146,11 +146,6 @@ def _table(row: Row) -> list[Row]:
     ]
 
 
-def _prompts(batch: Iterable[Sequence[Any]]) -> list[str]:
-    """The prompts of a batch, sorted; a row of it is that of `_SAME`."""
-    return sorted(str(prompt) for prompt, *_ in batch)
-
-
 def evaluated(files: Sequence[LogFile]) -> Iterator[str]:
     """A note where the run evaluated at steps of which it has files: TRL then puts its responses into these.
 
@@ -164,8 +159,8 @@ def evaluated(files: Sequence[LogFile]) -> Iterator[str]:
             steps |= {entry["step"] for entry in history if any(name.startswith("eval_") for name in entry)}
     if held := sorted(steps & {file.step for file in files}):
         yield (
-            f"the run evaluated at {len(held):,} logged steps ({some_of(map(str, held), 3)}): TRL writes the evaluation's "
-            "responses into the same files, over the training's, and nothing tells them apart"
+            f"the run evaluated at {len(held):,} logged steps ({some_of(map(str, held), 3)}): TRL writes the responses "
+            "of an evaluation into the same files, over the training's, and nothing tells them apart"
         )
 
 
