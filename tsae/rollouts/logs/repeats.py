@@ -60,12 +60,12 @@ def drop_repeats(
     trajectory = index.trajectory.to_numpy()
     differs = (trajectory[first] != trajectory[second]) | ~_equal(reward[first], reward[second])
     if copies and differs.any():
-        again = _evaluations(index, files, first[differs], second[differs])
-        if again.any() and "repeated" not in config.skip:
-            at = int(np.flatnonzero(again)[0])
+        other = _evaluations(index, files, first[differs], second[differs])
+        if other.any() and "repeated" not in config.skip:
+            at = int(np.flatnonzero(other)[0])
             what = f"is of a second table of step {index.step.iloc[at]}, with other prompts, as an evaluation logs it"
             raise TsaeError(what, where=place(at), fix="Keep the first of them with --skip repeated.")
-        kept &= ~again
+        kept &= ~other
         stay = kept[first] & kept[second]
         first, second, differs = first[stay], second[stay], differs[stay]
     if differs.any() and "repeated" not in config.skip:
