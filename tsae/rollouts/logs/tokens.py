@@ -261,8 +261,11 @@ class Tokens:
         if style == "chat":
             return self._encode_question(prompt, entry)
         if entry.prompt_is == "verbatim" and not special:
-            assumed = "prompts have none of the chat template's special tokens: they were taken as they stand"
-            return encoded(), f"{assumed} (--prompt-format chat, if they are questions for it)"
+            return (
+                encoded(),
+                "prompts have none of the chat template's special tokens: they were taken as they stand (--prompt-format "
+                "chat, if they are questions for it)",
+            )
         if entry.prompt_is == "verbatim" or (special and entry.prompt_is == "perhaps stripped"):
             return (encoded(),)
         if special and (rendered := templated(self.tokenizer, prompt)) is not None:
