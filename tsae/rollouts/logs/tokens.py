@@ -263,8 +263,8 @@ class Tokens:
         if entry.prompt_is == "verbatim" and not special:
             return (
                 encoded(),
-                "prompts have none of the chat template's special tokens: they were taken as they stand (--prompt-format "
-                "chat, if they are questions for it)",
+                "prompts have none of the chat template's special tokens: they were taken as they stand "
+                "(--prompt-format chat, if they are questions for it)",
             )
         if entry.prompt_is == "verbatim" or (special and entry.prompt_is == "perhaps stripped"):
             return (encoded(),)
