@@ -49,7 +49,7 @@ from tsae.rollouts.logs.import_parts import Part
 from tsae.rollouts.logs.log_files import LogFile, run_folder
 from tsae.rollouts.logs.outcome_rules import OutcomeRules
 from tsae.rollouts.logs.policies import Policies
-from tsae.rollouts.logs.repeats import COLUMNS, Groups, drop_repeats
+from tsae.rollouts.logs.repeats import COLUMNS, Groups, drop_repeats, goes_back
 from tsae.rollouts.logs.templates import find_settings
 from tsae.rollouts.logs.tokens import Tokens, find_pads, strip, tokenizer_alone
 from tsae.rollouts.parquet import read_pieces, write_table
@@ -381,6 +381,11 @@ class LogImporter:
             empty = file.start == 0
             for found in self.form.read(file, self.config):
                 empty = False
+                if isinstance(found, Entry) and (found.step, found.updates) == (0, -1):  # Its steps are counted from 1.
+                    self.counts[_ASSUMED][
+                        "trajectories of step 0, an evaluation before the training, are left out"
+                    ] += 1
+                    continue
                 try:
                     if isinstance(found, Unusable):
                         raise found
@@ -415,7 +420,7 @@ class LogImporter:
             counts["skipped"]["repeated"] += repeated
         self._prompts = index.prompt.to_numpy()
         odd = [*self._padded(), *self._unknown(), *self.groups.notes(odd=True, ids=counts[_HAS]["problem id"] > 0)]
-        notes = [*self.notes, *self.policies.notes, *odd, *self._assumed(n, index)]
+        notes = [*self.notes, *self.policies.notes, *odd, *goes_back(index[self.kept], files), *self._assumed(n, index)]
         table, total = _by_source(index[self.kept], self.groups, self.policies.renamed)
         compared = import_parts.read_index(paths, _CHECKED)
         checks = self.checks.checks(compared, import_parts.reward_parts(paths, found), self.kept, place)

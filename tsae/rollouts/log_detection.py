@@ -6,7 +6,7 @@ For an unknown log, `suggest` names the columns by what they are called, and tri
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,12 +18,13 @@ from shlex import quote
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.known_logs import KNOWN
+from tsae.rollouts.logs import log_files
 from tsae.rollouts.logs.adapters import TABLES, Format
 from tsae.rollouts.logs.entry import Entry, Row, some_of, writable
 from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
-from tsae.rollouts.trainers import plain, token_logs
+from tsae.rollouts.trainers import plain, token_logs, trl
 
 _MODULES = {known.module: import_module(f"tsae.rollouts.trainers.{known.module}") for known in KNOWN}
 _FOUND = {form.name: form for module in _MODULES.values() for form in vars(module).values() if isinstance(form, Format)}
@@ -188,6 +189,7 @@ def _ordered(
                 "stay apart: give that folder to read them"
             )
     subsets: Counter[str] = Counter()
+    folders: defaultdict[str, dict[Path, Path]] = defaultdict(dict)  # of the run of each file, by its name
     for file in files:
         parts = match.groupdict() if (match := form.named(_name(file))) else {}
         if parts.get("subset") is not None:
@@ -195,11 +197,17 @@ def _ordered(
             if parts["subset"] != config.subset and not path.is_file():
                 continue
         step = parts.get("step")
-        run = writable(config.run or parts.get("run") or run_folder(file.parent).name or "run")
+        named = parts.get("run")
+        folder = Path(match.string[: match.end("run")]) if match and named else run_folder(file.parent)
+        run = writable(config.run or named or folder.name or "run")
+        folders[run][file] = folder
         found.append(LogFile(file, run, None if step is None else int(step)))
     if not found:
         what = f"holds no {config.subset}, but {', '.join(subsets)}"
         raise TsaeError(what, where=path, fix=f"Say --subset {next(iter(subsets))}.")
+    if config.run is None:
+        notes += log_files.name_runs(found, folders)
+    notes += log_files.leave_held_out(found, path)
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.files.a_file_a_step:
         for a, b in pairwise(found):
@@ -209,7 +217,11 @@ def _ordered(
     runs = list(dict.fromkeys(file.run for file in found))
     if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")
-    return form, found, [*notes, *leave_copies(found), *leftovers(found)]
+    notes += leave_copies(found)
+    several = len({file.run for file in found}) > 1
+    found = [replace(file, several=several) for file in found]
+    notes += trl.evaluated(found) if form is trl.FORMAT else ()
+    return form, found, [*notes, *leftovers(found)]
 
 
 TRIED = 256

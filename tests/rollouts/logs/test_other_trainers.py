@@ -62,6 +62,9 @@ def test_ms_swift_logs_batches_again(chat: Checkpoint, tmp_path: Path) -> None:
         found = read(log, chat, skip=("repeated",))
         reads_as(found, [RIGHT, WRONG])
         assert found.info["log"]["skipped"] == {"repeated": 2}
+    found = read(write(log, evaluated | {"step": ["0", "0"]}, swift(1)), chat)
+    reads_as(found, [RIGHT, WRONG])
+    assert "2 trajectories of step 0, an evaluation before the training, are left out" in notes(found)
     write(log, swift(1), swift(2, ("#4", "#5")), swift(1, ("#6", "#7")))
     refused("comes here again, and is another", read, log, chat)
     assert column(read(log, chat, skip=("repeated",)), "response") == ["#4", "#5", "#6", "#7"]

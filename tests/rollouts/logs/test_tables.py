@@ -108,6 +108,30 @@ def test_two_runs_of_wandb_are_apart_unless_they_are_named(policy: Checkpoint, t
     assert found.policies == ["grpo-00000", "grpo-00001"]
 
 
+def test_evaluations_are_told_from_the_training_as_far_as_the_log_says(policy: Checkpoint, tmp_path: Path) -> None:
+    other = [["1", "2+2?", f"#{i}", 0.0, 0.0] for i in range(3)]
+    for number, rows in enumerate((TWO, other, MORE)):
+        table(tmp_path / MEDIA, number, rows)
+    trackio(tmp_path / "db" / "p.db", ("a", 1, TWO), ("a", 1, other), ("a", 2, MORE)).close()
+    for log in (tmp_path / "wandb", tmp_path / "db"):
+        refused("row .*is of a second table of step 1, with other prompts.*--skip repeated", read, log, policy)
+        found = read(log, policy, skip=("repeated",))
+        assert column(found, "response") == ["#2", "#3", "#2", "#2"]
+        assert found.info["log"]["skipped"] == {"repeated": 3}
+    table(tmp_path / "zero" / MEDIA, 0, [["0", *row[1:]] for row in TWO])
+    table(tmp_path / "zero" / MEDIA, 1, TWO)
+    found = read(tmp_path / "zero", policy)
+    assert column(found, "step") == [1, 1]
+    assert "2 trajectories of step 0, an evaluation before the training, are left out" in notes(found)
+    frame = pa.Table.from_pylist([dict(zip(COLUMNS, [2, *row[1:]], strict=True)) for row in TWO])
+    (tmp_path / "out" / "completions").mkdir(parents=True)
+    pq.write_table(frame, tmp_path / "out" / "completions" / "completions_00002.parquet")
+    history = [{"step": 1, "eval_loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_reward": 1.0}]
+    for text, said in (("{", False), (json.dumps({"log_history": history}), True)):
+        save(tmp_path / "out" / "checkpoint-2" / "trainer_state.json", text)
+        assert ("the run evaluated at 1 logged steps (2): TRL" in notes(read(tmp_path / "out", policy))) == said
+
+
 def test_the_first_versions_of_trl_log_before_the_step(chat: Checkpoint, tmp_path: Path) -> None:
     # 0.15 and 0.16: every batch of a step is a table; prompts are rendered, and get no other special tokens.
     columns, prompt = ["step", "prompt", "completion", "reward"], "<bos>#1+1?<eos><bos>;"
@@ -284,7 +308,9 @@ def test_a_folder_that_datasets_saved(policy: Checkpoint, tmp_path: Path) -> Non
     shutil.copy(tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-1.arrow")
     assert column(read(tmp_path / "one", policy), "response") == ["#0", "#1", "#2", "#3"]
     datasets.DatasetDict(train=saved.select([0, 1]), test=saved.select([3])).save_to_disk(tmp_path / "two")
-    assert sorted(column(read(tmp_path / "two", policy), "response")) == ["#0", "#1", "#3"]
+    # Splits are not mixed.
+    assert column(read(tmp_path / "two", policy), "response") == ["#0", "#1"]
+    assert column(read(tmp_path / "two" / "test", policy), "response") == ["#3"]
     pyarrow.feather.write_feather(pa.Table.from_pylist(rows), tmp_path / "r.feather")
     assert column(read(tmp_path / "r.feather", policy), "response") == ["#0", "#1", "#2", "#3"]
 

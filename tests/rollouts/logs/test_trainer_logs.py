@@ -19,7 +19,7 @@ import pytest
 
 import tsae
 from support.builders import BOS, EOS
-from support.logs import LOGS, column, holds, read, refused, write
+from support.logs import LOGS, column, holds, notes, read, refused, write
 from tsae import Rollouts
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
@@ -323,6 +323,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("trl.jsonl", {"completion": [{**SAYS, "reasoning_content": "1+1"}]}, "is 1 message with reasoning_content"),
     ("trl.jsonl", {"right": None}, "has no reward.*--skip unscored"),
     ("dialogue.jsonl", {"messages": [*ASKS, {**SAYS, "content": "", "tool_calls": [{}]}, SAYS]}, "--skip multi-turn"),
+    ("dialogue.jsonl", {"messages": [*ASKS, SAYS, *ASKS, SAYS]}, "several turns of the assistant.*column response, if"),
     ("dialogue.jsonl", {"tools": [{}]}, "its prompt had tools.*--skip multi-turn"),
     *(
         ("asked.jsonl", {"prompt": [{"role": "user", "content": held}]}, f"from 'user' holds {told}")
@@ -458,6 +459,52 @@ def test_steps_that_do_not_fit_their_files(chat: Checkpoint, tmp_path: Path) -> 
     for i, name in enumerate(("a", "b")):
         write(tmp_path / "runs" / name / "1.jsonl", *rows[i:])
     refused("step 1 of run ours is here and in", read, tmp_path / "runs", chat, run="ours")
+
+
+@pytest.mark.parametrize(
+    ("files", "policies", "note"),
+    [
+        ("A/seed0/a.jsonl B/seed0/a.jsonl", ["A/seed0-00001", "B/seed0-00001"], "several runs are called seed0, and"),
+        ("exp_001/a.jsonl exp_2/a.jsonl", ["exp_001-00001", "exp_2-00001"], ""),
+        ("model1/1.json model2/1.json", ["model1", "model2"], "no policy in the log: it is named after its run"),
+        ("a/train.jsonl a/eval.jsonl", ["a-00001"], "1 files are by their names of an evaluation, beside others"),
+        ("a/data/train-00000.jsonl a/data/test-00000.jsonl", ["data-00001"], r"stay apart: .* as a/data/test-00000\)"),
+        ("a/train/0.jsonl a/dev/0.jsonl", ["a-00001"], "1 files are by their names of an evaluation"),
+        ("a/train_test.jsonl a/test.jsonl", ["a-00001"], ""),
+    ],
+)
+def test_runs_and_splits_stay_apart(
+    files: str, policies: list[str], note: str, chat: Checkpoint, tmp_path: Path
+) -> None:
+    for i, name in enumerate(files.split()):
+        row = {"prompt": "1+1?", "response": f"#{i}", "reward": 1.0} | ({} if name.endswith(".json") else {"step": 1})
+        write(tmp_path / "all" / name, row if "step" in row else json.dumps([row]))
+    found = read(tmp_path / "all", chat)
+    assert found.policies == policies
+    assert re.search(note, notes(found))
+
+
+def test_verls_validations_are_told_by_their_folders(chat: Checkpoint, tmp_path: Path) -> None:
+    row, told = rows_of(LOGS / "verl" / "1.jsonl")[0], "evals valid validations tests dev aime_val"
+    for name in ("rollout_data", *told.split()):
+        write(tmp_path / "run" / name / "1.jsonl", row)
+    assert len(read(tmp_path / "run", chat)) == 1
+    # A run may be called a test, too: validations have a column reward.
+    assert read(write(tmp_path / "qwen_test" / "1.jsonl", row), chat).policies == ["qwen_test-00000"]
+    assert read(write(tmp_path / "aime_test" / "1.jsonl", row | {"reward": 1.0}), chat).policies == ["aime_test-00001"]
+    assert read(tmp_path / "run" / "evals", chat).policies == ["evals-00001"]
+
+
+def test_a_step_that_a_file_goes_back_to_is_named(chat: Checkpoint, tmp_path: Path) -> None:
+    def said(*held: tuple[int, int]) -> bool:
+        rows = [
+            {"prompt": f"{q}?", "response": f"#{i}", "reward": 1.0, "step": step} for i, (step, q) in enumerate(held)
+        ]
+        return "log.jsonl goes back to step 2 and has groups" in notes(read(write(tmp_path / "log.jsonl", *rows), chat))
+
+    assert said((1, 1), (2, 1), (3, 1), (2, 1), (3, 1), (4, 1))
+    assert not said((1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2))  # by problem
+    assert not said((3, 1), (2, 1), (3, 1), (2, 1), (3, 1), (2, 1))  # shuffled
 
 
 def test_steps_come_in_order(chat: Checkpoint, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class Part:
 
     def as_dict(self) -> dict[str, Any]:
         """For another process."""
-        files = [(str(f.path), f.run, f.step, f.start, f.stop, f.before) for f in self.files]
+        files = [(str(f.path), f.run, f.step, f.start, f.stop, f.before, f.several) for f in self.files]
         return {"files": files, "first": self.first, "bytes": self.bytes}
 
     @classmethod

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,15 @@ _A_LOG = re.compile(
 )
 # Folders that trainers make below a run's own; the run is the first folder above them.
 _NOT_A_RUN = re.compile(
-    r"(step|exp)_\d+|completions|rollouts?|rollout_data(_dir)?|validation_data(_dir)?|generations|traces|logs?|train|"
+    r"step_\d+|completions|rollouts?|rollout_data(_dir)?|validation_data(_dir)?|generations|traces|logs?|train|"
     r"eval|all|effective|token_exports|monitors|file|stream|files|media|table|artifacts|run-.+[:-]v\d+"
 )
+_OF_NEMO_RL = re.compile(r"exp_\d{3}")  # of its own logs; another's exp_001 is a run
+_TRAINED, HELD_OUT = (
+    re.compile(rf"(^|[^a-z])({words})(?![a-z])", re.IGNORECASE)
+    for words in ("train(ing)?", "vals?|valid(ation)?s?|evals?|evaluations?|tests?|dev")
+)
+"""Words of names of files and folders, for what was trained on and for what was not."""
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 WANDB_RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
 _BLOCK = 1 << 16
@@ -56,6 +62,8 @@ class LogFile:
     """Byte at which it ends; None for the end of the file."""
     before: int = 0
     """Lines of the file before the piece."""
+    several: bool = False
+    """Whether the log has several runs."""
 
     @property
     def name(self) -> str:
@@ -74,7 +82,9 @@ class LogFile:
 def run_folder(path: Path) -> Path:
     """The folder of the run that a log lies in."""
     folder = path.resolve()
-    while _NOT_A_RUN.fullmatch(folder.name):
+    while _NOT_A_RUN.fullmatch(folder.name) or (
+        _OF_NEMO_RL.fullmatch(folder.name) and any(folder.glob("train_data_step*"))
+    ):
         folder = folder.parent
     return folder
 
@@ -167,6 +177,39 @@ def leave_copies(files: list[LogFile]) -> list[str]:
     gone = {file.path for file in left}
     files[:] = [file for file in files if file.path not in gone]
     return [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []
+
+
+def name_runs(files: list[LogFile], folders: Mapping[str, Mapping[Path, Path]]) -> list[str]:
+    """Name runs of one name by their folders, with a note.
+
+    Args:
+        files: of the log; their runs are changed.
+        folders: by name of a run, the folder of the run of each of its files.
+    """
+    notes, longer = [], dict[Path, str]()
+    for run, of in folders.items():
+        # An id of wandb is one run's, wherever its folder was copied to.
+        if len(set(of.values())) > 1 and not WANDB_RUN.match(run):
+            above = os.path.commonpath([folder.parent for folder in of.values()])
+            for file, folder in of.items():
+                longer[file] = str(folder.relative_to(above)).encode("utf-8", "backslashreplace").decode()
+            notes.append(f"several runs are called {run}, and are named by their folders (--run, if they are one)")
+    files[:] = [replace(file, run=longer.get(file.path, file.run)) for file in files]
+    return notes
+
+
+def leave_held_out(files: list[LogFile], path: Path) -> list[str]:
+    """Take out the files of evaluations, with a note, where names below the log tell them from the training's."""
+    names = {file.path: bare(Path(name_in(path, file.path))).with_suffix("").as_posix() for file in files}
+    held_out = {file: name for file, name in names.items() if HELD_OUT.search(name) and not _TRAINED.search(name)}
+    if not held_out or not any(_TRAINED.search(name) and not HELD_OUT.search(name) for name in names.values()):
+        return []
+    files[:] = [file for file in files if file.path not in held_out]
+    first = next(iter(held_out.values()))
+    return [
+        f"{len(held_out):,} files are by their names of an evaluation, beside others of the training, and stay apart: "
+        f"give them alone to read them (such as {first})"
+    ]
 
 
 def leftovers(files: Sequence[LogFile]) -> list[str]:

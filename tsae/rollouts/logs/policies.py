@@ -61,8 +61,9 @@ class Policies:
             self._checkpoint(name, -1)
             return name
         if entry.step is None:
-            self.counts[_UNNAMED]["unnamed"] += self.run is None
-            return self.run or "unknown"
+            if self.run is None:
+                self.counts[_UNNAMED]["named after its run" if file.several else 'called "unknown"'] += 1
+            return self.run or (file.run if file.several else "unknown")
         exact = self._checkpoint(file.run, entry.updates)
         if exact is not None:
             self.counts[_EXACT][exact] += 1
@@ -113,6 +114,6 @@ class Policies:
                 f"{first}{f' and {len(others)} more' if others else ''}: the checkpoint that the logged step made; its "
                 f"responses were sampled by weights {'' if self.synchronous else 'at least '}one update older"
             )
-        if n := self.counts[_UNNAMED]["unnamed"]:
-            notes.append(f'{n:,} trajectories have no policy in the log: it is called "unknown" (--run names it)')
+        for how, n in self.counts[_UNNAMED].items():
+            notes.append(f"{n:,} trajectories have no policy in the log: it is {how} (--run names it)")
         return notes

@@ -59,6 +59,15 @@ def drop_repeats(
     first, second = _neighbours(index["key"].to_numpy(), index["key"].to_numpy() != 0)
     trajectory = index.trajectory.to_numpy()
     differs = (trajectory[first] != trajectory[second]) | ~_equal(reward[first], reward[second])
+    if copies and differs.any():
+        other = _evaluations(index, files, first[differs], second[differs])
+        if other.any() and "repeated" not in config.skip:
+            at = int(np.flatnonzero(other)[0])
+            what = f"is of a second table of step {index.step.iloc[at]}, with other prompts, as an evaluation logs it"
+            raise TsaeError(what, where=place(at), fix="Keep the first of them with --skip repeated.")
+        kept &= ~other
+        stay = kept[first] & kept[second]
+        first, second, differs = first[stay], second[stay], differs[stay]
     if differs.any() and "repeated" not in config.skip:
         a, b = first[differs][0], second[differs][0]
         what = f"the trajectory of {place(a)} comes here again, and is another"
@@ -85,6 +94,42 @@ def drop_repeats(
                 fix="Correct the log; if its rewards are noisy, as a judge's are, give --noisy-rewards.",
             )
     return kept
+
+
+def _evaluations(index: pd.DataFrame, files: Sequence[LogFile], first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(n,) bool: trajectories of a table of wandb that an evaluation logged behind that of the training.
+
+    It is of the same run and step, and has other prompts. A run that was resumed writes into another folder.
+
+    Args:
+        index: of the log.
+        files: the log's.
+        first, second: positions of trajectories that have one key and differ.
+    """
+    file, prompt = index["file"].to_numpy(), index.prompt.to_numpy()
+    folder = pd.factorize(np.array([str(file.path.parent) for file in files]))[0][file]
+    other = (file[first] != file[second]) & (folder[first] == folder[second]) & (prompt[first] != prompt[second])
+    table = index.groupby(["file", "step"]).ngroup().to_numpy()
+    return np.isin(table, table[second[other]])
+
+
+def goes_back(index: pd.DataFrame, files: Sequence[LogFile]) -> Iterator[str]:
+    """Where the steps of a file go back to groups that it had before, as after a resume.
+
+    A file in the order of its problems goes back too, but not to groups that it had; a shuffled one does all the time.
+
+    Args:
+        index: of the trajectories that stay.
+        files: the log's.
+    """
+    for number, rows in index.dropna(subset=["step"]).groupby("file"):
+        back, turn = rows.step.diff() < 0, (rows.step.diff() != 0).cumsum()
+        turns = turn.groupby([rows[name] for name in _GROUP]).nunique()
+        if 0 < back.sum() < rows.step.nunique() and (turns > 1).any():
+            yield (
+                f"{files[number].path.name} goes back to step {rows.step[back].iloc[0]} and has groups of it twice, as "
+                "when a run resumed from an older checkpoint: both attempts count (delete the lines of the first)"
+            )
 
 
 class Groups:

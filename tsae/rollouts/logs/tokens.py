@@ -260,6 +260,12 @@ class Tokens:
             return (encode_prompt(self.tokenizer, prompt, style, entry.where),)
         if style == "chat":
             return self._encode_question(prompt, entry)
+        if entry.prompt_is == "verbatim" and not special:
+            return (
+                encoded(),
+                "prompts have none of the chat template's special tokens: they were taken as they stand "
+                "(--prompt-format chat, if they are questions for it)",
+            )
         if entry.prompt_is == "verbatim" or (special and entry.prompt_is == "perhaps stripped"):
             return (encoded(),)
         if special and (rendered := templated(self.tokenizer, prompt)) is not None:

@@ -8,6 +8,7 @@ answer, solution, generations, correctness_math_verify, finish_reasons, uuid).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from tsae.rollouts.logs.adapters import (
     only_answer,
     split_by_mask,
 )
-from tsae.rollouts.logs.entry import Entry, Fields, Row, is_score, read_list, total
+from tsae.rollouts.logs.entry import Entry, Fields, Row, is_score, read_list, read_number, total
 
 _TOTAL = ("total", "reward", "score")
 _TABLE = {"problem_id", "policy", "prompt_ids", "response_ids", "outcome", "band"}
@@ -37,7 +38,8 @@ def _fits(row: Row, config: ImportConfig) -> bool:
     if {"generation", "micro_batch", "rank"} <= row.keys():  # A run log of tsae.
         return False
     answered = names.response in row or names.response_ids in row
-    return _dialogue(row, config) is not None or (answered and (names.prompt in row or names.prompt_ids in row))
+    dialogue = _dialogue(row, config) is not None and not _fits_open_r1(row, config)
+    return dialogue or (answered and (names.prompt in row or names.prompt_ids in row))
 
 
 def _dialogue(row: Row, config: ImportConfig) -> list[dict[str, Any]] | None:
@@ -63,8 +65,11 @@ def _split(row: Fields) -> Iterable[Fields]:
     else:
         return [row]
     whole = [name for name in (names.prompt, "messages") if is_conversation(row.get(name))]
-    whole += [names.answer] + [names.prompt_ids] * (not _is_list_of(list, row.get(names.prompt_ids)))
-    return each_response(row, column, (names.response, names.response_ids, names.response_mask, *told), whole)
+    whole += [names.prompt_ids] * (not _is_list_of(list, row.get(names.prompt_ids)))
+    aligned = (names.response, names.response_ids, names.response_mask, *told)
+    # A list about the problem may happen to be as long.
+    whole += [name for name in (names.answer, names.level, *row.config.keep_columns) if name not in aligned]
+    return each_response(row, column, aligned, whole)
 
 
 def _is_list_of(kind: type | tuple[type, ...], value: Any) -> bool:
@@ -83,6 +88,10 @@ def _entry(row: Fields) -> Entry:
     if (messages := _dialogue(row.row, row.config)) is not None:
         if row.get("tools"):
             row.leave_out("multi-turn", "its prompt had tools, which the template writes out elsewhere")
+        if any(message["role"] == "assistant" for message in messages[:-1]):
+            what = "its messages have several turns of the assistant, and nothing says which of them were sampled"
+            fix = f"Put the last into a column {names.response}, if it alone was, and the others into {names.prompt}"
+            row.leave_out("multi-turn", what, fix)
         prompt, response = asked(messages[:-1], row) or None, only_answer(messages[-1:], row)
     elif is_conversation(response):
         response = only_answer(response, row)
@@ -115,7 +124,7 @@ def _entry(row: Fields) -> Entry:
         masked=masked,
         rewards=rewards,
         reward=reward,
-        unscored=False,
+        unscored=isinstance(logged := read_number(row.get(names.reward)), float) and math.isnan(logged),
         correct=row.truth(names.correct),
         answer=row.answer(names.answer),
         level=row.label(names.level),
@@ -134,9 +143,9 @@ def _rewards(row: Fields) -> tuple[dict[str, float | None], float | None]:
     if isinstance(parts := read_list(row.get(name)), dict):
         rewards = row.inside({n: value for n, value in parts.items() if is_score(n, value)}).scores()
         return rewards, next((rewards[n] for n in _TOTAL if rewards.get(n) is not None), total(rewards))
-    reward = row.number(name)
+    reward = row.score(name)
     named = row.config.rewards or (() if reward is None else (name,))
-    return {name: row.number(name) for name in named}, reward
+    return {name: row.score(name) for name in named}, reward
 
 
 def _turns(

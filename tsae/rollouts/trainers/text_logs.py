@@ -39,10 +39,12 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.logs.adapters import (
     asked,
@@ -56,7 +58,8 @@ from tsae.rollouts.logs.adapters import (
 )
 from tsae.rollouts.logs.check_advantages import check_sum
 from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, is_finite, is_score, read_number, total
-from tsae.rollouts.logs.log_files import LogFile
+from tsae.rollouts.logs.log_files import HELD_OUT, LogFile
+from tsae.rollouts.rewards import outcome_reward
 
 _OWN_VERL = {"input", "output", "gts", "step", "uid", "request_id", "num_turns"}
 
@@ -84,7 +87,7 @@ def _verl_entry(row: Fields) -> Entry:
         response=row.text("output"),
         rewards=rewards,
         reward=reward,
-        decides="acc" if rewards.get("acc") is not None else "score",
+        decides=_verl_decides(rewards),
         answer=row.answer("gts"),
         step=step,
         # Steps are counted from 1, and step 0 is a validation.
@@ -97,18 +100,16 @@ def _verl_entry(row: Fields) -> Entry:
 
 def _verl_validates(path: Path) -> bool:
     """Whether a file is a validation's, by its name or that of its folder, which the run's config gives it."""
-    folder = path.resolve().parent.name
-    return (
-        path.name.startswith("val_step") or re.search(r"(^|[_-])(val|validation|eval|test)([_-]|$)", folder) is not None
-    )
+    return path.name.startswith("val_step") or HELD_OUT.search(path.resolve().parent.name) is not None
 
 
 def _verl_trained_on(row: Fields) -> bool:
     """Whether it is not a validation dump, by the folder's name; if that says nothing, by a column reward."""
-    path = row.file.path
-    if _verl_validates(path):
+    path, folder = row.file.path, row.file.path.resolve().parent.name
+    a_run = "reward" not in row and re.search(r".[_-](test|dev)$", folder)  # A run may be called a test.
+    if _verl_validates(path) and not a_run:
         return False
-    return "reward" not in row or re.search(r"rollout|train", path.resolve().parent.name) is not None
+    return "reward" not in row or re.search(r"rollout|train", folder) is not None
 
 
 def _verl_rewards(row: Fields) -> dict[str, float | None]:
@@ -121,6 +122,14 @@ def _verl_rewards(row: Fields) -> dict[str, float | None]:
             found = read_number(value)
             rewards[name] = row.number(name) if isinstance(found, int) or is_finite(found) else None
     return rewards
+
+
+def _verl_decides(rewards: dict[str, float | None]) -> str:
+    """Name of the reward that says what is right: a score may be a sum with a part for format."""
+    known = [name for name, value in rewards.items() if value is not None]
+    with suppress(TsaeError):
+        return "acc" if "acc" in known else outcome_reward(known)
+    return "score"
 
 
 def _verl_total(row: Fields, rewards: dict[str, float | None]) -> float | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -24,12 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tsae.base.files import reading
+from tsae.base.untrusted import parse_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ColumnNames, ImportConfig
 from tsae.rollouts.logs.adapters import each_row, format_of, is_conversation, only_answer
 from tsae.rollouts.logs.check_advantages import check_sum
-from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, hash64, is_score, total
-from tsae.rollouts.logs.log_files import LogFile, first_row
+from tsae.rollouts.logs.entry import Entry, Fields, Row, Unusable, hash64, is_score, some_of, total
+from tsae.rollouts.logs.log_files import LogFile, first_row, run_folder
 from tsae.rollouts.logs.readers import OTHER_TABLES, kind_of
 
 _COMPLETION_IDS = "completion_ids"
@@ -50,15 +52,19 @@ def _parse(file: LogFile, config: ImportConfig) -> Iterator[Entry | Unusable]:
     # By step and prompt: a table of a service may hold several steps.
     groups: dict[int | None, dict[str, list[tuple[float | None, ...]]]] = defaultdict(lambda: defaultdict(list))
 
-    def split(row: Fields) -> Iterable[Fields]:
+    def split(row: Fields) -> Iterable[Fields | Unusable]:
         nonlocal seen, before, first_step
         if not trackio or row.row["run_name"] != run:
             return [] if trackio else [row]
         rows, seen = [replace(row, row=found) for found in _table(row.row)], Counter()
-        again, before = before, [[found.row.get(name) for name in _SAME] for found in rows]
+        again, before = before, [[str(found.row.get(name)) for name in _SAME] for found in rows]
         if before and again == before:
             # Logged again at a later step that trained on the same generation batch: equal rows count once.
             rows = [replace(found, row={**found.row, "step": first_step}) for found in rows]
+        elif again and rows and rows[0].row["step"] == first_step and {r[0] for r in again} != {r[0] for r in before}:
+            before = again
+            what = f"is of a second table of step {first_step}, with other prompts, as an evaluation logs it"
+            return [row.unusable("repeated", what, "Keep the first of them with --skip repeated") for row in rows]
         elif rows:
             first_step = rows[0].row["step"]
         return rows
@@ -138,6 +144,24 @@ def _table(row: Row) -> list[Row]:
         for found in rows or ()
         if isinstance(found, Mapping)
     ]
+
+
+def evaluated(files: Sequence[LogFile]) -> Iterator[str]:
+    """A note where the run evaluated at steps of which it has files: TRL then puts its responses into these.
+
+    The longest history beside the log, which is the newest checkpoint's, says when it did.
+    """
+    steps = set[Any]()
+    for folder in {run_folder(file.path.parent) for file in files}:
+        states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_size)
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # An import does not need it.
+            history = parse_json(states[-1].read_text(encoding="utf-8"))["log_history"]
+            steps |= {entry["step"] for entry in history if any(name.startswith("eval_") for name in entry)}
+    if held := sorted(steps & {file.step for file in files}):
+        yield (
+            f"the run evaluated at {len(held):,} logged steps ({some_of(map(str, held), 3)}): TRL writes the responses "
+            "of an evaluation into the same files, over the training's, and nothing tells them apart"
+        )
 
 
 def _reward_columns(file: LogFile, first: Row, known: ColumnNames) -> tuple[str, ...]:
