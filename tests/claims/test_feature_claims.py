@@ -67,7 +67,8 @@ def causal_test(effect: float, tested: tuple[int, ...]) -> Intervention:
     rollouts = Rollouts.from_records(records, {"behaviours": ["direct_answer"]})
     info = {
         "checkpoint": "run-10", "features": list(tested), "n_problems": 40, "rows": {}, "sae": {},
-        "config": {"mode": "ablate", "amount": 1.0, "tokens": "predicting"}, "no_op_identical": True,
+        "config": {"mode": "ablate", "amount": 1.0, "tokens": "predicting", "n_random": 12,
+            "confidence": 0.95}, "no_op_identical": True,
     }  # fmt: skip
     return Intervention(outcome_table(rollouts, confidence=0.95), rollouts, info)
 
