@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -600,7 +601,7 @@ def test_any_flipped_byte_is_found(whole: Path, tmp_path: Path) -> None:
 
 def test_damaged_shards_are_named(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = json.loads(fails(capsys, "verify", damaged, "--json", "-").out)["artefacts"]
-    said = dict(one.split(": ", 1) for one in found["what"].split("; "))
+    said = dict(one.split(": ", 1) for one in re.split(r"; (?=\w[-\w]*/\d+\.h5: )", found["what"]))
     assert found["state"] == "damaged"
     assert "bytes have changed" in said["base/00001.h5"]
     assert "cannot be read" in said["base/00003.h5"]
