@@ -197,7 +197,8 @@ def test_every_stage_wrote_what_the_next_reads(pipeline: Path) -> None:
 def test_a_diff_shows_more_where_it_is_asked(shell: Shell, pipeline: Path, tmp_path: Path) -> None:
     printed = shell(
         "diff --features {p}/features --to {t}/diff --tokenizer {p}/series --annotator support.cli:classes --families "
-        "--store {p}/acts --compare {p}/diff --markdown {t}/diff.md --fdr by --n-permutations 500 --n-bootstrap 200"
+        "--store {p}/acts --compare {p}/diff --markdown {t}/diff.md --fdr by --n-permutations 500 --n-bootstrap 200 "
+        "--all"
     )
     for text in ("Δ of families", "linear probe", "Against"):
         assert text in printed

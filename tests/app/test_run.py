@@ -796,7 +796,7 @@ def test_the_page_says_that_a_log_does_not_agree(finished: Finished) -> None:
     sentences = [sentence for finding in findings(told) for sentence in finding.sentences]
     assert "The rollout log does not agree with itself: answers." in sentences
     nothing = {"answers": {"compared": 0, "disagrees": False, "line": "answers: not compared"}}
-    assert "could not be compared" in rendered(replace(diff, info={**diff.info, "second_look": nothing}), {})
+    assert "cannot be checked" in rendered(replace(diff, info={**diff.info, "second_look": nothing}), {})
     assert "Rollout log" not in rendered(replace(diff, info={**diff.info, "second_look": None}), {})
 
 

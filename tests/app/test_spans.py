@@ -356,10 +356,10 @@ def test_every_command_takes_the_span(
     main(["encode", "--sae", to["sae"], "--store", store, "--to", to["features"]])
     capsys.readouterr()
     quick = ["--n-bootstrap", "100", "--n-permutations", "200", "--min-problems", "3", "--noise-draws", "0"]
-    main(["diff", "--features", to["features"], "--to", to["diff"], "--span", "thinking", *quick])
+    main(["diff", "--features", to["features"], "--to", to["diff"], "--span", "thinking", "--all", *quick])
     assert "trajectories without a token of the span (thinking), left out: base" in capsys.readouterr().out
     page = tsae.FeatureDiff.load(to["diff"]).to_html(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Mean activation over the thinking tokens of a trajectory" in page
+    assert "mean activation over the thinking tokens of a trajectory" in page
     assert "Trajectories without such a token are left out (of those read by base" in page
     assert "% of its activation in responses on thinking" in page
 

@@ -334,7 +334,7 @@ def test_a_one_epoch_run_speaks_of_what_it_has(one_epoch: Any, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "Raised by up, lowered by down: 1 feature" in said
     assert "Raised by down, lowered by up: 1 feature" in said
-    assert "up: 2 of 8 tested features moved on the same trajectories" in said
+    assert "On the same trajectories, 2 of 8 tested features moved" in " ".join(said.split())
     page = rendered(diff)
     assert "up raised and down lowered 1 feature, most clearly" in page
     for nothing in ("Nothing was discovered", "Nothing was found", "No feature was raised by one run"):

@@ -187,7 +187,7 @@ def test_stability_that_was_measured_after_encoding_is_given(
     np.testing.assert_allclose(one.features.stability, found.cosine[0])
     assert one.info["stability"]["n_others"] == 1
     command = ["diff", "--features", tmp_path / "features", "--n-permutations", 200, "--n-bootstrap", 100]
-    main(list(map(str, [*command, "--to", tmp_path / "diff", "--stability", first])))
+    main(list(map(str, [*command, "--to", tmp_path / "diff", "--stability", first, "--all"])))
     said = capsys.readouterr().out
     assert "stability: 2 other seeds on average find" in said
     both = tsae.FeatureDiff.load(tmp_path / "diff")
