@@ -14,7 +14,7 @@
         /entropy, /logprob    (n_tokens,) float32, where `CaptureConfig.token_statistics` asked for them
 
 Datasets are contiguous, so that they are read through memory maps. A shard enters the manifest, with its hash, only
-once it is whole and was opened again; the attributes ``weights`` and ``rollouts`` of the file say whose it is.
+once it is whole; the attributes ``weights`` and ``rollouts`` of the file say whose it is.
 
 `Pair` shows a store's base and another reader side by side, for crosscoders. A token that both have read is one row
 (2 · d_model,): the base's activation, then the other's. Training, evaluation and batches read a pair as they read a

@@ -74,8 +74,8 @@ class Attribution(Tables):
 
     @property
     def bands(self) -> pd.DataFrame:
-        """What easy, medium, hard and unbanded samples did: one row a band and target with band, n, target, share,
-        without, alone and how; see `groups`."""
+        """What easy, medium, hard and unbanded samples did. There is one row for each band and target, with band, n,
+        target, share, without, alone and how; see `groups`."""
         table = self.groups[self.groups.kind == "band"].rename(columns={"group": "band"})
         bands = [*BANDS, *sorted(set(table.band) - set(BANDS))]
         table = self._in_order(table, table.band.map(bands.index))

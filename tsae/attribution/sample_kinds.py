@@ -28,7 +28,7 @@ from tsae.rollouts.table import Rollouts
 Masks = dict[str, np.ndarray]
 
 UNBANDED = "unbanded"
-"""Samples without a band, in a log that has bands: shares of all bands add up with theirs."""
+"""The samples without a band, in a log that has bands. With their share, the shares of all bands add up."""
 _REWARD = "reward/"
 _MOST_LEVELS = 6
 

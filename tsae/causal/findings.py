@@ -46,7 +46,7 @@ class Planned(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder: no other test's, though the base has what several runs lowered."""
+        """The name of the test's folder. No two tests share it: several runs may lower what the base has."""
         if self.mode == "ablate":
             return f"ablate-{self.has}" if self.raised else f"ablate-{self.has}-against-{self.lacks}"
         return f"{self.mode}-{self.has}-into-{self.lacks}"

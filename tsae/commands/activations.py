@@ -119,7 +119,7 @@ class Statistics:
 
 @config
 class StoreCommand:
-    """Show what an activation store holds, or tabulate what readers predicted."""
+    """Show what an activation store holds, or make a table of what its readers predicted."""
 
     command: OmitArgPrefixes[
         Annotated[Show, subcommand("show", prefix_name=False)]

@@ -186,9 +186,10 @@ def test_name(test: dict[str, Any]) -> str:
 
 
 def is_share(diff: FeatureDiff, behaviour: str) -> bool:
-    """Whether a behaviour is shown in per cent: a known one that is not a length, or one that responses have or lack.
+    """Whether a behaviour is shown in per cent.
 
-    Other numbers, such as nats, may lie within 0 and 1 by chance.
+    The known behaviours are, except for the two lengths. Other columns are if they hold only 0 and 1: numbers such as
+    nats may lie between 0 and 1 by chance.
     """
     if behaviour in _BEHAVIOUR_NAMES:
         return behaviour not in ("response_length", "relative_length")
@@ -208,10 +209,10 @@ def behaviour(diff: FeatureDiff, policy: str, band: str, name: str) -> pd.Series
 
 
 def change_of(diff: FeatureDiff, policy: str, band: str, name: str) -> tuple[pd.Series, pd.Series] | None:
-    """A behaviour of the base and of a policy; None where they answered no problems in common to compare it on.
+    """A behaviour of the base and of a policy. None, if there is no problem that both answered.
 
-    Each "mean" is over these problems, as the change is: over problems that one side alone answered it could go the
-    other way. Older diffs do not have these means.
+    Each "mean" is over the problems that both answered, as the change is. With the problems that only one of them
+    answered, the means could differ in the other direction than the change.
     """
     before, after = (behaviour(diff, who, band, name) for who in (diff.base, policy))
     if before is None or after is None or pd.isna(after["change"]):

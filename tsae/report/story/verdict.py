@@ -150,7 +150,12 @@ def clear_changes(changes: Sequence[Change], confidence: float) -> list[Change]:
 
 
 def _holm(intervals: Sequence[tuple[float, float, int, float]], alpha: float) -> list[int]:
-    """Places of the (low, high, degrees of freedom, confidence) of Student's intervals whose p passes, by p."""
+    """The places of the intervals that pass Holm's test, the smallest p first.
+
+    Args:
+        intervals: (low, high, degrees of freedom, confidence) of intervals by Student's t.
+        alpha: the chance of any false one.
+    """
     p = []
     for low, high, df, confidence in intervals:
         error, size = (high - low) / 2 / student.ppf(0.5 + confidence / 2, df), abs(high + low) / 2

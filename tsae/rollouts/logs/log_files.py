@@ -37,7 +37,7 @@ _TRAINED, HELD_OUT = (
     re.compile(rf"(^|[^a-z])({words})(?![a-z])", re.IGNORECASE)
     for words in ("train(ing)?", "vals?|valid(ation)?s?|evals?|evaluations?|tests?|dev")
 )
-"""Words of names of files and folders, for what was trained on and for what was not."""
+"""In the name of a file or folder, these words say that its rows were trained on, or that they were not."""
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 WANDB_RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-")
 _BLOCK = 1 << 16
@@ -199,7 +199,10 @@ def name_runs(files: list[LogFile], folders: Mapping[str, Mapping[Path, Path]]) 
 
 
 def leave_held_out(files: list[LogFile], path: Path) -> list[str]:
-    """Take out the files of evaluations, with a note, where names below the log tell them from the training's."""
+    """Take the files of evaluations out of the list, and say so in a note.
+
+    They are known by their names, and only where the names of other files say that these are the training's.
+    """
     names = {file.path: bare(Path(name_in(path, file.path))).with_suffix("").as_posix() for file in files}
     held_out = {file: name for file, name in names.items() if HELD_OUT.search(name) and not _TRAINED.search(name)}
     if not held_out or not any(_TRAINED.search(name) and not HELD_OUT.search(name) for name in names.values()):

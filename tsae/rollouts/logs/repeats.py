@@ -99,7 +99,8 @@ def drop_repeats(
 def _evaluations(index: pd.DataFrame, files: Sequence[LogFile], first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """(n,) bool: trajectories of a table of wandb that an evaluation logged behind that of the training.
 
-    It is of the same run and step, and has other prompts. A run that was resumed writes into another folder.
+    Such a table has the run and step of the training's table, and other prompts. It lies in the same folder, because a
+    run that was resumed writes into another one.
 
     Args:
         index: of the log.

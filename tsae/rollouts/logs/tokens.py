@@ -68,8 +68,9 @@ class Prompt(NamedTuple):
     assumed: tuple[str, ...] = ()
     """What the log does not say about it, to be printed after the number of trajectories."""
     lost: float = 0.0
-    """Share of the characters of a logged text, each counted once, that its ids do not have: the tokenizer does not
-    know them. Letter case and compatible forms (NFKC) do not count, since some tokenizers change these on purpose."""
+    """Which share of the characters of a logged text its ids do not have, because the tokenizer does not know them.
+    Each character counts once. Letter case and compatible forms (NFKC) do not count, since some tokenizers change
+    these on purpose."""
 
 
 class Response(NamedTuple):

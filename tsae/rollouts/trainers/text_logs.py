@@ -125,7 +125,7 @@ def _verl_rewards(row: Fields) -> dict[str, float | None]:
 
 
 def _verl_decides(rewards: dict[str, float | None]) -> str:
-    """Name of the reward that says what is right: a score may be a sum with a part for format."""
+    """The name of the reward that says whether an answer is right. A score may include a part for format."""
     known = [name for name, value in rewards.items() if value is not None]
     with suppress(TsaeError):
         return "acc" if "acc" in known else outcome_reward(known)
