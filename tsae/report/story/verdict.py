@@ -334,10 +334,9 @@ def _tested(diff: FeatureDiff, run: str) -> Light:
         if pd.isna([low, high]).any():
             continue
         known.append(place)
-        # An interval over sets and problems: p by the fewer of both errs on the side of no. Older records do not say
-        # how many sets they had; two is the least.
-        df = max(min(test.get("n_random", 2), int(row["n_paired"])) - 1, 1)
-        intervals.append((low, high, df, test.get("confidence", diff.info["config"]["confidence"])))
+        # An interval over sets and problems: p by the fewer of both errs on the side of no.
+        df = min(test["n_random"], int(row["n_paired"])) - 1
+        intervals.append((low, high, df, test["confidence"]))
         if min(row["change"] * low, row["change"] * high) > 0:  # else it did less than random features
             beyond.append(place)
     passed = {known[place] for place in _holm(intervals, 1 - float(diff.info["config"]["confidence"]))}
