@@ -18,13 +18,22 @@ from shlex import quote
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.known_logs import KNOWN
-from tsae.rollouts.logs import log_files
 from tsae.rollouts.logs.adapters import TABLES, Format
 from tsae.rollouts.logs.entry import Entry, Row, some_of, writable
-from tsae.rollouts.logs.log_files import LogFile, NoLog, find_files, first_row, leave_copies, leftovers, run_folder
+from tsae.rollouts.logs.log_files import (
+    LogFile,
+    NoLog,
+    find_files,
+    first_row,
+    leave_copies,
+    leave_held_out,
+    leftovers,
+    name_runs,
+    run_folder,
+)
 from tsae.rollouts.logs.readers import bare, grows, kind_of
 from tsae.rollouts.rewards import outcome_reward
-from tsae.rollouts.trainers import plain, token_logs, trl
+from tsae.rollouts.trainers import plain, token_logs
 
 _MODULES = {known.module: import_module(f"tsae.rollouts.trainers.{known.module}") for known in KNOWN}
 _FOUND = {form.name: form for module in _MODULES.values() for form in vars(module).values() if isinstance(form, Format)}
@@ -206,8 +215,10 @@ def _ordered(
         what = f"holds no {config.subset}, but {', '.join(subsets)}"
         raise TsaeError(what, where=path, fix=f"Say --subset {next(iter(subsets))}.")
     if config.run is None:
-        notes += log_files.name_runs(found, folders)
-    notes += log_files.leave_held_out(found, path)
+        found, renamed = name_runs(found, folders)
+        notes += renamed
+    found, held_out = leave_held_out(found, path)
+    notes += held_out
     found.sort(key=lambda f: (f.run, -1 if f.step is None else f.step, _counted(f.path)))
     if form.files.a_file_a_step:
         for a, b in pairwise(found):
@@ -217,11 +228,10 @@ def _ordered(
     runs = list(dict.fromkeys(file.run for file in found))
     if len(runs) > 1 and all(run.startswith(("run-", "offline-run-")) for run in runs):
         notes.append(f"{len(runs)} runs of wandb: if they are one training that was resumed, say --run NAME")
-    notes += leave_copies(found)
+    found, copies = leave_copies(found)
     several = len({file.run for file in found}) > 1
     found = [replace(file, several=several) for file in found]
-    notes += trl.evaluated(found) if form is trl.FORMAT else ()
-    return form, found, [*notes, *leftovers(found)]
+    return form, found, [*notes, *copies, *form.notes(found), *leftovers(found)]
 
 
 TRIED = 256

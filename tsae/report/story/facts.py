@@ -217,8 +217,7 @@ def change_of(diff: FeatureDiff, policy: str, band: str, name: str) -> tuple[pd.
     before, after = (behaviour(diff, who, band, name) for who in (diff.base, policy))
     if before is None or after is None or pd.isna(after["change"]):
         return None
-    means = {end: after.get(f"paired_{end}", of["mean"]) for end, of in (("reference", before), ("mean", after))}
-    before["mean"], after["mean"] = means["reference"], means["mean"]
+    before["mean"], after["mean"] = after["paired_reference"], after["paired_mean"]
     return before, after
 
 

@@ -36,6 +36,8 @@ class Format:
     fits: Fits
     validates: Callable[[Path], bool] | None = None
     """Whether a file is a validation's, by its name."""
+    notes: Callable[[Sequence[LogFile]], Iterable[str]] = lambda files: ()
+    """What an import of these files should say."""
 
     @property
     def suffixes(self) -> Sequence[str]:
@@ -51,13 +53,14 @@ class Format:
         return re.search(self.files.path, path) if self.files.path else None
 
 
-def format_of(
-    name: str, read: Parser, fits: Fits | None = None, validates: Callable[[Path], bool] | None = None
-) -> Format:
-    """A format whose files `rollouts/known_logs.toml` describes; by default its columns there decide what fits."""
+def format_of(name: str, read: Parser, fits: Fits | None = None, **hooks: Any) -> Format:
+    """A format whose files `rollouts/known_logs.toml` describes; by default its columns there decide what fits.
+
+    Hooks are `validates` and `notes` of `Format`.
+    """
     files = FORMAT_FILES[name]
     known = [set(columns.split()) for columns in files.columns]
-    return Format(name, read, files, fits or (lambda row, config: any(c <= row.keys() for c in known)), validates)
+    return Format(name, read, files, fits or (lambda row, config: any(c <= row.keys() for c in known)), **hooks)
 
 
 EntryOf = Callable[[Fields], Entry | None]

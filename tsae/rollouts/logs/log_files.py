@@ -153,10 +153,10 @@ def name_in(log: Path, file: Path) -> str:
     return file.relative_to(log).as_posix() if log.is_dir() else log.name
 
 
-def leave_copies(files: list[LogFile]) -> list[str]:
-    """Find files that are copies of others of the same step, or of no known step: they would count twice.
+def leave_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[str]]:
+    """The files without copies of others of the same step, or of no known step, and a note: they would count twice.
 
-    Copies of tables that services keep, and of other tables that lie beside logs, are taken out, with a note.
+    Only tables that services keep, and other tables that lie beside logs, may have copies.
 
     Raises:
         TsaeError: naming both, for a copy of a trainer's own log.
@@ -175,15 +175,15 @@ def leave_copies(files: list[LogFile]) -> list[str]:
                 raise TsaeError(what, where=file.path, fix="Leave one of them out: its trajectories would count twice.")
             left.append(file)
     gone = {file.path for file in left}
-    files[:] = [file for file in files if file.path not in gone]
-    return [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []
+    notes = [f"{len(left):,} files are copies of others and count once, such as {left[0].path}"] if left else []
+    return [file for file in files if file.path not in gone], notes
 
 
-def name_runs(files: list[LogFile], folders: Mapping[str, Mapping[Path, Path]]) -> list[str]:
-    """Name runs of one name by their folders, with a note.
+def name_runs(files: Sequence[LogFile], folders: Mapping[str, Mapping[Path, Path]]) -> tuple[list[LogFile], list[str]]:
+    """The files, where runs of one name are named by their folders, and notes.
 
     Args:
-        files: of the log; their runs are changed.
+        files: of the log.
         folders: by name of a run, the folder of the run of each of its files.
     """
     notes, longer = [], dict[Path, str]()
@@ -194,22 +194,20 @@ def name_runs(files: list[LogFile], folders: Mapping[str, Mapping[Path, Path]]) 
             for file, folder in of.items():
                 longer[file] = str(folder.relative_to(above)).encode("utf-8", "backslashreplace").decode()
             notes.append(f"several runs are called {run}, and are named by their folders (--run, if they are one)")
-    files[:] = [replace(file, run=longer.get(file.path, file.run)) for file in files]
-    return notes
+    return [replace(file, run=longer.get(file.path, file.run)) for file in files], notes
 
 
-def leave_held_out(files: list[LogFile], path: Path) -> list[str]:
-    """Take the files of evaluations out of the list, and say so in a note.
+def leave_held_out(files: Sequence[LogFile], path: Path) -> tuple[list[LogFile], list[str]]:
+    """The files without those of evaluations, and a note.
 
     They are known by their names, and only where the names of other files say that these are the training's.
     """
     names = {file.path: bare(Path(name_in(path, file.path))).with_suffix("").as_posix() for file in files}
     held_out = {file: name for file, name in names.items() if HELD_OUT.search(name) and not _TRAINED.search(name)}
     if not held_out or not any(_TRAINED.search(name) and not HELD_OUT.search(name) for name in names.values()):
-        return []
-    files[:] = [file for file in files if file.path not in held_out]
+        return [*files], []
     first = next(iter(held_out.values()))
-    return [
+    return [file for file in files if file.path not in held_out], [
         f"{len(held_out):,} files are by their names of an evaluation, beside others of the training, and stay apart: "
         f"give them alone to read them (such as {first})"
     ]

@@ -196,4 +196,4 @@ def _fits(row: Row, config: ImportConfig) -> bool:
     return {"step", "prompt", "completion"} <= row.keys() and ("advantage" in row or isinstance(row["step"], str))
 
 
-FORMAT = format_of("trl", _parse, _fits)
+FORMAT = format_of("trl", _parse, _fits, notes=evaluated)
