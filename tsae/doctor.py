@@ -408,6 +408,10 @@ def _attribution(series: CheckpointSeries, log: _Log | None, config: RunConfig) 
     elif series.base.step:
         what = f"after step {series.base.step} only, since the base is missing"
         yield Finding("attribution", "note", what, _BASE)
+    elif _tokens(log) > config.tokens:
+        n = f"{'about' if log.whole else 'more than'} {_tokens(log):,} tokens"
+        what = f"not of the whole log: it has {n}, and --tokens {config.tokens:,} are read"
+        yield Finding("attribution", "note", what, "raise --tokens, or `tsae attribute --steps` a stretch")
     else:
         yield Finding("attribution", "ok", "base, log and settings are there; the replay says whether they agree")
 
@@ -425,7 +429,8 @@ def _machine(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> I
     shape = _shape(series.base)
     d_model = int(shape.get("hidden_size") or shape.get("n_embd") or 0)
     half = "16" in str(shape.get("dtype") or shape.get("torch_dtype"))
-    tokens = len(readers) * _tokens(log, config)
+    in_log = _tokens(log) if log is not None and log.entries and log.whole else config.tokens
+    tokens = len(readers) * min(config.tokens, in_log)
     need = tokens * d_model * (2 if half else 4)
     disk = config.to.resolve()
     free = shutil.disk_usage(next(place for place in (disk, *disk.parents) if place.is_dir())).free
@@ -443,17 +448,15 @@ def _machine(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> I
     yield Finding("time", "ok", f"{what}, and as long again for the rest, very roughly")
 
 
-def _tokens(log: _Log | None, config: RunConfig) -> int:
-    """That one reader reads, about."""
-    if log is None or not log.entries:
-        return config.tokens
+def _tokens(log: _Log) -> int:
+    """Of the entries that were read, about."""
 
     def n(entry: Entry) -> float:
         asked = len(entry.prompt_ids) if entry.prompt_ids is not None else len(str(entry.prompt or "")) / 3
         given = len(entry.response_ids) if entry.response_ids is not None else len(entry.response or "") / 3
         return asked + given
 
-    return min(config.tokens, int(sum(map(n, log.entries)))) if log.whole else config.tokens
+    return int(sum(map(n, log.entries)))
 
 
 def _gb(size: float) -> str:

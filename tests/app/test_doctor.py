@@ -49,6 +49,11 @@ def test_a_whole_run_lacks_nothing(tmp_path: Path) -> None:
     assert f"{log.accuracy_reward.gt(0).mean():.0%} of 2,048 are right" in found["success"].what
 
 
+def test_a_log_that_is_too_large_to_attribute_is_named_before_the_analysis(tmp_path: Path) -> None:
+    found = examined(testbed.as_run(tmp_path / "run"), tmp_path, tokens=50_000)["attribution"]
+    assert (found.state, "--tokens 50,000 are read" in found.what) == ("note", True)
+
+
 def test_what_is_missing_is_named_with_the_option_that_adds_it(mixed: Path, tmp_path: Path) -> None:
     shutil.rmtree(mixed / "checkpoint-16")
     (mixed / "checkpoint-32" / "training_args.bin").unlink()

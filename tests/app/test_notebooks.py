@@ -17,8 +17,9 @@ TINY = {
     "problems": 12, "samples": 4, "training_tokens": 20_000, "d_sae": 64, "tokens": 12_000, "seeds": 2, "fresh": 4,
     "steps": 2, "responses": 8, "hard_problems": 8, "n_fixed": 8,
 }  # fmt: skip
-# A parameter of the same name costs more here.
+# A parameter of the same name costs more here, or has to be larger.
 TINIER = {
+    "2_your_own_run": {"tokens": 80_000},  # Fewer than the log has are too few to attribute it.
     "6_disease_diagnosis_cure": {"arms": ["plain", "reformulation+guided+adaptive", "oracle"]},
     "7_which_samples": {"problems": 4, "samples": 8, "n_fixed": 24},
 }
