@@ -589,6 +589,14 @@ def test_a_whole_store_is_whole(whole: Path, capsys: pytest.CaptureFixture[str])
     assert f"{SITES[0]}: d_model 16" in capsys.readouterr().out
 
 
+def test_a_manifest_of_another_store_is_not_shown(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "acts"))
+    edit(folder, lambda m: m["readers"][1].update(weights="sha256:another"))
+    assert "is the shard of other weights" in fails(capsys, "store", "show", str(folder)).err
+
+
 @pytest.mark.slow
 def test_any_flipped_byte_is_found(whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "acts"))

@@ -60,7 +60,7 @@ def situation(
                 "n_paired": n, "paired_reference": before, "paired_mean": after,
             },
         ]  # fmt: skip
-    columns = [*behaviour("base", "all", "accuracy", 0.5, 0.1), "paired_reference", "paired_mean"]
+    columns = [*behaviour("base", "all", "accuracy", 0.5, 0.1)]
     contrasts = made.contrasts[made.contrasts.checkpoint.isin(["base", "up-run"])].replace("up-run", "run")
     same = contrasts.part == "same_trajectories"
     if same_text is None:

@@ -65,6 +65,7 @@ def behaviour(
 ) -> dict[str, Any]:
     row = {"policy": policy, "band": band, "behaviour": name, "mean": mean, "low": mean - half, "high": mean + half}
     row |= {"n_problems": 30, "n_trajectories": 240, "change": change, "n_paired": 30}
+    row |= {"paired_reference": mean - change, "paired_mean": mean}
     return {**row, "change_low": change - change_half, "change_high": change + change_half}
 
 

@@ -10,6 +10,7 @@ from tyro.conf import OmitArgPrefixes, Positional, subcommand
 
 import tsae
 from tsae.activations.config import CaptureConfig, StatesConfig, Subset
+from tsae.base.mirror import local
 from tsae.base.part import Part, first_process
 from tsae.base.validation import Daily, config
 from tsae.commands.common import as_json, chosen_readers, load_series, say_wrote, with_address
@@ -73,9 +74,13 @@ class Show:
     """File for the results as JSON. With - they go to standard output, and text to standard error."""
 
     def execute(self) -> None:
-        from tsae.activations.manifest import read_manifest
+        from tsae.activations.manifest import inside, read_manifest
+        from tsae.activations.shard import open_shard
 
-        manifest = read_manifest(self.store)
+        manifest, folder = read_manifest(self.store), local(self.store, fetch=False)
+        for reader, shard in ((r["id"], shard) for r in manifest["readers"] for shard in r["shards"]):
+            if (file := inside(folder, shard["file"])).is_file():  # Those at a URL are not fetched for this.
+                open_shard(file, manifest, reader, shard, outline=True)
         with as_json(self.json) as write:
             print(f"{self.store}: {manifest['dtype']}" + ("" if manifest["complete"] else ", not finished"))
             for site, info in manifest["sites"].items():
