@@ -58,7 +58,7 @@ class Config:
     first: int = 40
     """Tests that are tried first."""
     timeout: float = 300
-    """Seconds after which a mutant that hangs counts as killed."""
+    """Seconds after which a mutant counts as one that hangs. Tests that are only slow need more."""
     seed: int = 0
     """Seed of the draw."""
 
@@ -243,8 +243,8 @@ def test(mutant: Mutant, place: Path, tests: list[str], config: Config) -> dict[
     try:
         file.write_text(faulty, encoding="utf-8")
         for part in (tests[: config.first], tests[config.first :]):
-            if part and outcome == "survived" and not passes(part, place, config.timeout):
-                outcome = "killed"
+            if part and outcome == "survived":
+                outcome = outcome_of(part, place, config.timeout)
     finally:
         file.write_text(source, encoding="utf-8")
     return {**found, "outcome": outcome, "n_tests": len(tests), "seconds": time.monotonic() - began}
@@ -268,7 +268,7 @@ def in_function(source: str, line: int) -> bool:
     return any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
 
 
-def passes(tests: list[str], place: Path, timeout: float) -> bool:
+def outcome_of(tests: list[str], place: Path, timeout: float) -> str:
     listed = place / "mutant-tests.txt"
     listed.write_text("\n".join(tests))
     command = [sys.executable, "-m", "pytest", "-x", "-q", *_TESTS, "-p", "no:cacheprovider", f"@{listed}"]
@@ -276,11 +276,11 @@ def passes(tests: list[str], place: Path, timeout: float) -> bool:
     try:
         ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return False
+        return "timeout"
     # 4: the fault stops conftest.py or a test's file from being imported; else a test is not found.
     if ran.returncode not in (0, 1, 2, 3) and "conftest" not in ran.stderr and "ERROR collecting" not in ran.stdout:
         raise SystemExit(f"pytest ended with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}")
-    return ran.returncode == 0
+    return "killed" if ran.returncode else "survived"
 
 
 def report(judged: list[dict[str, object]], config: Config) -> None:
@@ -288,12 +288,14 @@ def report(judged: list[dict[str, object]], config: Config) -> None:
     figures = {}
     for room in (*config.rooms, "all"):
         mine = [found for found in judged if room in ("all", found["room"])]
-        killed = sum(found["outcome"] == "killed" for found in mine)
+        killed = sum(found["outcome"] in ("killed", "timeout") for found in mine)
         share = binomtest(killed, len(mine)).proportion_ci(0.95, "wilson")
-        figures[room] = {"killed": killed, "of": len(mine), "low": share.low, "high": share.high}
-        print(f"{room:12} {killed:4} of {len(mine):4}  {killed / len(mine):.1%} [{share.low:.1%}, {share.high:.1%}]")
+        hang = sum(found["outcome"] == "timeout" for found in mine)
+        figures[room] = {"killed": killed, "by timeout": hang, "of": len(mine), "low": share.low, "high": share.high}
+        interval = f"[{share.low:.1%}, {share.high:.1%}]"
+        print(f"{room:12} {killed:4} of {len(mine):4}  {killed / len(mine):.1%} {interval}, {hang} by timeout")
     for found in judged:
-        if found["outcome"] != "killed":
+        if found["outcome"] not in ("killed", "timeout"):
             print(f"\n{found['outcome']}: {found['path']}:{found['line']}\n  - {found['was']}\n  + {found['becomes']}")
     score = figures["all"]["killed"] / figures["all"]["of"]
     print(json.dumps({"name": "mutants", "ratio": score, "rooms": figures}))
