@@ -149,7 +149,7 @@ def families_of(table: Any, kinds: Families = KINDS) -> pd.DataFrame:
     return assign_families(table, annotate_tokens(table, by_token, STRINGS), kinds, QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=True)
 def test_families_by_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share, lift and choice of every feature; and that the draws' p-values find the planted ones alone."""
     monkeypatch.setattr(descriptions, "_DRAWS", 199)
