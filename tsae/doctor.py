@@ -449,7 +449,7 @@ def _machine(series: CheckpointSeries, log: _Log | None, config: RunConfig) -> I
 
 
 def _tokens(log: _Log) -> int:
-    """Of the entries that were read, about."""
+    """How many tokens the entries have that were read, about."""
 
     def n(entry: Entry) -> float:
         asked = len(entry.prompt_ids) if entry.prompt_ids is not None else len(str(entry.prompt or "")) / 3

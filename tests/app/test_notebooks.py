@@ -19,7 +19,7 @@ TINY = {
 }  # fmt: skip
 # A parameter of the same name costs more here, or has to be larger.
 TINIER = {
-    "2_your_own_run": {"tokens": 80_000},  # Fewer than the log has are too few to attribute it.
+    "2_your_own_run": {"tokens": 80_000},  # A log of more tokens is not attributed.
     "6_disease_diagnosis_cure": {"arms": ["plain", "reformulation+guided+adaptive", "oracle"]},
     "7_which_samples": {"problems": 4, "samples": 8, "n_fixed": 24},
 }

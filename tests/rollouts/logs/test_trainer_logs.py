@@ -277,6 +277,7 @@ BAD: list[tuple[str, Any, str]] = [
     (NEMO, {"rewards": [float("nan")]}, "has no reward"),
     (NEMO, {"rewards": [float("inf")]}, "rewards is inf"),
     (NEMO, {"rewards": None}, "has no rewards"),
+    (NEMO, {"advantages": [[float("inf")] * 16]}, "advantages is inf, expected a finite number"),
     (NEMO, {"advantages": [[float("inf")] + [0.5] * 15]}, "advantages is inf, expected a finite number"),
     (NEMO, {"advantages": [[0.5] * 3]}, "advantages is neither a number nor one a token"),
     (NEMO, lambda row: row.pop("token_ids"), "an early NeMo-RL"),

@@ -54,9 +54,9 @@ class Format:
 
 
 def format_of(name: str, read: Parser, fits: Fits | None = None, **hooks: Any) -> Format:
-    """A format whose files `rollouts/known_logs.toml` describes; by default its columns there decide what fits.
+    """A format. `rollouts/known_logs.toml` describes its files, and by default the columns there decide which rows fit.
 
-    Hooks are `validates` and `notes` of `Format`.
+    The hooks are the fields `validates` and `notes` of `Format`.
     """
     files = FORMAT_FILES[name]
     known = [set(columns.split()) for columns in files.columns]

@@ -154,9 +154,10 @@ def name_in(log: Path, file: Path) -> str:
 
 
 def leave_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[str]]:
-    """The files without copies of others of the same step, or of no known step, and a note: they would count twice.
+    """Leave out files that are copies of others of the same step, or of no known step. They would count twice.
 
-    Only tables that services keep, and other tables that lie beside logs, may have copies.
+    A trainer's own log is refused if it has a copy. Tables of services, and others beside a log, may have copies.
+    Returns the other files, and a note.
 
     Raises:
         TsaeError: naming both, for a copy of a trainer's own log.
@@ -180,7 +181,7 @@ def leave_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[str]]:
 
 
 def name_runs(files: Sequence[LogFile], folders: Mapping[str, Mapping[Path, Path]]) -> tuple[list[LogFile], list[str]]:
-    """The files, where runs of one name are named by their folders, and notes.
+    """Rename runs that share a name after their folders. Returns the files with these names, and notes.
 
     Args:
         files: of the log.
@@ -198,7 +199,7 @@ def name_runs(files: Sequence[LogFile], folders: Mapping[str, Mapping[Path, Path
 
 
 def leave_held_out(files: Sequence[LogFile], path: Path) -> tuple[list[LogFile], list[str]]:
-    """The files without those of evaluations, and a note.
+    """Leave out the files of evaluations. Returns the other files, and a note.
 
     They are known by their names, and only where the names of other files say that these are the training's.
     """
