@@ -12,7 +12,10 @@ from .activations.token_statistics import trajectory_statistics as trajectory_st
 from .attribution.attribute import attribute as attribute
 from .attribution.attribution import Attribution as Attribution
 from .attribution.config import AttributionConfig as AttributionConfig
+from .attribution.config import InfluenceConfig as InfluenceConfig
 from .attribution.find_settings import read_settings as read_settings
+from .attribution.influence import Influence as Influence
+from .attribution.influence import influence as influence
 from .attribution.settings import RunSettings as RunSettings
 from .causal.config import InsertionConfig as InsertionConfig
 from .causal.config import InterventionConfig as InterventionConfig
@@ -28,15 +31,12 @@ from .config import RunConfig as RunConfig
 from .config import WatchConfig as WatchConfig
 from .diff.config import DiffConfig as DiffConfig
 from .diff.config import ExplainConfig as ExplainConfig
-from .diff.config import InfluenceConfig as InfluenceConfig
 from .diff.dynamics import Dynamics as Dynamics
 from .diff.dynamics import dynamics as dynamics
 from .diff.explain import Explanations as Explanations
 from .diff.explain import explain as explain
 from .diff.feature_diff import FeatureDiff as FeatureDiff
 from .diff.feature_diff import feature_diff as feature_diff
-from .diff.influence import Influence as Influence
-from .diff.influence import influence as influence
 from .diff.noise import NoiseNull as NoiseNull
 from .diff.noise import noise_null as noise_null
 from .diff.reinforcement import Reinforcement as Reinforcement

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from tsae.activations.manifest import STORE
 from tsae.attribution.attribution import ATTRIBUTION
+from tsae.attribution.influence import INFLUENCE
 from tsae.base.artefact import (
     MANIFEST,
     OtherVersion,
@@ -39,7 +40,6 @@ from tsae.causal.intervention import CAUSAL, folders_of_tests
 from tsae.claims.run_claims import Claims, said_claims
 from tsae.diff.explain import EXPLANATIONS
 from tsae.diff.feature_diff import DIFF
-from tsae.diff.influence import INFLUENCE
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FEATURES
 from tsae.rl.credit import CREDIT

@@ -12,7 +12,7 @@ from support.builders import save_model, save_perturbed, save_series
 from support.cli import run
 from support.planted import planted, small_credit
 from support.results import make_attribution
-from tsae.diff.influence import Influence
+from tsae.attribution.influence import Influence
 from tsae.rollouts.problems import write_problems
 
 

@@ -18,13 +18,13 @@ from support.planted import planted
 from support.refusals import refuses
 from tsae.activations.store import ActivationStore
 from tsae.attribution.attribution import Attribution
+from tsae.attribution.influence import Influence
 from tsae.base.artefact import MANIFEST, write_artefact, write_record
 from tsae.base.files import read_object, reading
 from tsae.causal.intervention import CAUSAL, Intervention
 from tsae.commands.diff import REINFORCEMENT
 from tsae.commands.report import Report
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.diff.influence import Influence
 from tsae.errors import TsaeError
 from tsae.features.feature_table import FeatureTable
 from tsae.rl.credit import Credit

@@ -21,10 +21,10 @@ from tsae.activations.batches import Windows
 from tsae.activations.shard import Shard
 from tsae.activations.store import ActivationStore
 from tsae.activations.windows import blocks
+from tsae.attribution.sample_gradients import padded
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
-from tsae.diff.influence import padded
 from tsae.diff.reinforcement import reinforcement, response_logprobs
 from tsae.features.contexts import context
 from tsae.rl.config import CreditConfig, ShapingConfig

@@ -12,8 +12,8 @@ import pytest
 from support.builders import make_rollouts
 from support.refusals import refuses
 from support.results import make, make_attribution
+from tsae.attribution.influence import Influence
 from tsae.base.files import append_line
-from tsae.diff.influence import Influence
 
 
 def test_every_table_goes_to_pandas_and_parquet(tmp_path: Path) -> None:

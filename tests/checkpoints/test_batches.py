@@ -16,13 +16,12 @@ import tsae
 from support.builders import ARCHITECTURES, BATCHED, BOS, MIXTURES, N_LAYERS, VOCABULARY, random_sae, save_model
 from support.grpo_loop import sample_gradients
 from tsae.activations.forward_batches import pad
-from tsae.attribution.sample_gradients import TrainedWeights
+from tsae.attribution.sample_gradients import TrainedWeights, padded
 from tsae.attribution.targets import FeatureMeans
 from tsae.causal.insertion import last_activations
 from tsae.checkpoints.hooks import HuggingFaceReader
 from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.tokenizers import load_tokenizer, tokenizer_fingerprint
-from tsae.diff.influence import padded
 from tsae.diff.reinforcement import response_logprobs
 from tsae.rollouts.generation import Generator
 from tsae.sae.quality.splice import loss_recovered

@@ -1,4 +1,4 @@
-"""Options of attribution. Imports nothing heavy: the command line builds its options from it."""
+"""Options of attribution and of influence. Imports nothing heavy: the command line builds its options from it."""
 
 from __future__ import annotations
 
@@ -77,3 +77,27 @@ class AttributionConfig:
                 "Give the steps of two checkpoints, the earlier first.",
             ),
         )
+
+
+@config
+class InfluenceConfig:
+    """The policy-gradient step whose first order is taken."""
+
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """How the trainer normalises: over all response tokens of the batch (dapo, TRL's default), over every response's
+    own tokens (grpo), or by max_completion_length (dr_grpo)."""
+    max_completion_length: Count | None = None
+    """The trainer's limit in tokens, by which dr_grpo divides; for dr_grpo alone."""
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
+    """Temperature of the trainer's sampling, by which it divides logits."""
+    batch_tokens: Count = 4096
+    """Tokens per forward pass, padding included."""
+    device: str = "cpu"
+    """Torch device: cpu, cuda, cuda:1, …"""
+    model_dtype: Literal["auto", "float32", "float64"] = "float32"
+    """Precision of the weights and of the differentiation; auto keeps that of the file."""
+
+    def __post_init__(self) -> None:
+        what = f"loss_type={self.loss_type} and max_completion_length={self.max_completion_length} do not go together"
+        wrong = (self.loss_type == "dr_grpo") != (self.max_completion_length is not None)
+        refuse("InfluenceConfig", (wrong, what, "Give max_completion_length for dr_grpo, and only there."))

@@ -20,11 +20,10 @@ import torch
 from tsae.attribution.log_fit import advantages_of
 from tsae.attribution.loss import BatchTokens
 from tsae.attribution.order import Plan, Update
-from tsae.attribution.sample_gradients import TrainedWeights, keep_logits
+from tsae.attribution.sample_gradients import TrainedWeights, keep_logits, padded
 from tsae.attribution.settings import RunSettings
 from tsae.attribution.states import State
 from tsae.checkpoints.hooks import positions
-from tsae.diff.influence import padded
 from tsae.errors import TsaeError
 from tsae.rollouts.rewards import group_names
 from tsae.rollouts.table import Rollouts

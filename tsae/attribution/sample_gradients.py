@@ -17,21 +17,30 @@ directions V are taken in one of two ways.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tsae.activations.forward_batches import pad, plan_batches
 from tsae.base.usual_state import usual_state
 from tsae.checkpoints.hooks import hooked, positions
 from tsae.errors import TsaeError
+from tsae.rollouts.table import Rollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Batch = tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Rows of the rollouts; token ids, mask and mask of the response, (B, T)."""
 
 
 class TrainedWeights:
@@ -87,6 +96,37 @@ class TrainedWeights:
         """Give the model these weights, (P,)."""
         for parameter, part in zip(self.parameters.values(), vector.split(self.sizes), strict=True):
             parameter.copy_(part.view_as(parameter))
+
+
+def slopes_along(
+    trained: TrainedWeights, direction: torch.Tensor, values: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differentiate a function of the weights, by name, forward along a direction (P,): its values and their slopes."""
+    # Of torch's attentions, this one can be differentiated forward.
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings(), forward_ad.dual_level():
+        # Forward differentiation in torch uses scripts that torch itself deprecates.
+        warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
+        parts = direction.to(trained.device).split(trained.sizes)
+        # Not torch.func.jvp, in which LongRoPE cannot choose its factors.
+        moved = {
+            name: forward_ad.make_dual(weight.detach(), part.view_as(weight).to(weight.dtype))
+            for (name, weight), part in zip(trained.parameters.items(), parts, strict=True)
+        }
+        value, slope = forward_ad.unpack_dual(values(moved))
+        return value, torch.zeros_like(value) if slope is None else slope
+
+
+def padded(rollouts: Rollouts, rows: np.ndarray, batch_tokens: int, device: str) -> Iterator[Batch]:
+    """Right-padded batches of rows of similar length. The mask of the response leaves out tokens that the policy did
+    not sample.
+    """
+    prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
+    for batch in plan_batches(prompt + response, batch_tokens):
+        ids, mask = pad([np.concatenate(rollouts.tokens(int(row))) for row in rows[batch]])
+        is_response = torch.zeros_like(ids, dtype=torch.bool)
+        for i, t in enumerate(batch):
+            is_response[i, prompt[t] : prompt[t] + response[t]] = torch.from_numpy(rollouts.sampled(int(rows[t])))
+        yield rows[batch], *(part.to(device) for part in (ids, mask, is_response))
 
 
 def log_probabilities(

@@ -29,7 +29,6 @@ takes 12 bytes a weight.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,6 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.forward_passes import (
@@ -57,7 +55,7 @@ from tsae.attribution.forward_passes import (
 )
 from tsae.attribution.loss import Again
 from tsae.attribution.path import Replayed, known_of, steps_back
-from tsae.attribution.sample_gradients import BatchGradients
+from tsae.attribution.sample_gradients import BatchGradients, slopes_along
 from tsae.attribution.sample_kinds import band_of
 from tsae.attribution.targets import Targets
 from tsae.base.progress import progress_bar
@@ -250,16 +248,9 @@ def token_shares(
         direction: (P,) of the target in this step, −c_t a_t.
     """
     trained, generation = run.trained, run.plan.generations[step.update.generation]
-    weights = {name: parameter.detach() for name, parameter in trained.parameters.items()}
-    parts = direction.to(trained.device).split(trained.sizes)
-    along = {n: part.view_as(w).to(w.dtype) for (n, w), part in zip(weights.items(), parts, strict=True)}
     found = {}
     for chunk in chunks(run, rows, generation):
-        # Of torch's attentions, this one can be differentiated forward.
-        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-            # Forward differentiation in torch uses scripts that torch itself deprecates.
-            warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
-            log, slope = torch.func.jvp(partial(_log, run, chunk), (weights,), (along,))[:2]
+        log, slope = slopes_along(trained, direction, partial(_log, run, chunk))
         leaf = log.detach().requires_grad_()
         with torch.enable_grad():
             policy, kl = summands(run, step, known, chunk, leaf)

@@ -16,18 +16,14 @@ import torch
 from einops import einsum, rearrange, reduce
 
 from tsae.attribution.config import AttributionConfig
-from tsae.attribution.sample_gradients import TrainedWeights, log_probabilities
+from tsae.attribution.sample_gradients import Batch, TrainedWeights, log_probabilities, padded
 from tsae.attribution.sample_kinds import UNBANDED, band_of
 from tsae.base.filters import need_features
 from tsae.checkpoints.hooks import PastLastSite, positions, rewritten
-from tsae.diff.influence import padded
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.behaviours import behaviours_named
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import ForeignSAE, TemporalSAE
-
-Batch = tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Rows of the rollouts; token ids, mask and mask of the response, (B, T)."""
 
 
 class Targets(Protocol):
@@ -150,7 +146,7 @@ class LogLikelihood:
         return found
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
-        return _summed(trained, self._sum, self._batches(trained))
+        return summed_gradients(trained, self._sum, self._batches(trained))
 
 
 class FeatureMeans:
@@ -241,7 +237,7 @@ class FeatureMeans:
         return np.asarray(self.weight @ self.each(trained, self.fixed))
 
     def gradients(self, trained: TrainedWeights) -> torch.Tensor:
-        return _summed(trained, self._sum, self._padded(trained, self.fixed))
+        return summed_gradients(trained, self._sum, self._padded(trained, self.fixed))
 
 
 class Together:
@@ -258,15 +254,17 @@ class Together:
         return torch.cat([part.gradients(trained) for part in self.parts])
 
 
-def _summed(
-    trained: TrainedWeights, values: Callable[[TrainedWeights, Batch], torch.Tensor], batches: Iterator[Batch]
+def summed_gradients(
+    trained: TrainedWeights,
+    values: Callable[[TrainedWeights, Batch], torch.Tensor | Sequence[torch.Tensor]],
+    batches: Iterator[Batch],
 ) -> torch.Tensor:
     """(n, P) of the sum of `values(trained, batch)` over batches."""
     each = (_jacobian(trained, partial(values, trained, batch)) for batch in batches)
     return sum(each, start=next(each))
 
 
-def _jacobian(trained: TrainedWeights, values: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _jacobian(trained: TrainedWeights, values: Callable[[], torch.Tensor | Sequence[torch.Tensor]]) -> torch.Tensor:
     """(n, P) of `values()`, (n,), by a backward pass for each."""
     rows = []
     with trained.differentiable() as leaves:

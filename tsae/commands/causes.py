@@ -9,12 +9,11 @@ from pathlib import Path
 from tyro.conf import OmitArgPrefixes, Positional
 
 import tsae
-from tsae.attribution.config import AttributionConfig
+from tsae.attribution.config import AttributionConfig, InfluenceConfig
 from tsae.base.filters import find_function
 from tsae.base.validation import Count, Daily, config
 from tsae.causal.config import InterventionConfig
 from tsae.commands.common import as_json, load_series, own_rollouts, say_wrote
-from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.config import BandsBy
 

@@ -1,4 +1,4 @@
-"""Settings of a feature diff and of influence. Imports nothing heavy: the CLI builds its options from it."""
+"""Settings of a feature diff and of its labels. Imports nothing heavy: the CLI builds its options from it."""
 
 from __future__ import annotations
 
@@ -82,38 +82,6 @@ class DiffConfig:
     def within_prompt(self) -> bool:
         """Whether all trajectories of a problem are the same over the span."""
         return self.span in ("prompt", "last_prompt")
-
-
-@config
-class InfluenceConfig:
-    """The policy-gradient step whose first order is taken."""
-
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """How the trainer normalises: over all response tokens of the batch (dapo, TRL's default), over every response's
-    own tokens (grpo), or by max_completion_length (dr_grpo)."""
-    max_completion_length: Count | None = None
-    """The trainer's limit in tokens, by which dr_grpo divides; for dr_grpo alone."""
-    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
-    """Temperature of the trainer's sampling, by which it divides logits."""
-    parts: Annotated[tuple[Literal["representation", "policy"], ...], Field(min_length=1)] = (
-        "representation",
-        "policy",
-    )
-    """How a feature's mean depends on the weights; a part left out counts 0."""
-    batch_tokens: Count = 4096
-    """Tokens per forward pass, padding included."""
-    device: str = "cpu"
-    """Torch device: cpu, cuda, cuda:1, …"""
-    model_dtype: Literal["auto", "float32", "float64"] = "float32"
-    """Precision of the weights and of the differentiation; auto keeps that of the file."""
-
-    def __post_init__(self) -> None:
-        if (self.loss_type == "dr_grpo") != (self.max_completion_length is not None):
-            raise TsaeError(
-                f"loss_type={self.loss_type} and max_completion_length={self.max_completion_length} do not go together",
-                where="InfluenceConfig",
-                fix="Give max_completion_length for dr_grpo, and only there.",
-            )
 
 
 @config

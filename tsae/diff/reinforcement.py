@@ -3,7 +3,7 @@
 For the rollouts of one group (one policy, problem and step), the covariance of advantage and mean activation is the
 first-order change of the feature's mean under policy gradient on that group.
 It assumes that the policy can change the probability of every response on its own. Responses share weights, so it is a
-prediction (`tsae.diff.influence` has the exact first order). The reinforcement of a feature is the mean
+prediction (`tsae.influence` has the exact first order). The reinforcement of a feature is the mean
 over problems of their groups' covariance. It is a sum over rollouts, so it splits exactly: by band, by kind of group
 (the single successes), by single groups. It splits by outcome only where rewards are more than right and wrong
 (`graded_groups` says why).

@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 
 from tsae.attribution.attribution import Attribution
+from tsae.attribution.influence import Influence
 from tsae.base.statistics import FEWEST
 from tsae.diff.dynamics import align
 from tsae.diff.explain import Explanations
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.diff.inference import power_text
-from tsae.diff.influence import Influence
 from tsae.diff.reinforcement import Reinforcement
 from tsae.report import tables
 from tsae.report.attribution import attribution_text, statement

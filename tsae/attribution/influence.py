@@ -13,7 +13,7 @@ fixed trajectories τ in which problems count alike. It depends on the weights i
                                               the mean f of the problem's other responses leaves it unbiased)
 
 1. Read the fixed trajectories once: activations, active codes, f(τ).
-2. For every feature and part, one backward pass over the trajectories gives ∇F.
+2. For every feature, backward passes over the trajectories give both parts of ∇F.
 3. For every feature and part, one pass of forward differentiation over the samples along ∇F gives its inner product
    with the ∇ log π of every sample at once.
 
@@ -24,39 +24,36 @@ threshold: no derivative sees that jump. Measured representation shifts scatter 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.autograd import forward_ad
 
-from tsae.activations.forward_batches import pad, plan_batches
 from tsae.activations.reading_plan import check_context, check_tokenizer
+from tsae.attribution.config import InfluenceConfig
+from tsae.attribution.sample_gradients import Batch, TrainedWeights, padded, slopes_along
+from tsae.attribution.targets import summed_gradients
 from tsae.base import display
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
-from tsae.base.filters import need_features, several, strongest
+from tsae.base.filters import need_features, need_names, several, strongest
 from tsae.base.progress import progress_bar
 from tsae.base.table_export import Tables, read_tables, table_files
-from tsae.checkpoints.hooks import attach, decoder_blocks, positions
+from tsae.checkpoints.hooks import positions, rewritten
 from tsae.checkpoints.loading import Checkpoint, ModelLoader
-from tsae.checkpoints.sites import Site, check_sites
-from tsae.checkpoints.tokenizers import load_tokenizer
+from tsae.checkpoints.sites import check_sites
 from tsae.checkpoints.weight_files import folder_of, is_adapter, is_gguf
-from tsae.diff.config import InfluenceConfig
 from tsae.errors import TsaeError, refuse
 from tsae.rollouts.table import Rollouts
 from tsae.sae.model import TemporalSAE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PARTS = ("representation", "policy")
 
 
 def influence(
@@ -72,44 +69,43 @@ def influence(
     """Measure the first-order influence of training samples on the means of features, at a checkpoint's weights.
 
     Args:
-        checkpoint: a whole model (no adapter); small, as its gradient is held twice in memory.
+        checkpoint: a whole model (no adapter); small, as its gradient is held several times in memory.
         rollouts: the batch of training samples, with advantages; taken as sampled by the checkpoint itself.
         sae: or its folder; its site is where the features live.
         features: indices.
-        on: the fixed trajectories over which features are averaged; by default the samples themselves.
+        on: the checkpoint's trajectories over which features are averaged; by default the samples themselves.
         config: defaults of `InfluenceConfig`.
         progress: show a bar.
 
     Raises:
         TsaeError: for an adapter, missing advantages, a feature that the SAE lacks, an SAE of another width or site,
-            another tokenizer, too long trajectories; for the policy part also fixed trajectories that another policy
-            sampled, or a problem with one response.
+            another tokenizer, too long trajectories, fixed trajectories that another policy sampled, a problem with one
+            response.
     """
     config, on = config or InfluenceConfig(), rollouts if on is None else on
     sae = TemporalSAE.of(sae, device=config.device)
     # Fused attention has no forward differentiation.
     model = ModelLoader(device=config.device, dtype=config.model_dtype, attention="eager").load(checkpoint)
-    special = _check(checkpoint, model, sae, features, (rollouts, on))
-    targets, score = Fixed.of(on, special, checkpoint, config), _score_weights(rollouts, config)
-    columns = torch.as_tensor(list(features), device=config.device)
-    forward = Forward(model, sae, config.temperature)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    means = forward.feature_means(weights, targets, columns, config)  # (n_trajectories, n_features)
-    found = {part: np.zeros((len(rollouts), len(features))) for part in PARTS}
-    used = np.flatnonzero(score)
-    with progress_bar("influence", "feature", len(features), shown=progress) as bar:
-        for j in range(len(features)):
-            gradients = forward.gradients(weights, targets, columns[j : j + 1], targets.score(means[:, j]), config)
-            for part, gradient in gradients.items():
-                for rows, ids, mask, response in padded(rollouts, used, config.batch_tokens, config.device):
-                    along = forward.score_along(weights, gradient, ids, mask, response)
-                    found[part][rows, j] = along.double().cpu().numpy() * score[rows]
-            bar.update()
+    special = _check(checkpoint, model, sae, features, rollouts, on)
+    score, problem = _score_weights(rollouts, config), pd.factorize(on.frame.problem_id)[0]
+    size, used = np.bincount(problem), np.flatnonzero(score)
+    weight = 1 / (size[problem] * len(size))  # (n,) of every fixed trajectory in the mean; problems count alike
+    read = _Reader(TrainedWeights(model), sae, special, config.temperature)
+    fixed = [*padded(on, np.arange(len(on)), config.batch_tokens, config.device)]
+    means = read.feature_means(fixed, features)
+    found = np.zeros((2, len(features), len(rollouts)))
+    for j, feature in enumerate(progress_bar("influence", "feature", over=features, shown=progress)):
+        others = means[:, j] - (np.bincount(problem, weights=means[:, j]) / size)[problem]
+        by = weight, weight * others * (size / (size - 1))[problem]
+        gradients = summed_gradients(read.trained, partial(read.summands, feature, by), iter(fixed))
+        for part, gradient in enumerate(gradients):
+            for batch in padded(rollouts, used, config.batch_tokens, config.device):
+                along = slopes_along(read.trained, gradient, partial(read.log_likelihoods, batch))[1]
+                found[part, j, batch[0]] = along.double().cpu().numpy() * score[batch[0]]
     frame = rollouts.frame[["problem_id", "policy", "band", "outcome", "advantage", "response_length"]]
     frame = frame.assign(trajectory=np.arange(len(rollouts)))[["trajectory", *frame.columns]]
-    columns_of = [{"representation": r, "policy_part": p} for r, p in zip(*(x.T for x in found.values()), strict=True)]
-    table = pd.concat([frame.assign(feature=f, **parts) for f, parts in zip(features, columns_of, strict=True)])
-    table["total"] = table.representation + table.policy_part
+    parts = zip(features, *found, strict=True)
+    table = pd.concat([frame.assign(feature=f, representation=r, policy_part=p, total=r + p) for f, r, p in parts])
     if len(wrong := table[~np.isfinite(table.total)]):
         row = wrong.iloc[0]
         what = f"the influence of trajectory {row.trajectory} on feature {row.feature} is not finite"
@@ -123,7 +119,7 @@ def influence(
             "sae": sae.fingerprint,
             "rollouts": rollouts.fingerprint,
             "on": on.fingerprint,
-            "means": {str(f): float(targets.weight @ means[:, j]) for j, f in enumerate(features)},
+            "means": {str(f): float(weight @ means[:, j]) for j, f in enumerate(features)},
         },
     )
 
@@ -133,7 +129,8 @@ def _check(
     model: PreTrainedModel,
     sae: TemporalSAE,
     features: Sequence[int],
-    rollouts: tuple[Rollouts, Rollouts],
+    rollouts: Rollouts,
+    on: Rollouts,
 ) -> list[int]:
     """Check that everything fits together, and return the special token ids of the checkpoint's tokenizer."""
     folder, config = folder_of(checkpoint), model.config.get_text_config()
@@ -148,10 +145,15 @@ def _check(
     need_features(features, sae.config.d_sae, "features")
     odd = not len(features) or len(set(features)) < len(features)
     refuse("features", (odd, "none, or one twice", "Give indices of features, each once."))
-    tokenizer = load_tokenizer(checkpoint)
-    for given in rollouts:
-        check_tokenizer(checkpoint, given, tokenizer)
+    for given in (rollouts, on):
+        tokenizer = check_tokenizer(checkpoint, given)
         check_context(given, getattr(config, "max_position_embeddings", None), config.vocab_size)
+    other = next((policy for policy in on.policies if policy != checkpoint.id), None)
+    foreign = f"{other} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}"
+    n_alone = (on.frame.problem_id.value_counts() < 2).sum()
+    alone = f"{n_alone} problems have one response, which leaves the policy part without a baseline"
+    fix = "Give trajectories of this checkpoint, several a problem (on=…)."
+    refuse(on.origin, (other is not None, foreign, fix), (n_alone, alone, fix))
     return list(tokenizer.all_special_ids)
 
 
@@ -195,9 +197,7 @@ class Influence(Tables):
 
     def by(self, *columns: str) -> pd.DataFrame:
         """Sums over the samples of every feature and value of the columns, such as band and outcome."""
-        unknown = [name for name in columns if name not in self.table.columns]
-        if unknown:
-            raise TsaeError(f"no column {unknown[0]!r}", where="Influence.by", fix=", ".join(self.table.columns))
+        need_names("column", columns, self.table.columns, "Influence.by")
         keys = ["feature", *columns]
         sums = self.table.groupby(keys, dropna=False, sort=True)
         found = sums[["representation", "policy_part", "total"]].sum()
@@ -206,9 +206,7 @@ class Influence(Tables):
 
     def top(self, feature: int | Sequence[int], n: int = 10) -> pd.DataFrame:
         """The n samples with the largest |total| on a feature, or on one of several."""
-        for one in several(feature):
-            if not (self.table.feature == one).any():
-                raise TsaeError(f"feature {one} was not asked for", where="Influence.top")
+        need_names("feature", several(feature), self.table.feature, "Influence.top")
         return strongest(self.table[self.table.feature.isin(several(feature))], "total", n)
 
     def save(self, folder: str | Path) -> Path:
@@ -225,141 +223,64 @@ class Influence(Tables):
 INFLUENCE = Kind("influence", 1, "influence.json", "Make it with `tsae influence`.", Influence.load)
 
 
-Weights = dict[str, torch.Tensor]
-
-
 @dataclass(frozen=True)
-class Fixed:
-    """The trajectories over which features are averaged."""
+class _Reader:
+    """The model and its SAE, as functions of the weights."""
 
-    rollouts: Rollouts
-    weight: np.ndarray
-    """(n,) of every trajectory in the mean; problems count alike."""
-    problem: np.ndarray
+    trained: TrainedWeights
+    sae: TemporalSAE
     special: list[int]
-    with_policy: bool
+    """Token ids that count in no mean."""
+    temperature: float
 
-    @classmethod
-    def of(cls, rollouts: Rollouts, special: list[int], checkpoint: Checkpoint, config: InfluenceConfig) -> Fixed:
-        problem = pd.factorize(rollouts.frame.problem_id)[0]
-        size = np.bincount(problem)
-        with_policy = "policy" in config.parts
-        fix = 'Give trajectories of this checkpoint, several a problem (on=…), or ask for parts ("representation",).'
-        other = next((policy for policy in rollouts.policies if policy != checkpoint.id), None)
-        foreign = f"{other} sampled some of the fixed trajectories; the policy part is that of {checkpoint.id}"
-        alone = f"{(size < 2).sum()} problems have one response, which leaves the policy part without a baseline"
-        if with_policy:
-            refuse(rollouts.origin, (other is not None, foreign, fix), (size.min() < 2, alone, fix))
-        return cls(rollouts, 1 / (size[problem] * len(size)), problem, special, with_policy)
-
-    def score(self, values: np.ndarray) -> np.ndarray:
-        """(n,) weight of ∇ log π of every trajectory: its value against the mean of the problem's others."""
-        if not self.with_policy:
-            return np.zeros(len(values))
-        size = np.bincount(self.problem)
-        centred = values - (np.bincount(self.problem, weights=values) / size)[self.problem]
-        weighted: np.ndarray = self.weight * centred * (size / np.maximum(size - 1, 1))[self.problem]
-        return weighted
-
-
-def padded(
-    rollouts: Rollouts, rows: np.ndarray, batch_tokens: int, device: str
-) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(rows, ids, attention mask, response mask) of right-padded batches of similar length; (B, T) tensors.
-
-    The response mask leaves out tokens that the policy did not sample.
-    """
-    prompt, response = rollouts.lengths("prompt_ids")[rows], rollouts.lengths("response_ids")[rows]
-    for batch in plan_batches(prompt + response, batch_tokens):
-        ids, mask = pad([np.concatenate(rollouts.tokens(int(row))) for row in rows[batch]])
-        is_response = torch.zeros_like(ids, dtype=torch.bool)
-        for i, t in enumerate(batch):
-            is_response[i, prompt[t] : prompt[t] + response[t]] = torch.from_numpy(rollouts.sampled(int(rows[t])))
-        yield rows[batch], *(part.to(device) for part in (ids, mask, is_response))
-
-
-class Forward:
-    """The model as a function of its weights."""
-
-    def __init__(self, model: PreTrainedModel, sae: TemporalSAE, temperature: float) -> None:
-        self.model, self.sae, self.temperature = model, sae, temperature
-        self.blocks, self.site = decoder_blocks(model), Site.parse(sae.site)
-
-    def __call__(
-        self, weights: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """((B,) Σ_t log π of the response tokens, (B, T, d_model) activations at the site)."""
+        _, ids, mask, response = batch
         found: list[torch.Tensor] = []
-        handle = attach(self.blocks, self.site, found.append)
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            found.append(x)
+            return x
+
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask), "use_cache": False}
-        try:
-            logits = torch.func.functional_call(self.model, weights, kwargs=inputs).logits
-        finally:
-            handle.remove()
+        with rewritten(self.trained.model, self.sae.site, keep):
+            logits = torch.func.functional_call(self.trained.model, dict(weights), kwargs=inputs).logits
         log = torch.log_softmax(logits[:, :-1].to(found[0].dtype) / self.temperature, dim=-1)  # (B, T − 1, vocabulary)
         chosen = log.gather(-1, ids[:, 1:, None])[..., 0]
         return (chosen * response[:, 1:]).sum(1), found[0]
 
-    def _means(
-        self, x: torch.Tensor, ids: torch.Tensor, response: torch.Tensor, columns: torch.Tensor, special: list[int]
-    ) -> torch.Tensor:
+    def log_likelihoods(self, batch: Batch, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(B,) Σ_t log π of the response tokens."""
+        return self(batch, weights)[0]
+
+    def means(self, batch: Batch, x: torch.Tensor, features: Sequence[int]) -> torch.Tensor:
         """(B, n_features) mean activation over the response, special tokens and outliers aside; differentiable in x."""
+        _, ids, _, response = batch
+        columns = torch.as_tensor(list(features), device=x.device)
         x = x.to(self.sae.W_enc.dtype)
         codes = self.sae.encode(x.detach())[..., columns]
         # A code is its pre-activation where it is active, and 0 elsewhere: this gives every architecture's gradient.
         shifted, scale = self.sae.encoder_input(x)
         linear = (shifted @ self.sae.W_enc[:, columns].detach() + self.sae.b_enc[columns].detach()) * scale
         codes = codes + (codes > 0) * (linear - linear.detach())
-        counted = response & ~torch.isin(ids, torch.as_tensor(special, device=ids.device))
+        counted = response & ~torch.isin(ids, torch.as_tensor(self.special, device=ids.device))
         counted = counted & ~self.sae.outliers(x.detach())
         total = (codes * counted[..., None]).sum(1)
         return total / counted.sum(1).clamp_min(1)[:, None]
 
-    def feature_means(
-        self, weights: Weights, fixed: Fixed, columns: torch.Tensor, config: InfluenceConfig
-    ) -> np.ndarray:
+    @torch.no_grad()
+    def feature_means(self, fixed: Sequence[Batch], features: Sequence[int]) -> np.ndarray:
         """(n_trajectories, n_features)."""
-        means = np.zeros((len(fixed.rollouts), len(columns)))
-        with torch.no_grad():
-            for rows, ids, mask, response in padded(
-                fixed.rollouts, np.arange(len(means)), config.batch_tokens, config.device
-            ):
-                _, x = self(weights, ids, mask, response)
-                means[rows] = self._means(x, ids, response, columns, fixed.special).double().cpu().numpy()
+        means = np.zeros((sum(len(batch[0]) for batch in fixed), len(features)))
+        for batch in fixed:
+            x = self(batch, self.trained.parameters)[1]
+            means[batch[0]] = self.means(batch, x, features).double().cpu().numpy()
         return means
 
-    def gradients(
-        self, weights: Weights, fixed: Fixed, column: torch.Tensor, score: np.ndarray, config: InfluenceConfig
-    ) -> dict[str, Weights]:
-        """∇F of one feature, by the parts that are asked for."""
-        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
-        found: dict[str, Weights] = {
-            part: {name: torch.zeros_like(w) for name, w in weights.items()} for part in config.parts
-        }
-        for rows, ids, mask, response in padded(
-            fixed.rollouts, np.arange(len(score)), config.batch_tokens, config.device
-        ):
-            log, x = self(leaves, ids, mask, response)
-            means = self._means(x, ids, response, column, fixed.special)[:, 0]
-            for part, values, by in (("representation", means, fixed.weight), ("policy", log, score)):
-                if part in found and np.any(by[rows]):
-                    loss = values @ torch.as_tensor(by[rows], dtype=values.dtype, device=values.device)
-                    if loss.requires_grad:
-                        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, allow_unused=True)
-                        for total, grad in zip(found[part].values(), grads, strict=True):
-                            if grad is not None:
-                                total += grad
-        return found
-
-    def score_along(
-        self, weights: Weights, direction: Weights, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor
-    ) -> torch.Tensor:
-        """(B,) ⟨direction, Σ_t ∇ log π⟩ of every trajectory."""
-
-        with warnings.catch_warnings(), forward_ad.dual_level():
-            # Forward differentiation in torch uses scripts that torch itself deprecates.
-            warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
-            # Not torch.func.jvp, in which LongRoPE cannot choose its factors.
-            moved = {name: forward_ad.make_dual(weight, direction[name]) for name, weight in weights.items()}
-            found = forward_ad.unpack_dual(self(moved, ids, mask, response)[0])
-            return torch.zeros_like(found.primal) if found.tangent is None else found.tangent
+    def summands(
+        self, feature: int, by: Sequence[np.ndarray], trained: TrainedWeights, batch: Batch
+    ) -> list[torch.Tensor]:
+        """What the batch adds to two sums whose gradients are the parts of ∇F; `by` has the weights of trajectories."""
+        log, x = self(batch, trained.parameters)
+        values = self.means(batch, x, [feature])[:, 0], log
+        return [value @ torch.as_tensor(weight[batch[0]]).to(value) for value, weight in zip(values, by, strict=True)]

@@ -15,7 +15,7 @@ import tsae
 from support.builders import make_rollouts, random_sae, response_means, save_model
 from support.refusals import refuses
 from tsae import Checkpoint, InfluenceConfig, TsaeError
-from tsae.diff import influence as measure_influence
+from tsae.attribution import influence as measure_influence
 
 SITE = "blocks.1.hook_resid_post"
 SPECIAL = [17, 18, 19]
@@ -106,12 +106,8 @@ def test_every_entry_is_a_finite_difference(
 
 
 def test_sums_parts_and_files(gpt2: Checkpoint, samples: Any, tmp_path: Path) -> None:
-    only = InfluenceConfig(parts=("representation",))
     some_sae().save(tmp_path / "sae")
     both = tsae.influence(gpt2, samples, tmp_path / "sae", [1, 2], progress=False)
-    reading = tsae.influence(gpt2, samples, tmp_path / "sae", [1, 2], config=only, progress=False)
-    np.testing.assert_allclose(reading.table.total, both.table.representation, atol=1e-8)
-    assert (reading.table.policy_part == 0).all()
     np.testing.assert_allclose(
         both.by("outcome").groupby("feature").total.sum(), both.by().set_index("feature").total, rtol=1e-9
     )
@@ -126,7 +122,7 @@ def test_sums_parts_and_files(gpt2: Checkpoint, samples: Any, tmp_path: Path) ->
     again = tsae.Influence.load(both.save(tmp_path / "found"))
     np.testing.assert_array_equal(again.table.total, both.table.total)
     assert again.info == json.loads(json.dumps(both.info))
-    for asked, said in ((lambda: both.top(7), "feature 7 was not asked for"), (lambda: both.by("x"), "no column 'x'")):
+    for asked, said in ((lambda: both.top(7), "no feature 7; there are 1, 2"), (lambda: both.by("x"), "no column 'x'")):
         refuses(said, asked)
 
 
@@ -134,12 +130,12 @@ def test_influence_that_is_no_number_is_refused(
     gpt2: Checkpoint, samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pandas counts NaN as 0 in sums, so that a part of the samples would have no influence."""
-    real = measure_influence.Forward.score_along
+    real = measure_influence._Reader.log_likelihoods
 
     def overflowing(*given: Any) -> torch.Tensor:
         return real(*given) * torch.inf
 
-    monkeypatch.setattr(measure_influence.Forward, "score_along", overflowing)
+    monkeypatch.setattr(measure_influence._Reader, "log_likelihoods", overflowing)
     with pytest.raises(TsaeError, match=r"influence of trajectory \d+ on feature 3 is not finite"):
         tsae.influence(gpt2, samples, some_sae(), [3], progress=False)
     refuses("temperature=1e-40 must be at least", InfluenceConfig, temperature=1e-40)
@@ -161,5 +157,4 @@ def test_what_has_no_influence_is_refused(gpt2: Checkpoint, samples: Any, finger
     refused("is not the one that the trajectories were tokenised with", make_rollouts(tokenizer="another"))
     refused("run sampled some of the fixed trajectories", on=make_rollouts(("base", "run"), tokenizer=fingerprint))
     refused("problems have one response", on=make_rollouts(n_samples=1, tokenizer=fingerprint))
-    for setting, said in (({"loss_type": "dr_grpo"}, "max_completion_length"), ({"parts": ()}, "parts")):
-        refuses(said, InfluenceConfig, **setting)
+    refuses("max_completion_length", InfluenceConfig, loss_type="dr_grpo")
