@@ -1,4 +1,4 @@
-"""Attribution while training, on trainings that are really run: against its formula, from weights that are kept."""
+"""Attribution while training, on trainings that are really run: against attribution after the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,16 @@ import pytest
 import torch
 
 from support.builders import make_rollouts
-from support.grpo_loop import sample_gradients
+from support.grpo_loop import replay_of, sample_gradients
 from support.refusals import refuses
+from tsae.attribution.forward_passes import Run
 from tsae.attribution.guard import Guard, Recorder, worst
+from tsae.attribution.loss import PolicyLoss
+from tsae.attribution.order import plan_updates
 from tsae.attribution.sample_gradients import BatchGradients, TrainedWeights, log_probabilities
-from tsae.attribution.settings import Optimiser
+from tsae.attribution.settings import Optimiser, RunSettings
+from tsae.attribution.shares import Shares, shares
+from tsae.attribution.states import State
 from tsae.attribution.targets import NextToken
 from tsae.checkpoints.loading import Checkpoint
 from tsae.errors import TsaeError
@@ -148,7 +152,7 @@ def by_step(log: Rollouts) -> dict[int, np.ndarray]:
     return {step: np.flatnonzero(log.frame.step == step) for step in log.frame.step.unique().tolist()}
 
 
-def padded(log: Rollouts, rows: np.ndarray, n: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(log: Rollouts, rows: np.ndarray, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids and mask of rows, and the weight of every token after the first in a batch of n."""
     texts = [log.tokens(int(row)) for row in rows]
     width = max(len(prompt) + len(response) for prompt, response in texts)
@@ -158,7 +162,7 @@ def padded(log: Rollouts, rows: np.ndarray, n: int | None = None) -> tuple[torch
         end = len(prompt) + len(response)
         ids[i, :end] = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
         mask[i, :end] = 1
-        weight[i, len(prompt) - 1 : end - 1] = log.frame.advantage[row] / (LENGTH * (n or len(rows)))
+        weight[i, len(prompt) - 1 : end - 1] = log.frame.advantage[row] / (LENGTH * n)
     return ids, mask, weight
 
 
@@ -170,15 +174,12 @@ def train(
     record: dict[str, int] | None = None,
     weights: np.ndarray | None = None,
     guard: Callable[[Any, int], None] | None = None,
-    keep: list[torch.Tensor] | None = None,
 ) -> tuple[TrainedWeights, Any]:
     """In plain torch, with two micro-batches a step; and what is recorded of the targets, with these options."""
     trained = TrainedWeights(Checkpoint(id="base", path=str(folder)).load_model().requires_grad_(True))
     parameters = list(trained.parameters.values())
     optimiser = MADE[kind][0](parameters)
     recorder = None if record is None else Recorder(trained, optimiser, the_targets(log), **record)
-    kept = [] if keep is None else keep
-    kept.append(trained.vector())
     for step, rows in by_step(log).items():
         optimiser.zero_grad(set_to_none=False)
         for some in np.array_split(rows, 2):
@@ -192,40 +193,18 @@ def train(
             guard(recorder, step)
         torch.nn.utils.clip_grad_norm_(parameters, 0.05)
         optimiser.step()
-        kept.append(trained.vector())
     if recorder is not None:
         recorder.close()
     return trained, recorder
 
 
-def the_exact_shares(llama: Path, log: Rollouts, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(n, n_targets) shares by the formula, from weights and gradients that are kept; (n_targets,) what targets did."""
-    kept: list[torch.Tensor] = []
-    trained, _ = train(llama, log, kind, guard=lambda _, step: None, keep=kept)
-    targets, optimiser, steps = the_targets(log), MADE[kind][1], by_step(log)
-    gradients, values = [], []
-    for weights in kept:
-        trained.put(weights)
-        values.append(targets.values(trained))
-        gradients.append(targets.gradients(trained).float())
-    middle = [(one + other) / 2 for one, other in pairwise(gradients)]
-    adam, (beta, beta2) = optimiser.name == "adam", optimiser.betas
-    second, roots, single = torch.zeros(len(trained)), [], []
-    for number, rows in enumerate(steps.values(), start=1):
-        trained.put(kept[number - 1])
-        ids, mask, weight = padded(log, rows)
-        g = -sample_gradients(trained, ids, mask, weight)
-        g *= min(1.0, 0.05 / (float(g.sum(0).norm()) + 1e-6))
-        second = beta2 * second + (1 - beta2) * g.sum(0) ** 2
-        roots.append((second / (1 - beta2**number)).sqrt() + optimiser.eps if adam else torch.ones(()))
-        single.append(g)
-    shares = np.zeros((len(log), len(targets.names)))
-    for s, rows in enumerate(steps.values()):
-        for t in range(s, len(steps) if adam else s + 1):
-            factor = (1 - beta) * beta ** (t - s) / (1 - beta ** (t + 1)) if adam else 1.0
-            scaled = optimiser.learning_rate * factor * middle[t] / roots[t]
-            shares[rows] -= (single[s] @ scaled.T).numpy()
-    return shares, values[-1] - values[0]
+def the_exact_shares(llama: Path, log: Rollouts, kind: str, folder: Path) -> Shares:
+    """Those of attribution after the run, at every step; `test_shares` has them by hand."""
+    trained = TrainedWeights(Checkpoint(id="base", path=str(llama)).load_model())
+    settings = RunSettings(MADE[kind][1], PolicyLoss("dr_grpo", LENGTH, epsilon=None))
+    plan = plan_updates(log, settings, checkpoints={}, vocabulary=None)
+    path = replay_of(Run(trained, log, settings, plan, State.at(trained.vector())), folder)
+    return shares(path, the_targets(log), points=100, progress=False)
 
 
 def recorded(llama: Path, log: Rollouts, kind: str) -> Recorder:
@@ -233,9 +212,10 @@ def recorded(llama: Path, log: Rollouts, kind: str) -> Recorder:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "adam"])
-def test_without_momentum_shares_are_exact(kind: str, llama: Path, log: Rollouts) -> None:
+def test_without_momentum_shares_are_exact(kind: str, llama: Path, log: Rollouts, tmp_path: Path) -> None:
     recorder = recorded(llama, log, kind)
-    expected, moved = the_exact_shares(llama, log, kind)
+    exact = the_exact_shares(llama, log, kind, tmp_path)
+    expected = exact.shares
     frame, names = recorder.frame, recorder.targets.names
     assert frame.step.tolist() == log.frame.step.tolist()
     for what in ("share", "now"):
@@ -243,13 +223,13 @@ def test_without_momentum_shares_are_exact(kind: str, llama: Path, log: Rollouts
         assert np.abs(online).max() > 1e-4
         np.testing.assert_allclose(online, expected, rtol=2e-3, atol=1e-4 * np.abs(expected).max())
     assert list(recorder.values) == list(range(7))
-    np.testing.assert_allclose(recorder.values[6] - recorder.values[0], moved, atol=1e-6)
+    np.testing.assert_allclose(recorder.values[6] - recorder.values[0], exact.realised, atol=1e-6)
     assert (frame.weight == 1).all()
     assert frame.columns.tolist()[:3] == ["step", "problem_id", "advantage"]
 
 
-def test_with_momentum_what_comes_later_is_taken_as_it_is_now(llama: Path, log: Rollouts) -> None:
-    recorder, (expected, _) = recorded(llama, log, "momentum"), the_exact_shares(llama, log, "momentum")
+def test_with_momentum_what_comes_later_is_taken_as_it_is_now(llama: Path, log: Rollouts, tmp_path: Path) -> None:
+    recorder, expected = recorded(llama, log, "momentum"), the_exact_shares(llama, log, "momentum", tmp_path).shares
     frame = recorder.frame
     column = frame["share: begins (one)"].to_numpy()
     assert np.corrcoef(column, expected[:, 0])[0, 1] > 0.8

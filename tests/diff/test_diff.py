@@ -179,31 +179,21 @@ def test_shifts_against_a_loop_and_their_parts_add_up(banded: Any, band: str, ou
     np.testing.assert_allclose(total.difference, policy.difference + representation.difference, atol=1e-6)
 
 
-def test_outcome_contrasts_count_problems_that_carry_none() -> None:
+@pytest.mark.parametrize("unknown", [False, True])
+def test_outcome_contrasts_count_problems_that_carry_none(unknown: bool) -> None:
+    """Every fourth outcome may be unknown."""
     table = world(n_problems=20, n_samples=3, n_features=5, outcome=1.0)
+    hidden = unknown & (np.arange(len(table.rollouts)) % 4 == 0)
+    outcome = np.where(hidden, "unknown", table.rollouts.frame.outcome)
+    table = replace(table, rollouts=table.rollouts.with_column("outcome", outcome))
     contrast = drawn(table)["run", "success_minus_failure", "all", "all"]
-    frame = table.rollouts.frame
-    mixed = frame[frame.policy == "run"].groupby("problem_id").outcome.nunique() == 2
-    assert contrast.of.n_problems == mixed.sum() > 5
-    assert contrast.of.n_left_out == (~mixed).sum() > 0
     right, wrong = (mean_of(table, "run", "run", outcome=o) for o in ("success", "failure"))
-    expected = np.mean([right[p] - wrong[p] for p in mixed[mixed].index], axis=0)
+    both = sorted(right.keys() & wrong.keys())
+    assert contrast.of.n_problems == len(both) > 5
+    assert contrast.of.n_left_out == len(right.keys() ^ wrong.keys()) > 0
+    expected = np.mean([right[p] - wrong[p] for p in both], axis=0)
     np.testing.assert_allclose(contrast.inference.difference, expected, rtol=1e-5)
     assert (contrast.inference.q < 0.05).all()
-
-
-def test_unknown_outcomes_are_left_out() -> None:
-    table = world(n_problems=12, n_features=3, outcome=1.0)
-    outcome = table.rollouts.table["outcome"].to_pylist()
-    hidden = ["unknown" if i % 4 == 0 else o for i, o in enumerate(outcome)]
-    partly = replace(table, rollouts=table.rollouts.with_column("outcome", hidden))
-    right, wrong = (mean_of(partly, "base", "base", outcome=o) for o in ("success", "failure"))
-    both = sorted(right.keys() & wrong.keys())
-    contrast = drawn(partly)["base", "success_minus_failure", "all", "all"]
-    assert contrast.of.n_problems == len(both)
-    np.testing.assert_allclose(
-        contrast.inference.difference, np.mean([right[p] - wrong[p] for p in both], axis=0), rtol=1e-5
-    )
 
 
 def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
@@ -220,11 +210,13 @@ def test_where_no_problems_are_shared_all_that_was_read_is_compared() -> None:
     outcome = contrasts["base", "success_minus_failure", "all", "all"]
     assert outcome.of.n_problems + outcome.of.n_left_out == 30
 
-    # Nor is the base's half all there is where other checkpoints, which read nothing, sampled the rest.
-    others = np.where(table.rollouts.frame.policy == "run", "step 7", "base")
-    renamed = replace(table, rollouts=table.rollouts.with_column("policy", others))
-    found = drawn(renamed)["run", "same_trajectories", "all", "all"]
-    np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
+    # Nor is the base's half all there is where other policies, which read nothing, sampled the rest, or everything.
+    for base, run in (("base", "step 7"), ("gpt", "claude")):
+        others = np.where(table.rollouts.frame.policy == "run", run, base)
+        contrasts = drawn(replace(table, rollouts=table.rollouts.with_column("policy", others)))
+        assert {part for _, part, _, _ in contrasts} == {"same_trajectories", "success_minus_failure"}
+        found = contrasts["run", "same_trajectories", "all", "all"]
+        np.testing.assert_allclose(found.inference.difference, expected, rtol=1e-5)
 
     # With enough problems in common, each side has its own trajectories again.
     shared = world(n_features=5, drop=lambda policy, problem: (policy == "base") == (problem >= 15) and problem >= 8)
@@ -511,18 +503,6 @@ def test_a_base_alone_has_outcome_contrasts() -> None:
     assert (alone.table(discoveries=True).difference > 0.5).all()
     assert alone.top().empty
     assert alone.checkpoints == []
-
-
-def test_logs_of_foreign_policies_show_what_all_readers_read() -> None:
-    """No checkpoint sampled anything: only representations can be compared, over everyone's trajectories."""
-    table = world(n_features=4)
-    policy = ["gpt" if p == "base" else "claude" for p in table.rollouts.table["policy"].to_pylist()]
-    foreign = replace(table, rollouts=table.rollouts.with_column("policy", policy))
-    contrasts = drawn(foreign)
-    assert {key[1] for key in contrasts} == {"same_trajectories", "success_minus_failure"}
-    contrast = contrasts["run", "same_trajectories", "all", "all"]
-    assert contrast.of.n_problems == 30
-    assert (contrast.inference.q > 0.05).sum() >= 3
 
 
 def test_diffs_of_one_sae_are_compared(diff: FeatureDiff) -> None:

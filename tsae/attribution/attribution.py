@@ -15,6 +15,7 @@ from tsae.attribution.sample_kinds import band_of
 from tsae.attribution.shares import Shares
 from tsae.base.artefact import Kind, write_artefact
 from tsae.base.files import as_path
+from tsae.base.filters import need_names
 from tsae.base.table_export import Tables, read_tables, table_files
 from tsae.errors import TsaeError
 from tsae.rollouts.schema import BANDS
@@ -93,9 +94,7 @@ class Attribution(Tables):
         """
         table = self.groups if target is None else self._of(self.groups, target)
         if kind is not None:
-            known = list(dict.fromkeys(self.groups.kind))
-            if kind not in known:
-                raise TsaeError(f"no kind {kind!r}; there are {', '.join(known) or 'none'}", where="Attribution.table")
+            need_names("kind", [kind], self.groups.kind, "Attribution.table")
             table = table[table.kind == kind]
         table = table.merge(self.targets[["target", "realised"]], on="target")
         return self._in_order(table, -table.effect.abs())
@@ -140,8 +139,7 @@ class Attribution(Tables):
         return self.samples.groupby(["trajectory", "target"], sort=False, as_index=False).agg(names)
 
     def _of(self, table: pd.DataFrame, target: str) -> pd.DataFrame:
-        if target not in set(self.targets.target):
-            raise TsaeError(f"no target {target!r}; there are {', '.join(self.targets.target)}", where="Attribution")
+        need_names("target", [target], self.targets.target, "Attribution")
         return table[table.target == target]
 
     def _with_facts(self, samples: pd.DataFrame) -> pd.DataFrame:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from einops import einsum, rearrange, reduce
 
+from tsae.activations.forward_batches import pad
 from tsae.attribution.config import AttributionConfig
 from tsae.attribution.sample_gradients import Batch, TrainedWeights, log_probabilities, padded
 from tsae.attribution.sample_kinds import UNBANDED, band_of
@@ -55,17 +56,13 @@ class NextToken:
     def __init__(self, prompts: Sequence[np.ndarray], groups: Sequence[str], token: int, *, what: str) -> None:
         self.token, self.kinds = token, list(dict.fromkeys(groups))
         self.names = [f"{what} ({kind})" for kind in self.kinds]
-        width = max(map(len, prompts))
-        self.ids, self.mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width)
-        for i, prompt in enumerate(prompts):
-            self.ids[i, : len(prompt)] = torch.from_numpy(np.asarray(prompt, dtype=np.int64))
-            self.mask[i, : len(prompt)] = 1
+        self.ids, self.mask = pad(prompts)
         one = torch.tensor([[group == kind for group in groups] for kind in self.kinds], dtype=torch.float32)
         self.mean = one / one.sum(1, keepdim=True)  # (n, prompts)
 
     def _values(self, trained: TrainedWeights, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """(n,) of the prompts in these rows alone."""
-        ids, mask = self.ids[rows].to(trained.device), self.mask[rows].long().to(trained.device)
+        ids, mask = self.ids[rows].to(trained.device), self.mask[rows].to(trained.device)
         logits = trained.model(
             input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
         ).logits  # (prompts, T, vocabulary)

@@ -122,8 +122,7 @@ def _control(
     """A row a feature that the contrast tested."""
     assert contrast.inference is not None
     of, feature, effect = contrast.of, contrast.feature, contrast.inference.difference
-    of_length = _of_length(of, rows, tokens, styles) if control == "length" else ("", np.nan, np.nan)
-    style, auroc, overlap = of_length
+    style, auroc, overlap = _of_length(of, rows, tokens, styles) if control == "length" else ("", np.nan, np.nan)
     keys: dict[str, Any] = {**of.key, "feature": feature, "control": control, "rows": of.fingerprint}
     keys |= {"style": style, "style_auroc": auroc, "overlap": overlap}
     parts, groups, comparable = of.bands or (of,), [], []
