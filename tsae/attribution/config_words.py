@@ -5,6 +5,7 @@ What a trainer's words mean is data: ``verl.toml`` and its like beside this modu
     mine       alternatives, each a list of patterns: settings in which all of one are there are this trainer's
     refused    words that change updates in a way that is not replayed, and the values with which they do not
     known      sections, with all their words that are known: another one that is set is refused
+    always     facts of every run of the trainer
     others     tables of our fields, for `Words.take`
 """
 
@@ -55,7 +56,8 @@ class Words:
     """
 
     def __init__(self, settings: Mapping[str, Any], file: Path, trainer: str, own: str = "") -> None:
-        self.file, self.values, self.table, self.own = file, dict(_flat(settings)), table_of(trainer), own
+        self.file, self.values, self.own = file, dict(_flat(settings)), own
+        self.trainer, self.table = trainer, table_of(trainer)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these words that has one."""

@@ -53,27 +53,31 @@ def verl(settings: Mapping[str, Any], file: Path, steps: int | None) -> RunSetti
         "max_completion_length": size["length"],
         "max_steps": total and total * updates * size["epochs"],
         "advantages": run["advantages"] if run["std"] or run["advantages"] != "grpo" else "dr_grpo",
-        "advantage_epsilon": 1e-6,
         "order": "unknown" if run["v1"] or (run["shuffle"] and engine) else "log",
-        **words.table["fixes"],
     }
     reward_kl = None
     if run["kl"]:
         words.need("algorithm.kl_ctrl.type", "fixed", does="the weight of the KL penalty follows the divergence")
         reward_kl = RewardKL(**(penalty := words.take("reward_kl")), **_clamps(penalty["kl"]))
-    return RunSettings(
+    return _settings(
+        words,
         _optimiser_of_verl(words, total, updates * size["epochs"], engine=engine),
         loss,
         Batching(parts, parts * updates, size["epochs"], processes),
-        str(file),
-        "verl",
-        base=run["base"],
         autocast="float32" if run["computed"] in ("float32", "fp32") else "bfloat16",
         weights="bfloat16" if run["kept"] in ("bf16", "bfloat16") else "float32",
         facts=facts,
         notes=tuple(notes),
         reward_kl=reward_kl,
     )
+
+
+def _settings(
+    words: Words, optimiser: Optimiser, loss: PolicyLoss, batching: Batching, *, facts: Mapping[str, Any], **more: Any
+) -> RunSettings:
+    """A run's settings, with the model that it began with and the facts that its trainer's table holds."""
+    facts, base = {**words.table["always"], **facts}, words.take("run", "base")["base"]
+    return RunSettings(optimiser, loss, batching, str(words.file), words.trainer, base=base, facts=facts, **more)
 
 
 def _clamps(kl: str, prefix: str = "") -> dict[str, Any]:
@@ -140,24 +144,16 @@ def nemo_rl(settings: Mapping[str, Any], file: Path, steps: int | None) -> RunSe
     size, run = words.take("size"), words.take("run")
     updates = words.updates(int(size["prompts"] * size["n"]), int(size["mini"]))
     points = _points_of_nemo(words.get("policy.scheduler"), file)
-    facts = {
-        "num_generations": int(size["n"]),
-        "max_steps": (size["last"] or steps or 0) * updates or None,
-        "advantages": "logged",
-        "order": "log",
-        **words.table["fixes"],
-    }
-    return RunSettings(
+    max_steps = (size["last"] or steps or 0) * updates or None
+    return _settings(
+        words,
         Optimiser(points=points, schedule="constant", every=updates, **words.take("optimiser")),
         _loss_of_nemo(words, updates),
         Batching(1, updates, 1, 1),
-        str(file),
-        "nemo_rl",
-        base=run["base"],
         seed=run["seed"],
         autocast="float32" if run["precision"] == "float32" else "bfloat16",
         dropout=run["adapter"] and run["dropout"] > 0,
-        facts=facts,
+        facts={"num_generations": int(size["n"]), "max_steps": max_steps},
         notes=("groups of equal rewards were dropped (use_dynamic_sampling)",) * run["drops"],
     )
 
@@ -226,15 +222,12 @@ def open_instruct(settings: Mapping[str, Any], file: Path, steps: int | None) ->
     loss |= {"beta": loss["beta"] * run["with_ref"], "kl_input_clamp": 40.0, "correction": _rho(words)}
     loss |= {"surrogate": "cispo", "epsilon_high": 1 + loss["epsilon_high"]} if run["cispo"] else {}
     loss |= {"sync_ref": (run["alpha"], run["follows"])} if run["follows"] else {}
-    facts = words.take("facts") | words.table["fixes"]
-    facts |= {"max_steps": total, "advantages": "logged", "order": "log" if size["minis"] == 1 else "unknown"}
-    return RunSettings(
+    facts = words.take("facts") | {"max_steps": total, "order": "log" if size["minis"] == 1 else "unknown"}
+    return _settings(
+        words,
         Optimiser(warmup=warmup, n_steps=total, max_grad_norm=norm, **words.take("optimiser")),
         PolicyLoss("step", ratio_to="sampler" if run["to_sampler"] else "old", **loss),
         Batching(1, size["minis"], size["epochs"], 1),
-        str(file),
-        "open_instruct",
-        base=run["base"],
         seed=run["seed"],
         autocast="float32" if run["computed"] == "float32" else "bfloat16",
         facts=facts,
@@ -280,18 +273,15 @@ def prime_rl(settings: Mapping[str, Any], file: Path, steps: int | None) -> RunS
     if bounds == "dppo" and f"{own}loss.ipo_mask_low" in words.values:
         loss["surrogate"], bounds = "ipo", "masked"
     loss |= {"beta": 2 * loss["beta"], **words.take(bounds)}
-    facts = {"max_steps": total, "advantages": "logged", "order": "log", **words.take("facts"), **words.table["fixes"]}
-    return RunSettings(
+    return _settings(
+        words,
         Optimiser(schedule="constant", betas=(betas["first"], betas["second"]), **given),
         PolicyLoss("step", kl="k2", kl_to="sampler", ratio_to="sampler", **loss),
         Batching(),
-        str(file),
-        "prime_rl",
-        base=run["base"],
         autocast="bfloat16",
         weights=run["weights"],
         dropout=run["dropout"] > 0,
-        facts=facts,
+        facts={"max_steps": total, **words.take("facts")},
     )
 
 
@@ -338,17 +328,13 @@ def openrlhf(settings: Mapping[str, Any], file: Path, steps: int | None) -> RunS
         "num_generations": size["n"],
         "max_steps": steps,
         "advantages": run["advantages"],
-        "advantage_epsilon": 1e-9,
         "order": "log" if updates == 1 else "unknown",
-        **words.table["fixes"],
     }
-    return RunSettings(
+    return _settings(
+        words,
         Optimiser(warmup=ceil(run["rise"] * (steps or 0)), n_steps=steps, decay_all=False, **given),
         PolicyLoss(**loss),
         Batching(1, updates, size["epochs"], 1),
-        str(file),
-        "openrlhf",
-        base=run["base"],
         autocast="bfloat16",
         dropout=run["dropout"] > 0,
         facts=facts,
