@@ -57,7 +57,6 @@ def check_gradients(trained: TrainedWeights, dtype: torch.dtype, off: float) -> 
     for n in (1, 2):  # One direction goes another way than several.
         held = BatchGradients(trained, dtype=dtype, n_directions=n)
         backward(trained, held, parts=n)
-        assert len(held) == 5
         directions = torch.randn(n, len(trained), generator=torch.Generator().manual_seed(1))
         found = held.products(directions) - single @ directions.T
         assert (found.abs() < off * single.norm(dim=1)[:, None]).all()

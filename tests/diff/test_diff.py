@@ -309,17 +309,6 @@ def test_diffs_that_cannot_be_are_refused(config: dict[str, Any]) -> None:
     refuses(next(iter(config)), DiffConfig, **config)
 
 
-def test_trajectories_are_not_taken_for_independent() -> None:
-    """Problem levels differ between the sides' problems only by chance; a test over trajectories would find shifts."""
-    rng = np.random.default_rng(0)
-    p = []
-    for _ in range(40):
-        # Ten problems, whose differences all eight trajectories share.
-        differences = rng.normal(size=(10, 25))
-        p.append(paired_inference(differences, np.ones(25), DRAWS).p)
-    assert np.mean(np.array(p) <= 0.05) == pytest.approx(0.05, abs=0.02)
-
-
 def test_prompts_tell_of_reading_alone() -> None:
     """What a run reads out of the same prompts can shift; what no two trajectories of a problem differ in cannot."""
     table = world(shift=1.5)

@@ -225,9 +225,6 @@ class BatchGradients:
         self._scales: dict[torch.nn.Module, torch.Tensor | None] = {}
         """Of norms, in the step that is going on."""
 
-    def __len__(self) -> int:
-        return sum(part.size for part in self._parts)
-
     def clear(self) -> None:
         """After the optimiser's step: the weights are others now."""
         self._parts.clear()
