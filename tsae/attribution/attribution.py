@@ -114,7 +114,10 @@ class Attribution(Tables):
         """
         mine = self._of(self._used, target).sort_values("share", ascending=False, kind="stable")
         raised, lowered = mine[mine.share > 0].head(n), mine[mine.share < 0].tail(n)
-        return self._with_facts(pd.concat([raised, lowered]))
+        found = pd.concat([raised, lowered]).merge(self.facts.drop(columns="step"), on="trajectory", how="left")
+        if self.source is None:
+            return found
+        return found.assign(response=self.source.frame.response.to_numpy()[found.trajectory.to_numpy()])
 
     def of_sample(self, trajectory: int) -> pd.DataFrame:
         """What a sample did to every target: a row each, the largest part of its realised change first.
@@ -141,12 +144,6 @@ class Attribution(Tables):
     def _of(self, table: pd.DataFrame, target: str) -> pd.DataFrame:
         need_names("target", [target], self.targets.target, "Attribution")
         return table[table.target == target]
-
-    def _with_facts(self, samples: pd.DataFrame) -> pd.DataFrame:
-        found = samples.merge(self.facts.drop(columns="step"), on="trajectory", how="left")
-        if self.source is None:
-            return found
-        return found.assign(response=self.source.frame.response.to_numpy()[found.trajectory.to_numpy()])
 
     def save(self, folder: str | Path) -> Attribution:
         """Write the tables as Parquet, and info as attribution.json. Until all is written, the earlier one stays."""

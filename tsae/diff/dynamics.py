@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import false_discovery_control, rankdata
+from scipy.stats import false_discovery_control
 
 from tsae.base import display
 from tsae.base.statistics import counts, percentile_interval
@@ -39,6 +39,7 @@ from tsae.diff.comparisons import Rows, comparisons, main_comparisons, side_mean
 from tsae.diff.config import DiffConfig
 from tsae.diff.effects import active_features
 from tsae.diff.inference import paired_inference, q_values
+from tsae.diff.reinforcement import spearman
 from tsae.diff.threads import one_blas_thread
 from tsae.features.feature_table import FeatureTable
 from tsae.rollouts.behaviours import behaviour_table
@@ -271,11 +272,8 @@ def align(table: pd.DataFrame, behaviours: pd.DataFrame) -> pd.DataFrame:
             n = len(steps)
             if n < 3:
                 continue
-            y = rankdata(measured.set_index("step")["mean"][steps])
-            x = rankdata(means.loc[steps].to_numpy(), axis=0)
-            x, y = x - x.mean(0), y - y.mean()
-            norm = np.sqrt((x**2).sum(0) * (y**2).sum())
-            rho = np.divide(y @ x, norm, out=np.full(len(norm), np.nan), where=norm > 0)
+            x, y = means.loc[steps].to_numpy().T, measured.set_index("step")["mean"][steps].to_numpy()[None]
+            rho = np.where(np.ptp(x, axis=1) * np.ptp(y) > 0, spearman(x, y), np.nan)
             keys = {"run": run, "behaviour": name, "n_points": n, "smallest_p": 2 / math.factorial(n)}
             records.append(pd.DataFrame({**keys, "feature": means.columns, "kind": kinds.to_numpy(), "rho": rho}))
     names = ["run", "feature", "kind", "behaviour", "rho", "n_points", "smallest_p"]
