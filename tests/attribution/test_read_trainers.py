@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from support.builders import make_rollouts
 from support.refusals import refuses
 from tsae.attribution.config_words import trainer_of
 from tsae.attribution.find_settings import read_settings
@@ -18,7 +19,6 @@ from tsae.attribution.order import plan_updates
 from tsae.attribution.other_trainers import READERS
 from tsae.attribution.settings import Batching, Optimiser, RunSettings
 from tsae.errors import TsaeError
-from tsae.rollouts.table import Rollouts
 
 
 def own(trainer: str) -> dict[str, Any]:
@@ -92,12 +92,7 @@ def rows_by_hand(n_processes: int, mini: int, micro: int, rows: int = 32) -> lis
 def test_processes_of_verl_split_their_rows() -> None:
     small = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": 2}
     small |= actor(ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=4)
-    records = [
-        {"problem_id": "p", "policy": "run", "prompt_ids": [1], "response_ids": [2], "outcome": "unknown", "step": step}
-        for step in (1, 2)
-        for _ in range(32)
-    ]
-    log = Rollouts.from_records(records)
+    log = make_rollouts(n_problems=8, n_samples=8).with_column("step", np.repeat([1, 2], 32))
     for changed, micro in (({}, 4), (ENGINE, 8)):
         plan = plan_updates(log, read("verl", **small, **changed), checkpoints={}, vocabulary=None)
         assert [(update.step, update.generation) for update in plan.updates] == [(1, 0), (2, 0), (3, 1), (4, 1)]
