@@ -1,8 +1,7 @@
 """Training step, capture and encoding at the sizes that GPUs are for, each against its floor.
 
-- train: one step of our trainer (`scripts/bench_peers.py`) against one dense encode and one fused Adam step.
+- train: one step of our trainer against one dense encode and one fused Adam step.
 - profile: where the time of that step goes, by torch's profiler.
-- peers: one step of our trainer against those of other packages (`scripts/bench_peers.py`).
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
 - causal: generating with a feature ablated, or steered, against generating.
@@ -29,11 +28,9 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-import bench_peers
 import bench_train
 import numpy as np
 import pandas as pd
@@ -62,7 +59,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "profile", "peers", "capture", "encode", "causal", "replay", "end_to_end", "large_run"]
+Part = Literal["train", "profile", "capture", "encode", "causal", "replay", "end_to_end", "large_run"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -71,7 +68,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "peers", "capture", "encode")
+    parts: tuple[Part, ...] = ("train", "profile", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -126,7 +123,7 @@ def step_sizes(bench: Bench) -> Iterator[tuple[bench_train.Bench, Row]]:
 def train(bench: Bench) -> None:
     for size, begin in step_sizes(bench):
         x, pairs = bench_train.make_batch(size)
-        ours = bench_peers.ours(size, x, pairs)
+        ours = bench_train.whole_step(size, x, pairs)
         ours()
         peak = _peak_gb(ours, bench.device)  # before the floor's weights are there
         seconds = bench.timed({"ours": ours, "floor": bench_train.stepper(size, "floor")})
@@ -163,7 +160,7 @@ def profile(bench: Bench) -> None:
     kind = "device" if on_gpu else "cpu"
     activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
     for size, begin in step_sizes(bench):
-        step = bench_peers.ours(size, *bench_train.make_batch(size))
+        step = bench_train.whole_step(size, *bench_train.make_batch(size))
         for _ in range(2):
             step()
         with torch.profiler.profile(activities=activities) as seen:
@@ -182,44 +179,6 @@ def profile(bench: Bench) -> None:
                 bench.keep("profile", {**begin, "of": of, "ms": ms})
         for name in sorted(alone, key=lambda name: -alone[name])[:12]:
             bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
-
-
-def peers(bench: Bench) -> None:
-    """In bfloat16 only. A peer that cannot run here has a row that says why."""
-    bench_peers.stand_in()
-    for size, begin in step_sizes(bench):
-        if size.precision != "bfloat16":
-            continue
-        x, pairs = bench_train.make_batch(size)
-        ours = bench_peers.ours(size, x, pairs)
-        ours()
-        for peer in bench_peers.PEERS:
-            try:
-                seconds = bench.timed({"peer": peer.make(size, x), "ours": ours})
-            except Exception as error:
-                # Of the error only its text is kept: its frames hold the peer's weights.
-                why = f"not timed: {type(error).__name__}: {error}".splitlines()[0][:200].replace("|", "/")
-                row: Row = {"step": f"{peer.step}: {why}"}
-                row |= dict.fromkeys(("ms", "tokens_per_s", "ours_ms", "times_ours"))
-            else:
-                row = {
-                    "step": peer.step, "ms": seconds["peer"] * 1e3, "tokens_per_s": len(x) / seconds["peer"],
-                    "ours_ms": seconds["ours"] * 1e3, "times_ours": seconds["peer"] / seconds["ours"],
-                }  # fmt: skip
-            shape = {name: begin[name] for name in ("d_model", "d_sae", "k")}
-            on_gpu = bench.device.startswith("cuda")
-            shape["precision"] = peer.precision if on_gpu else "float32"
-            bench.keep("peers", {"peer": peer.package, "version": _version(peer.package), **shape, **row})
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def llama(bench: Bench, d_model: int, n_blocks: int) -> Any:
@@ -547,8 +506,6 @@ _SAYS = {
     "train": "A step of our trainer. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
     "its parts, and the longest kernels, which are in the parts.",
-    "peers": "A step of another package by its own code, in bfloat16 on a GPU, against a whole step of our trainer, "
-    "taken in turn with it on the same tokens. Ours alone has a contrastive term. What could not run says why.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
     "causal": "Generation with eight features edited at every token, against generation alone, of the same model.",

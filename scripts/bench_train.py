@@ -26,18 +26,23 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 
-from tsae.sae.config import Precision, SAEConfig
+from tsae.activations.batches import TokenBatch
+from tsae.base.distributed import Processes
+from tsae.sae.config import Precision, SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 from tsae.sae.training.loss import temporal_loss
-from tsae.sae.training.trainer import adam, update
+from tsae.sae.training.trainer import Trainer, adam, update
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,21 @@ def stepper(bench: Bench, which: str) -> Callable[[], None]:
             optimizer.step()
 
     return step
+
+
+def whole_step(size: Bench, x: torch.Tensor, pairs: torch.Tensor) -> Callable[[], Any]:
+    """A step of our trainer."""
+    norms = SimpleNamespace(mean=size.d_model**0.5, centre=[0.0] * size.d_model, outlier_share=0.0)
+    windows: Any = SimpleNamespace(
+        first_tokens=x[:64].cpu().numpy(), norms=norms, d_model=size.d_model, site="blocks.0.hook_resid_post"
+    )
+    training = TrainingConfig(
+        tokens=100_000 * len(x), batch_tokens=len(x), initial_bias="mean", device=size.device, precision=size.precision
+    )
+    config = SAEConfig(d_sae=size.d_sae, k=size.k, dead_after_tokens=10_000_000)
+    trainer = Trainer(windows, config, training, Processes(device=size.device))
+    token = np.arange(len(x))
+    return partial(trainer.step, TokenBatch(x, pairs.cpu().numpy(), token // size.window, copies=token))
 
 
 def timed(steps: Mapping[str, Callable[[], Any]], rounds: int, device: str, most: float = math.inf) -> dict[str, float]:

@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_SHARES_OF = 480
+_SHARES_OF = 420
 _LEAST = 5
 """Seconds in which nothing could start."""
 _MACHINE = """
@@ -53,8 +53,6 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     sizes = () if scale == "tiny" else ("--sizes", "2048x32768x64", "4096x65536x64")
     large = sizes and ("--sizes", "4096x65536x64")
     every = sizes and (*sizes, "4096x131072x64")
-    # The large one first: of a part that is cut off, its rows are there.
-    large_first = large and (*large, "2048x32768x64")
 
     def bench(title: str, seconds: int, *options: str) -> Part:
         common = ("--device", device, "--scale", scale, "--rows", str(rows), "--seconds", str(seconds // 6))
@@ -68,7 +66,6 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
         Part("Tests", 70, tests),
         bench("Training step in bfloat16", 55, "train", *half, *every),
         bench("Profile of a training step", 35, "profile", *half, *sizes),
-        bench("Training steps of other packages", 60, "peers", "--rounds", "5", *half, *large_first),
         bench("A run of 1.5 B", 100, "large_run"),
         bench("Capture", 50, "capture", "--rounds", "2", *large),
         bench("Encoding", 25, "encode", "--rounds", "2", *large),

@@ -32,13 +32,11 @@ TINY = {
     "check_english.py": "docs/index.md --since HEAD",
     "check_null.py": "--weights --to null --problems 12 --seeds 1 --samples 2",
     "check_statements.py": "--draws 2",
-    "ordinary_runs.py": "lora ordinary/lora --steps 1 --per-level 4 --ids --labels --save-every-step",
     "torture.py": "--cases 4",
 }
 ELSEWHERE = {
     "bench_diff.py": "diff/test_diff.py",
     "bench_gpu.py": "app/test_gpu_suite.py",
-    "bench_peers.py": "app/test_gpu_suite.py",
     "build_testbed.py": "testbed/test_build.py",
     "gpu_suite.py": "app/test_gpu_suite.py",
     "gpu_suite.sh": "app/test_gpu_suite.py",
