@@ -1,12 +1,9 @@
-"""Memory of encode, diff and report on ten times as many tokens, and parts of an encoding that are lost on the way.
+"""Memory of encode, diff and report on ten times as many tokens.
 
 Each stage runs in a process of its own: as it is, and on ten times as many trajectories of the same problems. A stage's
 memory is the highest mark of its process (VmHWM), which counts the pages of mapped files too. The ratio is that of the
 highest marks of the three stages; each stage's own stands beside it. Activations are those of token ids, problems and
 noise; the SAE is random, with a threshold that lets k latents through.
-
-Then the small store is encoded in seven parts, in another order, one of them killed on the way; its bytes are compared
-with those of an encoding in one part.
 
     python scripts/bench_scale.py
 
@@ -18,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,9 +30,7 @@ import tyro
 from statements.tables import Shard, write_store
 
 import tsae
-from tsae.base.artefact import file_hash
-from tsae.base.part import Part
-from tsae.features.encode import encode, encode_part
+from tsae.features.encode import encode
 from tsae.sae.config import SAEConfig
 from tsae.sae.model import TemporalSAE
 
@@ -122,41 +116,12 @@ def stage(name: str, folder: Path) -> dict[str, Any]:
     return {"seconds": round(seconds, 1), "gb": int(status.partition("VmHWM:")[2].split()[0]) / 1e6, **facts}
 
 
-def part(number: int, folder: Path, to: Path) -> None:
-    """One of seven parts of an encoding, 0 to 6, in this process."""
-    encode_part(folder.parent / "sae", folder / "acts", to=to, part=Part(number, 7), progress=False)
-
-
 def in_process(*words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen([sys.executable, __file__, *words], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def parts(folder: Path) -> dict[str, Any]:
-    """Seven parts, last first; the fourth is killed when it has written something, and started again."""
-    to, killed = folder / "in-parts", False
-    for number in range(6, -1, -1):
-        running = in_process("part", str(number), str(folder), str(to))
-        if number == 3:
-            before = len(list((to / "pieces").glob("*.npz")))
-            while running.poll() is None and len(list((to / "pieces").glob("*.npz"))) == before:
-                time.sleep(0.002)
-            killed = running.poll() is None
-            running.send_signal(signal.SIGKILL)
-            running.wait()
-            running = in_process("part", str(number), str(folder), str(to))
-        if running.wait():
-            raise SystemExit(f"part {number} ended with {running.returncode}")
-    encode(folder.parent / "sae", folder / "acts", to=to, progress=False)
-    names = ("features.h5", "columns.h5", "means.h5", "features.json", "rollouts.parquet")
-    equal = all(file_hash(to / name) == file_hash(folder / "features" / name) for name in names)
-    return {"parts": {"n": 7, "equal": equal}, "node_loss": {"killed": int(killed), "equal": equal}}
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["part"]:
-        part(int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
-        return
     if sys.argv[1:2] == ["stage"]:
         print(json.dumps(stage(sys.argv[2], Path(sys.argv[3]))))
         return
@@ -187,7 +152,6 @@ def main() -> None:
             "peak_gb": round(peaks[1], 2),
             "codes": large["encode"]["codes"],
             "rows_per_s": round(large["encode"]["tokens"] / large["encode"]["seconds"]),
-            **parts(folder / "1x"),
             **found,
             "size": {name: value for name, value in asdict(bench).items() if name != "to"},
         }

@@ -105,7 +105,7 @@ def check(options: Options) -> tuple[dict[str, object], float]:
     """The line of figures, and the processor seconds of the other process; prints tables on the way."""
     data = options.data
     about = json.loads((data / "about.json").read_text())["config"]
-    config = MixedConfig(**about | {"betas": tuple(about["betas"])})
+    config = MixedConfig(seed=about["seed"], per_band=about["per_band"])
     rollouts, targets = Rollouts.read(data / "rollouts.parquet"), the_targets(config, data)
     lines = [json.loads(line) for line in (data / "retrained.jsonl").read_text().splitlines()]
     kinds = {line["name"]: line["kind"] for line in lines}

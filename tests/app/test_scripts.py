@@ -23,6 +23,7 @@ SOLUTIONS = os.environ.get("TSAE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8
 TINY = {
     "bench_capture.py": f"--solutions {SOLUTIONS} --tokens 512 --batch-tokens 512 --rounds 1 --window-rounds 1 "
     "--window-tokens 5000 --memory-tokens 2000 4000",
+    "bench_diff.py": "--trajectories 192 --tokens 30 --k 4 --d-sae 64 --n-bootstrap 100 --n-permutations 1000",
     "bench_import.py": "--trajectories 16 --workers 1",
     "bench_report.py": "--features 48 --problems 12 --tokens 12 --k 4 --rounds 1",
     "bench_scale.py": "--problems 12 --samples 2 --tokens 20 --times 2 --d-model 8 --d-sae 64 --k 4",
@@ -35,7 +36,6 @@ TINY = {
     "torture.py": "--cases 4",
 }
 ELSEWHERE = {
-    "bench_diff.py": "diff/test_diff.py",
     "bench_gpu.py": "app/test_gpu_suite.py",
     "build_testbed.py": "testbed/test_build.py",
     "gpu_suite.py": "app/test_gpu_suite.py",
