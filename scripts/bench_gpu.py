@@ -1,12 +1,10 @@
 """Training step, capture and encoding at the sizes that GPUs are for, each against its floor.
 
 - train: one step of our trainer against one dense encode and one fused Adam step.
-- profile: where the time of that step goes, by torch's profiler.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
 - causal: generating with a feature ablated, or steered, against generating.
 - replay: the gradient of a step as attribution replays it, against forward and backward pass of the same batches.
-- end_to_end: `tsae run` on the shipped log, on the device and on the CPU, without attribution.
 - large_run: `tsae run` on an invented log and three checkpoints of random weights, of the shape of Qwen2.5-1.5B.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
@@ -36,22 +34,19 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
+from bench_capture import Capturing
 from tqdm.auto import tqdm
 
 import tsae
 from tsae import testbed
-from tsae.activations.capture import capture_shard
-from tsae.activations.forward_batches import pad, plan_batches
-from tsae.activations.reading_plan import cut
 from tsae.activations.shard import open_shard
 from tsae.attribution.find_settings import find_settings
 from tsae.attribution.forward_passes import Run, chunks_of, gradient_of, inputs_of, known_at, rows_of
 from tsae.attribution.order import plan_updates
 from tsae.attribution.sample_gradients import TrainedWeights
 from tsae.attribution.states import State
-from tsae.base.beside import Beside
 from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions, rewritten
+from tsae.checkpoints.hooks import HuggingFaceReader, rewritten
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.features.encode import tokens_at_once
 from tsae.features.encoded_shards import encode_shard
@@ -59,7 +54,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "profile", "capture", "encode", "causal", "replay", "end_to_end", "large_run"]
+Part = Literal["train", "capture", "encode", "causal", "replay", "large_run"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -68,7 +63,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "capture", "encode")
+    parts: tuple[Part, ...] = ("train", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -144,43 +139,6 @@ def _peak_gb(step: Callable[[], None] | None, device: str) -> float:
     return torch.cuda.max_memory_allocated() / 1e9
 
 
-_PARTS_OF_A_STEP = {
-    "_EncodeByKernels": "encode", "_Reconstruct": "reconstruct and its gradients by codes", "_InfoNCE": "InfoNCE",
-    **{f"autograd::engine::evaluate_function: {name}Backward": f"{what}, backward" for name, what in (
-        ("_EncodeByKernels", "encode"), ("_Reconstruct", "reconstruct"), ("_InfoNCE", "InfoNCE")
-    )},
-    "update": "Adam, clipping and norms of rows",
-}  # fmt: skip
-"""By what the profiler calls them."""
-
-
-def profile(bench: Bench) -> None:
-    """The parts of a step, then its longest kernels; on a CPU operations."""
-    on_gpu = bench.device.startswith("cuda")
-    kind = "device" if on_gpu else "cpu"
-    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
-    for size, begin in step_sizes(bench):
-        step = bench_train.whole_step(size, *bench_train.make_batch(size))
-        for _ in range(2):
-            step()
-        with torch.profiler.profile(activities=activities) as seen:
-            step()
-            bench_train.synchronize(bench.device)
-        # An operation is there as what called it, on the CPU, and what it started, on the GPU.
-        events = seen.key_averages()
-        calls = [event for event in events if event.device_type.name == "CPU"]
-        kernels = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
-        kernels = kernels or calls
-        alone = {event.key: getattr(event, f"self_{kind}_time_total") / 1e3 for event in kernels}
-        bench.keep("profile", {**begin, "of": "the whole step", "ms": sum(alone.values())})
-        for event in calls:
-            if event.key in _PARTS_OF_A_STEP:
-                of, ms = _PARTS_OF_A_STEP[event.key], getattr(event, f"{kind}_time_total") / 1e3
-                bench.keep("profile", {**begin, "of": of, "ms": ms})
-        for name in sorted(alone, key=lambda name: -alone[name])[:12]:
-            bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
-
-
 def llama(bench: Bench, d_model: int, n_blocks: int) -> Any:
     """A Llama of random weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -207,79 +165,23 @@ def texts(bench: Bench, n: int) -> Rollouts:
     return Rollouts.from_records(records)
 
 
-class Capturing:
-    """Capture of shards by a Llama, five eighths of whose blocks are read.
+def capturing(
+    bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path, shards: int = 1
+) -> Capturing:
+    """Capture by a Llama, five eighths of whose blocks are read."""
+    budget = 16_384 if bench.scale == "full" else 200
+    return Capturing(llama(bench, d_model, n_blocks), n_blocks * 5 // 8, rollouts, folder, budget, "bfloat16", shards)
 
-    Args:
-        bench: what is measured.
-        d_model: of the Llama.
-        n_blocks: of the Llama.
-        rollouts: that it reads.
-        folder: for the shards.
-        shards: about so many.
-    """
 
-    def __init__(
-        self, bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path, shards: int = 1
-    ) -> None:
-        self.device, self.rollouts, self.folder = bench.device, rollouts, folder
-        self.model = llama(bench, d_model, n_blocks)
-        self.layer = n_blocks * 5 // 8
-        self.site = f"blocks.{self.layer}.hook_resid_post"
-        self.lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-        self.budget = 16_384 if bench.scale == "full" else 200
-        tokens = int(self.lengths.sum())
-        self.pieces = list(cut({"base": np.arange(len(rollouts))}, self.lengths, -(-tokens // shards)))
-        self.manifest: dict[str, Any] = {
-            "dtype": "bfloat16", "sites": {self.site: {"d_model": d_model}}, "rollouts": rollouts.fingerprint,
-            "readers": [{"id": "base", "weights": ""}], "config": {"token_statistics": False},
-        }  # fmt: skip
-        self.reader = HuggingFaceReader(self.model, [self.site])
-        self.records: list[dict[str, Any]] = []
-
-    def ours(self) -> None:
-        """As `tsae.activations.capture` captures shard after shard."""
-        self.records = []
-        with tqdm(disable=True) as bar, Beside(0 if self.device == "cpu" else 1) as ends:
-            for piece in self.pieces:
-                end = capture_shard(
-                    self.reader, "", self.rollouts, piece, self.folder, self.manifest, self.budget, bar
-                )  # fmt: skip
-                ends.run(partial(self._end, end))
-
-    def _end(self, end: Callable[[], dict[str, Any]]) -> None:
-        self.records.append(end())
-
-    @torch.no_grad()
-    def bare(self) -> None:
-        """The forward passes of the same batches."""
-        blocks = decoder_blocks(self.model)
-        kept = [blocks.pop(-1) for _ in range(len(blocks) - self.layer - 1)]
-        try:
-            for rows, batch in (
-                (p.rows, b) for p in self.pieces for b in plan_batches(self.lengths[p.rows], self.budget)
-            ):
-                ids = [np.concatenate(self.rollouts.tokens(row)) for row in rows[batch]]
-                input_ids, mask = (each.to(self.device) for each in pad(ids))
-                self.model.model(
-                    input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
-                )
-        finally:
-            blocks.extend(reversed(kept))
-
-    def disk(self) -> float:
-        """Seconds in which as many bytes are written and flushed, and nothing else is done."""
-        n_bytes = sum((self.folder / piece.file).stat().st_size for piece in self.pieces)
-        begin, block = time.perf_counter(), np.ones(min(n_bytes, 1 << 26), np.uint8)
-        with (self.folder / "alone").open("wb", buffering=0) as stream:
-            for _ in range(-(-n_bytes // len(block))):
-                stream.write(block.data)
-            os.fsync(stream.fileno())
-        return time.perf_counter() - begin
-
-    def shard(self) -> Any:
-        self.ours()
-        return open_shard(self.folder / self.pieces[0].file, self.manifest, "base", self.records[0])
+def disk(run: Capturing) -> float:
+    """Seconds in which as many bytes are written and flushed, and nothing else is done."""
+    n_bytes = sum((run.folder / piece.file).stat().st_size for piece in run.pieces)
+    begin, block = time.perf_counter(), np.ones(min(n_bytes, 1 << 26), np.uint8)
+    with (run.folder / "alone").open("wb", buffering=0) as stream:
+        for _ in range(-(-n_bytes // len(block))):
+            stream.write(block.data)
+        os.fsync(stream.fileno())
+    return time.perf_counter() - begin
 
 
 def capture(bench: Bench) -> None:
@@ -287,13 +189,13 @@ def capture(bench: Bench) -> None:
     for d_model in sorted({size[0] for size in bench.shapes}):
         with tempfile.TemporaryDirectory() as folder:
             n_blocks, rollouts = 3 if bench.scale == "tiny" else 32, texts(bench, bench.trajectories)
-            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=6)
+            run = capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=6)
             seconds = bench.timed({"ours": run.ours, "bare": run.bare})
-            n_tokens = int(run.lengths.sum())
             bench.keep("capture", {
-                "d_model": d_model, "blocks": n_blocks, "dtype": "bfloat16", "tokens": n_tokens,
-                "tokens_per_s": n_tokens / seconds["ours"], "share_of_bare_forward": seconds["bare"] / seconds["ours"],
-                "s": seconds["ours"], "s_of_writing_alone": run.disk(), "peak_gb": _peak_gb(run.ours, bench.device),
+                "d_model": d_model, "blocks": n_blocks, "dtype": "bfloat16", "tokens": run.n_tokens,
+                "tokens_per_s": run.n_tokens / seconds["ours"],
+                "share_of_bare_forward": seconds["bare"] / seconds["ours"],
+                "s": seconds["ours"], "s_of_writing_alone": disk(run), "peak_gb": _peak_gb(run.ours, bench.device),
                 "peak_gb_bare": _peak_gb(run.bare, bench.device),
             })  # fmt: skip
 
@@ -321,8 +223,10 @@ def encode(bench: Bench) -> None:
     for d_model, d_sae, k in bench.shapes:
         with tempfile.TemporaryDirectory() as folder:
             rollouts = texts(bench, bench.encoded)
-            run = Capturing(bench, d_model, 2, rollouts, Path(folder))
-            shard, source = run.shard(), _Source(rollouts)
+            run = capturing(bench, d_model, 2, rollouts, Path(folder))
+            run.ours()
+            shard = open_shard(run.folder / run.pieces[0].file, run.manifest, "base", run.records[0])
+            source = _Source(rollouts)
             x = torch.from_numpy(shard.read(run.site, slice(None)))
             sae = _sae(x, d_sae, k, run.site, bench.device)
             at_once = tokens_at_once(sae)
@@ -407,38 +311,6 @@ def replay(bench: Bench) -> None:
     })  # fmt: skip
 
 
-def end_to_end(bench: Bench) -> None:
-    """The device first. Trainings part within some hundred steps: compare what is measured, not single features."""
-    from tsae.run import analyze_run
-
-    found: dict[str, dict[str, float]] = {}
-    for device in dict.fromkeys([bench.device, "cpu"]):
-        with tempfile.TemporaryDirectory() as folder:
-            config = tsae.RunConfig(
-                testbed.mixed_run(), to=Path(folder) / "out", base=str(testbed.series().base.path), device=device,
-                tokens=8_000 if bench.scale == "tiny" else 1_000_000,
-                training_tokens=4_000 if bench.scale == "tiny" else 250_000, attribute=False,
-            )  # fmt: skip
-            begin = time.perf_counter()
-            diff = analyze_run(config, progress=False)
-            seconds = time.perf_counter() - begin
-            readers = tsae.FeatureTable.load(config.to / "features").info["readers"]
-            numbers = {f"{reader['id']} {name}": float(reader[name]) for reader in readers for name in ("fve", "l0")}
-            for name, values in diff.behaviours.select_dtypes("number").fillna(0).items():
-                numbers |= {f"behaviours {name} {i}": float(value) for i, value in enumerate(values)}
-            found[device] = numbers
-            first = found[bench.device]
-            far = max(
-                (abs(numbers[name] - first[name]) / max(abs(numbers[name]), abs(first[name]), 1e-3), name)
-                for name in numbers.keys() & first.keys()
-            )
-            bench.keep("end_to_end", {
-                "device": device, "s": seconds, "fve": f"{readers[0]['fve']:.4f}", "l0": readers[0]["l0"],
-                "features_compared": len(diff.shifts), "numbers": len(numbers),
-                "largest_difference": f"{far[0]:.2g} of {far[1]}",
-            })  # fmt: skip
-
-
 def invented_log(folder: Path, n_tokens: int) -> None:
     """Completions as TRL writes them: 16 steps of 8 groups of 8, half of which are right."""
     rng = np.random.default_rng(0)
@@ -504,15 +376,11 @@ def large_run(bench: Bench) -> None:
 
 _SAYS = {
     "train": "A step of our trainer. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
-    "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
-    "its parts, and the longest kernels, which are in the parts.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
     "causal": "Generation with eight features edited at every token, against generation alone, of the same model.",
     "replay": "The gradient of a step of the shipped mixed run as attribution replays it, in float32, against forward "
     "and backward pass of the same batches.",
-    "end_to_end": "`tsae run --no-attribute` on the shipped mixed run, with a short training of the SAE. The largest "
-    "difference is from the first row, as a share of the number.",
     "large_run": "`tsae run --no-attribute` on an invented log and checkpoints of random weights, of the shape of "
     "Qwen2.5-1.5B: time and memory of the whole.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",

@@ -99,10 +99,8 @@ def main(config: Config) -> None:
             copies.put(place)
         with results.open("a") as out:
             out.write(json.dumps(found) + "\n")
-        print(
-            f"{found['outcome']:9} {found['seconds']:6.1f} s  {mutant.path}:{mutant.line}  {mutant.operator}",
-            flush=True,
-        )
+        where = f"{mutant.path}:{mutant.line}  {mutant.operator}"
+        print(f"{found['outcome']:9} {found['seconds']:6.1f} s  {where}", flush=True)
         return found
 
     with ThreadPoolExecutor(config.workers) as pool:
@@ -114,19 +112,9 @@ def cover(to: Path, config: Config) -> None:
     """Run the tests once, and record which test runs which line."""
     settings = to.with_name("coveragerc")
     settings.write_text("[run]\nsource = tsae\nconcurrency = thread,multiprocessing\n")
-    command = [
-        "-m",
-        "pytest",
-        "-q",
-        *config.tests,
-        *_TESTS,
-        "-n",
-        str(config.workers),
-        "--dist",
-        "loadfile",
-        "--cov=tsae",
-    ]
-    command += ["--cov-context=test", f"--cov-config={settings}", "--cov-report=", "-o", f"cache_dir={to.parent}/cache"]
+    command = ["-m", "pytest", "-q", *config.tests, *_TESTS, "-n", str(config.workers), "--dist", "loadfile"]
+    command += ["--cov=tsae", "--cov-context=test", f"--cov-config={settings}", "--cov-report="]
+    command += ["-o", f"cache_dir={to.parent}/cache"]
     # These limit the memory of their process, and the tracer needs more.
     command += ["--deselect=tests/base/test_hostile_hdf5.py"]
     environment = {**os.environ, "COVERAGE_FILE": str(to), "PYTHONPATH": str(ROOT)}

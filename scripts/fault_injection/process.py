@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
 
 from fault_injection import forked
 
@@ -26,21 +25,6 @@ _MEMORY = 8 << 30
 _forking = False
 _here = threading.local()
 _starting = threading.Lock()
-
-
-class Process(Protocol):
-    """What is asked of a started command."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def args(self) -> Any: ...
-
-    @property
-    def returncode(self) -> Any: ...
-
-    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]: ...
 
 
 class _Forked:
@@ -70,6 +54,9 @@ class _Forked:
         with _starting:
             self._process.close()
         return out, err
+
+
+Process = subprocess.Popen[str] | _Forked
 
 
 def warm(modules: Sequence[str]) -> None:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 BANDS: dict[str, tuple[int, int]] = {"easy": (1, 1), "medium": (4, 6), "hard": (7, 9)}
 """Fewest and most operations. Unlike the testbed's hard chains, these are solved often enough to teach something."""
-SETTINGS = "training_args.json"
 _PATH = 1 << 31
 """Bytes of a replayed path."""
 
@@ -156,7 +155,7 @@ def train(config: MixedConfig, base: Checkpoint, to: str | Path, *, progress: bo
             history.append({"step": step, **{name: float(mean) for name, mean in means.items()}, "grad_norm": norm})
             bar.update()
     write_text(partial / "completions.jsonl", "".join(json.dumps(row) + "\n" for row in log))
-    write_json(partial / SETTINGS, config.training_args())
+    write_json(partial / "training_args.json", config.training_args())
     write_json(partial / "trainer_state.json", {"global_step": config.steps, "log_history": history})
     partial.rename(to)
     return to
