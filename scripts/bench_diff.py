@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import tyro
+from bench_train import peak_mb
 from statements.tables import feature_table
 
 import tsae.diff.effects as tables
@@ -132,14 +133,12 @@ def make_table(bench: Bench) -> FeatureTable:
 def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:
     """Seconds of load, diff and save with their parts, and peak memory of this process."""
     stages: dict[str, float] = {}
-    stages_cpu: dict[str, float] = {}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            start, cpu = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             found = function(*args, **kwargs)
             stages[name] = round(time.perf_counter() - start, 2)
-            stages_cpu[name] = round(time.process_time() - cpu, 2)
             return found
 
         return wrapper
@@ -150,85 +149,57 @@ def measure(folder: Path, config: DiffConfig) -> dict[str, Any]:
     table = timed("load", FeatureTable.load)(folder)
     diff = whole.feature_diff(table, config, progress=False)
     timed("save", diff.save)(folder / "diff")
-    seconds, cpu = time.perf_counter() - start, time.process_time()
-    # Not getrusage: a child's ru_maxrss starts from its parent's.
-    status = Path("/proc/self/status").read_text()
+    seconds, cpu, peak = time.perf_counter() - start, time.process_time(), peak_mb()
     drawn = diff.contrasts[diff.contrasts.note == ""]
-    least, least_cpu = floor(table)
+    least = floor(table)
     return {
-        "floor": {
-            "seconds": round(least, 1),
-            "cpu_seconds": round(least_cpu, 1),
-            "ratio": round(seconds / least, 1),
-            "cpu_ratio": round(cpu / least_cpu, 1),
-        },
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(cpu, 1),
-        "peak_gb": round(int(status.partition("VmHWM:")[2].split()[0]) / 1e6, 2),
-        "stages": stages,
-        "stages_cpu": stages_cpu,
-        "non_zeros": int(table.codes.nnz),
-        "contrasts": len(drawn),
-        "tested": drawn.n_tested.tolist(),
-        "discoveries": drawn.n_discoveries.tolist(),
-        "null": drawn.n_null.round(2).tolist(),
-    }
+        "ratio": round(seconds / least, 1), "seconds": round(seconds, 1), "floor_seconds": round(least, 1),
+        "cpu_seconds": round(cpu, 1), "peak_gb": round(peak / 1e3, 2), "stages": stages,
+        "non_zeros": int(table.codes.nnz), "contrasts": len(drawn), "tested": drawn.n_tested.tolist(),
+        "discoveries": drawn.n_discoveries.tolist(), "null": drawn.n_null.round(2).tolist(),
+    }  # fmt: skip
 
 
-def floor(table: FeatureTable) -> tuple[float, float]:
-    """Seconds, and of CPU, of one pass that reads all codes and sums every feature per trajectory on one thread.
+def floor(table: FeatureTable) -> float:
+    """Seconds of one pass that reads all codes and sums every feature per trajectory on one thread.
 
     No diff does without it.
     """
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     for _, tokens, ends in table.row_blocks():
         codes, shape = table.codes[tokens], (len(ends) - 1, ends[-1])
         member = sp.csr_array((np.ones(ends[-1], np.float32), np.arange(ends[-1]), ends), shape=shape)
         _ = member @ codes
-    return time.perf_counter() - start, time.process_time() - cpu
+    return time.perf_counter() - start
 
 
-def step(name: str, bench: Bench, folder: Path) -> Any:
-    """What a step gives, in a process of its own: the script calls itself with `step` and its arguments as JSON."""
-    size = json.dumps({name: value for name, value in vars(bench).items() if name != "to"})
+def in_process(step: str, bench: Bench, folder: Path) -> str:
+    """What a step prints, in a process of its own: the script calls itself with `step` and its arguments as JSON."""
+    size = json.dumps({**vars(bench), "to": None})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, __file__, "step", name, size, str(folder)]
-    text = subprocess.check_output(command, env=environment, text=True)
-    return json.loads(text.splitlines()[-1]) if text else None
-
-
-def run_step(name: str, size: str, folder: Path) -> None:
-    """The process of a step."""
-    bench = Bench(**json.loads(size))
-    config = DiffConfig(n_bootstrap=bench.n_bootstrap, n_permutations=bench.n_permutations, threads=bench.threads)
-    if name == "make":
-        make_table(bench).save(folder)
-    else:
-        print(json.dumps(measure(folder, config)))
+    command = [sys.executable, __file__, step, size, str(folder)]
+    return subprocess.check_output(command, env=environment, text=True)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["step"]:
-        run_step(sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    if sys.argv[1:2] in (["make"], ["measure"]):
+        bench, folder = Bench(**json.loads(sys.argv[2])), Path(sys.argv[3])
+        if sys.argv[1] == "make":
+            make_table(bench).save(folder)
+            return
+        config = DiffConfig(n_bootstrap=bench.n_bootstrap, n_permutations=bench.n_permutations, threads=bench.threads)
+        print(json.dumps(measure(folder, config)))
         return
     bench = tyro.cli(Bench, description=__doc__)
     with tempfile.TemporaryDirectory() as temporary:
         folder = bench.to or Path(temporary) / "features"
         if not (folder / "features.json").is_file():
-            step("make", bench, folder)
-        found = step("measure", bench, folder)
+            in_process("make", bench, folder)
+        found = json.loads(in_process("measure", bench, folder).splitlines()[-1])
     print(f"{bench.trajectories:,} trajectories × {bench.tokens} tokens × k {bench.k}, {bench.d_sae:,} features")
-    print(
-        f"  {found['seconds']} s, {found['cpu_seconds']} s of CPU, peak {found['peak_gb']} GB, {bench.threads} threads"
-    )
+    print(f"  {found['seconds']} s, {found['ratio']} passes over the codes, peak {found['peak_gb']} GB")
     print("  " + ", ".join(f"{name} {s:.1f} s" for name, s in found["stages"].items()))
-    print("  of CPU: " + ", ".join(f"{name} {s:.1f} s" for name, s in found["stages_cpu"].items()))
-    least = found["floor"]
-    print(f"  one pass that sums every feature per trajectory: {least['seconds']} s, {least['ratio']} ×", end="")
-    print(f"; of CPU {least['cpu_seconds']} s, {least['cpu_ratio']} ×")
-    print(f"  discoveries {found['discoveries']} of {found['tested']}; nulls {found['null']}")
-    size = {name: value for name, value in vars(bench).items() if name != "to"}
-    print(json.dumps({"name": "bench_diff", "ratio": least["cpu_ratio"], **found, "size": size}))
+    print(json.dumps({"name": "bench_diff", **found, "size": {**vars(bench), "to": str(bench.to)}}))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def train(bench: Bench) -> None:
 def _peak_gb(step: Callable[[], None] | None, device: str) -> float:
     """What the GPU's allocator held during a step, or since its count began; on a CPU, the most of this process."""
     if not device.startswith("cuda"):
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e6
+        return bench_train.peak_mb() / 1e3
     if step is not None:
         torch.cuda.reset_peak_memory_stats()
         step()

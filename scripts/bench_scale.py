@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import tyro
+from bench_train import peak_mb
 from statements.tables import Shard, write_store
 
 import tsae
@@ -112,13 +113,15 @@ def stage(name: str, folder: Path) -> dict[str, Any]:
         found = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
         facts = {"megabytes": round(Path(found.to_html(folder / "report.html")).stat().st_size / 1e6, 1)}
     seconds = time.perf_counter() - start
-    status = Path("/proc/self/status").read_text()
-    return {"seconds": round(seconds, 1), "gb": int(status.partition("VmHWM:")[2].split()[0]) / 1e6, **facts}
+    return {"seconds": round(seconds, 1), "gb": peak_mb() / 1e3, **facts}
 
 
-def in_process(*words: str) -> subprocess.Popen[str]:
+def in_process(name: str, folder: Path) -> dict[str, Any]:
+    """What a stage found, in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen([sys.executable, __file__, *words], env=environment, stdout=subprocess.PIPE, text=True)
+    text = subprocess.check_output([sys.executable, __file__, "stage", name, str(folder)], env=environment, text=True)
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -137,24 +140,17 @@ def main() -> None:
                 make_sae(folder / "sae", here / "acts", bench)
             found[size] = {}
             for name in ("encode", "diff", "report"):
-                output, _ = (running := in_process("stage", name, str(here))).communicate()
-                if running.returncode:
-                    raise SystemExit(f"{name} at {size} ended with {running.returncode}")
-                found[size][name] = json.loads(output.splitlines()[-1])
+                found[size][name] = in_process(name, here)
                 print(f"{size:>4} {name:7} {found[size][name]}", flush=True)
         small, large = found.values()
         ratios = {name: round(large[name]["gb"] / small[name]["gb"], 3) for name in small}
         peaks = [max(each["gb"] for each in size.values()) for size in (small, large)]
+        encoded = large["encode"]
         figures = {
-            "name": "bench_scale",
-            "ratio": round(peaks[1] / peaks[0], 3),
-            "of_stages": ratios,
-            "peak_gb": round(peaks[1], 2),
-            "codes": large["encode"]["codes"],
-            "rows_per_s": round(large["encode"]["tokens"] / large["encode"]["seconds"]),
-            **found,
-            "size": {name: value for name, value in asdict(bench).items() if name != "to"},
-        }
+            "name": "bench_scale", "ratio": round(peaks[1] / peaks[0], 3), "of_stages": ratios,
+            "peak_gb": round(peaks[1], 2), "codes": encoded["codes"],
+            "rows_per_s": round(encoded["tokens"] / encoded["seconds"]), **found, "size": {**vars(bench), "to": None},
+        }  # fmt: skip
     print(json.dumps(figures))
 
 

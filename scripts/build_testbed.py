@@ -23,7 +23,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--base-steps", type=int, help="training steps of the base (default: 900)")
     parser.add_argument("--only", nargs="+", choices=STAGES, help="stages to run (default: all)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)")
-    parser.add_argument(
-        "--readme", type=Path, help="Markdown file whose measured table to replace, once it is measured"
-    )
+    parser.add_argument("--readme", type=Path, help="Markdown file whose measured table to replace")
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds: nothing is learned")
     return parser.parse_args(arguments)
 
@@ -176,11 +174,8 @@ def check_unclaimed(out: Path, recipe: Recipe) -> None:
     now = json.loads(json.dumps(asdict(recipe)))
     differing = sorted(key for key in now if before.get(key) != now[key])
     if differing:
-        raise TsaeError(
-            f"was begun with another recipe (differing: {', '.join(differing)})",
-            where=path,
-            fix="Give the same options, or another --out.",
-        )
+        what = f"was begun with another recipe (differing: {', '.join(differing)})"
+        raise TsaeError(what, where=path, fix="Give the same options, or another --out.")
 
 
 def build_base(out: Path, recipe: Recipe) -> None:
@@ -188,12 +183,7 @@ def build_base(out: Path, recipe: Recipe) -> None:
     from tqdm import tqdm
 
     with tqdm(total=recipe.base.steps, desc="base", unit="step") as bar:
-
-        def show(step: int, loss: float) -> None:
-            bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-
-        model = train_base(recipe.base, recipe.seed, show)
+        model = train_base(recipe.base, recipe.seed, lambda step, loss: bar.update())
     save_checkpoint(model, out / "base")
 
 
@@ -211,24 +201,13 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     problems = generate_problems(run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train")
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
-    def correct(
-        completions: list[str],
-        answer: list[str],
-        problem_id: list[str],
-        completion_ids: list[list[int]],
-        log_extra: Callable[[str, list[Any]], None],
-        **_: Any,
-    ) -> list[float]:
+    def correct(completions: list[str], answer: list[str], **others: Any) -> list[float]:
         """TRL's reward function: 1 for a right final answer, 0 otherwise."""
-        log_extra("problem_id", problem_id)
-        log_extra("answer", answer)
-        log_extra("completion_ids", completion_ids)
+        for name, values in {"answer": answer, **others}.items():
+            if name in ("problem_id", "answer", "completion_ids"):
+                others["log_extra"](name, values)
         rewards = right_answers(completions, answer)
-        bar.set_postfix(
-            reward=f"{sum(rewards) / len(rewards):.2f}",
-            tokens=f"{sum(map(len, completion_ids)) / len(completion_ids):.1f}",
-            refresh=False,
-        )
+        bar.set_postfix(reward=f"{sum(rewards) / len(rewards):.2f}", refresh=False)
         return rewards
 
     class Keeper(TrainerCallback):
@@ -246,20 +225,11 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
         train_dataset=data_set(problems),
         callbacks=[Keeper()],
         args=grpo_on_cpu(
-            logs,
-            prompts=grpo.prompts,
-            samples=grpo.samples,
-            seed=recipe.seed,
-            max_steps=grpo.steps,
-            temperature=grpo.temperature,
-            learning_rate=grpo.lr,
-            lr_scheduler_type="constant",
-            beta=grpo.beta,
-            logging_steps=grpo.log_every,
-            logging_first_step=True,
-            log_completions=True,
+            logs, prompts=grpo.prompts, samples=grpo.samples, seed=recipe.seed, max_steps=grpo.steps,
+            temperature=grpo.temperature, learning_rate=grpo.lr, lr_scheduler_type="constant", beta=grpo.beta,
+            logging_steps=grpo.log_every, logging_first_step=True, log_completions=True,
         ),
-    )
+    )  # fmt: skip
     # TRL prints every logged completion to stdout, and there is no option against it.
     with bar, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train()
