@@ -2,7 +2,6 @@
 
 - forward: capture with writing, checksum and flush to disk, against the bare forward pass: the same model cut off above
   the site, the same batches, sdpa, no hooks. In turn; the median of the rounds counts.
-- padding: the share of padding in batches of GSM8K solutions.
 - windows: shuffled windows as training reads them, all from the page cache, against sequential passes over the same
   bytes in a memory map: a copy batch by batch into memory that is used again, with the map open and touched before; and
   a copy of the whole map into new memory.
@@ -49,7 +48,7 @@ from tsae.testbed.tokenizer import make_tokenizer
 
 LENGTH, PROMPT = 250, 50
 """Tokens of a random trajectory, and of its prompt."""
-Part = Literal["forward", "padding", "windows", "memory"]
+Part = Literal["forward", "windows", "memory"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Bench:
 
     solutions: Path = Path("data/example_model_solutions.jsonl")
     """GSM8K's file of four models' solutions."""
-    parts: tuple[Part, ...] = ("forward", "padding", "windows", "memory")
+    parts: tuple[Part, ...] = ("forward", "windows", "memory")
     layer: int = 15
     """Block whose output is captured; SmolLM2 has 30."""
     tokens: int = 8192
@@ -181,23 +180,6 @@ def forward(bench: Bench, data: Solutions, folder: Path) -> dict[str, Any]:
         speed = {name: run.n_tokens / value for name, value in seconds.items()}
         found[str(budget)] = {"tokens": run.n_tokens, "ratio": ratio, "tokens_per_second": speed}
         print(f"forward, {budget} tokens a batch: capture {speed['capture']:,.0f} tokens/s, {ratio:.3f} x bare")
-    return found
-
-
-def padding(bench: Bench, data: Solutions) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    rows = {"base": np.arange(len(data.lengths))}
-    for budget in bench.batch_tokens:
-        padded = 0
-        for piece in cut(rows, data.lengths, tsae.CaptureConfig().shard_tokens):
-            lengths = data.lengths[piece.rows]
-            padded += sum(int(lengths[batch].max()) * len(batch) for batch in plan_batches(lengths, budget))
-        found[str(budget)] = 1 - int(data.lengths.sum()) / padded
-        print(f"padding, {budget} tokens a batch: {found[str(budget)]:.2%} of {len(data.lengths)} solutions")
-    order = np.arange(len(data.lengths)) // 32
-    widest = sum(int(data.lengths[order == b].max()) * int((order == b).sum()) for b in range(order[-1] + 1))
-    found["32 as they come"] = 1 - int(data.lengths.sum()) / widest
-    print(f"padding, 32 solutions a batch as they come: {found['32 as they come']:.2%}")
     return found
 
 
@@ -335,14 +317,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         if lacking := missing(bench):
-            print(f"left out forward and padding: {lacking}")
+            print(f"left out forward: {lacking}")
             found["left_out"] = lacking
-        elif {"forward", "padding"} & set(bench.parts):
-            data = Solutions(bench)
-            if "padding" in bench.parts:
-                found["padding"] = padding(bench, data)
-            if "forward" in bench.parts:
-                found["forward"] = forward(bench, data, root)
+        elif "forward" in bench.parts:
+            found["forward"] = forward(bench, Solutions(bench), root)
         if "windows" in bench.parts:
             found["windows"] = windows(bench, root / "windows")
         if "memory" in bench.parts:

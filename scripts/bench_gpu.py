@@ -3,8 +3,6 @@
 - train: one step of our trainer against one dense encode and one fused Adam step.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
-- causal: generating with a feature ablated, or steered, against generating.
-- replay: the gradient of a step as attribution replays it, against forward and backward pass of the same batches.
 - large_run: `tsae run` on an invented log and three checkpoints of random weights, of the shape of Qwen2.5-1.5B.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
@@ -23,9 +21,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,21 +36,13 @@ from tqdm.auto import tqdm
 import tsae
 from tsae import testbed
 from tsae.activations.shard import open_shard
-from tsae.attribution.find_settings import find_settings
-from tsae.attribution.forward_passes import Run, chunks_of, gradient_of, inputs_of, known_at, rows_of
-from tsae.attribution.order import plan_updates
-from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.states import State
-from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.hooks import HuggingFaceReader, rewritten
-from tsae.checkpoints.series import CheckpointSeries
 from tsae.features.encode import tokens_at_once
 from tsae.features.encoded_shards import encode_shard
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "capture", "encode", "causal", "replay", "large_run"]
+Part = Literal["train", "capture", "encode", "large_run"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -246,71 +234,6 @@ def encode(bench: Bench) -> None:
             })  # fmt: skip
 
 
-def causal(bench: Bench) -> None:
-    """Greedy answers of a Llama of 16 blocks to 32 prompts of 128 tokens."""
-    tiny = bench.scale == "tiny"
-    for d_model, d_sae, k in bench.shapes[:1]:
-        model = llama(bench, d_model, 3 if tiny else 16)
-        ids = torch.randint(5, 1000, (4, 8) if tiny else (32, 128), device=bench.device)
-        mask, new = torch.ones_like(ids), 4 if tiny else 64
-        site = "blocks.1.hook_resid_post" if tiny else "blocks.10.hook_resid_post"
-        sae = _sae(HuggingFaceReader(model, [site]).read(ids, mask)[site].flatten(0, 1).float(), d_sae, k, site,
-                   bench.device)  # fmt: skip
-        features = tuple(range(8))
-        edits = {
-            "ablate": FeatureEdit(sae, features, "ablate", (0.0,) * 8),
-            "steer": FeatureEdit(sae, features, "steer", (1.0,) * 8),
-        }
-
-        def generate(edit: FeatureEdit | None = None, model: Any = model, ids: Any = ids, mask: Any = mask,
-                     new: int = new) -> None:  # fmt: skip
-            hook = None if edit is None else edit.hook(lambda model: partial(rewritten, model), "all", ())
-            with torch.no_grad(), nullcontext() if hook is None else hook(model, ids, mask):
-                model.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
-                )
-
-        steps: dict[str, Callable[[], None]] = {"bare": generate}
-        seconds = bench.timed(steps | {name: partial(generate, edit) for name, edit in edits.items()})
-        for name in edits:
-            bench.keep("causal", {
-                "d_model": d_model, "d_sae": d_sae, "edit": name, "tokens_per_s": len(ids) * new / seconds[name],
-                "share_of_generation": seconds["bare"] / seconds[name],
-            })  # fmt: skip
-
-
-def replay(bench: Bench) -> None:
-    """A step of the shipped mixed run, with a Llama of random weights in the place of its model; in float32."""
-    base = testbed.series().base
-    series = CheckpointSeries.load(base.path, testbed.mixed_run())
-    log = Rollouts.read(testbed.mixed_run() / "completions", series)
-    settings = find_settings(series)
-    d_model, n_blocks = (64, 3) if bench.scale == "tiny" else (1024, 24)
-    model = llama(bench, d_model, n_blocks).float()
-    trained = TrainedWeights(model)
-    plan = plan_updates(log, settings, checkpoints={}, vocabulary=None, steps=(1, 1))
-    run = Run(trained, log, settings, plan, State.at(trained.vector()), 16_384)
-    step = rows_of(run, plan.updates[0])
-    known = known_at(run, plan.updates[0], run.begin.weights)
-    given = [inputs_of(run, chunk) for chunk in chunks_of(run, step)]
-
-    def bare() -> None:
-        with trained.differentiable():
-            for inputs in given:
-                logits = model(**inputs).logits.flatten(0, 1)
-                torch.nn.functional.cross_entropy(
-                    logits.float(), inputs["input_ids"].flatten()[-len(logits) :]
-                ).backward()
-        model.zero_grad()
-
-    seconds = bench.timed({"ours": lambda: gradient_of(run, step, known), "bare": bare})
-    n_tokens = sum(inputs["input_ids"].numel() for inputs in given)
-    bench.keep("replay", {
-        "d_model": d_model, "blocks": n_blocks, "tokens": n_tokens, "ms": seconds["ours"] * 1e3,
-        "share_of_bare_step": seconds["bare"] / seconds["ours"],
-    })  # fmt: skip
-
-
 def invented_log(folder: Path, n_tokens: int) -> None:
     """Completions as TRL writes them: 16 steps of 8 groups of 8, half of which are right."""
     rng = np.random.default_rng(0)
@@ -378,9 +301,6 @@ _SAYS = {
     "train": "A step of our trainer. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
-    "causal": "Generation with eight features edited at every token, against generation alone, of the same model.",
-    "replay": "The gradient of a step of the shipped mixed run as attribution replays it, in float32, against forward "
-    "and backward pass of the same batches.",
     "large_run": "`tsae run --no-attribute` on an invented log and checkpoints of random weights, of the shape of "
     "Qwen2.5-1.5B: time and memory of the whole.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",

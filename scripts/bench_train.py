@@ -4,9 +4,9 @@ Baseline, as the method is usually written: both tokens of every pair are encode
 whole batch, decoding and the N × N similarities are dense, autograd does the rest, Adam is not fused. Ours: adjacent
 windows encode each token once, and everything after selection touches only active codes.
 
-The floor is one dense encode (the only dense product that cannot be avoided) plus one fused optimizer step. On a GPU our
-step is the trainer's whole one: it also clips the gradient, and keeps the decoder's rows at norm 1. With --precision
-bfloat16 the baseline runs under autocast, and the floor's product has bfloat16 factors.
+The floor is one dense encode, the only dense product that cannot be avoided, plus one fused optimizer step. On a GPU
+our step is the trainer's whole one: it also clips the gradient, and keeps the decoder's rows at norm 1. With
+--precision bfloat16 the baseline runs under autocast, and the floor's product has bfloat16 factors.
 
     python scripts/bench_train.py                                   # two CPU threads
     python scripts/bench_train.py --device cuda --precision bfloat16 --d-model 2048 --d-sae 32768 --k 64 --steps 20

@@ -1,6 +1,6 @@
 """Does attribution predict retraining? A mixed run of the testbed is retrained on subsets of its problems.
 
-    python scripts/check_attribution.py --quick
+    python scripts/check_attribution.py
 
 data/mixed holds the run, and what the retrainings changed. Commit 1a85fd33 has the code that made them.
 
@@ -32,8 +32,8 @@ from scipy.stats import spearmanr
 import tsae
 from tsae.attribution.attribution import share_of_rows
 from tsae.attribution.loss import Again
-from tsae.attribution.path import Replayed, steps_back, train_on
-from tsae.attribution.shares import products, shares, simulate
+from tsae.attribution.path import Replayed, train_on
+from tsae.attribution.shares import shares, simulate
 from tsae.attribution.targets import FeatureMeans, NextToken, Together
 from tsae.errors import TsaeError
 from tsae.rollouts.table import Rollouts
@@ -49,8 +49,6 @@ class Options:
 
     data: Path = Path(__file__).parent.parent / "data" / "mixed"
     """Folder with the run's log, the SAE, and what the retrainings changed."""
-    quick: bool = False
-    """Predict halves and bands alone, without inner products along the path: six minutes on two cores."""
 
 
 def main(options: Options) -> int:
@@ -96,7 +94,7 @@ def check(options: Options) -> dict[str, object]:
     rollouts, targets = Rollouts.read(data / "rollouts.parquet"), the_targets(config, data)
     lines = [json.loads(line) for line in (data / "retrained.jsonl").read_text().splitlines()]
     kinds = {line["name"]: line["kind"] for line in lines}
-    wanted = [n for n, kind in kinds.items() if kind in ("half", "without", "alone") or not options.quick]
+    wanted = [n for n, kind in kinds.items() if kind in ("half", "without", "alone")]
     realised = {
         sampling: {line["name"]: np.array(line["changes"]) for line in lines if str(line["sampling"]) == sampling}
         for sampling in dict.fromkeys(str(line["sampling"]) for line in lines)
@@ -115,7 +113,7 @@ def check(options: Options) -> dict[str, object]:
         }
         ends = torch.stack([train_on(path, mask, progress=False) for mask in bands.values()])
         replays = dict(zip(bands, changes(path, targets, ends, split.before), strict=True))
-        baselines = predictors(path, targets, share_of_rows(split, len(rollouts)), options.quick)
+        baselines = predictors(path, targets, share_of_rows(split, len(rollouts)))
     predicted = {
         name: masks.astype(float) @ (one if one.ndim == 2 else np.repeat(one[:, None], len(targets.names), axis=1))
         for name, one in baselines.items()
@@ -140,7 +138,7 @@ def changes(path: Replayed, targets: Together, ends: torch.Tensor, before: np.nd
     return np.array(found)
 
 
-def predictors(path: Replayed, targets: Together, share: np.ndarray, quick: bool) -> dict[str, np.ndarray]:
+def predictors(path: Replayed, targets: Together, share: np.ndarray) -> dict[str, np.ndarray]:
     """(n,) or (n, n_targets) numbers of samples, whose sums over a subset predict."""
     rollouts, trained = path.run.rollouts, path.run.trained
     frame = rollouts.frame
@@ -150,7 +148,7 @@ def predictors(path: Replayed, targets: Together, share: np.ndarray, quick: bool
     features = targets.parts[1]
     assert isinstance(features, FeatureMeans)
     values = np.concatenate([np.repeat(direct[:, None], 3, axis=1), features.each(trained, rollouts)], axis=1)
-    found = {
+    return {
         "number": np.ones(len(rollouts)),
         "reward": frame.reward.to_numpy(dtype=float),
         "|advantage|": np.abs(advantage),
@@ -158,22 +156,6 @@ def predictors(path: Replayed, targets: Together, share: np.ndarray, quick: bool
         "Cov(advantage, target)": advantage[:, None] * (values - values.mean(0)),
         "share": share,
     }
-    return found if quick else found | inner_products(path, targets)
-
-
-def inner_products(path: Replayed, targets: Together) -> dict[str, np.ndarray]:
-    """(n, n_targets) −⟨gradient of the target, gradient of the sample⟩, the target's at the base or, every third step,
-    along the path (TracIn; Pruthi et al. 2020)."""
-    run, get = path.run, steps_back(path)
-    n, found = len(targets.names), np.zeros((len(run.rollouts), 2 * len(targets.names)))
-    run.trained.put(run.begin.weights)
-    base = slopes = targets.gradients(run.trained)
-    for step in range(run.last, run.begin.step, -1):
-        _, those, known = get(step)
-        if step == run.last or step % 3 == 0:
-            slopes = targets.gradients(run.trained)
-        found[those.rows] = -products(run, those, known, torch.cat([base, slopes]))[0]
-    return {"product at the base": found[:, :n], "product along the path": found[:, n:]}
 
 
 # --- comparisons

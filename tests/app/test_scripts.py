@@ -28,7 +28,7 @@ TINY = {
     "bench_report.py": "--features 48 --problems 12 --tokens 12 --k 4 --rounds 1",
     "bench_scale.py": "--problems 12 --samples 2 --tokens 20 --times 2 --d-model 8 --d-sae 64 --k 4",
     "bench_train.py": "--d-model 16 --d-sae 64 --k 4 --pairs 64 --steps 1",
-    "check_attribution.py": "--quick",
+    "check_attribution.py": "",
     "check_claims.py": "",
     "check_english.py": "docs/index.md --since HEAD",
     "check_null.py": "--weights --to null --problems 12 --seeds 1 --samples 2",
