@@ -3,7 +3,6 @@
 - train: one step of our trainer against one dense encode and one fused Adam step.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
-- large_run: `tsae run` on an invented log and three checkpoints of random weights, of the shape of Qwen2.5-1.5B.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
@@ -14,7 +13,6 @@ bounds the parts in time, and makes a page of their tables.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -27,14 +25,11 @@ from typing import Any, Literal
 
 import bench_train
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from bench_capture import Capturing
 from tqdm.auto import tqdm
 
-import tsae
-from tsae import testbed
 from tsae.activations.shard import open_shard
 from tsae.features.encode import tokens_at_once
 from tsae.features.encoded_shards import encode_shard
@@ -42,7 +37,7 @@ from tsae.rollouts.table import Rollouts
 from tsae.sae.config import Precision, SAEConfig
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "capture", "encode", "large_run"]
+Part = Literal["train", "capture", "encode"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -234,75 +229,10 @@ def encode(bench: Bench) -> None:
             })  # fmt: skip
 
 
-def invented_log(folder: Path, n_tokens: int) -> None:
-    """Completions as TRL writes them: 16 steps of 8 groups of 8, half of which are right."""
-    rng = np.random.default_rng(0)
-    folder.mkdir(parents=True)
-    for step in range(1, 17):
-        records = []
-        for group in range(8):
-            a, b = rng.integers(1, 50, 2).tolist()
-            for right in rng.permutation(8) % 2:
-                digits = "".join(map(str, rng.integers(0, 10, n_tokens)))
-                records.append({
-                    "step": step, "prompt": f"{a}+{b}={'+'.join('1' * group)}", "completion": digits,
-                    "reward": float(right), "advantage": float(right) * 2 - 1,
-                })  # fmt: skip
-        pd.DataFrame(records).to_parquet(folder / f"completions_{step:05}.parquet")
-
-
-def large_run(bench: Bench) -> None:
-    """The checkpoints share their shape with Qwen2.5-1.5B; each has moved a little from the one before."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-    from tsae.run import analyze_run
-
-    tiny = bench.scale == "tiny"
-    shape = (64, 128, 2, 4, 2, 100) if tiny else (1536, 8960, 28, 12, 2, 151_936)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    tokenizer = AutoTokenizer.from_pretrained(testbed.series().base.path)
-    config = Qwen2Config(
-        **dict(zip((*names, "vocab_size"), shape, strict=True)), tie_word_embeddings=True, max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with torch.device(bench.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        for checkpoint in ("base", "run/checkpoint-8", "run/checkpoint-16"):
-            model.save_pretrained(folder / checkpoint)
-            tokenizer.save_pretrained(folder / checkpoint)
-            with torch.no_grad():
-                for weights in model.parameters():
-                    weights.mul_(1 + 0.02 * torch.randn_like(weights))
-        del model
-        invented_log(folder / "run/completions", 20 if tiny else 700)
-        gc.collect()
-        if bench.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        config = tsae.RunConfig(
-            folder / "run", to=folder / "out", base=str(folder / "base"), device=bench.device, attribute=False,
-            tokens=8_000 if tiny else 150_000, training_tokens=4_000 if tiny else 1_000_000,
-        )  # fmt: skip
-        begin = time.perf_counter()
-        diff = analyze_run(config, progress=False)
-        row = {"s": time.perf_counter() - begin, "peak_gb": _peak_gb(None, bench.device)}
-        table = tsae.FeatureTable.load(config.to / "features")
-        readers = table.info["readers"]
-        bench.keep("large_run", {
-            "checkpoints": len(readers), "d_model": shape[0], "blocks": shape[2], "dtype": "bfloat16",
-            "tokens_a_checkpoint": readers[0]["n_tokens"], "d_sae": table.codes.shape[1], **row,
-            "fve": f"{readers[0]['fve']:.4f}", "features_compared": len(diff.shifts),
-        })  # fmt: skip
-
-
 _SAYS = {
     "train": "A step of our trainer. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
-    "large_run": "`tsae run --no-attribute` on an invented log and checkpoints of random weights, of the shape of "
-    "Qwen2.5-1.5B: time and memory of the whole.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
 }
 

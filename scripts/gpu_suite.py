@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_SHARES_OF = 320
+_SHARES_OF = 220
 _LEAST = 5
 """Seconds in which nothing could start."""
 _MACHINE = """
@@ -65,7 +65,6 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     return [
         Part("Tests", 70, tests),
         bench("Training step in bfloat16", 55, "train", *half, *every),
-        bench("A run of 1.5 B", 100, "large_run"),
         bench("Capture", 50, "capture", "--rounds", "2", *large),
         bench("Encoding", 25, "encode", "--rounds", "2", *large),
         bench("Training step in float32", 20, "train", "--precisions", "float32", *large),

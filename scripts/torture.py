@@ -65,13 +65,7 @@ _JSON_VALUES: tuple[Any, ...] = (None, -1, 0, 1, 3, 10**9, 0.5, "x", "", "../els
 def damage(how: str, file: Path, other: Path, strange: Path, elsewhere: Path, rng: Rng) -> None:
     """Change a file in one of the ways of `DAMAGES`.
 
-    Args:
-        how: the way.
-        file: to damage.
-        other: a file of the same artefact that it is exchanged with.
-        strange: the same file of another run; it need not exist.
-        elsewhere: path outside of the artefact.
-        rng: draws places.
+    It may be exchanged with another file of its artefact, or with the same file of another run, which need not exist.
     """
     whole = bytearray(file.read_bytes())
     place = int(rng.integers(0, max(len(whole), 1)))

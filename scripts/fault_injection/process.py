@@ -79,16 +79,10 @@ def afresh(fresh: bool) -> None:
 def start(
     words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None, humble: bool = False
 ) -> Process:
-    """Start a command, in a group of processes of its own.
+    """Start a command in a folder, in a group of processes of its own; ValueError for a word that no process takes.
 
-    Args:
-        words: of the command, without "tsae".
-        where: working folder.
-        disturbed: what `fault_injection/inside/sitecustomize.py` is to do inside of the process.
-        humble: permissions of files count, although it is the superuser's; then it is forked in any case.
-
-    Raises:
-        ValueError: for a word that no process takes.
+    `disturbed` is what `fault_injection/inside/sitecustomize.py` is to do inside of the process. With `humble`,
+    permissions of files count, although it is the superuser's; then it is forked in any case.
     """
     texts = [str(word) for word in words]
     if any("\0" in text for text in texts):

@@ -1,9 +1,7 @@
 """The base model of the testbed: a three-layer Llama, trained on `organism.corpus` by next-token prediction.
 
-1. Draw a batch of texts ``<bos> prompt response <eos>``, split into a short and a long half by length, so
-   that the few long chains do not pad the many short ones.
-2. Cross-entropy on the response tokens only (the digits of a prompt are random, there is nothing to learn in
-   them), averaged over the batch's response tokens.
+1. Draw a batch of texts ``<bos> prompt response <eos>``, cut in three by length, so that long chains do not pad others.
+2. Cross-entropy on the response tokens only, averaged over the batch's: the digits of a prompt are random.
 3. AdamW, linear warm-up and cosine decay to a tenth.
 """
 

@@ -76,14 +76,10 @@ def prepare(to: Path, *, quick: bool = False) -> None:
 
 
 def train(out: Path, arms: Sequence[str], seeds: int, *, steps: int, responses: int) -> None:
-    """Train and measure what is not there yet, two runs at a time, each in a process of its own with one thread.
+    """Train so many seeds of each arm, and measure them at the end by so many responses to problems of each band.
 
-    Args:
-        out: folder with the "reference" of `prepare`; for the results and "checkpoints".
-        arms: to train.
-        seeds: runs of each.
-        steps: of the optimiser.
-        responses: to problems of each band, when a run is measured at its end.
+    Results lie beside the "reference" of `prepare`. What is there is not made again. Two runs go on at a time, each in
+    a process of its own with one thread.
     """
     runs = [(arm, seed) for seed in range(seeds) for arm in arms if not result_file(out, arm, seed, steps).is_file()]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -50,7 +50,6 @@ def test_it_runs_on_a_bare_machine_and_a_bench_that_fails_costs_no_other(tmp_pat
         ("Training step in bfloat16", "train", "tokens_per_s"),
         ("Training step in float32", "train", "tokens_per_s"),
         ("Encoding", "encode", "tokens_per_s"),
-        ("A run of 1.5 B", "large_run", "s"),
     ):
         shown = [row for row in rows if row["part"] == part and f"| {row[figure]:,.1f} |" in sections[title]]
         assert shown, title
