@@ -34,7 +34,7 @@ from tsae.activations.shard import open_shard
 from tsae.features.encode import tokens_at_once
 from tsae.features.encoded_shards import encode_shard
 from tsae.rollouts.table import Rollouts
-from tsae.sae.config import Precision, SAEConfig
+from tsae.sae.config import Precision
 from tsae.sae.model import TemporalSAE
 
 Part = Literal["train", "capture", "encode"]
@@ -192,15 +192,6 @@ class _Source:
         self.rollouts, self.rows = rollouts, np.ones(len(rollouts), dtype=bool)
 
 
-def _sae(x: torch.Tensor, d_sae: int, k: int, site: str, device: str) -> TemporalSAE:
-    """An SAE of random weights with about k active latents on such tokens (n, d_model)."""
-    sae = TemporalSAE(x.shape[1], SAEConfig(d_sae=d_sae, k=k), site=site).requires_grad_(False).to(device)
-    sae.initialize(x.mean(0), torch.Generator(device).manual_seed(0))
-    sample = sae.preactivations(x[:256].to(device)).flatten()
-    sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
-    return sae
-
-
 def encode(bench: Bench) -> None:
     """The shard is what the second block of a Llama of two reads: what encoding costs does not depend on it."""
     for d_model, d_sae, k in bench.shapes:
@@ -211,7 +202,7 @@ def encode(bench: Bench) -> None:
             shard = open_shard(run.folder / run.pieces[0].file, run.manifest, "base", run.records[0])
             source = _Source(rollouts)
             x = torch.from_numpy(shard.read(run.site, slice(None)))
-            sae = _sae(x, d_sae, k, run.site, bench.device)
+            sae = bench_train.sparse_sae(x, d_sae, k, run.site, bench.device)
             at_once = tokens_at_once(sae)
 
             def ours(sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once) -> None:

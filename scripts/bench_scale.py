@@ -27,13 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from bench_train import peak_mb
+from bench_train import peak_mb, sparse_sae
 from statements.tables import Shard, write_store
 
 import tsae
 from tsae.features.encode import encode
-from tsae.sae.config import SAEConfig
-from tsae.sae.model import TemporalSAE
 
 _IDS, _READERS, _SITE = 2000, ("base", "run"), "blocks.0.hook_resid_post"
 
@@ -86,18 +84,6 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
     write_store(folder, lambda: tsae.Rollouts.from_records(records), readers, site=_SITE, dtype="float16")
 
 
-def make_sae(folder: Path, store: Path, bench: Bench) -> None:
-    """Random, with the threshold that k latents of a token exceed on average."""
-    sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k), site=_SITE)
-    sae.initialize(torch.zeros(bench.d_model), torch.Generator().manual_seed(0))
-    shard = next(tsae.ActivationStore(store).shards())
-    x = torch.from_numpy(shard.read(_SITE, np.arange(min(4096, shard.n_tokens))))
-    with torch.no_grad():
-        active = sae.encode(x).flatten().sort(descending=True).values
-        sae.threshold.fill_(float(active[bench.k * len(x)]))
-    sae.save(folder)
-
-
 def stage(name: str, folder: Path) -> dict[str, Any]:
     """Do one stage, in this process."""
     start, facts = time.perf_counter(), dict[str, Any]()
@@ -137,7 +123,9 @@ def main() -> None:
             shutil.rmtree(here, ignore_errors=True)
             make_store(here / "acts", bench, samples)
             if not found:
-                make_sae(folder / "sae", here / "acts", bench)
+                shard = next(tsae.ActivationStore(here / "acts").shards())
+                x = torch.from_numpy(shard.read(_SITE, np.arange(min(4096, shard.n_tokens))))
+                sparse_sae(x, bench.d_sae, bench.k, _SITE).save(folder / "sae")
             found[size] = {}
             for name in ("encode", "diff", "report"):
                 found[size][name] = in_process(name, here)

@@ -104,6 +104,15 @@ def make_sae(bench: Bench) -> TemporalSAE:
     return sae
 
 
+def sparse_sae(x: torch.Tensor, d_sae: int, k: int, site: str, device: str = "cpu") -> TemporalSAE:
+    """An SAE of random weights with about k active latents on such tokens (n, d_model)."""
+    sae = TemporalSAE(x.shape[1], SAEConfig(d_sae=d_sae, k=k), site=site).requires_grad_(False).to(device)
+    sae.initialize(x.mean(0), torch.Generator(device).manual_seed(0))
+    sample = sae.preactivations(x[:256].to(device)).flatten()
+    sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
+    return sae
+
+
 def baseline(bench: Bench, sae: TemporalSAE, x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """`dense_loss` in the bench's precision."""
     device, on = torch.device(bench.device).type, bench.precision == "bfloat16"

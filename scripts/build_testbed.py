@@ -135,7 +135,7 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
         if stage != "base" and not (out / "base").exists():
             raise TsaeError(f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first.")
         started = time.monotonic()
-        with quiet_libraries(), torch_threads(recipe.threads):
+        with quietly(recipe.threads):
             if stage == "base":
                 build_base(out, recipe)
             elif stage == "measure":
@@ -298,21 +298,9 @@ def write_series(out: Path, recipe: Recipe, stage: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def torch_threads(number: int) -> Iterator[None]:
-    """Compute on so many threads. A process that builds and goes on gets its own number back."""
+def quietly(threads: int) -> Iterator[None]:
+    """Compute on so many threads, without bars and notices of libraries that a user of this script cannot act on."""
     import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Hide progress bars and notices of the libraries that a user of this script cannot act on."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -321,7 +309,10 @@ def quiet_libraries() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         yield
+    torch.set_num_threads(before)
 
 
 if __name__ == "__main__":

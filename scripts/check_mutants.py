@@ -1,9 +1,9 @@
 """Do the tests bite? Small faults are planted in the code, one at a time, and the tests that run that line must fail.
 
-The tests of `.ci/run` run once with coverage, which records the tests that run each line. Places are drawn at random, as
-many from every room, and at each one of cosmic-ray's operators. Every mutant is tested in a copy of the repository by
-the tests that run its line: first those of its room, then the others. One that passes them all survives, and is printed
-with its line, to be judged: some are equivalent.
+The tests of `.ci/run` run once with coverage, which records the tests that run each line. Places are drawn at random,
+as many from every room, and at each one of cosmic-ray's operators. Every mutant is tested in a copy of the repository
+by the tests that run its line: first those of its room, then the others. One that passes them all survives, and is
+printed with its line, to be judged: some are equivalent.
 
 Left out: annotations and what is imported for them alone, docstrings and messages of errors, which no test of behaviour
 needs to see; operators that only remove a decorator.

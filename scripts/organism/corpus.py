@@ -1,7 +1,7 @@
 """The base model's training text: chains answered at once or by a scratchpad that sometimes slips.
 
-Direct answers are always right; a scratchpad step is now and then replaced by a wrong digit that the rest carries on. So
-on one operation the direct answer is the more reliable style, and on long chains only the scratchpad can be right.
+Direct answers are always right; a scratchpad step is now and then replaced by a wrong digit that the rest carries on.
+So on one operation the direct answer is the more reliable style, and on long chains only the scratchpad can be right.
 """
 
 from __future__ import annotations
