@@ -69,14 +69,14 @@ def main() -> None:
     options = tyro.cli(CheckNull, description=__doc__)
     if not options.weights and options.features is None:
         raise TsaeError("nothing to compare", where="check_null", fix="Give --weights or --features.")
-    found = changed_weights(options) if options.weights else relabelled(options)
+    found = changed_weights(options) if options.weights else relabelled(options, options.features)
     write_json(options.to / "null.json", found)
     print(json.dumps({name: value for name, value in found.items() if name != "rows" or not options.weights}))
 
 
-def relabelled(options: CheckNull) -> dict[str, Any]:
+def relabelled(options: CheckNull, folder: Any) -> dict[str, Any]:
     """Halves of the base's trajectories, and outcomes permuted within problems."""
-    features = tsae.FeatureTable.load(options.features)
+    features = tsae.FeatureTable.load(folder)
     rows = Rows.of(features, options.config)
     base = features.readers[0]
     found = [
@@ -86,7 +86,7 @@ def relabelled(options: CheckNull) -> dict[str, Any]:
     ]
     counts = null_counts(rows, found, options.config, options.repeats)
     names = {"shift": "halves", "outcome": "permuted outcomes", "interaction": "… in two bands"}
-    table = [
+    table: list[dict[str, Any]] = [
         {"null": names[of.kind], **of.key, "contrasts": options.repeats, "any": any_, "discoveries": mean}
         for of, (mean, any_) in zip(found, counts, strict=True)
     ]
