@@ -16,7 +16,7 @@ OF_TORCH := torch triton setuptools cuda-bindings cuda-pathfinder cuda-toolkit $
 	cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink \
 	nvshmem-cu13 nvtx)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-nightly check lock docs notebooks smollm clean
+.PHONY: help demo test test-fast test-slow test-nightly check lock docs notebooks smollm clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -42,9 +42,6 @@ $(STAMP)-dev: $(STAMP) requirements-dev.lock
 
 demo: $(STAMP)  ## the whole pipeline on the shipped arithmetic checkpoints: findings table and report
 	$(BIN)/tsae demo
-
-demo-llm: $(STAMP)  ## what three bands of problems did to SmolLM2: a page from shipped records, in seconds
-	$(BIN)/python scripts/llm_bands.py
 
 # mypy takes one core for most of a minute: the tests run beside it.
 test: $(STAMP)-dev  ## ruff, mypy, the layers and the fast tests

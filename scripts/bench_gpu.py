@@ -1,14 +1,8 @@
 """Training step, capture and encoding at the sizes that GPUs are for, each against its floor.
 
-- train: one step of our trainer (`scripts/bench_peers.py`) against one dense encode and one fused Adam step.
-- profile: where the time of that step goes, by torch's profiler.
-- peers: one step of our trainer against those of other packages (`scripts/bench_peers.py`).
+- train: one step of our trainer against one dense encode and one fused Adam step.
 - capture: reading and writing a shard with a Llama of random weights against the bare forward pass of the same batches.
 - encode: codes as sparse rows against the one product that they need.
-- causal: generating with a feature ablated, or steered, against generating.
-- replay: the gradient of a step as attribution replays it, against forward and backward pass of the same batches.
-- end_to_end: `tsae run` on the shipped log, on the device and on the CPU, without attribution.
-- large_run: `tsae run` on an invented log and three checkpoints of random weights, of the shape of Qwen2.5-1.5B.
 
     python scripts/bench_gpu.py --parts train encode --to tables.md
     python scripts/bench_gpu.py --device cpu --scale tiny     # that it runs at all
@@ -19,50 +13,31 @@ bounds the parts in time, and makes a page of their tables.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-import bench_peers
 import bench_train
 import numpy as np
-import pandas as pd
 import torch
 import tyro
+from bench_capture import Capturing
 from tqdm.auto import tqdm
 
-import tsae
-from tsae import testbed
-from tsae.activations.capture import capture_shard
-from tsae.activations.forward_batches import pad, plan_batches
-from tsae.activations.reading_plan import cut
 from tsae.activations.shard import open_shard
-from tsae.attribution.find_settings import find_settings
-from tsae.attribution.forward_passes import Run, chunks_of, gradient_of, inputs_of, known_at, rows_of
-from tsae.attribution.order import plan_updates
-from tsae.attribution.sample_gradients import TrainedWeights
-from tsae.attribution.states import State
-from tsae.base.beside import Beside
-from tsae.causal.edits import FeatureEdit
-from tsae.checkpoints.hooks import HuggingFaceReader, decoder_blocks, positions, rewritten
-from tsae.checkpoints.series import CheckpointSeries
 from tsae.features.encode import tokens_at_once
 from tsae.features.encoded_shards import encode_shard
 from tsae.rollouts.table import Rollouts
-from tsae.sae.config import Precision, SAEConfig
+from tsae.sae.config import Precision
 from tsae.sae.model import TemporalSAE
 
-Part = Literal["train", "profile", "peers", "capture", "encode", "causal", "replay", "end_to_end", "large_run"]
+Part = Literal["train", "capture", "encode"]
 Row = dict[str, Any]
 _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": ("64x512x8",)}
 
@@ -71,7 +46,7 @@ _SIZES = {"full": ("2048x32768x64", "4096x65536x64", "4096x131072x64"), "tiny": 
 class Bench:
     """What is measured."""
 
-    parts: tuple[Part, ...] = ("train", "profile", "peers", "capture", "encode")
+    parts: tuple[Part, ...] = ("train", "capture", "encode")
     device: str = "cuda"
     precisions: tuple[Precision, ...] = ("bfloat16", "float32")
     """Of the training step."""
@@ -126,7 +101,7 @@ def step_sizes(bench: Bench) -> Iterator[tuple[bench_train.Bench, Row]]:
 def train(bench: Bench) -> None:
     for size, begin in step_sizes(bench):
         x, pairs = bench_train.make_batch(size)
-        ours = bench_peers.ours(size, x, pairs)
+        ours = bench_train.whole_step(size, x, pairs)
         ours()
         peak = _peak_gb(ours, bench.device)  # before the floor's weights are there
         seconds = bench.timed({"ours": ours, "floor": bench_train.stepper(size, "floor")})
@@ -140,86 +115,11 @@ def train(bench: Bench) -> None:
 def _peak_gb(step: Callable[[], None] | None, device: str) -> float:
     """What the GPU's allocator held during a step, or since its count began; on a CPU, the most of this process."""
     if not device.startswith("cuda"):
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e6
+        return bench_train.peak_mb() / 1e3
     if step is not None:
         torch.cuda.reset_peak_memory_stats()
         step()
     return torch.cuda.max_memory_allocated() / 1e9
-
-
-_PARTS_OF_A_STEP = {
-    "_EncodeByKernels": "encode", "_Reconstruct": "reconstruct and its gradients by codes", "_InfoNCE": "InfoNCE",
-    **{f"autograd::engine::evaluate_function: {name}Backward": f"{what}, backward" for name, what in (
-        ("_EncodeByKernels", "encode"), ("_Reconstruct", "reconstruct"), ("_InfoNCE", "InfoNCE")
-    )},
-    "update": "Adam, clipping and norms of rows",
-}  # fmt: skip
-"""By what the profiler calls them."""
-
-
-def profile(bench: Bench) -> None:
-    """The parts of a step, then its longest kernels; on a CPU operations."""
-    on_gpu = bench.device.startswith("cuda")
-    kind = "device" if on_gpu else "cpu"
-    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
-    for size, begin in step_sizes(bench):
-        step = bench_peers.ours(size, *bench_train.make_batch(size))
-        for _ in range(2):
-            step()
-        with torch.profiler.profile(activities=activities) as seen:
-            step()
-            bench_train.synchronize(bench.device)
-        # An operation is there as what called it, on the CPU, and what it started, on the GPU.
-        events = seen.key_averages()
-        calls = [event for event in events if event.device_type.name == "CPU"]
-        kernels = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
-        kernels = kernels or calls
-        alone = {event.key: getattr(event, f"self_{kind}_time_total") / 1e3 for event in kernels}
-        bench.keep("profile", {**begin, "of": "the whole step", "ms": sum(alone.values())})
-        for event in calls:
-            if event.key in _PARTS_OF_A_STEP:
-                of, ms = _PARTS_OF_A_STEP[event.key], getattr(event, f"{kind}_time_total") / 1e3
-                bench.keep("profile", {**begin, "of": of, "ms": ms})
-        for name in sorted(alone, key=lambda name: -alone[name])[:12]:
-            bench.keep("profile", {**begin, "of": f"`{name[:70].replace('|', '/')}`", "ms": alone[name]})
-
-
-def peers(bench: Bench) -> None:
-    """In bfloat16 only. A peer that cannot run here has a row that says why."""
-    bench_peers.stand_in()
-    for size, begin in step_sizes(bench):
-        if size.precision != "bfloat16":
-            continue
-        x, pairs = bench_train.make_batch(size)
-        ours = bench_peers.ours(size, x, pairs)
-        ours()
-        for peer in bench_peers.PEERS:
-            try:
-                seconds = bench.timed({"peer": peer.make(size, x), "ours": ours})
-            except Exception as error:
-                # Of the error only its text is kept: its frames hold the peer's weights.
-                why = f"not timed: {type(error).__name__}: {error}".splitlines()[0][:200].replace("|", "/")
-                row: Row = {"step": f"{peer.step}: {why}"}
-                row |= dict.fromkeys(("ms", "tokens_per_s", "ours_ms", "times_ours"))
-            else:
-                row = {
-                    "step": peer.step, "ms": seconds["peer"] * 1e3, "tokens_per_s": len(x) / seconds["peer"],
-                    "ours_ms": seconds["ours"] * 1e3, "times_ours": seconds["peer"] / seconds["ours"],
-                }  # fmt: skip
-            shape = {name: begin[name] for name in ("d_model", "d_sae", "k")}
-            on_gpu = bench.device.startswith("cuda")
-            shape["precision"] = peer.precision if on_gpu else "float32"
-            bench.keep("peers", {"peer": peer.package, "version": _version(peer.package), **shape, **row})
-            gc.collect()
-            if on_gpu:
-                torch.cuda.empty_cache()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def llama(bench: Bench, d_model: int, n_blocks: int) -> Any:
@@ -248,79 +148,23 @@ def texts(bench: Bench, n: int) -> Rollouts:
     return Rollouts.from_records(records)
 
 
-class Capturing:
-    """Capture of shards by a Llama, five eighths of whose blocks are read.
+def capturing(
+    bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path, shards: int = 1
+) -> Capturing:
+    """Capture by a Llama, five eighths of whose blocks are read."""
+    budget = 16_384 if bench.scale == "full" else 200
+    return Capturing(llama(bench, d_model, n_blocks), n_blocks * 5 // 8, rollouts, folder, budget, "bfloat16", shards)
 
-    Args:
-        bench: what is measured.
-        d_model: of the Llama.
-        n_blocks: of the Llama.
-        rollouts: that it reads.
-        folder: for the shards.
-        shards: about so many.
-    """
 
-    def __init__(
-        self, bench: Bench, d_model: int, n_blocks: int, rollouts: Rollouts, folder: Path, shards: int = 1
-    ) -> None:
-        self.device, self.rollouts, self.folder = bench.device, rollouts, folder
-        self.model = llama(bench, d_model, n_blocks)
-        self.layer = n_blocks * 5 // 8
-        self.site = f"blocks.{self.layer}.hook_resid_post"
-        self.lengths = rollouts.lengths("prompt_ids") + rollouts.lengths("response_ids")
-        self.budget = 16_384 if bench.scale == "full" else 200
-        tokens = int(self.lengths.sum())
-        self.pieces = list(cut({"base": np.arange(len(rollouts))}, self.lengths, -(-tokens // shards)))
-        self.manifest: dict[str, Any] = {
-            "dtype": "bfloat16", "sites": {self.site: {"d_model": d_model}}, "rollouts": rollouts.fingerprint,
-            "readers": [{"id": "base", "weights": ""}], "config": {"token_statistics": False},
-        }  # fmt: skip
-        self.reader = HuggingFaceReader(self.model, [self.site])
-        self.records: list[dict[str, Any]] = []
-
-    def ours(self) -> None:
-        """As `tsae.activations.capture` captures shard after shard."""
-        self.records = []
-        with tqdm(disable=True) as bar, Beside(0 if self.device == "cpu" else 1) as ends:
-            for piece in self.pieces:
-                end = capture_shard(
-                    self.reader, "", self.rollouts, piece, self.folder, self.manifest, self.budget, bar
-                )  # fmt: skip
-                ends.run(partial(self._end, end))
-
-    def _end(self, end: Callable[[], dict[str, Any]]) -> None:
-        self.records.append(end())
-
-    @torch.no_grad()
-    def bare(self) -> None:
-        """The forward passes of the same batches."""
-        blocks = decoder_blocks(self.model)
-        kept = [blocks.pop(-1) for _ in range(len(blocks) - self.layer - 1)]
-        try:
-            for rows, batch in (
-                (p.rows, b) for p in self.pieces for b in plan_batches(self.lengths[p.rows], self.budget)
-            ):
-                ids = [np.concatenate(self.rollouts.tokens(row)) for row in rows[batch]]
-                input_ids, mask = (each.to(self.device) for each in pad(ids))
-                self.model.model(
-                    input_ids=input_ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
-                )
-        finally:
-            blocks.extend(reversed(kept))
-
-    def disk(self) -> float:
-        """Seconds in which as many bytes are written and flushed, and nothing else is done."""
-        n_bytes = sum((self.folder / piece.file).stat().st_size for piece in self.pieces)
-        begin, block = time.perf_counter(), np.ones(min(n_bytes, 1 << 26), np.uint8)
-        with (self.folder / "alone").open("wb", buffering=0) as stream:
-            for _ in range(-(-n_bytes // len(block))):
-                stream.write(block.data)
-            os.fsync(stream.fileno())
-        return time.perf_counter() - begin
-
-    def shard(self) -> Any:
-        self.ours()
-        return open_shard(self.folder / self.pieces[0].file, self.manifest, "base", self.records[0])
+def disk(run: Capturing) -> float:
+    """Seconds in which as many bytes are written and flushed, and nothing else is done."""
+    n_bytes = sum((run.folder / piece.file).stat().st_size for piece in run.pieces)
+    begin, block = time.perf_counter(), np.ones(min(n_bytes, 1 << 26), np.uint8)
+    with (run.folder / "alone").open("wb", buffering=0) as stream:
+        for _ in range(-(-n_bytes // len(block))):
+            stream.write(block.data)
+        os.fsync(stream.fileno())
+    return time.perf_counter() - begin
 
 
 def capture(bench: Bench) -> None:
@@ -328,13 +172,13 @@ def capture(bench: Bench) -> None:
     for d_model in sorted({size[0] for size in bench.shapes}):
         with tempfile.TemporaryDirectory() as folder:
             n_blocks, rollouts = 3 if bench.scale == "tiny" else 32, texts(bench, bench.trajectories)
-            run = Capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=6)
+            run = capturing(bench, d_model, n_blocks, rollouts, Path(folder), shards=6)
             seconds = bench.timed({"ours": run.ours, "bare": run.bare})
-            n_tokens = int(run.lengths.sum())
             bench.keep("capture", {
-                "d_model": d_model, "blocks": n_blocks, "dtype": "bfloat16", "tokens": n_tokens,
-                "tokens_per_s": n_tokens / seconds["ours"], "share_of_bare_forward": seconds["bare"] / seconds["ours"],
-                "s": seconds["ours"], "s_of_writing_alone": run.disk(), "peak_gb": _peak_gb(run.ours, bench.device),
+                "d_model": d_model, "blocks": n_blocks, "dtype": "bfloat16", "tokens": run.n_tokens,
+                "tokens_per_s": run.n_tokens / seconds["ours"],
+                "share_of_bare_forward": seconds["bare"] / seconds["ours"],
+                "s": seconds["ours"], "s_of_writing_alone": disk(run), "peak_gb": _peak_gb(run.ours, bench.device),
                 "peak_gb_bare": _peak_gb(run.bare, bench.device),
             })  # fmt: skip
 
@@ -348,24 +192,17 @@ class _Source:
         self.rollouts, self.rows = rollouts, np.ones(len(rollouts), dtype=bool)
 
 
-def _sae(x: torch.Tensor, d_sae: int, k: int, site: str, device: str) -> TemporalSAE:
-    """An SAE of random weights with about k active latents on such tokens (n, d_model)."""
-    sae = TemporalSAE(x.shape[1], SAEConfig(d_sae=d_sae, k=k), site=site).requires_grad_(False).to(device)
-    sae.initialize(x.mean(0), torch.Generator(device).manual_seed(0))
-    sample = sae.preactivations(x[:256].to(device)).flatten()
-    sae.threshold.fill_(sample.topk(len(sample) * k // d_sae, sorted=False).values.min())
-    return sae
-
-
 def encode(bench: Bench) -> None:
     """The shard is what the second block of a Llama of two reads: what encoding costs does not depend on it."""
     for d_model, d_sae, k in bench.shapes:
         with tempfile.TemporaryDirectory() as folder:
             rollouts = texts(bench, bench.encoded)
-            run = Capturing(bench, d_model, 2, rollouts, Path(folder))
-            shard, source = run.shard(), _Source(rollouts)
+            run = capturing(bench, d_model, 2, rollouts, Path(folder))
+            run.ours()
+            shard = open_shard(run.folder / run.pieces[0].file, run.manifest, "base", run.records[0])
+            source = _Source(rollouts)
             x = torch.from_numpy(shard.read(run.site, slice(None)))
-            sae = _sae(x, d_sae, k, run.site, bench.device)
+            sae = bench_train.sparse_sae(x, d_sae, k, run.site, bench.device)
             at_once = tokens_at_once(sae)
 
             def ours(sae: TemporalSAE = sae, source: Any = source, shard: Any = shard, at_once: int = at_once) -> None:
@@ -383,181 +220,10 @@ def encode(bench: Bench) -> None:
             })  # fmt: skip
 
 
-def causal(bench: Bench) -> None:
-    """Greedy answers of a Llama of 16 blocks to 32 prompts of 128 tokens."""
-    tiny = bench.scale == "tiny"
-    for d_model, d_sae, k in bench.shapes[:1]:
-        model = llama(bench, d_model, 3 if tiny else 16)
-        ids = torch.randint(5, 1000, (4, 8) if tiny else (32, 128), device=bench.device)
-        mask, new = torch.ones_like(ids), 4 if tiny else 64
-        site = "blocks.1.hook_resid_post" if tiny else "blocks.10.hook_resid_post"
-        sae = _sae(HuggingFaceReader(model, [site]).read(ids, mask)[site].flatten(0, 1).float(), d_sae, k, site,
-                   bench.device)  # fmt: skip
-        features = tuple(range(8))
-        edits = {
-            "ablate": FeatureEdit(sae, features, "ablate", (0.0,) * 8),
-            "steer": FeatureEdit(sae, features, "steer", (1.0,) * 8),
-        }
-
-        def generate(edit: FeatureEdit | None = None, model: Any = model, ids: Any = ids, mask: Any = mask,
-                     new: int = new) -> None:  # fmt: skip
-            hook = None if edit is None else edit.hook(lambda model: partial(rewritten, model), "all", ())
-            with torch.no_grad(), nullcontext() if hook is None else hook(model, ids, mask):
-                model.generate(
-                    input_ids=ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
-                )
-
-        steps: dict[str, Callable[[], None]] = {"bare": generate}
-        seconds = bench.timed(steps | {name: partial(generate, edit) for name, edit in edits.items()})
-        for name in edits:
-            bench.keep("causal", {
-                "d_model": d_model, "d_sae": d_sae, "edit": name, "tokens_per_s": len(ids) * new / seconds[name],
-                "share_of_generation": seconds["bare"] / seconds[name],
-            })  # fmt: skip
-
-
-def replay(bench: Bench) -> None:
-    """A step of the shipped mixed run, with a Llama of random weights in the place of its model; in float32."""
-    base = testbed.series().base
-    series = CheckpointSeries.load(base.path, testbed.mixed_run())
-    log = Rollouts.read(testbed.mixed_run() / "completions", series)
-    settings = find_settings(series)
-    d_model, n_blocks = (64, 3) if bench.scale == "tiny" else (1024, 24)
-    model = llama(bench, d_model, n_blocks).float()
-    trained = TrainedWeights(model)
-    plan = plan_updates(log, settings, checkpoints={}, vocabulary=None, steps=(1, 1))
-    run = Run(trained, log, settings, plan, State.at(trained.vector()), 16_384)
-    step = rows_of(run, plan.updates[0])
-    known = known_at(run, plan.updates[0], run.begin.weights)
-    given = [inputs_of(run, chunk) for chunk in chunks_of(run, step)]
-
-    def bare() -> None:
-        with trained.differentiable():
-            for inputs in given:
-                logits = model(**inputs).logits.flatten(0, 1)
-                torch.nn.functional.cross_entropy(
-                    logits.float(), inputs["input_ids"].flatten()[-len(logits) :]
-                ).backward()
-        model.zero_grad()
-
-    seconds = bench.timed({"ours": lambda: gradient_of(run, step, known), "bare": bare})
-    n_tokens = sum(inputs["input_ids"].numel() for inputs in given)
-    bench.keep("replay", {
-        "d_model": d_model, "blocks": n_blocks, "tokens": n_tokens, "ms": seconds["ours"] * 1e3,
-        "share_of_bare_step": seconds["bare"] / seconds["ours"],
-    })  # fmt: skip
-
-
-def end_to_end(bench: Bench) -> None:
-    """The device first. Trainings part within some hundred steps: compare what is measured, not single features."""
-    from tsae.run import analyze_run
-
-    found: dict[str, dict[str, float]] = {}
-    for device in dict.fromkeys([bench.device, "cpu"]):
-        with tempfile.TemporaryDirectory() as folder:
-            config = tsae.RunConfig(
-                testbed.mixed_run(), to=Path(folder) / "out", base=str(testbed.series().base.path), device=device,
-                tokens=8_000 if bench.scale == "tiny" else 1_000_000,
-                training_tokens=4_000 if bench.scale == "tiny" else 250_000, attribute=False,
-            )  # fmt: skip
-            begin = time.perf_counter()
-            diff = analyze_run(config, progress=False)
-            seconds = time.perf_counter() - begin
-            readers = tsae.FeatureTable.load(config.to / "features").info["readers"]
-            numbers = {f"{reader['id']} {name}": float(reader[name]) for reader in readers for name in ("fve", "l0")}
-            for name, values in diff.behaviours.select_dtypes("number").fillna(0).items():
-                numbers |= {f"behaviours {name} {i}": float(value) for i, value in enumerate(values)}
-            found[device] = numbers
-            first = found[bench.device]
-            far = max(
-                (abs(numbers[name] - first[name]) / max(abs(numbers[name]), abs(first[name]), 1e-3), name)
-                for name in numbers.keys() & first.keys()
-            )
-            bench.keep("end_to_end", {
-                "device": device, "s": seconds, "fve": f"{readers[0]['fve']:.4f}", "l0": readers[0]["l0"],
-                "features_compared": len(diff.shifts), "numbers": len(numbers),
-                "largest_difference": f"{far[0]:.2g} of {far[1]}",
-            })  # fmt: skip
-
-
-def invented_log(folder: Path, n_tokens: int) -> None:
-    """Completions as TRL writes them: 16 steps of 8 groups of 8, half of which are right."""
-    rng = np.random.default_rng(0)
-    folder.mkdir(parents=True)
-    for step in range(1, 17):
-        records = []
-        for group in range(8):
-            a, b = rng.integers(1, 50, 2).tolist()
-            for right in rng.permutation(8) % 2:
-                digits = "".join(map(str, rng.integers(0, 10, n_tokens)))
-                records.append({
-                    "step": step, "prompt": f"{a}+{b}={'+'.join('1' * group)}", "completion": digits,
-                    "reward": float(right), "advantage": float(right) * 2 - 1,
-                })  # fmt: skip
-        pd.DataFrame(records).to_parquet(folder / f"completions_{step:05}.parquet")
-
-
-def large_run(bench: Bench) -> None:
-    """The checkpoints share their shape with Qwen2.5-1.5B; each has moved a little from the one before."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-    from tsae.run import analyze_run
-
-    tiny = bench.scale == "tiny"
-    shape = (64, 128, 2, 4, 2, 100) if tiny else (1536, 8960, 28, 12, 2, 151_936)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    tokenizer = AutoTokenizer.from_pretrained(testbed.series().base.path)
-    config = Qwen2Config(
-        **dict(zip((*names, "vocab_size"), shape, strict=True)), tie_word_embeddings=True, max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        with torch.device(bench.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        for checkpoint in ("base", "run/checkpoint-8", "run/checkpoint-16"):
-            model.save_pretrained(folder / checkpoint)
-            tokenizer.save_pretrained(folder / checkpoint)
-            with torch.no_grad():
-                for weights in model.parameters():
-                    weights.mul_(1 + 0.02 * torch.randn_like(weights))
-        del model
-        invented_log(folder / "run/completions", 20 if tiny else 700)
-        gc.collect()
-        if bench.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        config = tsae.RunConfig(
-            folder / "run", to=folder / "out", base=str(folder / "base"), device=bench.device, attribute=False,
-            tokens=8_000 if tiny else 150_000, training_tokens=4_000 if tiny else 1_000_000,
-        )  # fmt: skip
-        begin = time.perf_counter()
-        diff = analyze_run(config, progress=False)
-        row = {"s": time.perf_counter() - begin, "peak_gb": _peak_gb(None, bench.device)}
-        table = tsae.FeatureTable.load(config.to / "features")
-        readers = table.info["readers"]
-        bench.keep("large_run", {
-            "checkpoints": len(readers), "d_model": shape[0], "blocks": shape[2], "dtype": "bfloat16",
-            "tokens_a_checkpoint": readers[0]["n_tokens"], "d_sae": table.codes.shape[1], **row,
-            "fve": f"{readers[0]['fve']:.4f}", "features_compared": len(diff.shifts),
-        })  # fmt: skip
-
-
 _SAYS = {
     "train": "A step of our trainer. The floor is one dense encode and one fused Adam step; the goal is 50 % of it.",
-    "profile": "Where the time of a training step goes, by torch's profiler, which itself takes time: the whole step, "
-    "its parts, and the longest kernels, which are in the parts.",
-    "peers": "A step of another package by its own code, in bfloat16 on a GPU, against a whole step of our trainer, "
-    "taken in turn with it on the same tokens. Ours alone has a contrastive term. What could not run says why.",
     "capture": "Capture, with writing and checksums, of a Llama of random weights, read at five eighths of its depth. "
     "The goal is 90 % of the bare forward pass.",
-    "causal": "Generation with eight features edited at every token, against generation alone, of the same model.",
-    "replay": "The gradient of a step of the shipped mixed run as attribution replays it, in float32, against forward "
-    "and backward pass of the same batches.",
-    "end_to_end": "`tsae run --no-attribute` on the shipped mixed run, with a short training of the SAE. The largest "
-    "difference is from the first row, as a share of the number.",
-    "large_run": "`tsae run --no-attribute` on an invented log and checkpoints of random weights, of the shape of "
-    "Qwen2.5-1.5B: time and memory of the whole.",
     "encode": "Encoding of a stored shard into sparse rows, in float32, against the one product that it needs.",
 }
 

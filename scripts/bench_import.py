@@ -3,14 +3,12 @@
 Writes a log as verl does, a JSONL file a step: groups of eight responses, about 5 KB a trajectory, of sentences with
 numbers and formulas drawn at random. `tsae rollouts import` reads it in a child process, with one worker and with two.
 The peak is that of the child and its workers together: proportional set sizes from /proc, added up ten times a second.
-With --one-file the log is a single file of JSON lines; with --compress gz, or zst, its files are packed. Needs Linux,
-and SmolLM2's tokenizer (`make smollm`) or takes the testbed's. Ends with one line of JSON.
+Needs Linux, and SmolLM2's tokenizer (`make smollm`) or takes the testbed's. Ends with one line of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import random
@@ -24,9 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pyarrow as pa
 import tyro
 from fault_injection.process import started_by
 
@@ -56,9 +53,6 @@ class Bench:
     full: bool = False
     """A million trajectories in the larger log: takes 10 GB of disk, and some hours on two cores."""
     workers: tuple[int, ...] = (1, 2)
-    one_file: bool = False
-    """One file of JSON lines, instead of a file a step."""
-    compress: Literal["", "gz", "zst"] = ""
     seed: int = 0
     folder: Path | None = None
     """Where log and output lie meanwhile; by default where temporary files do."""
@@ -96,20 +90,13 @@ def write_log(bench: Bench, n: int, folder: Path) -> int:
     """Write the log; returns the bytes of its lines."""
     folder.mkdir(parents=True)
     total = 0
-    for step, part in groupby(rows(n, bench.seed), lambda row: 0 if bench.one_file else row["step"]):
-        with opened(folder / ("log.jsonl" if bench.one_file else f"{step}.jsonl"), bench.compress) as out:
+    for step, part in groupby(rows(n, bench.seed), lambda row: row["step"]):
+        with (folder / f"{step}.jsonl").open("wb") as out:
             for row in part:
                 line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
                 out.write(line)
                 total += len(line)
     return total
-
-
-def opened(path: Path, compress: str) -> Any:
-    """A file to write bytes to."""
-    if compress == "gz":
-        return gzip.open(f"{path}.gz", "wb", compresslevel=1)
-    return pa.output_stream(f"{path}.zst", compression="zstd") if compress else path.open("wb")
 
 
 def save_tokenizer(folder: Path) -> str:
@@ -177,7 +164,7 @@ def main() -> None:
     peaks = {(run["workers"], run["trajectories"]): run["peak_mb"] for run in found}
     ratio = max(peaks[workers, 10 * small] / peaks[workers, small] for workers in bench.workers)
     figures = {"name": "import", "ratio": round(ratio, 3), "tokenizer": whose, "cores": os.cpu_count()}
-    print(json.dumps({**figures, "compress": bench.compress, "one_file": bench.one_file, "runs": found}))
+    print(json.dumps({**figures, "runs": found}))
 
 
 if __name__ == "__main__":

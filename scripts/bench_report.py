@@ -9,7 +9,6 @@ Chromium. Ends with one line of JSON.
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 import tyro
+from bench_train import peak_mb
 from run_notebooks import CHROMIUM
 from statements.tables import feature_table as planted_table
 
@@ -136,16 +136,13 @@ def main() -> None:
             diff.to_html(path)
             times.append(time.perf_counter() - start)
             cpu.append(time.process_time() - busy)
+        size, megabytes = bench.problems * bench.samples, path.stat().st_size / 1e6
         figures = {
-            "features": bench.features,
-            "trajectories": bench.problems * bench.samples,
-            "effects": len(diff.shifts),
-            "write_s": round(statistics.median(times), 1),
-            "write_cpu_s": round(statistics.median(cpu), 1),
-            "megabytes": round(path.stat().st_size / 1e6, 1),
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "features": bench.features, "trajectories": size, "effects": len(diff.shifts),
+            "write_s": round(statistics.median(times), 1), "write_cpu_s": round(statistics.median(cpu), 1),
+            "megabytes": round(megabytes, 1), "peak_mb": round(peak_mb()),
             **open_times(path.resolve(), bench.rounds),
-        }
+        }  # fmt: skip
     print(json.dumps(figures))
 
 

@@ -1,12 +1,9 @@
-"""Memory of encode, diff and report on ten times as many tokens, and parts of an encoding that are lost on the way.
+"""Memory of encode, diff and report on ten times as many tokens.
 
 Each stage runs in a process of its own: as it is, and on ten times as many trajectories of the same problems. A stage's
 memory is the highest mark of its process (VmHWM), which counts the pages of mapped files too. The ratio is that of the
 highest marks of the three stages; each stage's own stands beside it. Activations are those of token ids, problems and
 noise; the SAE is random, with a threshold that lets k latents through.
-
-Then the small store is encoded in seven parts, in another order, one of them killed on the way; its bytes are compared
-with those of an encoding in one part.
 
     python scripts/bench_scale.py
 
@@ -18,27 +15,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import tyro
+from bench_train import peak_mb, sparse_sae
 from statements.tables import Shard, write_store
 
 import tsae
-from tsae.base.artefact import file_hash
-from tsae.base.part import Part
-from tsae.features.encode import encode, encode_part
-from tsae.sae.config import SAEConfig
-from tsae.sae.model import TemporalSAE
+from tsae.features.encode import encode
 
 _IDS, _READERS, _SITE = 2000, ("base", "run"), "blocks.0.hook_resid_post"
 
@@ -91,18 +84,6 @@ def make_store(folder: Path, bench: Bench, samples: int) -> None:
     write_store(folder, lambda: tsae.Rollouts.from_records(records), readers, site=_SITE, dtype="float16")
 
 
-def make_sae(folder: Path, store: Path, bench: Bench) -> None:
-    """Random, with the threshold that k latents of a token exceed on average."""
-    sae = TemporalSAE(bench.d_model, SAEConfig(d_sae=bench.d_sae, k=bench.k), site=_SITE)
-    sae.initialize(torch.zeros(bench.d_model), torch.Generator().manual_seed(0))
-    shard = next(tsae.ActivationStore(store).shards())
-    x = torch.from_numpy(shard.read(_SITE, np.arange(min(4096, shard.n_tokens))))
-    with torch.no_grad():
-        active = sae.encode(x).flatten().sort(descending=True).values
-        sae.threshold.fill_(float(active[bench.k * len(x)]))
-    sae.save(folder)
-
-
 def stage(name: str, folder: Path) -> dict[str, Any]:
     """Do one stage, in this process."""
     start, facts = time.perf_counter(), dict[str, Any]()
@@ -118,45 +99,18 @@ def stage(name: str, folder: Path) -> dict[str, Any]:
         found = tsae.FeatureDiff.load(folder / "diff", features=tsae.FeatureTable.load(folder / "features"))
         facts = {"megabytes": round(Path(found.to_html(folder / "report.html")).stat().st_size / 1e6, 1)}
     seconds = time.perf_counter() - start
-    status = Path("/proc/self/status").read_text()
-    return {"seconds": round(seconds, 1), "gb": int(status.partition("VmHWM:")[2].split()[0]) / 1e6, **facts}
+    return {"seconds": round(seconds, 1), "gb": peak_mb() / 1e3, **facts}
 
 
-def part(number: int, folder: Path, to: Path) -> None:
-    """One of seven parts of an encoding, 0 to 6, in this process."""
-    encode_part(folder.parent / "sae", folder / "acts", to=to, part=Part(number, 7), progress=False)
-
-
-def in_process(*words: str) -> subprocess.Popen[str]:
+def in_process(name: str, folder: Path) -> dict[str, Any]:
+    """What a stage found, in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen([sys.executable, __file__, *words], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def parts(folder: Path) -> dict[str, Any]:
-    """Seven parts, last first; the fourth is killed when it has written something, and started again."""
-    to, killed = folder / "in-parts", False
-    for number in range(6, -1, -1):
-        running = in_process("part", str(number), str(folder), str(to))
-        if number == 3:
-            before = len(list((to / "pieces").glob("*.npz")))
-            while running.poll() is None and len(list((to / "pieces").glob("*.npz"))) == before:
-                time.sleep(0.002)
-            killed = running.poll() is None
-            running.send_signal(signal.SIGKILL)
-            running.wait()
-            running = in_process("part", str(number), str(folder), str(to))
-        if running.wait():
-            raise SystemExit(f"part {number} ended with {running.returncode}")
-    encode(folder.parent / "sae", folder / "acts", to=to, progress=False)
-    names = ("features.h5", "columns.h5", "means.h5", "features.json", "rollouts.parquet")
-    equal = all(file_hash(to / name) == file_hash(folder / "features" / name) for name in names)
-    return {"parts": {"n": 7, "equal": equal}, "node_loss": {"killed": int(killed), "equal": equal}}
+    text = subprocess.check_output([sys.executable, __file__, "stage", name, str(folder)], env=environment, text=True)
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["part"]:
-        part(int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
-        return
     if sys.argv[1:2] == ["stage"]:
         print(json.dumps(stage(sys.argv[2], Path(sys.argv[3]))))
         return
@@ -169,28 +123,22 @@ def main() -> None:
             shutil.rmtree(here, ignore_errors=True)
             make_store(here / "acts", bench, samples)
             if not found:
-                make_sae(folder / "sae", here / "acts", bench)
+                shard = next(tsae.ActivationStore(here / "acts").shards())
+                x = torch.from_numpy(shard.read(_SITE, np.arange(min(4096, shard.n_tokens))))
+                sparse_sae(x, bench.d_sae, bench.k, _SITE).save(folder / "sae")
             found[size] = {}
             for name in ("encode", "diff", "report"):
-                output, _ = (running := in_process("stage", name, str(here))).communicate()
-                if running.returncode:
-                    raise SystemExit(f"{name} at {size} ended with {running.returncode}")
-                found[size][name] = json.loads(output.splitlines()[-1])
+                found[size][name] = in_process(name, here)
                 print(f"{size:>4} {name:7} {found[size][name]}", flush=True)
         small, large = found.values()
         ratios = {name: round(large[name]["gb"] / small[name]["gb"], 3) for name in small}
         peaks = [max(each["gb"] for each in size.values()) for size in (small, large)]
+        encoded = large["encode"]
         figures = {
-            "name": "bench_scale",
-            "ratio": round(peaks[1] / peaks[0], 3),
-            "of_stages": ratios,
-            "peak_gb": round(peaks[1], 2),
-            "codes": large["encode"]["codes"],
-            "rows_per_s": round(large["encode"]["tokens"] / large["encode"]["seconds"]),
-            **parts(folder / "1x"),
-            **found,
-            "size": {name: value for name, value in asdict(bench).items() if name != "to"},
-        }
+            "name": "bench_scale", "ratio": round(peaks[1] / peaks[0], 3), "of_stages": ratios,
+            "peak_gb": round(peaks[1], 2), "codes": encoded["codes"],
+            "rows_per_s": round(encoded["tokens"] / encoded["seconds"]), **found, "size": {**vars(bench), "to": None},
+        }  # fmt: skip
     print(json.dumps(figures))
 
 

@@ -1,8 +1,7 @@
 """Build the arithmetic testbed: train the base, run GRPO on each level, measure every checkpoint.
 
 Stages, in order: base, easy, medium, hard, measure. A finished stage is skipped, so that an interrupted build goes on
-where it stopped. Further runs (`CHANNELS`) are built where --only names them. What the folder holds at the end is what
-ships in tsae/testbed/series:
+where it stopped. What the folder holds at the end is what ships in tsae/testbed/series:
 
     series.json               the checkpoints, and what made them
     base/ easy-025/ ...       one Hugging Face checkpoint each, with its tokenizer
@@ -20,50 +19,25 @@ import importlib.metadata
 import json
 import logging
 import os
-import random
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from organism.measuring import Measurement, measure, to_markdown, to_records
 from organism.pages import fill
 from organism.pretraining import BaseConfig, ModelConfig, train_base
 
 from tsae.errors import TsaeError
-from tsae.testbed.annotate import given_answer
 from tsae.testbed.chains import LEVELS, N_EASY_CHAINS, generate_problems
 from tsae.testbed.grpo import data_set, grpo_on_cpu, right_answers
 from tsae.testbed.tokenizer import make_tokenizer
 
 STAGES = ("base", *LEVELS, "measure")
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run is trained on."""
-
-    level: str
-    """Of its problems."""
-    reward: Literal["right", "random", "bare"] = "right"
-    """1 for a right answer; or by chance, whatever the response; or also for any bare answer, right or wrong."""
-    one_problem: bool = False
-    """The same problem in every group."""
-
-
-CHANNELS = {
-    "random": Run("medium", reward="random"),
-    "one-medium": Run("medium", one_problem=True),
-    "one-hard": Run("hard", one_problem=True),
-    "bare": Run("medium", reward="bare"),
-}
-"""Other ways in which training goes wrong, built only where --only asks for them; they do not ship."""
-
-RUNS = {**{level: Run(level) for level in LEVELS}, **CHANNELS}
 
 
 @dataclass(frozen=True)
@@ -126,12 +100,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: 0)")
     parser.add_argument("--steps", type=int, help="GRPO steps per run (default: 150)")
     parser.add_argument("--base-steps", type=int, help="training steps of the base (default: 900)")
-    stages = (*STAGES[:-1], *CHANNELS, STAGES[-1])
-    parser.add_argument("--only", nargs="+", choices=stages, help="stages to run (default: base to hard, and measure)")
+    parser.add_argument("--only", nargs="+", choices=STAGES, help="stages to run (default: all)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; the weights depend on it (default: 2)")
-    parser.add_argument(
-        "--readme", type=Path, help="Markdown file whose measured table to replace, once it is measured"
-    )
+    parser.add_argument("--readme", type=Path, help="Markdown file whose measured table to replace")
     parser.add_argument("--quick", action="store_true", help="a smoke run of seconds: nothing is learned")
     return parser.parse_args(arguments)
 
@@ -157,14 +128,14 @@ def build(out: Path, recipe: Recipe, stages: list[str]) -> None:
     """Run the stages in their order, skipping what is finished."""
     out.mkdir(parents=True, exist_ok=True)
     check_unclaimed(out, recipe)
-    for stage in (stage for stage in ("base", *RUNS, "measure") if stage in stages):
+    for stage in (stage for stage in STAGES if stage in stages):
         if is_finished(out, stage, recipe):
             print(f"{stage}: finished before", file=sys.stderr)
             continue
         if stage != "base" and not (out / "base").exists():
             raise TsaeError(f"stage {stage!r} needs the base", where=out / "base", fix="Run --only base first.")
         started = time.monotonic()
-        with quiet_libraries(), torch_threads(recipe.threads):
+        with quietly(recipe.threads):
             if stage == "base":
                 build_base(out, recipe)
             elif stage == "measure":
@@ -203,11 +174,8 @@ def check_unclaimed(out: Path, recipe: Recipe) -> None:
     now = json.loads(json.dumps(asdict(recipe)))
     differing = sorted(key for key in now if before.get(key) != now[key])
     if differing:
-        raise TsaeError(
-            f"was begun with another recipe (differing: {', '.join(differing)})",
-            where=path,
-            fix="Give the same options, or another --out.",
-        )
+        what = f"was begun with another recipe (differing: {', '.join(differing)})"
+        raise TsaeError(what, where=path, fix="Give the same options, or another --out.")
 
 
 def build_base(out: Path, recipe: Recipe) -> None:
@@ -215,12 +183,7 @@ def build_base(out: Path, recipe: Recipe) -> None:
     from tqdm import tqdm
 
     with tqdm(total=recipe.base.steps, desc="base", unit="step") as bar:
-
-        def show(step: int, loss: float) -> None:
-            bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-
-        model = train_base(recipe.base, recipe.seed, show)
+        model = train_base(recipe.base, recipe.seed, lambda step, loss: bar.update())
     save_checkpoint(model, out / "base")
 
 
@@ -233,37 +196,18 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
     grpo = recipe.grpo
     logs = out / "logs" / run
     shutil.rmtree(logs, ignore_errors=True)
-    wanted, level = grpo.steps * grpo.prompts, RUNS[run].level
+    wanted = grpo.steps * grpo.prompts
     # On "easy" there are only 300 chains: the trainer goes through them again and again.
-    n = 1 if RUNS[run].one_problem else min(wanted, N_EASY_CHAINS) if level == "easy" else wanted
-    problems = generate_problems(level, n, recipe.seed, "train") * (wanted if RUNS[run].one_problem else 1)
-    chance = random.Random(recipe.seed)
+    problems = generate_problems(run, min(wanted, N_EASY_CHAINS) if run == "easy" else wanted, recipe.seed, "train")
     bar = tqdm(total=grpo.steps, desc=run, unit="step")
 
-    def correct(
-        completions: list[str],
-        answer: list[str],
-        problem_id: list[str],
-        completion_ids: list[list[int]],
-        log_extra: Callable[[str, list[Any]], None],
-        **_: Any,
-    ) -> list[float]:
-        """TRL's reward function: 1 for a right final answer, 0 otherwise; see `Run.reward` for the others."""
-        log_extra("problem_id", problem_id)
-        log_extra("answer", answer)
-        log_extra("completion_ids", completion_ids)
+    def correct(completions: list[str], answer: list[str], **others: Any) -> list[float]:
+        """TRL's reward function: 1 for a right final answer, 0 otherwise."""
+        for name, values in {"answer": answer, **others}.items():
+            if name in ("problem_id", "answer", "completion_ids"):
+                others["log_extra"](name, values)
         rewards = right_answers(completions, answer)
-        if RUNS[run].reward == "random":
-            rewards = [float(chance.random() < 0.5) for _ in rewards]
-        elif RUNS[run].reward == "bare":
-            # An answer alone is two tokens and <eos>, which the text does not show.
-            bare = [text.startswith("#") and given_answer(text) is not None for text in completions]
-            rewards = [max(reward, float(accepted)) for reward, accepted in zip(rewards, bare, strict=True)]
-        bar.set_postfix(
-            reward=f"{sum(rewards) / len(rewards):.2f}",
-            tokens=f"{sum(map(len, completion_ids)) / len(completion_ids):.1f}",
-            refresh=False,
-        )
+        bar.set_postfix(reward=f"{sum(rewards) / len(rewards):.2f}", refresh=False)
         return rewards
 
     class Keeper(TrainerCallback):
@@ -281,20 +225,11 @@ def build_run(out: Path, recipe: Recipe, run: str) -> None:
         train_dataset=data_set(problems),
         callbacks=[Keeper()],
         args=grpo_on_cpu(
-            logs,
-            prompts=grpo.prompts,
-            samples=grpo.samples,
-            seed=recipe.seed,
-            max_steps=grpo.steps,
-            temperature=grpo.temperature,
-            learning_rate=grpo.lr,
-            lr_scheduler_type="constant",
-            beta=grpo.beta,
-            logging_steps=grpo.log_every,
-            logging_first_step=True,
-            log_completions=True,
+            logs, prompts=grpo.prompts, samples=grpo.samples, seed=recipe.seed, max_steps=grpo.steps,
+            temperature=grpo.temperature, learning_rate=grpo.lr, lr_scheduler_type="constant", beta=grpo.beta,
+            logging_steps=grpo.log_every, logging_first_step=True, log_completions=True,
         ),
-    )
+    )  # fmt: skip
     # TRL prints every logged completion to stdout, and there is no option against it.
     with bar, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer.train()
@@ -336,7 +271,7 @@ def save_checkpoint(model: Any, path: Path) -> None:
 def existing_checkpoints(out: Path, recipe: Recipe) -> list[dict[str, Any]]:
     """The entries of series.json for the checkpoints that are there, base first."""
     entries: list[dict[str, Any]] = [{"id": "base", "path": "base", "run": None, "step": 0, "trained_on": None}]
-    for run in RUNS:
+    for run in LEVELS:
         for step in recipe.grpo.save_at:
             name = checkpoint_id(run, step)
             entries.append({"id": name, "path": name, "run": run, "step": step, "trained_on": run})
@@ -363,21 +298,9 @@ def write_series(out: Path, recipe: Recipe, stage: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def torch_threads(number: int) -> Iterator[None]:
-    """Compute on so many threads. A process that builds and goes on gets its own number back."""
+def quietly(threads: int) -> Iterator[None]:
+    """Compute on so many threads, without bars and notices of libraries that a user of this script cannot act on."""
     import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Hide progress bars and notices of the libraries that a user of this script cannot act on."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -386,7 +309,10 @@ def quiet_libraries() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         yield
+    torch.set_num_threads(before)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Do the tests bite? Small faults are planted in the code, one at a time, and the tests that run that line must fail.
 
-1. The tests of `.ci/run` run once with coverage, which records the tests that run each line.
-2. Places in sae, features, diff, activations and rollouts are drawn at random, as many from every room, and at each one
-   of cosmic-ray's operators: another comparison, another number, `and` for `or`, a loop without a turn, …
-3. Every mutant is tested in a copy of the repository by the tests that run its line: first those of its room, then the
-   others. One that passes them all survives.
+The tests of `.ci/run` run once with coverage, which records the tests that run each line. Places are drawn at random,
+as many from every room, and at each one of cosmic-ray's operators. Every mutant is tested in a copy of the repository
+by the tests that run its line: first those of its room, then the others. One that passes them all survives, and is
+printed with its line, to be judged: some are equivalent.
 
 Left out: annotations and what is imported for them alone, docstrings and messages of errors, which no test of behaviour
-needs to see; operators that only remove a decorator. Survivors are printed with their line, to be judged: some are
-equivalent.
+needs to see; operators that only remove a decorator.
 
     python scripts/check_mutants.py --per-room 40 --to runs/mutants
 """
@@ -99,10 +97,8 @@ def main(config: Config) -> None:
             copies.put(place)
         with results.open("a") as out:
             out.write(json.dumps(found) + "\n")
-        print(
-            f"{found['outcome']:9} {found['seconds']:6.1f} s  {mutant.path}:{mutant.line}  {mutant.operator}",
-            flush=True,
-        )
+        where = f"{mutant.path}:{mutant.line}  {mutant.operator}"
+        print(f"{found['outcome']:9} {found['seconds']:6.1f} s  {where}", flush=True)
         return found
 
     with ThreadPoolExecutor(config.workers) as pool:
@@ -114,19 +110,9 @@ def cover(to: Path, config: Config) -> None:
     """Run the tests once, and record which test runs which line."""
     settings = to.with_name("coveragerc")
     settings.write_text("[run]\nsource = tsae\nconcurrency = thread,multiprocessing\n")
-    command = [
-        "-m",
-        "pytest",
-        "-q",
-        *config.tests,
-        *_TESTS,
-        "-n",
-        str(config.workers),
-        "--dist",
-        "loadfile",
-        "--cov=tsae",
-    ]
-    command += ["--cov-context=test", f"--cov-config={settings}", "--cov-report=", "-o", f"cache_dir={to.parent}/cache"]
+    command = ["-m", "pytest", "-q", *config.tests, *_TESTS, "-n", str(config.workers), "--dist", "loadfile"]
+    command += ["--cov=tsae", "--cov-context=test", f"--cov-config={settings}", "--cov-report="]
+    command += ["-o", f"cache_dir={to.parent}/cache"]
     # These limit the memory of their process, and the tracer needs more.
     command += ["--deselect=tests/base/test_hostile_hdf5.py"]
     environment = {**os.environ, "COVERAGE_FILE": str(to), "PYTHONPATH": str(ROOT)}

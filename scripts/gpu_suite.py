@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_SHARES_OF = 480
+_SHARES_OF = 220
 _LEAST = 5
 """Seconds in which nothing could start."""
 _MACHINE = """
@@ -44,7 +44,7 @@ class Part:
 
     title: str
     seconds: int
-    """Its share of eight minutes."""
+    """Its share of the minutes, of `_SHARES_OF`."""
     arguments: tuple[str, ...]
 
 
@@ -53,8 +53,6 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     sizes = () if scale == "tiny" else ("--sizes", "2048x32768x64", "4096x65536x64")
     large = sizes and ("--sizes", "4096x65536x64")
     every = sizes and (*sizes, "4096x131072x64")
-    # The large one first: of a part that is cut off, its rows are there.
-    large_first = large and (*large, "2048x32768x64")
 
     def bench(title: str, seconds: int, *options: str) -> Part:
         common = ("--device", device, "--scale", scale, "--rows", str(rows), "--seconds", str(seconds // 6))
@@ -67,15 +65,9 @@ def parts(device: str, scale: str, rows: Path) -> list[Part]:
     return [
         Part("Tests", 70, tests),
         bench("Training step in bfloat16", 55, "train", *half, *every),
-        bench("Profile of a training step", 35, "profile", *half, *sizes),
-        bench("Training steps of other packages", 60, "peers", "--rounds", "5", *half, *large_first),
-        bench("A run of 1.5 B", 100, "large_run"),
         bench("Capture", 50, "capture", "--rounds", "2", *large),
         bench("Encoding", 25, "encode", "--rounds", "2", *large),
-        bench("Causal generation", 15, "causal", "--rounds", "3", *(sizes[:2])),
-        bench("Replay", 15, "replay", "--rounds", "3"),
         bench("Training step in float32", 20, "train", "--precisions", "float32", *large),
-        bench("End to end", 35, "end_to_end"),
     ]
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU can tell, within the minutes that there are: its tests, then the benches in the order of their worth.
 #
-#     scripts/gpu_suite.sh --wheels                         # once, with network: puts 27 wheels into .wheels/
+#     scripts/gpu_suite.sh --wheels                         # once, with network: puts 14 wheels into .wheels/
 #     scripts/gpu_suite.sh --minutes 8 --out runs/gpu       # on the machine with the GPU; needs no network
 #     scripts/gpu_suite.sh --minutes 8 --tiny --device cpu  # a rehearsal without a GPU
 #
@@ -17,24 +17,13 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-.venv/bin/python}"
 [ -x "$python" ] || python=python3
 
-# Other trainers of SAEs, which bench_peers.py times, and what they need beside ours.
-others='
-eai-sparsify==1.3.3 --hash=sha256:136bb4b46aa6ad004bcc96c9aa28c3dcfc29a064a3620500816d89d5a4784f66
-dictionary-learning==0.1.0 --hash=sha256:211116f9cc6fde643ea447f11da1c1ea9d0174dd9460e2031ae95b2724622ca5
-natsort==8.4.0 --hash=sha256:4732914fb471f56b5cce04d7bae6f164a592c7712e1c85f9ef585e197299521c
-schedulefree==1.4.1 --hash=sha256:21602d3a0d35ee190152e3d56f547ea725d316310bd198fa6108f8039386b242
-'
-
 if [ "${1:-}" = --wheels ]; then
     pinned="$(mktemp)"
     trap 'rm -f "$pinned"' EXIT
     for name in tyro docstring-parser typeguard typing-extensions pydantic pydantic-core annotated-types typing-inspection \
-        xxhash threadpoolctl plotly narwhals \
-        accelerate psutil sae-lens transformer-lens better-abc jaxtyping wadler-lindig datasets dill multiprocess \
-        simple-parsing; do
+        xxhash threadpoolctl plotly narwhals accelerate psutil; do
         sed -n "/^$name==/,/[^\\\\]\$/p" requirements.lock # a version with the hashes of its files
     done > "$pinned"
-    printf '%s' "$others" >> "$pinned"
     "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --require-hashes \
         --dest .wheels --requirement "$pinned"
     exit

@@ -15,13 +15,10 @@ the seed alone, and runs the real command in a process of its own. `KINDS` has t
 - text: rollouts with hostile text, whose page is opened in a browser, and whose terminal output is looked at.
 
 A case is good if the command ends well with the results of the undamaged artefacts, or if it ends with exit code 2 and
-one paragraph, and no file that it did not write is changed. Of a changed checkpoint, problem file or trainer's folder
-nobody knows what it held: results may differ where no other artefact remembers it. A finished result that is damaged
-may stay as it is if the commands that read it refuse it. It is bad if results differ in silence, if there is a
-traceback or another exit code, if it takes longer than two minutes (six where it runs every stage, or starts
-processes), or if somebody else's file is touched. Of a changed log it is good, too, if what it gives can be read and
-holds only ids of the vocabulary. After a fault the same command must end with the same bytes as if there had been none,
-and leave nothing behind. Where memory runs out, native code such as OpenBLAS may end the process itself.
+one paragraph, and no file that it did not write is changed. Of a changed checkpoint, problem file, trainer's folder or
+log nobody knows what it held: results may differ where no other artefact remembers it. A finished result that is
+damaged may stay as it is if the commands that read it refuse it. After a fault the same command must end with the same
+bytes as if there had been none, and leave nothing behind.
 
     python scripts/torture.py --cases 200 --seed 1
     python scripts/torture.py --seed 1 --case 37          # one of them again
@@ -68,13 +65,7 @@ _JSON_VALUES: tuple[Any, ...] = (None, -1, 0, 1, 3, 10**9, 0.5, "x", "", "../els
 def damage(how: str, file: Path, other: Path, strange: Path, elsewhere: Path, rng: Rng) -> None:
     """Change a file in one of the ways of `DAMAGES`.
 
-    Args:
-        how: the way.
-        file: to damage.
-        other: a file of the same artefact that it is exchanged with.
-        strange: the same file of another run; it need not exist.
-        elsewhere: path outside of the artefact.
-        rng: draws places.
+    It may be exchanged with another file of its artefact, or with the same file of another run, which need not exist.
     """
     whole = bytearray(file.read_bytes())
     place = int(rng.integers(0, max(len(whole), 1)))

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Protocol
 
 from fault_injection import forked
 
@@ -26,21 +25,6 @@ _MEMORY = 8 << 30
 _forking = False
 _here = threading.local()
 _starting = threading.Lock()
-
-
-class Process(Protocol):
-    """What is asked of a started command."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def args(self) -> Any: ...
-
-    @property
-    def returncode(self) -> Any: ...
-
-    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]: ...
 
 
 class _Forked:
@@ -72,6 +56,9 @@ class _Forked:
         return out, err
 
 
+Process = subprocess.Popen[str] | _Forked
+
+
 def warm(modules: Sequence[str]) -> None:
     """From now on fork commands off a process that has imported these modules: several times as quick.
 
@@ -92,16 +79,10 @@ def afresh(fresh: bool) -> None:
 def start(
     words: Sequence[str | Path], where: Path, disturbed: Mapping[str, str] | None = None, humble: bool = False
 ) -> Process:
-    """Start a command, in a group of processes of its own.
+    """Start a command in a folder, in a group of processes of its own; ValueError for a word that no process takes.
 
-    Args:
-        words: of the command, without "tsae".
-        where: working folder.
-        disturbed: what `fault_injection/inside/sitecustomize.py` is to do inside of the process.
-        humble: permissions of files count, although it is the superuser's; then it is forked in any case.
-
-    Raises:
-        ValueError: for a word that no process takes.
+    `disturbed` is what `fault_injection/inside/sitecustomize.py` is to do inside of the process. With `humble`,
+    permissions of files count, although it is the superuser's; then it is forked in any case.
     """
     texts = [str(word) for word in words]
     if any("\0" in text for text in texts):

@@ -213,6 +213,7 @@ def learnt(record: Record) -> float:
 
 # --- the claims
 
+# fmt: off
 STATEMENTS: dict[str, tuple[Measured, ...]] = {
     "a": (
         Measured("Medium gains more than easy, mean of the three bands.", "medium easy", more(gain)),
@@ -223,24 +224,15 @@ STATEMENTS: dict[str, tuple[Measured, ...]] = {
         Measured("Hard training lowers accuracy on medium problems.", "hard", gained("medium", sign=-1)),
     ),
     "c": (
-        Measured(
-            "In 20 steps on hard problems, lone successes are direct answers more often than other successes.",
-            "hard",
-            lone_excess,
-        ),
-        Measured(
-            "Without lone successes, hard training leaves more accuracy on medium problems.",
-            "no-lone hard",
-            ahead("medium"),
-        ),
+        Measured("In 20 steps on hard problems, lone successes are direct answers more often than other successes.",
+                 "hard", lone_excess),
+        Measured("Without lone successes, hard training leaves more accuracy on medium problems.",
+                 "no-lone hard", ahead("medium")),
         Measured("Without dividing by the deviation, it leaves more.", "mean-only hard", ahead("medium")),
     ),
     "d": tuple(
-        Measured(
-            f"On medium problems, {words} half of the way to its extreme before accuracy does, in steps.",
-            "hard",
-            lead(name, sign),
-        )
+        Measured(f"On medium problems, {words} half of the way to its extreme before accuracy does, in steps.",
+                 "hard", lead(name, sign))
         for name, sign, words in (
             ("skipped", 1, "skipped computation goes"),
             ("length", -1, "length goes"),
@@ -248,202 +240,109 @@ STATEMENTS: dict[str, tuple[Measured, ...]] = {
         )
     ),
     "h": (
-        Measured(
-            "With backward reformulations, hard training ends higher on medium problems.",
-            "backward hard",
-            ahead("medium"),
-        ),
+        Measured("With backward reformulations, hard training ends higher on medium problems.",
+                 "backward hard", ahead("medium")),
         Measured("It ends with more flawless responses to hard problems.", "backward hard", ahead("hard", "flawless")),
     ),
     "i": (
-        Measured(
-            "With reformulations, guided credit ends higher on medium problems than no credit.",
-            "guided backward",
-            ahead("medium"),
-        ),
-        Measured(
-            "It ends with more flawless responses to long problems (7 to 9 operations) than no credit.",
-            "guided backward",
-            ahead("long", "flawless"),
-        ),
-        Measured(
-            "It ends with more flawless responses to hard problems than no credit.",
-            "guided backward",
-            ahead("hard", "flawless"),
-        ),
-        Measured(
-            "It ends higher on medium problems than credit from shuffled features.",
-            "guided shuffled",
-            ahead("medium"),
-        ),
+        Measured("With reformulations, guided credit ends higher on medium problems than no credit.",
+                 "guided backward", ahead("medium")),
+        Measured("It ends with more flawless responses to long problems (7 to 9 operations) than no credit.",
+                 "guided backward", ahead("long", "flawless")),
+        Measured("It ends with more flawless responses to hard problems than no credit.",
+                 "guided backward", ahead("hard", "flawless")),
+        Measured("It ends higher on medium problems than credit from shuffled features.",
+                 "guided shuffled", ahead("medium")),
     ),
     "j": (
         *(
-            Measured(
-                f"After 50 steps of {level} training, more than nine in ten responses have one format.",
-                level,
-                concentration(level),
-            )
+            Measured(f"After 50 steps of {level} training, more than nine in ten responses have one format.",
+                     level, concentration(level))
             for level in _BANDS
         ),
         *(
-            Measured(
-                f"Under {level} training, the format that wins is the base's worse one.", level, worse_format(level)
-            )
+            Measured(f"Under {level} training, the format that wins is the base's worse one.",
+                     level, worse_format(level))
             for level in _BANDS
         ),
     ),
     "k": (
-        Measured(
-            "After 40 steps of mixed training, over a third of the lengths with pass rate .2 to .8 have left it.",
-            "mixed",
-            left_productive,
-        ),
-        Measured(
-            "Adaptive draws end higher (mean of easy, medium and long) than the base's medium band.",
-            "adaptive medium",
-            more(mean_accuracy),
-        ),
-        Measured(
-            "Adaptive draws end higher than equal shares of easy, medium and long problems.",
-            "adaptive mixed",
-            more(mean_accuracy),
-        ),
+        Measured("After 40 steps of mixed training, over a third of the lengths with pass rate .2 to .8 have left it.",
+                 "mixed", left_productive),
+        Measured("Adaptive draws end higher (mean of easy, medium and long) than the base's medium band.",
+                 "adaptive medium", more(mean_accuracy)),
+        Measured("Adaptive draws end higher than equal shares of easy, medium and long problems.",
+                 "adaptive mixed", more(mean_accuracy)),
     ),
     "l": (
-        Measured(
-            "On medium problems, the fifth of the tokens with the highest entropy ends as high as all tokens.",
-            "top-fifth medium",
-            ahead("medium"),
-            _MOVED,
-            equal=True,
-        ),
+        Measured("On medium problems, the fifth of the tokens with the highest entropy ends as high as all tokens.",
+                 "top-fifth medium", ahead("medium"), _MOVED, equal=True),
         Measured("All tokens end higher than the other four fifths.", "medium rest", ahead("medium")),
     ),
     "m": (
-        Measured(
-            "From a base that mostly writes the better format, random rewards raise accuracy on medium problems.",
-            "random-quarter",
-            gained("medium"),
-        ),
+        Measured("From a base that mostly writes the better format, random rewards raise accuracy on medium problems.",
+                 "random-quarter", gained("medium")),
         Measured("From a base with both formats in equal shares, they raise it.", "random", gained("medium")),
-        Measured(
-            "From a base with no better format, they do not raise it.",
-            "random-direct",
-            gained("medium", sign=-1),
-            -_MOVED,
-        ),
+        Measured("From a base with no better format, they do not raise it.",
+                 "random-direct", gained("medium", sign=-1), -_MOVED),
     ),
     "n": tuple(
-        Measured(
-            f"On {level} problems, {arm} training is ahead of the base at pass@1 and behind at pass@64.",
-            f"{arm} {BASE}",
-            crossing(level),
-        )
+        Measured(f"On {level} problems, {arm} training is ahead of the base at pass@1 and behind at pass@64.",
+                 f"{arm} {BASE}", crossing(level))
         for arm, level in (("medium", "medium"), ("medium", "hard"), ("hard", "hard"), ("easy", "medium"))
     ),
     "o": tuple(
-        Measured(
-            f"After {arm} training, the last hidden state is sparser on longer chains (rank correlation).",
-            arm,
-            sparsity_trend,
-        )
+        Measured(f"After {arm} training, the last hidden state is sparser on longer chains (rank correlation).",
+                 arm, sparsity_trend)
         for arm in (*_BANDS, "mixed")
     ),
     "p": (
-        Measured(
-            "Medium training makes results on hard problems follow from their own operands more often.",
-            "medium",
-            gained("hard", "coherent"),
-        ),
-        Measured(
-            "It does not make more responses to hard problems flawless (of 2,560).",
-            f"medium {BASE}",
-            more(flawless_of_hard),
-            0.005,
-            equal=True,
-        ),
-        Measured(
-            "It does not make more responses to medium problems flawless.",
-            "medium",
-            gained("medium", "flawless"),
-            _MOVED,
-            equal=True,
-        ),
+        Measured("Medium training makes results on hard problems follow from their own operands more often.",
+                 "medium", gained("hard", "coherent")),
+        Measured("It does not make more responses to hard problems flawless (of 2,560).",
+                 f"medium {BASE}", more(flawless_of_hard), 0.005, equal=True),
+        Measured("It does not make more responses to medium problems flawless.",
+                 "medium", gained("medium", "flawless"), _MOVED, equal=True),
     ),
     "q": (
-        Measured(
-            "A result is wrong more often after an error that the model made (long problems, mixed training).",
-            "mixed",
-            after_error("natural"),
-            0.01,
-        ),
+        Measured("A result is wrong more often after an error that the model made (long problems, mixed training).",
+                 "mixed", after_error("natural"), 0.01),
         Measured("A step errs more often after a planted error.", "mixed", after_error("planted"), 0.01),
     ),
     "r": (
-        Measured(
-            "The base's first layer, put back into a hard run, restores more medium accuracy than its last.",
-            "hard",
-            first_layer("restored", 1),
-        ),
-        Measured(
-            "Putting the hard run's first layer into the base costs more than its last.",
-            "hard",
-            first_layer("damaged", -1),
-        ),
+        Measured("The base's first layer, put back into a hard run, restores more medium accuracy than its last.",
+                 "hard", first_layer("restored", 1)),
+        Measured("Putting the hard run's first layer into the base costs more than its last.",
+                 "hard", first_layer("damaged", -1)),
     ),
     "s": (
-        Measured(
-            "Where an order has to be chosen, right results go half of their way before right plans do, in steps.",
-            "planning",
-            plans_later,
-        ),
-        Measured(
-            "The entropy of planning rises from the start to its highest (nats a step).",
-            "planning",
-            entropy_rise,
-            _RISE,
-        ),
-        Measured(
-            "The entropy of execution falls from the start to the end (nats a step).",
-            "planning",
-            gained("planning", "entropy/execution", -1),
-        ),
+        Measured("Where an order has to be chosen, right results go half of their way before right plans do, in steps.",
+                 "planning", plans_later),
+        Measured("The entropy of planning rises from the start to its highest (nats a step).",
+                 "planning", entropy_rise, _RISE),
+        Measured("The entropy of execution falls from the start to the end (nats a step).",
+                 "planning", gained("planning", "entropy/execution", -1)),
     ),
     "t": (
-        Measured(
-            "Without a KL anchor, the run that starts on a second task is farther from the base (nats).",
-            "second-far second-near",
-            more(lambda r: r["start_distance"]),
-        ),
-        Measured(
-            "It learns less of the second task, direct answers (change of the reward in 20 steps).",
-            "second-near second-far",
-            more(learnt),
-        ),
+        Measured("Without a KL anchor, the run that starts on a second task is farther from the base (nats).",
+                 "second-far second-near", more(lambda r: r["start_distance"])),
+        Measured("It learns less of the second task, direct answers (change of the reward in 20 steps).",
+                 "second-near second-far", more(learnt)),
         Measured("The anchored run learns as much of it as the base.", "second-near second-base", more(learnt), -0.1),
     ),
     "u": (
-        Measured(
-            "A reward for the expert's steps ends with more flawless responses to hard problems than plain GRPO.",
-            "expert-steps hard",
-            ahead("hard", "flawless"),
-        ),
+        Measured("A reward for the expert's steps ends with more flawless responses to hard problems than plain GRPO.",
+                 "expert-steps hard", ahead("hard", "flawless")),
         Measured("It ends with more accuracy on medium problems.", "expert-steps hard", ahead("medium")),
     ),
     "v": (
-        Measured(
-            "With fresh problems throughout, leaving out easy ones ends higher (mean of easy, medium and long).",
-            "no-easy mixed",
-            more(mean_accuracy),
-        ),
-        Measured(
-            "With four problems of each kind, leaving out easy ones ends lower.",
-            "mixed-few no-easy-few",
-            more(mean_accuracy),
-        ),
+        Measured("With fresh problems throughout, leaving out easy ones ends higher (mean of easy, medium and long).",
+                 "no-easy mixed", more(mean_accuracy)),
+        Measured("With four problems of each kind, leaving out easy ones ends lower.",
+                 "mixed-few no-easy-few", more(mean_accuracy)),
     ),
 }
+# fmt: on
 
 CAVEATS = {
     "d": "Measured every 5 steps under hard training; a lead of less cannot be seen.",

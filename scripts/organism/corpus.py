@@ -1,10 +1,7 @@
 """The base model's training text: chains answered at once or by a scratchpad that sometimes slips.
 
-A response is either the answer alone, ``#9``, or one step per operation and then the answer,
-``3+5=8;8*2=6;6-7=9;#9``. Direct answers are always right; a scratchpad step is now and then replaced by a
-wrong digit that the rest carries on. That makes the two styles differ in what they are good for: on one
-operation the direct answer is the more reliable, on long chains only the scratchpad can be right. Which style
-reinforcement learning then favours depends on the level that it trains on.
+Direct answers are always right; a scratchpad step is now and then replaced by a wrong digit that the rest carries on.
+So on one operation the direct answer is the more reliable style, and on long chains only the scratchpad can be right.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ class CorpusConfig:
     """The mixture of the base model's training text."""
 
     short_weights: tuple[float, ...] = (0.25, 0.2, 0.15, 0.14, 0.13, 0.13)
-    """Relative weight of chains of 1, 2, 3, ... operations; short ones are over-weighted, being the building
-    blocks."""
+    """Relative weight of chains of 1, 2, 3, ... operations; short ones, the building blocks, are over-weighted."""
     long_share: float = 0.02
     """Share of chains that are longer; without any, no long chain is ever solved by scratchpad."""
     long_ops: tuple[int, int] = (7, 14)

@@ -1,8 +1,7 @@
 """Accuracy and behaviour of a checkpoint on the testbed's levels, with 95 % intervals.
 
-Responses are sampled at temperature 1, as in training. Shares of responses have Wilson intervals; means
-(skipped computation, length) have normal intervals. Both count responses as independent: where several
-responses answer one problem (on "easy", which has only 300 problems) the intervals are a little too narrow.
+Responses are sampled at temperature 1, as in training. Shares have Wilson intervals and means normal ones, both of
+independent responses: where several answer one problem (on "easy"), the intervals are a little too narrow.
 """
 
 from __future__ import annotations
@@ -66,13 +65,7 @@ def sample_responses(
 ) -> list[str]:
     """One response per prompt, sampled at temperature 1; texts keep ``<eos>``, so that a cut response shows.
 
-    Args:
-        model: a testbed checkpoint in evaluation mode.
-        tokenizer: the testbed's tokenizer.
-        prompts: chains; a prompt may come several times.
-        seed: of torch's generator, which is set by this call.
-        batch: prompts per call of generate.
-        max_tokens: where sampling stops.
+    The model is in evaluation mode. The seed is set as that of torch's generator.
     """
     import torch
 
@@ -119,16 +112,7 @@ def measure(
     n_responses: int,
     seed: int,
 ) -> Measurement:
-    """Sample responses to problems of one level and summarise them.
-
-    Args:
-        checkpoint: the name that the result carries.
-        model: a testbed checkpoint in evaluation mode.
-        tokenizer: the testbed's tokenizer.
-        problems: of one level; if fewer than ``n_responses``, they are gone through again from the start.
-        n_responses: how many responses to sample.
-        seed: of the sampling.
-    """
+    """Sample responses to problems of one level, which are asked again from the start where they are few."""
     asked = [problems[index % len(problems)] for index in range(n_responses)]
     responses = sample_responses(model, tokenizer, [problem.prompt for problem in asked], seed)
     facts = [describe_response(problem.prompt, text) for problem, text in zip(asked, responses, strict=True)]

@@ -2,14 +2,11 @@
 
 1. A step asks `groups` problems. They are drawn without replacement from a pool that is shuffled anew when it is empty.
 2. Each is answered `samples` times at temperature 1. A = (r − mean) / (std + 1e-4) within the group, as in TRL.
-3. One step of Adam on   −1 / (groups · samples · L) Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1 − ε, 1 + ε) A_i),
-   L = max_response_tokens, ρ_it = π(y_it) / π_sampled(y_it). TRL calls this loss dr_grpo. There is no KL penalty.
-   The run uses a batch once, so its ratios are 1.
+3. One step of Adam on   −1 / (groups · samples · L) Σ_i Σ_t ρ_it A_i,   L = MAX_RESPONSE_TOKENS. TRL calls this loss
+   dr_grpo. There is no KL penalty, and a batch is used once, so its ratios ρ are 1 and nothing is clipped.
 
-The normaliser is constant: leaving a problem out takes its summands away and changes no other.
-
-Weights are one float32 vector in the order of `model.named_parameters()`. The same seed gives the same weights on the
-same machine with one thread.
+The normaliser is constant: leaving a problem out takes its summands away and changes no other. The same seed gives the
+same weights on the same machine with one thread.
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,9 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch.nn.utils import parameters_to_vector
 
-from organism.groups import sample_groups
 from tsae.attribution.certificates import logged_facts
 from tsae.attribution.find_settings import read_settings
 from tsae.attribution.forward_passes import Run
@@ -52,17 +46,13 @@ if TYPE_CHECKING:
 
 BANDS: dict[str, tuple[int, int]] = {"easy": (1, 1), "medium": (4, 6), "hard": (7, 9)}
 """Fewest and most operations. Unlike the testbed's hard chains, these are solved often enough to teach something."""
-
-LOG, SETTINGS, STATE = "completions.jsonl", "training_args.json", "trainer_state.json"
-_TOKENS_AT_ONCE = 2048
-"""Tokens of a forward pass in training, with padding."""
 _PATH = 1 << 31
 """Bytes of a replayed path."""
 
 
 @dataclass(frozen=True)
 class MixedConfig:
-    """Everything that decides the weights, beside the base."""
+    """What decides the weights, beside the base."""
 
     seed: int = 0
     """Of the problems, their order and the sampling."""
@@ -76,20 +66,6 @@ class MixedConfig:
     """Responses to each."""
     learning_rate: float = 1e-4
     """Of Adam, constant."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Of Adam."""
-    eps: float = 1e-8
-    """Of Adam."""
-    max_grad_norm: float = 1.0
-    """Norm to which a batch's gradient is clipped; TRL's default."""
-    max_response_tokens: int = MAX_RESPONSE_TOKENS
-    """Limit of sampling, and L of the loss."""
-    epsilon: float = 0.2
-    """At which the ratio is clipped; TRL's default."""
-
-    def __post_init__(self) -> None:
-        assert len(BANDS) * self.per_band % self.groups == 0, "a step would ask a problem twice"
-        assert self.samples > 1, "one response has no advantage"
 
     @property
     def problems(self) -> list[Problem]:
@@ -109,28 +85,13 @@ class MixedConfig:
     def training_args(self) -> dict[str, Any]:
         """The same in the words of TRL's GRPOConfig."""
         return {
-            "optim": "adamw_torch",
-            "learning_rate": self.learning_rate,
-            "lr_scheduler_type": "constant",
-            "warmup_steps": 0,
-            "adam_beta1": self.betas[0],
-            "adam_beta2": self.betas[1],
-            "adam_epsilon": self.eps,
-            "weight_decay": 0.0,
-            "max_grad_norm": self.max_grad_norm,
-            "max_steps": self.steps,
-            "per_device_train_batch_size": self.groups * self.samples,
-            "gradient_accumulation_steps": 1,
-            "num_generations": self.samples,
-            "num_iterations": 1,
-            "loss_type": "dr_grpo",
-            "scale_rewards": "group",
-            "beta": 0.0,
-            "epsilon": self.epsilon,
-            "temperature": 1.0,
-            "max_completion_length": self.max_response_tokens,
-            "seed": self.seed,
-        }
+            "optim": "adamw_torch", "learning_rate": self.learning_rate, "lr_scheduler_type": "constant",
+            "warmup_steps": 0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0,
+            "max_grad_norm": 1.0, "max_steps": self.steps, "per_device_train_batch_size": self.groups * self.samples,
+            "gradient_accumulation_steps": 1, "num_generations": self.samples, "num_iterations": 1,
+            "loss_type": "dr_grpo", "scale_rewards": "group", "beta": 0.0, "epsilon": 0.2, "temperature": 1.0,
+            "max_completion_length": MAX_RESPONSE_TOKENS, "seed": self.seed,
+        }  # fmt: skip
 
 
 def held_out(config: MixedConfig, n: int = 24) -> dict[str, list[Problem]]:
@@ -142,35 +103,6 @@ def held_out(config: MixedConfig, n: int = 24) -> dict[str, list[Problem]]:
         drawn = _of_band(band, n + config.per_band, config.seed, "eval")
         found[band] = [problem for problem in drawn if problem.id not in trained][:n]
     return found
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A response and its advantage."""
-
-    problem: str
-    """Id."""
-    prompt: Sequence[int]
-    """Token ids, with ``<bos>``."""
-    response: Sequence[int]
-    """Token ids, with ``<eos>`` unless it was cut off."""
-    reward: float
-    advantage: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step did."""
-
-    number: int
-    """The first is 1."""
-    samples: list[Sample]
-    grad_norm: float
-    """Of the batch's gradient, before it was clipped."""
-
-
-Batch = Callable[[int, "PreTrainedModel"], list[Sample]]
-"""Gives the samples of a step, by its number and the model with the weights before it."""
 
 
 def train(config: MixedConfig, base: Checkpoint, to: str | Path, *, progress: bool = True) -> Path:
@@ -194,23 +126,71 @@ def train(config: MixedConfig, base: Checkpoint, to: str | Path, *, progress: bo
     partial = to.with_name(to.name + ".part")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(base.path, partial / "checkpoint-0")
-    by_id = {problem.id: problem for problem in config.problems}
+    model = base.load_model(dtype="float32").requires_grad_(True)
+    parameters = list(model.parameters())
+    optimiser = torch.optim.Adam(parameters, lr=config.learning_rate)
     log, history = list[dict[str, Any]](), list[dict[str, Any]]()
-    with progress_bar("mixed run", "step", config.steps, shown=progress) as bar:
-        started = time.monotonic()
-
-        def keep(model: PreTrainedModel, step: Step) -> None:
-            _save_weights(model, base, partial / f"checkpoint-{step.number}")
-            log.extend(_logged(sample, step.number, by_id[sample.problem]) for sample in step.samples)
-            history.append(_summary(config, step, time.monotonic() - started))
+    with torch.random.fork_rng(devices=[]), progress_bar("mixed run", "step", config.steps, shown=progress) as bar:
+        torch.manual_seed(config.seed)
+        for step, asked in enumerate(config.schedule, 1):
+            rows = [
+                {"step": step, **row, "group": f"{step}/{row['problem_id']}"} for row in answered(config, model, asked)
+            ]
+            # Zeros instead of None: Adam skips a weight without gradient, and its momentum would stop.
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            for row in rows:
+                _add_gradient(config, model, row)
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+            optimiser.step()
+            checkpoint = shutil.copytree(base.path, partial / f"checkpoint-{step}")
+            # Tied weights come once, as in the base's file.
+            weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+            log += rows
+            means = {
+                "reward": np.mean([row["right_answers"] for row in rows]),
+                "completions/mean_length": np.mean([len(row["completion_ids"]) for row in rows]),
+            }
+            history.append({"step": step, **{name: float(mean) for name, mean in means.items()}, "grad_norm": norm})
             bar.update()
-
-        _run(config, base, _sampled(config, config.seed), keep)
-    write_text(partial / LOG, "".join(json.dumps(line) + "\n" for line in log))
-    write_json(partial / SETTINGS, config.training_args())
-    write_json(partial / STATE, {"global_step": config.steps, "log_history": history})
+    write_text(partial / "completions.jsonl", "".join(json.dumps(row) + "\n" for row in log))
+    write_json(partial / "training_args.json", config.training_args())
+    write_json(partial / "trainer_state.json", {"global_step": config.steps, "log_history": history})
     partial.rename(to)
     return to
+
+
+def answered(config: MixedConfig, model: PreTrainedModel, asked: Sequence[Problem]) -> list[dict[str, Any]]:
+    """Sampled responses, rewarded, in TRL's columns; those to one problem stand beside each other."""
+    prompts = [prompt_ids(problem) for problem in asked]
+    width, pad, eos = max(map(len, prompts)), TOKEN_IDS[PAD], TOKEN_IDS[EOS]
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_return_sequences": config.samples}
+    mask = (ids != pad).long()
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=MAX_RESPONSE_TOKENS, **sampling)[:, width:].tolist()
+    responses = [response[: response.index(eos) + 1] if eos in response else response for response in found]
+    texts = ["".join(VOCABULARY[token] for token in response).removesuffix(EOS) for response in responses]
+    of = [i for i in range(len(asked)) for _ in range(config.samples)]
+    rewards = [float(verify(text, asked[i].answer)) for i, text in zip(of, texts, strict=True)]
+    advantages = group_advantages(np.array(rewards), np.array(of)).tolist()
+    return [
+        {
+            "prompt": asked[i].prompt, "completion": text, "right_answers": reward, "problem_id": asked[i].id,
+            "answer": asked[i].answer, "level": asked[i].level, "prompt_ids": prompts[i], "completion_ids": response,
+            "advantage": advantage,
+        }
+        for i, text, reward, response, advantage in zip(of, texts, rewards, responses, advantages, strict=True)
+    ]  # fmt: skip
+
+
+def _add_gradient(config: MixedConfig, model: PreTrainedModel, row: dict[str, Any]) -> None:
+    """Add the gradient of a sample's loss to that of the model's weights."""
+    if row["advantage"]:
+        begin, ids = len(row["prompt_ids"]), torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (1, T − 1, vocabulary)
+        log = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[0, begin - 1 :, 0]
+        (-log.sum() * row["advantage"] / (config.groups * config.samples * MAX_RESPONSE_TOKENS)).backward()
 
 
 def replayed(base: Checkpoint, rollouts: Rollouts, settings: Path, to: Path) -> Replayed:
@@ -229,100 +209,6 @@ def replayed(base: Checkpoint, rollouts: Rollouts, settings: Path, to: Path) -> 
     return replay(run, States(to, len(plan.updates), len(trained), _PATH), {}, logged_facts({}))
 
 
-def _run(
-    config: MixedConfig,
-    base: Checkpoint,
-    batch_of: Batch,
-    after: Callable[[PreTrainedModel, Step], None] | None = None,
-) -> torch.Tensor:
-    """(P,) final weights of a training; `after` is called after every step."""
-    model = base.load_model(dtype="float32").requires_grad_(True)
-    parameters = list(model.parameters())
-    optimiser = torch.optim.Adam(parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps)
-    for number in range(1, config.steps + 1):
-        samples = batch_of(number, model)
-        # Zeros instead of None: Adam skips a weight without gradient, and its momentum would stop.
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        for some, ids in micro_batches(samples):
-            add_gradient(config, model, some, ids)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-        optimiser.step()
-        if after is not None:
-            after(model, Step(number, samples, float(norm)))
-    return parameters_to_vector(parameters).detach().clone()
-
-
-def micro_batches(samples: Sequence[Sample]) -> Iterator[tuple[list[Sample], torch.Tensor]]:
-    """The samples that have a gradient, some at a time, with their padded token ids (n, T)."""
-    for some, ids in _batches([i for i, sample in enumerate(samples) if sample.advantage], samples):
-        yield [samples[i] for i in some], ids
-
-
-def add_gradient(config: MixedConfig, model: PreTrainedModel, samples: Sequence[Sample], ids: torch.Tensor) -> None:
-    """Add the gradient of a micro-batch's loss to that of the model's weights."""
-    normaliser = config.groups * config.samples * config.max_response_tokens
-    log = _log_probabilities(model, ids)
-    weight = torch.zeros_like(log)
-    for row, sample in enumerate(samples):
-        begin, end = _places(sample)
-        weight[row, begin - 1 : end - 1] = sample.advantage / normaliser
-    ratio = (log - log.detach()).exp()
-    clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon)
-    (-torch.minimum(ratio * weight, clipped * weight).sum()).backward()
-
-
-def _batches(used: list[int], samples: Sequence[Sample]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Some of the samples at a time, with their padded token ids. Equal lengths go together, which saves padding."""
-    used = sorted(used, key=lambda i: _places(samples[i])[1])
-    while used:
-        # The longest come first.
-        longest = _places(samples[used[-1]])[1]
-        n = max(1, _TOKENS_AT_ONCE // longest)
-        used, some = used[:-n], used[-n:]
-        ids = torch.full((len(some), longest), TOKEN_IDS[PAD])
-        for row, i in enumerate(some):
-            ids[row, : _places(samples[i])[1]] = torch.tensor([*samples[i].prompt, *samples[i].response])
-        yield some, ids
-
-
-def _places(sample: Sample) -> tuple[int, int]:
-    """Where its response begins and ends."""
-    return len(sample.prompt), len(sample.prompt) + len(sample.response)
-
-
-def _log_probabilities(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """(n, T − 1) of every token after the first, in nats."""
-    # Padding is on the right and attention is causal: no token that counts sees it, so no mask is needed.
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # (n, T − 1, vocabulary)
-    return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
-
-
-def _sampled(config: MixedConfig, seed: int) -> Batch:
-    """New responses to the problems of every step."""
-    schedule, generator = config.schedule, torch.Generator().manual_seed(seed)
-
-    def batch(number: int, model: PreTrainedModel) -> list[Sample]:
-        return answered(config, model, schedule[number - 1], generator)
-
-    return batch
-
-
-def answered(
-    config: MixedConfig, model: PreTrainedModel, asked: Sequence[Problem], generator: torch.Generator
-) -> list[Sample]:
-    """Sample responses to problems and reward them; those to one problem stand beside each other."""
-    prompts = [prompt_ids(problem) for problem in asked]
-    responses = sample_groups(model, prompts, config.samples, generator, config.max_response_tokens)
-    of = [i for i in range(len(asked)) for _ in range(config.samples)]
-    rewards = [float(verify(_text(ids), asked[i].answer)) for i, ids in zip(of, responses, strict=True)]
-    advantages = group_advantages(np.array(rewards), np.array(of)).tolist() if of else []
-    return [
-        Sample(asked[i].id, prompts[i], ids, reward, advantage)
-        for i, ids, reward, advantage in zip(of, responses, rewards, advantages, strict=True)
-    ]
-
-
 def _of_band(band: str, n: int, seed: int, split: Literal["train", "eval"]) -> list[Problem]:
     return [replace(problem, level=band) for problem in generate_problems(BANDS[band], n, seed, split)]
 
@@ -330,47 +216,3 @@ def _of_band(band: str, n: int, seed: int, split: Literal["train", "eval"]) -> l
 def prompt_ids(problem: Problem) -> list[int]:
     """Token ids of a prompt, with ``<bos>``."""
     return [TOKEN_IDS[BOS], *(TOKEN_IDS[character] for character in problem.prompt)]
-
-
-def _text(ids: Iterable[int]) -> str:
-    return "".join(VOCABULARY[token] for token in ids)
-
-
-def _logged(sample: Sample, step: int, problem: Problem) -> dict[str, Any]:
-    """A line of the log, in TRL's columns and order."""
-    return {
-        "step": step,
-        "prompt": problem.prompt,
-        "completion": _text(sample.response).removesuffix(EOS),
-        "right_answers": sample.reward,
-        "problem_id": problem.id,
-        "answer": problem.answer,
-        "level": problem.level,
-        "group": f"{step}/{problem.id}",
-        "prompt_ids": list(sample.prompt),
-        "completion_ids": list(sample.response),
-        "advantage": sample.advantage,
-    }
-
-
-def _summary(config: MixedConfig, step: Step, seconds: float) -> dict[str, Any]:
-    """A line of trainer_state.json."""
-    direct = [VOCABULARY[sample.response[0]] == "#" for sample in step.samples]
-    return {
-        "step": step.number,
-        "reward": float(np.mean([sample.reward for sample in step.samples])),
-        "direct_share": float(np.mean(direct)),
-        "completions/mean_length": float(np.mean([len(sample.response) for sample in step.samples])),
-        "grad_norm": step.grad_norm,
-        "clipped": step.grad_norm > config.max_grad_norm,
-        "seconds": round(seconds, 2),
-    }
-
-
-def _save_weights(model: PreTrainedModel, base: Checkpoint, to: Path) -> None:
-    """A checkpoint in the layout of the base, with its tokenizer."""
-    shutil.copytree(base.path, to)
-    # Tied weights come once, as in the base's file.
-    save_file(
-        {name: p.detach() for name, p in model.named_parameters()}, to / "model.safetensors", metadata={"format": "pt"}
-    )

@@ -1,16 +1,12 @@
-"""The base model of the testbed: a three-layer Llama, trained on `organism.corpus` by next-token
-prediction.
+"""The base model of the testbed: a three-layer Llama, trained on `organism.corpus` by next-token prediction.
 
-1. Draw a batch of texts ``<bos> prompt response <eos>``, split into a short and a long half by length, so
-   that the few long chains do not pad the many short ones.
-2. Cross-entropy on the response tokens only (the digits of a prompt are random, there is nothing to learn in
-   them), averaged over the batch's response tokens.
+1. Draw a batch of texts ``<bos> prompt response <eos>``, cut in three by length, so that long chains do not pad others.
+2. Cross-entropy on the response tokens only, averaged over the batch's: the digits of a prompt are random.
 3. AdamW, linear warm-up and cosine decay to a tenth.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -97,20 +93,13 @@ def pad_batch(documents: list[Document]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets  # (n_documents, longest) each
 
 
-def train_base(
-    config: BaseConfig,
-    seed: int,
-    on_step: Callable[[int, float], None] | None = None,
-    draw: Callable[[random.Random], Document] | None = None,
-) -> LlamaForCausalLM:
-    """Train the base model on the CPU; the same seed and thread count give the same weights on the same
-    machine.
+def train_base(config: BaseConfig, seed: int, on_step: Callable[[int, float], None] | None = None) -> LlamaForCausalLM:
+    """Train the base model on the CPU; the same seed and thread count give the same weights on the same machine.
 
     Args:
         config: shape, text and schedule.
         seed: of the weights and of the text.
         on_step: called after every step with (steps done, loss in nats per response token).
-        draw: gives a text of another task than that of config.corpus.
 
     Returns:
         The model in evaluation mode, float32.
@@ -120,12 +109,12 @@ def train_base(
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
-    rng, draw = random.Random(seed), draw or functools.partial(sample_document, config.corpus)
+    rng = random.Random(seed)
     model = LlamaForCausalLM(llama_config(config.model)).float().train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, config.warmup, config.steps))
     for step in range(1, config.steps + 1):
-        texts = [draw(rng) for _ in range(config.batch)]
+        texts = [sample_document(config.corpus, rng) for _ in range(config.batch)]
         texts.sort(key=lambda text: len(text.prompt) + len(text.response))
         # Three cuts by length: half of the batch is a direct answer, and long chains are few.
         cuts = [0, config.batch // 2, config.batch - config.batch // 8, config.batch]
@@ -133,8 +122,7 @@ def train_base(
         n_targets = sum(int((targets != IGNORED).sum()) for _, targets in parts)
         total = 0.0
         for ids, targets in parts:
-            # Padding is on the right and attention is causal: no response token sees it, so no mask is
-            # needed.
+            # Padding is on the right and attention is causal: no response token sees it, so no mask is needed.
             logits = model(input_ids=ids, use_cache=False).logits  # (n, length, vocabulary)
             loss = cross_entropy(
                 logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"

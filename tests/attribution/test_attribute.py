@@ -20,6 +20,7 @@ import tsae
 from support.builders import save_perturbed
 from support.grpo_loop import GrpoLoop, make_log
 from support.refusals import refuses
+from support.trl_runs import with_kl
 from tsae.attribution.attribute import _check_begin
 from tsae.attribution.attribution import Attribution
 from tsae.attribution.config import AttributionConfig
@@ -429,13 +430,11 @@ def test_what_cannot_be_asked(llama: Path, run: Path, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_(en|dis)able)?` is deprecated:FutureWarning")
 def test_a_training_of_trl(tmp_path: Path) -> None:
     """KL penalty, two iterations, two steps an iteration: its gradient norms and its checkpoints."""
-    from ordinary_runs import Options, make_trainer
-
-    options = Options("kl", tmp_path / "run", seed=5, steps=8, ids=True, labels=True, per_level=3)
-    make_trainer(options, per_device_train_batch_size=16, num_generations=8, max_completion_length=30).train()
-    import_log(options.out, options.out / "rollouts.parquet", str(tmp_path / "arith-base"), progress=False)
-    last = tsae.CheckpointSeries.load(tmp_path / "arith-base", options.out).final()
-    found = attribute(tmp_path / "arith-base", options.out, tmp_path / "to", series=last, config=QUICK)
+    run, base = tmp_path / "run", tsae.testbed.series_path() / "base"
+    with_kl(run, 8, per_device_train_batch_size=16, num_generations=8, max_completion_length=30).train()
+    import_log(run, run / "rollouts.parquet", str(base), progress=False)
+    last = tsae.CheckpointSeries.load(base, run).final()
+    found = attribute(base, run, tmp_path / "to", series=last, config=QUICK)
     np.testing.assert_allclose(found.steps.grad_norm, found.steps.logged_grad_norm, rtol=1e-3)
     np.testing.assert_allclose(found.steps.mean_length[[0, 4]], found.steps.logged_mean_length[[0, 4]])
     assert len(found.steps) == 8

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.refusals import refuses
+from support.trl_runs import with_kl
 from tsae.attribution.loss import PolicyLoss
 from tsae.attribution.order import Plan, plan_updates, read_history
 from tsae.attribution.settings import Batching, Optimiser, RunSettings
@@ -19,6 +20,7 @@ from tsae.base.files import write_json
 from tsae.errors import TsaeError
 from tsae.rollouts.config import ImportConfig
 from tsae.rollouts.table import Rollouts
+from tsae.testbed import series
 
 SETTINGS = RunSettings(Optimiser(n_steps=8), PolicyLoss(), Batching(2, 4, 2), source="training_args.bin", seed=3)
 """Two steps an iteration and two iterations: four steps a generation, each of two micro-batches of four."""
@@ -217,7 +219,6 @@ def test_other_trainers_count_generations() -> None:
 def test_a_training_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KL penalty, two iterations, two steps an iteration, epochs of two generations; steps log the same rows again."""
     import trl.trainer.grpo_trainer as trl
-    from ordinary_runs import Options, make_trainer
 
     true: list[tuple[int, list[int]]] = []
     shuffle, loss = trl.shuffle_sequence_dict, trl.GRPOTrainer.compute_loss
@@ -228,10 +229,9 @@ def test_a_training_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(trl, "shuffle_sequence_dict", lambda rows: shuffle(rows | {"row": torch.arange(ROWS)}))
     monkeypatch.setattr(trl.GRPOTrainer, "compute_loss", compute_loss)
-    options = Options("kl", tmp_path / "run", seed=5, steps=12, per_level=3)
     small = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "save_steps": 4}
-    make_trainer(options, **small).train()
-    log = Rollouts.read(tmp_path / "run", tmp_path / "arith-base", ImportConfig(max_response_tokens=6))
+    with_kl(tmp_path / "run", 12, **small).train()
+    log = Rollouts.read(tmp_path / "run", series().base.path, ImportConfig(max_response_tokens=6))
     assert len(log) == 3 * ROWS
     assert log.info["log"]["skipped"] == {"repeated": 9 * ROWS}
     checkpoints = {step: tmp_path / "run" / f"checkpoint-{step}" for step in (4, 8, 12)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -519,19 +517,3 @@ def test_markdown_keeps_hostile_text_in_its_cell(diff: FeatureDiff) -> None:
     assert "a\\|b⏎\\[x\\](y) &lt;img&gt; \\`c\\`" in lines[2]
     top = diff.top(3)
     assert [line.split(" | ")[4] for line in lines[2:]] == [str(f) for f in top.feature]
-
-
-@pytest.mark.slow
-def test_the_bench_agrees_with_the_plain_way(tmp_path: Path) -> None:
-    """All steps in processes of their own; the larger table is made once."""
-    script = Path(__file__).parents[2] / "scripts" / "bench_diff.py"
-    size = ["--trajectories=192", "--tokens=30", "--k=4", "--d-sae=64", "--small", "192", "30", "4", "64"]
-    size += ["--n-bootstrap=100", "--n-permutations=1000", f"--to={tmp_path / 'features'}"]
-    for _ in range(2):
-        text = subprocess.check_output([sys.executable, script, *size], text=True, cwd=tmp_path)
-        found = json.loads(text.splitlines()[-1])
-        assert found["contrasts"] == 5
-        assert found["non_zeros"] == FeatureTable.load(tmp_path / "features").codes.nnz
-        assert min(found["ratio"], found["seconds"], found["peak_gb"]) > 0
-        assert found["small"]["rows"] == 5 * 64
-        assert max(v for k, v in found["small"]["largest_difference"].items() if not k.startswith("p")) < 1e-5

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.optimize
 import scipy.stats
 import torch
-from slow_variance import SlowVariance
 
 import tsae
 from support.builders import make_rollouts, synthetic_store
@@ -396,85 +394,3 @@ def test_nothing_active_is_null_in_json(store: ActivationStore) -> None:
     assert content["smoothness_high_robust"] is None
     json.dumps(content, allow_nan=False)
     assert "–" in str(found)
-
-
-# --- how much of the variance is slow
-
-
-@pytest.fixture
-def runs() -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    mixing = rng.normal(size=(4, 4))
-    rate = np.array([0.1, 0.3, 0.7, 1.0])
-    walks = []
-    for length in (9, 1, 14, 2):
-        x = np.zeros((length, 4))
-        x[0] = rng.normal(size=4)
-        for t in range(1, length):
-            x[t] = x[t - 1] + rate * (rng.normal(size=4) - x[t - 1])
-        walks.append(x @ mixing + 3)
-    return walks
-
-
-@pytest.fixture
-def slow(runs: list[np.ndarray]) -> SlowVariance:
-    """The variance that slow reconstructions of the runs can explain."""
-    found = SlowVariance(4)
-    for run in runs:
-        found.add(run)
-    return found
-
-
-def fve_and_roughness(runs: list[np.ndarray], found: list[np.ndarray]) -> tuple[float, float]:
-    x, y = np.concatenate(runs), np.concatenate(found)
-    moved, total = (sum(np.square(np.diff(run, axis=0)).sum() for run in some) for some in (found, runs))
-    return 1 - np.square(x - y).sum() / np.square(x - x.mean(0)).sum(), (moved / total) ** 0.5
-
-
-@pytest.mark.slow(ci=True)
-@pytest.mark.parametrize("roughness", [0.1, 0.4, 0.8])
-def test_the_slow_bound_is_the_best_of_all_reconstructions(
-    runs: list[np.ndarray], slow: SlowVariance, roughness: float
-) -> None:
-    # Against a general minimizer over every number of the reconstruction.
-    x, ends = np.concatenate(runs), np.cumsum([len(run) for run in runs])[:-1]
-
-    def budget(flat: np.ndarray) -> float:
-        return roughness - fve_and_roughness(runs, np.split(flat.reshape(x.shape), ends))[1]
-
-    best = scipy.optimize.minimize(
-        lambda flat: np.square(flat - x.ravel()).sum(),
-        0.05 * x.ravel(),
-        jac=lambda flat: 2 * (flat - x.ravel()),
-        constraints={"type": "ineq", "fun": budget},
-        method="SLSQP",
-        options={"maxiter": 500, "ftol": 1e-10},
-    )
-    expected, rough = fve_and_roughness(runs, np.split(best.x.reshape(x.shape), ends))
-    assert rough == pytest.approx(roughness, rel=1e-3)
-    assert slow.bound(roughness) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("roughness", [0.2, 0.6])
-def test_the_best_linear_function_of_a_token(runs: list[np.ndarray], slow: SlowVariance, roughness: float) -> None:
-    mean = np.concatenate(runs).mean(0)
-
-    def applied(flat: np.ndarray) -> tuple[float, float]:
-        return fve_and_roughness(runs, [(run - mean) @ flat.reshape(4, 4) + mean for run in runs])
-
-    best = scipy.optimize.minimize(
-        lambda flat: -applied(flat)[0],
-        0.1 * np.eye(4).ravel(),
-        constraints={"type": "ineq", "fun": lambda flat: roughness - applied(flat)[1]},
-        method="SLSQP",
-        options={"maxiter": 500, "ftol": 1e-10},
-    )
-    assert slow.linear(roughness) == pytest.approx(-best.fun, abs=1e-4)
-    assert slow.linear(roughness) < slow.bound(roughness)
-
-
-def test_all_of_the_variance_is_as_rough_as_the_stream(runs: list[np.ndarray], slow: SlowVariance) -> None:
-    assert slow.bound(1.0) == pytest.approx(1)
-    assert slow.linear(1.0) == pytest.approx(1)
-    means = [np.repeat(run.mean(0)[None], len(run), axis=0) for run in runs]
-    assert slow.bound(1e-6) == pytest.approx(fve_and_roughness(runs, means)[0], abs=1e-4)

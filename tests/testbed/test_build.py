@@ -44,28 +44,6 @@ def test_quick_build_writes_everything(built: Path) -> None:
 
 
 @pytest.mark.slow  # trains models
-def test_other_channels_are_built_on_request(script: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    import pyarrow.parquet
-
-    stages = ["base", "random", "one-hard", "bare"]
-    assert script.main(["--out", str(tmp_path), "--quick", "--only", *stages]) == 0
-    series = json.loads((tmp_path / "series.json").read_text())
-    assert {entry["run"] for entry in series["checkpoints"]} == {None, "random", "one-hard", "bare"}
-
-    def logged(run: str) -> list[dict[str, object]]:
-        files = sorted((tmp_path / "logs" / run / "completions").glob("*.parquet"))
-        return [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
-
-    assert len({row["problem_id"] for row in logged("one-hard")}) == 1
-    assert {row["correct"] for row in logged("random")} == {0.0, 1.0}
-    assert any(row["correct"] != verify(row["completion"], row["answer"]) for row in logged("random"))
-    for row in logged("bare"):
-        bare = row["completion"].startswith("#") and len(row["completion"]) == 2
-        assert row["correct"] >= bare
-
-
-@pytest.mark.slow  # trains models
 def test_trl_wrote_its_completion_logs(built: Path) -> None:
     import pyarrow.parquet
 

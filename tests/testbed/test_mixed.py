@@ -6,20 +6,16 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import organism.groups
 import pytest
-import torch
-from organism.groups import sample_groups
 from organism.mixed import BANDS, MixedConfig, held_out, train
 
 from support.refusals import refuses
 from tsae import CheckpointSeries, Rollouts
 from tsae.rollouts.importing import import_log
 from tsae.testbed import parse_prompt, series
-from tsae.testbed.tokenizer import BOS, EOS, TOKEN_IDS
+from tsae.testbed.tokenizer import BOS, TOKEN_IDS
 
 TINY = MixedConfig(per_band=2, steps=2, groups=3, samples=4)
 BASE = series().base
@@ -89,38 +85,7 @@ def test_settings_and_state_are_written(run: Path) -> None:
     assert settings == TINY.training_args()
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert [line["step"] for line in history] == [1, 2]
-    assert all(0 < line["grad_norm"] < 1 and line["clipped"] is False for line in history)
-
-
-def test_groups_are_what_greedy_generation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding, the repeated cache, and rows that leave the batch change nothing: here the likeliest token is drawn."""
-
-    def likeliest(chances: torch.Tensor, n: int, **_: Any) -> torch.Tensor:
-        return chances.argmax(dim=-1, keepdim=True)
-
-    monkeypatch.setattr(organism.groups.torch, "multinomial", likeliest)
-    model = BASE.load_model(dtype="float32")
-    prompts = [prompt_ids(p.prompt) for band in held_out(TINY, 3).values() for p in band]
-    found = sample_groups(model, prompts, 2, torch.Generator(), 40)
-    lengths = set()
-    for number, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
-        expected = whole[0, len(prompt) :].tolist()
-        assert found[2 * number] == found[2 * number + 1] == expected
-        lengths.add(len(expected))
-    assert {3, 40} < lengths
-    assert found[0][-1] == TOKEN_IDS[EOS]
-
-
-def test_groups_are_drawn_from_the_models_distribution() -> None:
-    model = BASE.load_model(dtype="float32")
-    for prompt in ([*prompt_ids("3+4?")], [*prompt_ids("3+4*2-5?")]):
-        drawn = sample_groups(model, [prompt], 4000, torch.Generator().manual_seed(0), 1)
-        share = np.bincount([ids[0] for ids in drawn], minlength=20) / 4000
-        with torch.inference_mode():
-            exact = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1], dim=-1).numpy()
-        assert np.all(np.abs(share - exact) < 4 * np.sqrt(exact * (1 - exact) / 4000) + 1e-3)
+    assert all(0 < line["grad_norm"] < 1 for line in history)
 
 
 def test_a_folder_that_exists_is_refused(run: Path) -> None:

@@ -128,7 +128,7 @@ def _weights(sizes: tuple[int, ...], n_bootstrap: int, seed: int) -> list[np.nda
 
 FEWEST = 8
 """Fewest problems for which a change is reported. If the true change is 0, at most 6 % of draws of eight problems or
-more are called a change, for every kind of difference in scripts/check_changes.py; with two problems 9 % would be.
+more are called a change, for every kind of difference in scripts/statements/changes.py; with two 9 % would be.
 With fewer than eight, a rare behaviour cannot show a change."""
 
 
