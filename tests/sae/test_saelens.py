@@ -73,7 +73,6 @@ def test_plain_sae_lens_gives_the_same_bits(sae: TemporalSAE, x: torch.Tensor, t
     codes = sae.encode(x)
     assert 5 < float((codes > 0).sum(1).float().mean()) < 50
     assert torch.equal(found["codes"], codes)
-    assert float((found["codes"] - codes).abs().max()) == 0.0
     assert torch.equal(found["x_hat"], sae.decode(codes))
     assert torch.equal(found["batched"], sae.encode(x[:300].reshape(3, 100, -1)))
     metadata = found["metadata"]
