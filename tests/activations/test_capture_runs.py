@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,19 @@ pytestmark = pytest.mark.slow(ci=True)
 
 SITES = ["blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"]
 CONFIG = CaptureConfig(shard_tokens=100, batch_tokens=64)
+Again = Callable[..., Any]
 
 
-Again = Callable[..., ActivationStore]
+def captured(to: Path, part: Part | None = None, **changed: Any) -> Any:
+    """A store, or a part of it: then what is missing."""
+    given = {"sites": SITES, "config": CONFIG, "progress": False, **changed}
+    return capture(to=to, **given) if part is None else capture_part(to=to, part=part, **given)
 
 
 @pytest.fixture(scope="module")
 def again(series: CheckpointSeries, rollouts: Rollouts) -> Again:
-    """Captures the module's series and rollouts, or others, into a folder; or a part of them."""
-
-    def captured(to: Path, part: Part | None = None, **changed: Any) -> Any:
-        given = {"series": series, "rollouts": rollouts, "sites": SITES, "config": CONFIG, "progress": False, **changed}
-        return capture(to=to, **given) if part is None else capture_part(to=to, part=part, **given)
-
-    return captured
+    """Captures the module's series and rollouts, or others."""
+    return partial(captured, series=series, rollouts=rollouts)
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -76,17 +76,17 @@ def source(rollouts: Rollouts, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def whole(series: CheckpointSeries, rollouts: Rollouts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(again: Again, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of a base and a run, captured without interruption."""
     folder = tmp_path_factory.mktemp("whole") / "acts"
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder)
     assert len(records(folder)) > 12
     return folder
 
 
-def run(series: Path, source: Path, to: Path, config: CaptureConfig = CONFIG) -> None:
+def run(series: Path, source: Path, to: Path, part: Part | None = None) -> None:
     torch.set_num_threads(1)  # as in the tests' own process, whose results these are compared with
-    capture(CheckpointSeries.load(series), Rollouts.read(source), SITES, to=to, config=config, progress=False)
+    captured(to, part, series=CheckpointSeries.load(series), rollouts=Rollouts.read(source))
 
 
 def entered(folder: Path) -> int:
@@ -128,7 +128,7 @@ def test_a_resumed_capture_records_a_lost_shard_again(again: Again, whole: Path,
 
 @pytest.mark.parametrize("at", [0, -2], ids=["before it is loaded", "while it reads"])
 def test_a_checkpoint_rewritten_during_a_capture_is_refused(
-    series_folder: Path, rollouts: Rollouts, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    again: Again, series_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     shutil.copytree(series_folder, tmp_path / "series")
     series, folder = CheckpointSeries.load(tmp_path / "series"), tmp_path / "acts"
@@ -143,15 +143,14 @@ def test_a_checkpoint_rewritten_during_a_capture_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(recording, "capture_shard", then_rewritten)
         what = r"series/easy-10: its weights or its config changed while they were in use \(hash \S+, before \S+\)"
-        refuses(what, capture, series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+        refuses(what, again, folder, series=series)
     kept = [shard["file"] for shard in records(folder)]
     assert kept == [name for name in sorted(shards_of(whole)) if name < moment or name.startswith("base")]
     for name in kept:
         assert shards_of(folder)[name] == shards_of(whole)[name]
-    with pytest.raises(TsaeError, match="holds another capture: readers differ"):
-        capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    refuses("holds another capture: readers differ", again, folder, series=series)
     shutil.copytree(series_folder / "easy-10", tmp_path / "series" / "easy-10", dirs_exist_ok=True)
-    capture(series, rollouts, SITES, to=folder, config=CONFIG, progress=False)
+    again(folder, series=series)
     assert contents(folder) == contents(whole)
 
 
@@ -296,12 +295,6 @@ def test_little_is_padding_on_lengths_of_gsm8k() -> None:
 
 
 # --- several processes
-
-
-def run_part(index: int, series: Path, source: Path, to: Path) -> None:
-    torch.set_num_threads(1)
-    part, some = Part(index, 3), CheckpointSeries.load(series)
-    capture_part(some, Rollouts.read(source), SITES, to=to, part=part, config=CONFIG, progress=False)
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(7, marks=pytest.mark.slow)])
@@ -458,14 +451,13 @@ def test_parts_that_run_at_once_and_are_killed_lose_nothing(
 ) -> None:
     """Three at once; one is killed in the middle, and started again when the others are done."""
     folder = tmp_path / "acts"
-    parts = [start(run_part, index, series_folder, source, folder) for index in range(3)]
+    parts = [start(run, series_folder, source, folder, Part(index, 3)) for index in range(3)]
     while entered(folder) < 3 and all(child.is_alive() for child in parts):
         time.sleep(0.001)
     parts[1].kill()
     assert exit_codes(parts)[::2] == [0, 0]
     if parts[1].exitcode != 0:
-        again = start(run_part, 1, series_folder, source, folder)
-        assert exit_codes([again]) == [0]
+        assert exit_codes([start(run, series_folder, source, folder, Part(1, 3))]) == [0]
     assert contents(folder) == contents(whole)
 
 
