@@ -433,8 +433,7 @@ def test_what_cannot_be_read_in_smaller_batches_is_refused(
     windows = LiveSource(series, rollouts, SITE, config=CONFIG).windows(SITE, max_norm=1e6)
     short_of_memory(monkeypatch, 30, ERRORS[0])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TsaeError, match=r"together while reader \S+ reads.*Several processes have to read alike"):
-        list(windows.epoch(1, 64))
+    refuses(r"together while reader \S+ reads.*Several processes have to read alike", list, windows.epoch(1, 64))
     monkeypatch.delenv("WORLD_SIZE")
     short_of_memory(monkeypatch, 5, ERRORS[0])
     smaller = pytest.warns(RuntimeWarning, match="was short of memory")

@@ -115,15 +115,6 @@ def test_sae_lens_reads_our_own_folder(sae: TemporalSAE, x: torch.Tensor, tmp_pa
     assert half.W_enc.dtype == torch.bfloat16
 
 
-def test_our_architecture_is_not_the_one_that_sae_lens_calls_temporal() -> None:
-    from sae_lens.registry import SAE_CLASS_REGISTRY
-
-    from tsae.sae import saelens
-
-    assert SAE_CLASS_REGISTRY["tsae_temporal"][0] is saelens.LensTemporalSAE
-    assert SAE_CLASS_REGISTRY["temporal"][0] is not saelens.LensTemporalSAE
-
-
 @pytest.mark.slow  # starts a process
 def test_exporting_imports_no_sae_lens_and_refuses_other_architectures(sae: TemporalSAE, tmp_path: Path) -> None:
     sae.save(tmp_path / "sae")
