@@ -21,6 +21,7 @@ from tsae.cli import main
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
 
+Numbered = tuple[ActivationStore, list[Token], list[Text]]
 RUNS = {"base": None, "a-1": "a", "a-2": "a", "b-1": "b"}
 BANDS, OUTCOMES = ("easy", "medium", "hard", None), ("success", "failure", "unknown")
 SMALL = SAEConfig(d_sae=16, k=2)
@@ -28,7 +29,7 @@ TRAINING = TrainingConfig(tokens=600, batch_tokens=100, balance=(), save_every_s
 
 
 @pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, list[Token], list[Text]]:
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Numbered:
     """Four readers of two runs over different trajectories of every band and outcome."""
     rng = np.random.default_rng(0)
     texts = []
@@ -61,9 +62,7 @@ def wanted(token: Token, texts: list[Text], case: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("held_out", [None, True, False])
-def test_windows_read_the_tokens_of_the_subset(
-    numbered: tuple[ActivationStore, list[Token], list[Text]], case: dict[str, Any], held_out: bool | None
-) -> None:
+def test_windows_read_the_tokens_of_the_subset(numbered: Numbered, case: dict[str, Any], held_out: bool | None) -> None:
     store, tokens, texts = numbered
     windows = store.subset(**case).windows(SITE, held_out=held_out, window=3, partner=None)
     # A problem is on the same side whatever the subset.
@@ -74,9 +73,7 @@ def test_windows_read_the_tokens_of_the_subset(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_subset_of_a_subset_is_in_both(
-    numbered: tuple[ActivationStore, list[Token], list[Text]], case: dict[str, Any]
-) -> None:
+def test_a_subset_of_a_subset_is_in_both(numbered: Numbered, case: dict[str, Any]) -> None:
     store, tokens, texts = numbered
     part = store.subset(outcomes=["success", "failure"]).subset(readers=["base", "a-1", "a-2"])
     found = part.subset(**case)
@@ -89,7 +86,7 @@ def test_a_subset_of_a_subset_is_in_both(
     assert [shard.reader for shard in found.shards()] == [s.reader for s in store.shards() if s.reader in found.readers]
 
 
-def test_what_does_not_occur_is_refused(numbered: tuple[ActivationStore, list[Token], list[Text]]) -> None:
+def test_what_does_not_occur_is_refused(numbered: Numbered) -> None:
     store = numbered[0]
     for case, message in [
         ({"readers": "c"}, r"no reader 'c'; there are base, a-1, a-2, b-1"),
@@ -103,9 +100,7 @@ def test_what_does_not_occur_is_refused(numbered: tuple[ActivationStore, list[To
     refuses("nothing is of bands hard", lambda: store.subset(bands="easy").subset(bands="hard"))
 
 
-def test_a_training_goes_on_only_with_the_same_subset(
-    numbered: tuple[ActivationStore, list[Token], list[Text]], tmp_path: Path
-) -> None:
+def test_a_training_goes_on_only_with_the_same_subset(numbered: Numbered, tmp_path: Path) -> None:
     store, folder = numbered[0], tmp_path / "sae"
     part = store.subset(bands=["hard", "easy"], runs="a")
     tsae.train(part, SMALL, to=folder, training=TRAINING, progress=False)
@@ -218,9 +213,7 @@ def test_the_command_line_takes_the_same_subset_everywhere(banded: ActivationSto
     assert tsae.FeatureTable.load(tmp_path / "features").readers == ["easy-10"]
 
 
-def test_no_subset_leaves_a_training_as_it_was(
-    numbered: tuple[ActivationStore, list[Token], list[Text]], tmp_path: Path
-) -> None:
+def test_no_subset_leaves_a_training_as_it_was(numbered: Numbered, tmp_path: Path) -> None:
     store = numbered[0]
     assert store.subset(Subset()).identity(SITE) == store.identity(SITE)
     assert "subset" not in store.identity(SITE)

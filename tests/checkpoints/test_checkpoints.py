@@ -39,8 +39,8 @@ def checkpoint(path: Path, id: str = "base") -> Checkpoint:
     return Checkpoint(id=id, path=str(path))
 
 
-def load_model(checkpoint: Checkpoint, **options: Any) -> Any:
-    return checkpoint.load_model(**options)
+def load_model(path: Path, **options: Any) -> Any:
+    return checkpoint(path).load_model(**options)
 
 
 def padded(texts: list[list[int]], side: str, fill: int = 18) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ def module_outputs(model: Any, text: list[int]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_one_text_alone_is_read_bit_for_bit(architecture: str, tmp_path: Path) -> None:
-    model = load_model(checkpoint(save_model(tmp_path / architecture, architecture)))
+    model = load_model(save_model(tmp_path / architecture, architecture))
     reader = HuggingFaceReader(model, SITES)
     for text in TEXTS:
         found = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
@@ -88,7 +88,7 @@ def test_positions_count_real_tokens(tmp_path: Path) -> None:
     assert positions(mask)[0].tolist() == [0] * 11 + [0, 1, 2, 3, 4]
     assert positions(padded(TEXTS, "right")[1])[0].tolist() == [0, 1, 2, 3, 4] + [4] * 11
     # What the tests above would miss if nothing depended on positions: GPT-2 with its default ones is far off.
-    model = load_model(checkpoint(save_model(tmp_path / "gpt2", "gpt2")))
+    model = load_model(save_model(tmp_path / "gpt2", "gpt2"))
     with torch.no_grad():
         default = model(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states[1]
     expected = module_outputs(model, TEXTS[0])["blocks.0.hook_resid_post"]
@@ -101,7 +101,7 @@ def bridge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from tsae.checkpoints.bridge import TransformerLensReader
 
     path = save_model(tmp_path_factory.mktemp("bridge") / request.param, request.param)
-    return TransformerLensReader(checkpoint(path), SITES), load_model(checkpoint(path))
+    return TransformerLensReader(checkpoint(path), SITES), load_model(path)
 
 
 def test_the_bridge_reads_one_text_alone_bit_for_bit(bridge: Any) -> None:
@@ -111,7 +111,7 @@ def test_the_bridge_reads_one_text_alone_bit_for_bit(bridge: Any) -> None:
     """
     reader, model = bridge
     exact = model.config.model_type != "gpt2"
-    eager = load_model(checkpoint(Path(model.config._name_or_path)), attention="eager")
+    eager = load_model(Path(model.config._name_or_path), attention="eager")
     for text in TEXTS:
         found = reader.read(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.long))
         for site, expected in module_outputs(eager, text).items():
@@ -156,10 +156,10 @@ def test_the_bridge_gives_the_models_logits_and_rewrites_them(bridge: Any) -> No
 def test_a_gguf_model_can_be_trained_and_saved(smollm2: Checkpoint, tmp_path: Path) -> None:
     from transformers.trainer_utils import validate_quantization_for_training
 
-    model = load_model(smollm2, dtype="bfloat16")
+    model = smollm2.load_model(dtype="bfloat16")
     validate_quantization_for_training(model)
     model.save_pretrained(tmp_path)
-    again = load_model(checkpoint(tmp_path))
+    again = load_model(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
@@ -168,7 +168,7 @@ def test_both_backends_agree_on_smollm2(smollm2: Checkpoint) -> None:
     """Every fifth layer and the last of a real model: alone bit for bit, padded up to rounding."""
     from tsae.checkpoints.bridge import TransformerLensReader
 
-    model, tokenizer = load_model(smollm2), load_tokenizer(smollm2)
+    model, tokenizer = smollm2.load_model(), load_tokenizer(smollm2)
     layers = [*range(0, len(decoder_blocks(model)), 5), len(decoder_blocks(model)) - 1]
     sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
     texts = [list(tokenizer(t)["input_ids"]) for t in ("Natalia sold 48 clips in May.", "How many? 48 / 2 = 24 clips.")]
@@ -190,7 +190,7 @@ def test_models_whose_weights_are_elsewhere_are_read(llama: Path) -> None:
     """accelerate's hooks bring every module's weights when it runs, also where the pass is stopped early."""
     from accelerate import cpu_offload
 
-    model, text = load_model(checkpoint(llama)), torch.tensor([TEXTS[1]])
+    model, text = load_model(llama), torch.tensor([TEXTS[1]])
     site = "blocks.1.hook_resid_post"
     expected = HuggingFaceReader(model, [site]).read(text, torch.ones_like(text))
     cpu_offload(model, execution_device=torch.device("cpu"))
@@ -206,15 +206,15 @@ def test_a_model_is_spread_over_the_devices_there_are(llama: Path, monkeypatch: 
 
     from tsae.checkpoints.hooks import spread
 
-    model = load_model(checkpoint(llama))
+    model = load_model(llama)
     spread(model)
     assert model.hf_device_map
     monkeypatch.setattr(accelerate.utils, "get_balanced_memory", lambda *_, **__: {"cpu": 1000})
-    refuses("does not fit into the memory of all devices together", lambda: spread(load_model(checkpoint(llama))))
+    refuses("does not fit into the memory of all devices together", lambda: spread(load_model(llama)))
 
 
 def test_layers_above_the_last_site_are_skipped(llama: Path) -> None:
-    model = load_model(checkpoint(llama))
+    model = load_model(llama)
     ran: list[int] = []
     for number, block in enumerate(model.model.layers):
         block.register_forward_hook(lambda m, i, o, number=number: ran.append(number))
@@ -236,7 +236,7 @@ def test_other_site_names_are_refused(name: str) -> None:
 
 
 def test_sites_beyond_the_model_are_refused(llama: Path) -> None:
-    model = load_model(checkpoint(llama))
+    model = load_model(llama)
     with pytest.raises(TsaeError, match=r"blocks\.3\.hook_resid_post does not exist: the model has blocks 0 to 2"):
         HuggingFaceReader(model, ["blocks.3.hook_resid_post"])
     refuses("no sites given", HuggingFaceReader, model, [])
@@ -246,83 +246,80 @@ def test_sites_beyond_the_model_are_refused(llama: Path) -> None:
 def test_loading_leaves_the_weights_alone(llama: Path) -> None:
     from safetensors.torch import load_file
 
-    model = load_model(checkpoint(llama))
+    model = load_model(llama)
     saved = load_file(llama / "model.safetensors")
     state = model.state_dict()
     assert saved.keys() <= state.keys()
     assert all(torch.equal(state[name], saved[name]) for name in saved)
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
-    assert load_model(checkpoint(llama), dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(llama, dtype="bfloat16").dtype == torch.bfloat16
 
 
-def broken(llama: Path, folder: Path) -> Path:
-    shutil.copytree(llama, folder)
-    return folder
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
 
 
-def test_a_directory_without_a_usable_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
-    path = broken(llama, tmp_path / "model")
-    file = path / "tokenizer.json"
+def test_a_directory_without_a_usable_tokenizer_is_refused(copy: Path) -> None:
+    file = copy / "tokenizer.json"
     whole = file.read_text()
     file.unlink()
-    refuses(rf"{path}.* holds no tokenizer.*Copy the tokenizer files", lambda: load_tokenizer(checkpoint(path)))
+    refuses(rf"{copy}.* holds no tokenizer.*Copy the tokenizer files", load_tokenizer, checkpoint(copy))
     for found, content in (
         ("encodes text to nothing", re.sub('"behavior": *"[A-Za-z]+"', '"behavior": "Removed"', whole)),
         ("cannot load its tokenizer", "{"),
         ("the id 1,000,000,000", re.sub('"7": *[0-9]+', f'"7": {10**9}', whole)),
     ):
         file.write_text(content)
-        refuses(found, lambda: load_tokenizer(checkpoint(path)))
+        refuses(found, load_tokenizer, checkpoint(copy))
 
 
-def test_a_damaged_configuration_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_a_damaged_configuration_is_refused(copy: Path) -> None:
     """Transformers and tokenizers raise classes of their own, some of them bare exceptions."""
-    path = broken(llama, tmp_path / "model")
     for file, changed in (
         ("config.json", {"hidden_size": "x"}), ("config.json", {"hidden_size": []}),
         ("tokenizer_config.json", {"added_tokens_decoder": 5}), ("tokenizer.json", {"added_tokens": 1}),
     ):  # fmt: skip
-        whole = (path / file).read_text()
-        edit(path / file, **changed)
-        refuses("cannot load its tokenizer", lambda: load_tokenizer(checkpoint(path)))
+        whole = (copy / file).read_text()
+        edit(copy / file, **changed)
+        refuses("cannot load its tokenizer", load_tokenizer, checkpoint(copy))
         if file == "config.json":
-            refuses("cannot be loaded", lambda: load_model(checkpoint(path)))
-        (path / file).write_text(whole)
-    load_tokenizer(checkpoint(path))
+            refuses("cannot be loaded", load_model, copy)
+        (copy / file).write_text(whole)
+    load_tokenizer(checkpoint(copy))
 
 
 @pytest.mark.parametrize("keep", [100, 1000, -8])
-def test_truncated_weights_are_refused(llama: Path, tmp_path: Path, keep: int) -> None:
-    path = broken(llama, tmp_path / "model")
-    content = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(content[:keep])
+def test_truncated_weights_are_refused(copy: Path, keep: int) -> None:
+    content = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(content[:keep])
     with pytest.raises(TsaeError, match="cannot be read") as error:
-        load_model(checkpoint(path))
-    assert str(path) in str(error.value)
+        load_model(copy)
+    assert str(copy) in str(error.value)
 
 
-def test_weights_that_lack_tensors_or_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_weights_that_lack_tensors_or_do_not_fit_are_refused(copy: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    path = broken(llama, tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
+    weights = load_file(copy / "model.safetensors")
     lost = "model.layers.1.mlp.up_proj.weight"
-    save_file({k: v for k, v in weights.items() if k != lost}, path / "model.safetensors", metadata={"format": "pt"})
-    refuses(rf"1 weights are missing \(first: {lost}\)", lambda: load_model(checkpoint(path)))
+    save_file({k: v for k, v in weights.items() if k != lost}, copy / "model.safetensors", metadata={"format": "pt"})
+    refuses(rf"1 weights are missing \(first: {lost}\)", load_model, copy)
     # None of these is stretched, turned or cut to fit.
     for shape in ((32, 15), (16, 32), (1, 16), (32,)):
         odd = {**weights, lost: torch.ones(shape)}
-        save_file(odd, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(odd, copy / "model.safetensors", metadata={"format": "pt"})
         said = rf"{lost} has the shape {re.escape(str(shape))} in the file and \(32, 16\) in the model"
-        refuses(said, lambda: load_model(checkpoint(path)))
+        refuses(said, load_model, copy)
 
 
 def test_other_loading_errors(llama: Path, tmp_path: Path) -> None:
-    refuses("no such checkpoint", lambda: load_model(checkpoint(tmp_path / "missing")))
-    refuses(r"holds no config\.json", lambda: load_model(checkpoint(tmp_path)))
-    refuses("no such checkpoint", lambda: load_model(checkpoint(tmp_path / "model.gguf")))
-    refuses("dtype 'float8' is none of", lambda: load_model(checkpoint(llama), dtype="float8"))
+    refuses("no such checkpoint", load_model, tmp_path / "missing")
+    refuses(r"holds no config\.json", load_model, tmp_path)
+    refuses("no such checkpoint", load_model, tmp_path / "model.gguf")
+    refuses("dtype 'float8' is none of", load_model, llama, dtype="float8")
 
 
 def test_fingerprints_tell_weights_and_tokenizers_apart(llama: Path, tmp_path: Path) -> None:
@@ -348,11 +345,10 @@ def test_every_byte_of_the_weights_counts_in_their_fingerprint(tmp_path: Path) -
 def test_what_the_weights_compute_counts_in_their_fingerprint(tmp_path: Path) -> None:
     model = checkpoint(save_model(tmp_path / "model"))
     file = tmp_path / "model" / "config.json"
-    config = json.loads(file.read_text())
     before = weights_fingerprint(model)
-    file.write_text(json.dumps({**config, "_name_or_path": "elsewhere", "transformers_version": "9.9"}))
+    edit(file, _name_or_path="elsewhere", transformers_version="9.9")
     assert weights_fingerprint(model) == before  # saved again by another version, from another folder
-    file.write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    edit(file, rms_norm_eps=0.5)
     assert weights_fingerprint(model) != before
     file.write_text("{")
     refuses(r"config\.json", weights_fingerprint, model)

@@ -414,8 +414,7 @@ def test_what_lies_beside_the_weights_is_not_taken_for_them(llama: Path, tmp_pat
         ("pytorch_model.bin", r"only pickled weights \(pytorch_model\.bin\)"),
     ):
         (path / file).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-        with pytest.raises(TsaeError, match=f"{path}.*{said}"):
-            Checkpoint("a", str(path)).load_model()
+        refuses(f"{path}.*{said}", Checkpoint("a", str(path)).load_model)
 
 
 def test_shards_are_files_of_the_same_folder(llama: Path, tmp_path: Path) -> None:
@@ -437,16 +436,14 @@ def test_shards_are_files_of_the_same_folder(llama: Path, tmp_path: Path) -> Non
     ):
         changed = {**content["weight_map"], "lm_head.weight": name}
         index.write_text(json.dumps({**content, "weight_map": changed}))
-        with pytest.raises(TsaeError, match=message):
-            Checkpoint("a", str(path)).load_model()
+        refuses(message, Checkpoint("a", str(path)).load_model)
 
 
 def test_a_subfolder_stays_in_its_folder(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "inside" / "model")
     assert Checkpoint("a", str(tmp_path / "inside"), subfolder="model").load_model() is not None
     for below in ("../outside", str(llama)):
-        with pytest.raises(TsaeError, match="no such checkpoint"):
-            Checkpoint("a", str(tmp_path / "inside"), subfolder=below).load_model()
+        refuses("no such checkpoint", Checkpoint("a", str(tmp_path / "inside"), subfolder=below).load_model)
 
 
 def test_sampling_leaves_a_loaded_model_as_it_was(adapters: Path, tmp_path: Path) -> None:
@@ -468,9 +465,7 @@ def test_quantised_weights_are_said_and_refused_in_words(tmp_path: Path) -> None
     save_model(tmp_path / "plain")
     for method, words in (("bitsandbytes", {"load_in_4bit": True}), ("awq", {"bits": 4, "version": "gemm"})):
         folder = save_model(tmp_path / method)
-        config = json.loads((folder / "config.json").read_text())
-        quantised = {"quant_method": method, **words}
-        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+        edit(folder / "config.json", quantization_config={"quant_method": method, **words})
         series = CheckpointSeries.load(tmp_path / "plain", folder)
         assert f"({method}, 4 bits)" in series.notes[-1]
         assert "hold the rounding too" in series.notes[-1]
@@ -486,8 +481,7 @@ def test_placeholders_of_images_are_refused(tmp_path: Path) -> None:
     used = rollouts.tokens(0)[1][0]
     for id in (int(used), 16_000):
         folder = save_model(tmp_path / f"sees-{id}")
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "image_token_id": id}))
+        edit(folder / "config.json", image_token_id=id)
         series = CheckpointSeries.load(save_series(tmp_path / f"sees-{id}", [{"id": "base", "path": "."}]))
         if id == used:
             with pytest.raises(TsaeError, match=rf"token {id}, which stands for image input; images, video and sound"):

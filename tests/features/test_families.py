@@ -299,8 +299,7 @@ def test_families_of_noise_are_few() -> None:
 def test_families_need_classes() -> None:
     with pytest.raises(TsaeError, match="families are made of an annotator's classes"):
         feature_diff(story(n_problems=6), QUICK, families=KINDS, progress=False)
-    with pytest.raises(TsaeError, match="no token has a class of a family; there are 'prompt'"):
-        families_of(story(n_problems=6), {"x": ("y",)})
+    refuses("no token has a class of a family; there are 'prompt'", families_of, story(n_problems=6), {"x": ("y",)})
     assert find_families("tsae.features.mathematics:math_classes") is FAMILIES
     assert find_families("tsae.testbed.classes:token_classes") is testbed.FAMILIES
     refuses("names no annotator with FAMILIES", find_families, "json:loads")

@@ -35,6 +35,8 @@ from tsae.features.sparse_matrices import (
 )
 from tsae.report.examples import contexts, histograms
 
+Tables = tuple[FeatureTable, FeatureTable]
+
 
 def random_matrix(shape: tuple[int, int], density: float, seed: int) -> sp.csr_array:
     rng = np.random.default_rng(seed)
@@ -155,7 +157,7 @@ def test_a_pass_takes_no_more_memory_than_a_block(tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureTable, FeatureTable]:
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     """A table in memory, and the same on disk."""
     table = planted(n_problems=24, n_samples=6).table
     return table, FeatureTable.load(table.save(tmp_path_factory.mktemp("table") / "features"))
@@ -165,14 +167,14 @@ QUICK = DiffConfig(n_bootstrap=100, n_permutations=200, threads=1)
 
 
 @pytest.mark.slow
-def test_a_diff_of_what_lies_on_disk_is_that_of_what_lies_in_memory(tables: tuple[FeatureTable, FeatureTable]) -> None:
+def test_a_diff_of_what_lies_on_disk_is_that_of_what_lies_in_memory(tables: Tables) -> None:
     """To the bit: both take the same steps."""
     diffs = [feature_diff(table, QUICK, progress=False) for table in tables]
     for name in ("shifts", "contrasts", "features", "confounds", "behaviours"):
         pd.testing.assert_frame_equal(*(getattr(diff, name) for diff in diffs), check_exact=True)
 
 
-def test_all_that_reads_codes_finds_the_same(tables: tuple[FeatureTable, FeatureTable]) -> None:
+def test_all_that_reads_codes_finds_the_same(tables: Tables) -> None:
     memory, disk = tables
     assert isinstance(disk.codes, StoredRows)
     assert disk.codes.means
@@ -196,7 +198,7 @@ def test_all_that_reads_codes_finds_the_same(tables: tuple[FeatureTable, Feature
     assert found[0] == found[1]
 
 
-def test_means_on_disk_are_not_those_of_other_tokens(tables: tuple[FeatureTable, FeatureTable]) -> None:
+def test_means_on_disk_are_not_those_of_other_tokens(tables: Tables) -> None:
     """With other outliers the tokens that count are others."""
     memory, disk = tables
     outlier = np.random.default_rng(0).random(len(memory.token_ids)) < 0.3
@@ -205,7 +207,7 @@ def test_means_on_disk_are_not_those_of_other_tokens(tables: tuple[FeatureTable,
     assert not same(found, memory.row_means()[:])
 
 
-def test_a_table_is_saved_into_its_own_folder(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
+def test_a_table_is_saved_into_its_own_folder(tables: Tables, tmp_path: Path) -> None:
     table, _ = tables
     loaded = FeatureTable.load(table.save(tmp_path / "features"))
     again = FeatureTable.load(loaded.save(tmp_path / "features"))
@@ -214,9 +216,7 @@ def test_a_table_is_saved_into_its_own_folder(tables: tuple[FeatureTable, Featur
 
 
 @pytest.mark.parametrize("name", ["features.h5", "columns.h5", "means.h5"])
-def test_damaged_files_are_refused_by_their_content_too(
-    name: str, tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
-) -> None:
+def test_damaged_files_are_refused_by_their_content_too(name: str, tables: Tables, tmp_path: Path) -> None:
     folder = tables[0].save(tmp_path / "features")
     whole = (folder / name).read_bytes()
     for content in (b"", whole[:100], b"no HDF5 at all"):
@@ -242,9 +242,7 @@ def read_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_indices_that_lead_beyond_a_matrix_are_refused(
-    fault: str, tables: tuple[FeatureTable, FeatureTable], tmp_path: Path
-) -> None:
+def test_indices_that_lead_beyond_a_matrix_are_refused(fault: str, tables: Tables, tmp_path: Path) -> None:
     """An index beyond the matrix would be written to memory that is not the matrix's."""
     name, dataset, change, message = FAULTS[fault]
     folder = tables[0].save(tmp_path / "features")
@@ -258,7 +256,7 @@ def test_indices_that_lead_beyond_a_matrix_are_refused(
     assert str(folder) in str(said.value)
 
 
-def test_a_file_that_is_cut_while_it_is_read(tables: tuple[FeatureTable, FeatureTable], tmp_path: Path) -> None:
+def test_a_file_that_is_cut_while_it_is_read(tables: Tables, tmp_path: Path) -> None:
     loaded = FeatureTable.load(tables[0].save(tmp_path / "features"))
     with (tmp_path / "features" / "features.h5").open("r+b") as stream:
         stream.truncate(2000)

@@ -16,19 +16,6 @@ from tsae.rl.curriculum import Curriculum, CurriculumSampler
 PLAIN = {"explore": 0.0}
 
 
-class _Rows:
-    """A data set, as far as the sampler looks."""
-
-    column_names = ("problem_id",)
-
-    def __init__(self, ids: list[str]) -> None:
-        self.ids = ids
-
-    def __getitem__(self, name: str) -> list[str]:
-        assert name == "problem_id"
-        return self.ids
-
-
 def answer(curriculum: Curriculum, problem: str, successes: int, n: int = 4) -> None:
     curriculum.update([problem] * n, [1.0] * successes + [0.0] * (n - successes))
 
@@ -128,7 +115,7 @@ def test_the_band_follows_the_model() -> None:
     ids = [f"p{i:02d}" for i in range(80)]
     levels = {problem: f"{i // 20}" for i, problem in enumerate(ids)}
     curriculum = Curriculum(ids, 8, CurriculumConfig(seed=1), levels=levels)
-    sampler = CurriculumSampler(curriculum, _Rows(ids), group_size=8, groups=8, batches=150)
+    sampler = CurriculumSampler(curriculum, {"problem_id": ids}, group_size=8, groups=8, batches=150)
     stream, drawn = iter(sampler), []
     for step in range(150):
         batch = [next(stream) for _ in range(64)]
@@ -169,7 +156,7 @@ def test_a_missing_level_is_one_of_its_own(missing: Any) -> None:
 def test_rows_come_in_the_order_that_trl_needs() -> None:
     ids = ["a", "b", "c", "d", "e"]
     curriculum = Curriculum(["e", "d", "c", "b", "a"], 2, CurriculumConfig())
-    sampler = CurriculumSampler(curriculum, _Rows(ids), group_size=2, groups=3, repeats=2, batches=4)
+    sampler = CurriculumSampler(curriculum, {"problem_id": ids}, group_size=2, groups=3, repeats=2, batches=4)
     rows = list(sampler)
     assert len(rows) == len(sampler) == 4 * 3 * 2 * 2
     for start in range(0, len(rows), 12):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -389,12 +390,6 @@ def test_probabilities_of_something_else_are_refused(exported: Path, tmp_path: P
     refuses("holds no log-probabilities", stored_logprob, features, "base", silent)
 
 
-class _NoEnd:
-    """A tokenizer without eos, as far as the check looks."""
-
-    eos_token_id = None
-
-
 def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
     from trl import GRPOConfig
 
@@ -409,8 +404,8 @@ def test_what_cannot_work_is_said_before_training(tmp_path: Path) -> None:
     refuses("the reference has d_model 32, the SAE expects 48", lambda: credit_rule(reference, wide, make_credit(wide)))
     with pytest.raises(TsaeError, match="loss_type='cispo' takes one advantage a trajectory"):
         make_trainer(tmp_path, credit=Given(torch.ones_like), loss_type="cispo")
-    with pytest.raises(TsaeError, match="the tokenizer has no end-of-sequence token"):
-        check_arguments(GRPOConfig(str(tmp_path), bf16=False, use_cpu=True), _NoEnd(), None)
+    endless, settings = SimpleNamespace(eos_token_id=None), GRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
+    refuses("the tokenizer has no end-of-sequence token", check_arguments, settings, endless, None)
     with pytest.raises(TsaeError, match="train_dataset: has 12 problems in 12 rows, the curriculum 1"):
         make_trainer(tmp_path, curriculum=Curriculum(["chain:1+1"], GROUP))
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.builders import synthetic_store
+from support.builders import overwrite, synthetic_store
 from support.children import killed_until_done, past, run_tsae, start
 from support.refusals import refuses
 from support.stores import (
@@ -30,6 +30,7 @@ from support.stores import (
     TRAINING,
     WIDTH,
     checkpoint,
+    edit,
     interrupted,
     make_store,
     run,
@@ -38,7 +39,7 @@ from support.stores import (
 )
 from tsae.activations.batches import Windows
 from tsae.activations.store import ActivationStore
-from tsae.base.artefact import file_hash, write_record
+from tsae.base.artefact import write_record
 from tsae.errors import TsaeError
 from tsae.features.encode import encode
 from tsae.sae.config import TrainingConfig
@@ -209,9 +210,7 @@ def test_changed_data_are_refused(store: ActivationStore, monkeypatch: pytest.Mo
 
     def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> ActivationStore:
         other = Path(shutil.copytree(store.path, tmp_path / name))
-        manifest = json.loads((other / "manifest.json").read_text())
-        change(manifest)
-        write_record(other / "manifest.json", manifest)
+        edit(other, change)
         return ActivationStore(other)
 
     for other, message in (
@@ -310,24 +309,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 def test_activations_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
     store = make_store(tmp_path / "acts")
     shard = next(store.shards())
-    raw = shard.raw("x.site")
-    writable = np.memmap(shard.path, mode="r+", dtype=raw.dtype, offset=raw.offset, shape=raw.shape)
-    writable[25 * 17 + 4, 3] = value
-    writable.flush()
-    store.manifest["readers"][0]["shards"][0]["hash"] = file_hash(shard.path)
-    write_record(store.path / "manifest.json", store.manifest)
+    values = np.array(shard.raw("x.site"))
+    values[25 * 17 + 4, 3] = value
+    overwrite(store, shard, "x.site", values)
     store = ActivationStore(store.path)
     refuses(r"x\.site is not finite in trajectory 17", train, store, CONFIG, training=TRAINING, progress=False)
     # Nor do they become codes, which would be 0 and look like any.
     sae = TemporalSAE(WIDTH, CONFIG, site="x.site")
     for use in (lambda: encode(sae, store, progress=False), lambda: evaluate(sae, store, held_out=None)):
         refuses(r"x\.site is not finite in trajectory 17", use)
-
-
-def test_a_store_with_one_token_a_trajectory_is_refused(tmp_path: Path) -> None:
-    store = synthetic_store(tmp_path / "acts", [np.ones((2, WIDTH)) for _ in range(30)])
-    with pytest.raises(TsaeError, match="no trajectory has two adjacent tokens"):
-        train(store, CONFIG, to=tmp_path / "sae", training=replace(SHORT, span="response"), progress=False)
 
 
 # --- several processes

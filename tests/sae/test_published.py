@@ -468,15 +468,11 @@ def test_a_published_sae_of_another_model_is_said_to_explain_little(store: Any, 
     )
     with pytest.warns(UserWarning, match=r"its makers name FVE 0\.90"):
         tsae.encode(kept, store, progress=False)
-    found = check(kept, store)
-    assert found is not None
-    assert abs(found[0] - fve) < 0.2
-
-
-def check(folder: Path, store: Any) -> tuple[float, float] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return check_published_fve(tsae.load_sae(folder), store)
+        found = check_published_fve(tsae.load_sae(kept), store)
+    assert found is not None
+    assert abs(found[0] - fve) < 0.2
 
 
 def test_codes_that_are_never_stored_are_held_to_the_promise_too(

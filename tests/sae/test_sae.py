@@ -198,13 +198,7 @@ def small() -> TemporalSAE:
 
 
 X = torch.tensor([[3.0, 1.0], [2.0, 4.0]])
-PRE = torch.tensor([[2.0, 1.5, 1.0], [1.0, 4.5, 2.8]])
 BOTH_WAYS = torch.tensor([[0, 1], [1, 0]])
-
-
-def test_codes_by_hand(small: TemporalSAE) -> None:
-    torch.testing.assert_close(small.preactivations(X), PRE)
-    torch.testing.assert_close(small.preactivations(torch.tensor([[-9.0, -9.0]])), torch.zeros(1, 3))
 
 
 def test_an_sae_that_lies_on_another_device_is_copied(small: TemporalSAE) -> None:
@@ -277,36 +271,6 @@ def test_a_batch_of_one_trajectory_is_refused(small: TemporalSAE) -> None:
     every.load_state_dict(small.state_dict())
     expected = temporal_loss(every, X, BOTH_WAYS).temporal
     assert temporal_loss(every, X, BOTH_WAYS, trajectory=one).temporal == expected
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("trajectory", [[0, 1, 2, 3, 4], [7, 3, 7, 3, 7]])
-def test_info_nce_against_a_loop(temperature: float, trajectory: list[int]) -> None:
-    """Latents are the coordinates, k keeps them all: codes are the tokens themselves."""
-    sae = TemporalSAE(4, SAEConfig(d_sae=6, k=4, groups=(4 / 6, 2 / 6), temperature=temperature))
-    with torch.no_grad():
-        sae.W_enc[:, :4] = torch.eye(4)
-    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)).relu()
-    x[7] = 0  # a token without any high-level feature: similarity 0 to everything
-    pairs = torch.tensor([[2 * i, 2 * i + 1] for i in range(5)])
-    current, previous = x[1::2], x[::2]
-    total = 0.0
-    for i in range(5):
-        for a, b in ((current, previous), (previous, current)):
-            similar = []
-            for j in range(5):
-                if j != i and trajectory[j] == trajectory[i]:
-                    continue
-                norms = float(a[i].norm() * b[j].norm())
-                similar.append(float(a[i] @ b[j]) / norms / temperature if norms else 0.0)
-                if j == i:
-                    own = similar[-1]
-            total += -math.log(math.exp(own) / sum(math.exp(s) for s in similar)) / 5 / 2
-    ids = torch.tensor(trajectory).repeat_interleave(2)
-    assert temporal_loss(sae, x, pairs, trajectory=ids).temporal.item() == pytest.approx(total, rel=1e-5)
-    equal = temporal_loss(sae, torch.ones(10, 4), pairs, trajectory=ids).temporal
-    chance = sum(math.log(1 + 5 - trajectory.count(id)) for id in trajectory) / 5
-    assert equal.item() == pytest.approx(chance)  # nothing to tell partners by
 
 
 # --- the model
@@ -435,19 +399,15 @@ def test_trainings_that_cannot_be_are_refused(config: dict[str, Any], message: s
     refuses(message.replace(".", r"\."), TrainingConfig, **config)
 
 
-def test_the_high_group_has_its_share() -> None:
-    assert SAEConfig().d_high == round(0.1 * 4096)
-    assert SAEConfig(d_sae=10, k=2, groups=(0.2, 0.8)).d_high == 2
-
-
 # --- training
 
 
+Planted = tuple[ActivationStore, np.ndarray]
 N_PLANTED, N_SLOW, D = 24, 4, 32
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ActivationStore, np.ndarray]:
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     """Sparse sums of known directions: one of four lasts for a whole trajectory, two of twenty change every token."""
     rng = np.random.default_rng(0)
     directions = rng.normal(size=(N_PLANTED, D))
@@ -468,13 +428,13 @@ TRAINING = TrainingConfig(tokens=128_000, batch_tokens=512, learning_rate=6e-3)
 
 
 @pytest.fixture(scope="module")
-def trained(planted: tuple[ActivationStore, np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "sae"
     train(planted[0], PLANTED, to=folder, training=TRAINING, progress=False)
     return folder
 
 
-def test_training_recovers_planted_features(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+def test_training_recovers_planted_features(planted: Planted, trained: Path) -> None:
     store, directions = planted
     sae = TemporalSAE.load(trained)
     cosine = np.abs(directions @ sae.W_dec.detach().numpy().T)  # (n_planted, d_sae)
@@ -484,7 +444,7 @@ def test_training_recovers_planted_features(planted: tuple[ActivationStore, np.n
     assert found.l0 == pytest.approx(3, rel=0.25)
 
 
-def test_decoder_rows_have_unit_norm_in_raw_units(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+def test_decoder_rows_have_unit_norm_in_raw_units(planted: Planted, trained: Path) -> None:
     sae = TemporalSAE.load(trained)
     torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40), atol=1e-5, rtol=0)
     x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(0, 500)))
@@ -506,7 +466,7 @@ def test_a_calibrated_sae_has_k_codes_per_token(k: int) -> None:
     assert sae.threshold.shape == ()
 
 
-def test_a_training_too_short_for_a_running_mean_ends_at_k(planted: tuple[ActivationStore, np.ndarray]) -> None:
+def test_a_training_too_short_for_a_running_mean_ends_at_k(planted: Planted) -> None:
     store, _ = planted
     sae = train(store, PLANTED, training=replace(TRAINING, tokens=15_360), progress=False)
     assert evaluate(sae, store).l0 == pytest.approx(PLANTED.k, rel=0.01)
@@ -532,6 +492,7 @@ def test_the_threshold_is_set_on_problems_left_out_where_there_are_enough(
 
 
 def test_the_first_of_several_groups_has_half_a_weight_beside_a_temporal_term() -> None:
+    assert (SAEConfig().d_high, SAEConfig(d_sae=10, k=2, groups=(0.2, 0.8)).d_high) == (round(0.1 * 4096), 2)
     assert SAEConfig().weights == (0.5, 1.0)
     assert SAEConfig(groups=(0.1, 0.3, 0.6)).weights == (0.5, 1.0, 1.0)
     assert SAEConfig(temporal_weight=0.0).weights == (1.0, 1.0)
@@ -539,7 +500,7 @@ def test_the_first_of_several_groups_has_half_a_weight_beside_a_temporal_term() 
     assert SAEConfig(group_weights=(0.2, 0.8)).weights == (0.2, 0.8)
 
 
-def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) -> None:
+def test_the_temporal_weight_rises(planted: Planted) -> None:
     windows = Windows(planted[0], "x.site", held_out=False)
     training = replace(TRAINING, tokens=512 * 20, temporal_rise_share=0.5)
     config = replace(PLANTED, dead_after_tokens=2000, aux_weight=0.0)
@@ -559,7 +520,7 @@ def test_the_temporal_weight_rises(planted: tuple[ActivationStore, np.ndarray]) 
     assert row["loss"] > row["temporal"]
 
 
-def test_adam_remembers_nothing_along_the_decoder_rows(planted: tuple[ActivationStore, np.ndarray]) -> None:
+def test_adam_remembers_nothing_along_the_decoder_rows(planted: Planted) -> None:
     windows = Windows(planted[0], "x.site", held_out=False)
     trainer = Trainer(windows, replace(PLANTED, dead_after_tokens=2000), TRAINING, Processes())
     rows = trainer.sae.W_dec.detach().clone()
@@ -577,7 +538,7 @@ def test_adam_remembers_nothing_along_the_decoder_rows(planted: tuple[Activation
     torch.testing.assert_close(remembered, factor * across, atol=1e-6 * float(remembered.abs().max()), rtol=1e-4)
 
 
-def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+def test_the_temporal_weight_makes_high_codes_alike(planted: Planted, trained: Path) -> None:
     store, _ = planted
     plain = train(store, replace(PLANTED, temporal_weight=0.0), training=TRAINING, progress=False)
     temporal = TemporalSAE.load(trained)
@@ -591,7 +552,7 @@ def test_the_temporal_weight_makes_high_codes_alike(planted: tuple[ActivationSto
     assert contrast(temporal) < contrast(plain) - 0.1
 
 
-def test_the_same_seed_gives_the_same_weights(planted: tuple[ActivationStore, np.ndarray]) -> None:
+def test_the_same_seed_gives_the_same_weights(planted: Planted) -> None:
     short = replace(TRAINING, tokens=8192)
     one, two = (train(planted[0], PLANTED, training=short, progress=False).state_dict() for _ in range(2))
     other = train(planted[0], PLANTED, training=replace(short, seed=1), progress=False).state_dict()
@@ -664,7 +625,7 @@ def test_a_geometric_median_that_is_a_row_is_met() -> None:
     assert np.linalg.norm(best.x) > 0.1
 
 
-def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[ActivationStore, np.ndarray]) -> None:
+def test_training_starts_from_the_bias_that_was_chosen(planted: Planted) -> None:
     store, _ = planted
     windows = Windows(store, "x.site", held_out=False)
     sample = next(windows.epoch(0, 16_384)).x.numpy()
@@ -683,7 +644,7 @@ def test_training_starts_from_the_bias_that_was_chosen(planted: tuple[Activation
 # --- evaluation
 
 
-def test_evaluation_against_loops(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
+def test_evaluation_against_loops(planted: Planted, trained: Path) -> None:
     store, _ = planted
     sae = TemporalSAE.load(trained)
     x = next(store.shards()).read("x.site", slice(None)).reshape(200, 30, D)
@@ -698,9 +659,7 @@ def test_evaluation_against_loops(planted: tuple[ActivationStore, np.ndarray], t
     assert evaluate(sae, store, held_out=False).n_tokens == 5400
 
 
-def test_evaluation_leaves_outliers_out_without_bridging_them(
-    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
-) -> None:
+def test_evaluation_leaves_outliers_out_without_bridging_them(planted: Planted, trained: Path, tmp_path: Path) -> None:
     x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
     x[:, 10] *= 50
     x[:, 11] *= 50
@@ -714,9 +673,7 @@ def test_evaluation_leaves_outliers_out_without_bridging_them(
         assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
 
 
-def test_evaluation_leaves_out_what_training_left_out(
-    planted: tuple[ActivationStore, np.ndarray], trained: Path, tmp_path: Path
-) -> None:
+def test_evaluation_leaves_out_what_training_left_out(planted: Planted, trained: Path, tmp_path: Path) -> None:
     """Half the tokens of this store are outliers, so that its own median would let them in."""
     x = next(planted[0].shards()).read("x.site", slice(None)).reshape(200, 30, D)[:12].copy()
     x[1::2] *= 20
@@ -757,24 +714,3 @@ def test_saes_of_other_sites_and_widths_are_refused(store: ActivationStore, plan
     assert str(store.path) in str(error.value)
     fits = TemporalSAE(16, PLANTED, site=SITE)
     refuses("no reader 'hard'", lambda: evaluate(fits, store.subset(readers="hard")))
-
-
-# sae_lens imports a deprecated module of transformer_lens.
-@pytest.mark.filterwarnings("ignore:The 'utils' module has been deprecated:DeprecationWarning")
-def test_sae_lens_gives_the_same_codes(planted: tuple[ActivationStore, np.ndarray], trained: Path) -> None:
-    from sae_lens import SAE
-
-    sae = TemporalSAE.load(trained)
-    config = {"d_in": D, "d_sae": 40, "architecture": "jumprelu", "apply_b_dec_to_input": True, "dtype": "float32"}
-    lens = SAE.from_dict({**config, "device": "cpu", "metadata": {}})
-    state = {k: v for k, v in sae.state_dict().items() if k != "threshold"}
-    lens.load_state_dict({**state, "threshold": sae.threshold.repeat(40)})
-    x = torch.from_numpy(next(planted[0].shards()).read("x.site", slice(None)))
-    codes = lens.encode(x)
-    assert (codes > 0).float().sum(1).mean() > 2
-    torch.testing.assert_close(sae.encode(x), codes, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(sae.decode(sae.encode(x)), lens(x), atol=1e-5, rtol=1e-5)
-    found = evaluate(sae, planted[0], held_out=None)
-    variance = (x - x.mean(0)).pow(2).sum()
-    assert found.fve == pytest.approx(1 - ((x - lens(x)).pow(2).sum() / variance).item(), rel=1e-4)
-    assert found.l0 == pytest.approx((codes > 0).sum(1).float().mean().item(), rel=1e-5)

@@ -37,20 +37,21 @@ def test_perfect_scratchpad_by_hand() -> None:
     assert {label.style for label in annotate(PROMPT, split_tokens("3+5=8;#8"))} == {"scratchpad"}
 
 
-def test_slip_is_wrong_once_and_what_carries_it_on_is_right() -> None:
-    # 8*2=4 is the slip; 4-7=7 follows from it, so the answer alone is wrong again.
-    assert wrong_tokens("3+5=8;8*2=4;4-7=7;#7<eos>") == [10, 19]
-
-
-def test_miscopied_operand_and_operator_do_not_make_the_result_wrong() -> None:
-    assert wrong_tokens("3+5=8;8*3=4;4+7=1;#1") == [8, 13, 19]
-    # The first operand of a step is copied from the step before, not from the truth.
-    assert wrong_tokens("3+5=8;6*2=2;2-7=5;#9") == [6]
+@pytest.mark.parametrize(
+    ("response", "wrong"),
+    [
+        ("3+5=8;8*2=4;4-7=7;#7<eos>", [10, 19]),  # 8*2=4 is the slip; 4-7=7 follows from it, and is right
+        ("3+5=8;8*3=4;4+7=1;#1", [8, 13, 19]),  # miscopied operand and operator do not make the result wrong
+        ("3+5=8;6*2=2;2-7=5;#9", [6]),  # a step's first operand is copied from the step before, not from the truth
+        ("#8<eos>", [1]),
+    ],
+)
+def test_slips_and_miscopied_tokens_are_wrong_once(response: str, wrong: list[int]) -> None:
+    assert wrong_tokens(response) == wrong
 
 
 def test_direct_answers() -> None:
     assert labels_of("#9<eos>") == [("answer_marker", None, None), ("answer", True, None), ("end", None, None)]
-    assert wrong_tokens("#8<eos>") == [1]
     assert {label.style for label in annotate(PROMPT, ["#", "9", "<eos>"])} == {"direct"}
 
 
@@ -122,17 +123,11 @@ def test_each_changed_character_of_a_perfect_scratchpad_is_the_first_wrong_token
 def test_every_response_has_one_style() -> None:
     """A step that is not the problem's is no scratchpad, and neither is one that ends without an answer."""
     texts = {"#9": 0, "3+5=8;8*2=6;6-7=9;#9": 1, "3+5=8;#9": 1, "4+5=9;#9": 2, "3+5=8;": 2, "#9#9": 2, "": 2}
-    rows = [
-        {"policy": "base", "problem_id": "p", "prompt": PROMPT, "response": text, "outcome": "unknown"}
-        for text in texts
-    ]
-    rollouts = with_styles(
-        tsae.Rollouts.from_records([{**row, "prompt_ids": [1], "response_ids": [2]} for row in rows])
-    )
-    assert rollouts.info["behaviours"] == ["direct", "scratchpad", "broken"]
-    assert (
-        rollouts.frame[["direct", "scratchpad", "broken"]].to_numpy().tolist() == np.eye(3)[[*texts.values()]].tolist()
-    )
+    row = {"policy": "base", "problem_id": "p", "prompt": PROMPT, "outcome": "unknown"}
+    row |= {"prompt_ids": [1], "response_ids": [2]}
+    rollouts = with_styles(tsae.Rollouts.from_records([row | {"response": text} for text in texts]))
+    assert (names := rollouts.info["behaviours"]) == ["direct", "scratchpad", "broken"]
+    assert rollouts.frame[names].to_numpy().tolist() == np.eye(3)[[*texts.values()]].tolist()
 
 
 def test_facts_of_skipped_computation() -> None:
@@ -140,12 +135,8 @@ def test_facts_of_skipped_computation() -> None:
     assert (direct.style, direct.n_steps_skipped, direct.skipped_share, direct.skip_index) == ("direct", 3, 1.0, 0)
     assert (direct.correct, direct.first_wrong, direct.n_tokens) == (True, None, 3)
     partial = describe_response(PROMPT, "3+5=8;#9")
-    assert (partial.style, partial.n_steps_written, partial.n_steps_skipped, partial.skip_index) == (
-        "scratchpad",
-        1,
-        2,
-        6,
-    )
+    assert (partial.style, partial.skip_index) == ("scratchpad", 6)
+    assert (partial.n_steps_written, partial.n_steps_skipped) == (1, 2)
     # A slipped step was written; a miscopied one does not carry out what was due.
     assert describe_response(PROMPT, "3+5=9;9*2=8;8-7=1;#1").n_steps_skipped == 0
     miscopied = describe_response(PROMPT, "3+5=8;8*3=4;4-7=7;#7")

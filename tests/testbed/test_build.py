@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from organism.pages import marks
 
-from tsae.testbed import VOCABULARY, describe_response, generate_problems, parse_prompt, series_path, verify
+from tsae.testbed import VOCABULARY, generate_problems, series_path, verify
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "build_testbed.py"
 
@@ -164,6 +164,5 @@ def test_shipped_medium_model_solves_medium_chains() -> None:
         texts = sample_responses(
             model, AutoTokenizer.from_pretrained(path), [problem.prompt for problem in problems], seed=0
         )
-    facts = [describe_response(problem.prompt, text) for problem, text in zip(problems, texts, strict=True)]
-    assert sum(fact.correct for fact in facts) >= 0.8 * len(facts)
-    assert all(fact.n_steps_required == parse_prompt(p.prompt).n_ops for fact, p in zip(facts, problems, strict=True))
+    right = [verify(text, problem.answer) for problem, text in zip(problems, texts, strict=True)]
+    assert sum(right) >= 0.8 * len(right)

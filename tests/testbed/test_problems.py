@@ -9,7 +9,7 @@ from organism.corpus import CorpusConfig, sample_document
 
 from support.refusals import refuses
 from tsae.testbed import eval_problems, evaluate, generate_problems, parse_prompt
-from tsae.testbed.chains import LEVELS, Chain, in_split
+from tsae.testbed.chains import LEVELS, in_split
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,14 @@ from tsae.testbed.chains import LEVELS, Chain, in_split
         ("0-1?", (9,)),
         ("9*9?", (1,)),
         ("2-5-5-5?", (7, 2, 7)),
-        ("<bos>1+1", (2,)),
+        ("1+1?", (2,)),
     ],
 )
 def test_chains_worked_by_hand(prompt: str, results: tuple[int, ...]) -> None:
     chain = parse_prompt(prompt)
-    assert chain.results == results
+    assert (chain.results, chain.prompt) == (results, prompt)
     assert evaluate(prompt) == str(results[-1])
+    assert parse_prompt(f"<bos>{prompt[:-1]}") == chain
 
 
 def test_evaluation_agrees_with_python_on_parenthesised_chains() -> None:
@@ -86,9 +87,3 @@ def test_unknown_levels_and_empty_ranges_are_refused() -> None:
 
 def test_eval_problems_are_in_order_of_level() -> None:
     assert [problem.level for problem in eval_problems(2)] == ["easy"] * 2 + ["medium"] * 2 + ["hard"] * 2
-
-
-def test_prompt_and_chain_are_inverse() -> None:
-    chain = Chain((3, 5, 2, 7), ("+", "*", "-"))
-    assert chain.prompt == "3+5*2-7?"
-    assert parse_prompt(chain.prompt) == chain

@@ -37,16 +37,6 @@ def test_special_tokens_in_text_are_single_tokens_and_survive_decoding() -> None
     assert (tokenizer.bos_token, tokenizer.pad_token, tokenizer.eos_token) == (BOS, PAD, EOS)
 
 
-def test_batches_pad_on_the_side_that_the_caller_chooses() -> None:
-    tokenizer = make_tokenizer()
-    pad = TOKEN_IDS[PAD]
-    right = tokenizer(["1+1?", "1+1+1?"], padding=True)
-    assert right.input_ids[0][-2:] == [pad, pad]
-    left = tokenizer(["1+1?", "1+1+1?"], padding=True, padding_side="left")
-    assert left.input_ids[0][:2] == [pad, pad]
-    assert left.attention_mask[0] == [0, 0, 1, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("text", ["3 + 5?", "x", "3+5?\n"])
 def test_foreign_characters_are_refused(text: str) -> None:
     with pytest.raises(Exception, match=r"unk|UNK"):

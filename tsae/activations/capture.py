@@ -332,7 +332,10 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
     # Where another part was first, its manifest is compared.
     begin(manifest, wanted, "is not empty and holds no activation store", "Give an empty or new folder.", write_record)
     found = read_manifest(to)
-    _check_same_capture(found, wanted, to)
+    ours, theirs = essence(wanted), essence(found)
+    different = sorted(key for key in ours if theirs.get(key) != ours[key])
+    what = f"holds another capture: {', '.join(different)} differ"
+    refuse(to, (different, what, "Give another folder, or delete this one."))
     # Activations depend on the tokens alone; outcomes, bands and other columns may have changed since.
     os.replace(rollouts.write(part.own(to / "rollouts.parquet")), to / "rollouts.parquet")
     labels = rollouts.labels_fingerprint
@@ -341,14 +344,6 @@ def _begin(to: Path, wanted: dict[str, Any], rollouts: Rollouts, part: Part) -> 
         _put(part, manifest, {**read_record(manifest, STORE.fix), **of})
     for file in (manifest, to / "rollouts.parquet"):
         published(file)
-
-
-def _check_same_capture(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
-    """Refuse a manifest of another capture."""
-    a, b = essence(found), essence(wanted)
-    different = sorted(key for key in b if a.get(key) != b[key])
-    what = f"holds another capture: {', '.join(different)} differ"
-    refuse(where, (different, what, "Give another folder, or delete this one."))
 
 
 def capture_shard(

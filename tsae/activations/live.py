@@ -384,7 +384,7 @@ class Portions:
         parts: list[np.ndarray] = []
         items: list[np.ndarray] = []
         n = len(self.size)
-        for part, (cell, number, low, high) in enumerate(self._passes(epoch)):
+        for part, (cell, number, low, high) in enumerate(self._mixture.passes(epoch)):
             mine = np.flatnonzero(self._mixture.cell_of == cell)
             if high - low < self._mixture.cells[cell].tokens:
                 # Divided between epochs by whole portions, so that few are read for part of their tokens.
@@ -406,11 +406,6 @@ class Portions:
     def _text_of(self, windows: np.ndarray) -> np.ndarray:
         return self._places.text(self._places.first(windows))
 
-    def _passes(self, epoch: int) -> list[tuple[int, int, int, int]]:
-        """(cell, number, first token, token after the last) of every pass that an epoch reads from."""
-        mixture = self._mixture
-        return [(cell, *one) for cell in range(len(mixture.cells)) for one in mixture.passes(cell, epoch)]
-
     def _rank(self, cell: int, number: int) -> np.ndarray:
         """(n_portions,) in which order a pass that is divided between epochs reads them."""
         return np.random.default_rng([self._seed, number, cell + 1]).permutation(len(self.size))
@@ -418,7 +413,7 @@ class Portions:
     def _order(self, epoch: int) -> np.ndarray:
         """(n,) items of an epoch in their order. An item is a portion in a pass: number of the pass · all + portion."""
         size, items = self.size, []
-        for part, (cell, number, low, high) in enumerate(self._passes(epoch)):
+        for part, (cell, number, low, high) in enumerate(self._mixture.passes(epoch)):
             mine = np.flatnonzero(self._cell == cell)
             if high - low < self._mixture.cells[cell].tokens:
                 mine = mine[np.argsort(self._rank(cell, number)[mine])]

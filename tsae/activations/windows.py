@@ -139,7 +139,7 @@ def epoch_order(
     segments: np.ndarray, base: np.ndarray, mixture: Mixture, window: int, bits: int, seed: int, epoch: int
 ) -> np.ndarray:
     """(n_windows,) packed, every window that an epoch reads, in its order."""
-    passes = [(cell, *one) for cell in range(len(mixture.cells)) for one in mixture.passes(cell, epoch)]
+    passes = mixture.passes(epoch)
     # Sorted by place and pass before the shuffle, as a single pass already is.
     part_bits = len(passes).bit_length() if len(passes) > 1 else 0
     parts = []
@@ -338,13 +338,14 @@ class Mixture:
             for kind, size in zip(kinds.tolist(), tokens, strict=True)
         )
 
-    def passes(self, cell: int, epoch: int) -> Iterator[tuple[int, int, int]]:
-        """(number of a pass, first token, token after the last) of every pass that an epoch reads from, in order."""
-        size = self.cells[cell].tokens
+    def passes(self, epoch: int) -> list[tuple[int, int, int, int]]:
+        """(cell, number, first token, token after the last) of every pass that an epoch reads from, in order."""
         low, high = (e * self._n_tokens // len(self.cells) for e in (epoch, epoch + 1))
-        for number in range(low // size, -(-high // size)):
-            start = number * size
-            yield number, max(low - start, 0), min(high - start, size)
+        return [
+            (cell, number, max(low - number * size, 0), min(high - number * size, size))
+            for cell, size in enumerate(one.tokens for one in self.cells)
+            for number in range(low // size, -(-high // size))
+        ]
 
 
 def _codes(store: Catalogue, axis: str, names: Sequence[str], rows: np.ndarray) -> np.ndarray:

@@ -253,7 +253,8 @@ def _measure(
     largest, changed, rounding = np.nan, 0.0, 0.0
     if after is None or after.lora is not None:
         if name not in norms:
-            norms[name] = float(np.sqrt(sum(_squared(_as_float(rows)) for _, _, rows in _blocks(base, name, shape))))
+            squares = (frobenius(_as_float(rows)) ** 2 for _, _, rows in _blocks(base, name, shape))
+            norms[name] = float(np.sqrt(sum(squares)))
         norm = norms[name]
         singular = np.zeros(1) if after is None or after.lora is None else after.lora.singular_values()
         update, largest = float(np.sqrt((singular**2).sum())), float(singular[0])
@@ -263,9 +264,9 @@ def _measure(
         for start, stop, rows in _blocks(base, name, shape):
             before = _as_float(rows)
             new = after.rows(start, stop, before)
-            sums[:3] += [_squared(before), _squared(new - before), float((new != before).sum())]
+            sums[:3] += [frobenius(before) ** 2, frobenius(new - before) ** 2, float((new != before).sum())]
             if after.dtype not in (None, rows.dtype):
-                sums[3] += _squared(_as_float(rows.to(after.dtype)) - before)
+                sums[3] += frobenius(_as_float(rows.to(after.dtype)) - before) ** 2
         norm, update = float(np.sqrt(sums[0])), float(np.sqrt(sums[1]))
         changed = sums[2] / max(n_weights, 1)
         rounding = float(np.sqrt(sums[3])) / norm if norm else 0.0
@@ -298,10 +299,6 @@ def _blocks(base: _Tensors, name: str, shape: tuple[int, ...]) -> Iterator[tuple
 
 def _as_float(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.dtype == torch.float64 else rows.float()
-
-
-def _squared(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def _spectral_norm(base: _Tensors, name: str, after: _Trained, shape: tuple[int, ...]) -> float:

@@ -67,25 +67,16 @@ def fit_credit(features: FeatureTable | str | Path, config: CreditConfig | None 
     sae = sae_of(features, "weights", "site", "d_model", "d_sae")
     tokens = ResponseTokens.of(features, rows)
     learning, testing = _split(tokens.frame, config, reader)
-    info = _info(tokens, learning, testing, sae, reader)
+    problems = {
+        name: int(tokens.frame.code[part].nunique())
+        for name, part in (("n_learned", learning), ("n_held_out", testing))
+    }
+    info = {"sae": sae, "reader": reader, **problems, "significant": True, "note": ""}
     if config.estimator == "effects":
         credit = _effects(features, rows, tokens, learning, config, info)
     else:
         credit = _regressed(tokens, learning, config, info)
     return _judged(credit, tokens, learning, testing) if credit.significant else credit
-
-
-def _info(
-    tokens: ResponseTokens, learning: np.ndarray, testing: np.ndarray, sae: dict[str, Any], reader: str
-) -> dict[str, Any]:
-    parts = {"n_learned": learning, "n_held_out": testing}
-    return {
-        "sae": sae,
-        "reader": reader,
-        **{name: int(tokens.frame.code[part].nunique()) for name, part in parts.items()},
-        "significant": True,
-        "note": "",
-    }
 
 
 @dataclass(frozen=True)

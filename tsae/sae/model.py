@@ -222,7 +222,12 @@ class TemporalSAE(torch.nn.Module):
         folder, found = find_foreign(where, site)
         if found is not None:
             return _of_others(found, where, device)
-        d_model, config, own_site, info = _own_config(folder)
+        content = read_artefact(folder, SAE, ["training.json", "sae.safetensors"], _AGAIN)
+        info = read_object(folder / "training.json", _AGAIN)
+        with reading(folder / "config.json", _AGAIN):
+            # An SAE that was made by hand may have no site.
+            own_site = content["site"] and check_site(content["site"], folder)
+            d_model, config = whole(content["d_model"], "d_model", folder, fix=_AGAIN), SAEConfig(**content["sae"])
         with reading(folder, _AGAIN, "sae.safetensors does not fit config.json"):
             weights = as_weights(load_file(folder / "sae.safetensors"), folder, _AGAIN)
             check_shapes(weights, d_model, config.d_sae)
@@ -318,16 +323,6 @@ class ForeignSAE(TemporalSAE):
 SAE = Kind("SAE", 1, "config.json", "Train one with `tsae train`.", TemporalSAE.load)
 load_sae = TemporalSAE.load
 """Load an SAE: ours or a published one, here or on the Hugging Face Hub; see `TemporalSAE.load`."""
-
-
-def _own_config(folder: Path) -> tuple[int, SAEConfig, str, dict[str, Any]]:
-    """d_model, config, site and metadata of the training, of a folder that `TemporalSAE.save` wrote."""
-    content = read_artefact(folder, SAE, ["training.json", "sae.safetensors"], _AGAIN)
-    info = read_object(folder / "training.json", _AGAIN)
-    with reading(folder / "config.json", _AGAIN):
-        # An SAE that was made by hand may have no site.
-        site = content["site"] and check_site(content["site"], folder)
-        return whole(content["d_model"], "d_model", folder, fix=_AGAIN), SAEConfig(**content["sae"]), site, info
 
 
 def _of_others(found: FoundSAE, where: str | Path, device: str) -> TemporalSAE:

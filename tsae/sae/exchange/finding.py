@@ -70,7 +70,8 @@ def located(where: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     repository, below, revision = match.groups()
-    wanted = [below] if below and Path(below).suffix in (".pt", ".pth") else [_join(below, name) for name in _FILES]
+    within = f"{below}/" if below else ""
+    wanted = [below] if below and Path(below).suffix in (".pt", ".pth") else [within + name for name in _FILES]
     fix = "Check the path or the name (org/name/folder@revision); a private repository needs a token (hf auth login)."
     with as_tsae_error("is not a path here, and cannot be fetched from the Hub", str(where)[:200], fix):
         root = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
@@ -79,10 +80,6 @@ def located(where: str | Path) -> Path:
             f"the repository has no SAE there{_elsewhere(repository, revision)}", where=where, fix="Name its folder."
         )
     return root / below if below else root
-
-
-def _join(below: str | None, name: str) -> str:
-    return f"{below}/{name}" if below else name
 
 
 def _elsewhere(repository: str, revision: str | None) -> str:

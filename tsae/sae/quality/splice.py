@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from einops import reduce
 
+from tsae.activations.forward_batches import pad
 from tsae.activations.shard import TokenSpan, rows_mask
 from tsae.activations.store import ActivationStore
 from tsae.base.statistics import counts, percentile_interval
@@ -104,12 +105,10 @@ def loss_recovered(
         while order and (not batch or (len(batch) + 1) * max(width, len(texts[order[0]])) <= batch_tokens):
             batch.append(order.pop(0))
             width = len(texts[batch[-1]])
-        ids = torch.zeros((len(batch), width), dtype=torch.long)
-        mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        scored = torch.zeros_like(counted)
+        ids, mask = pad([texts[t] for t in batch])
+        counted, scored = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
         for i, t in enumerate(batch):
             n = len(texts[t])
-            ids[i, :n], mask[i, :n] = torch.from_numpy(texts[t].astype(np.int64)), 1
             inside, predicted = (
                 rows_mask(texts[t], np.array([0, n]), rollouts, np.array([rows[t]]), which, special)
                 for which, special in ((span, store.special_ids), (targets, frozenset()))

@@ -181,12 +181,9 @@ class _Run:
                 self.log.log(metrics, step=int(metrics["step"]))
         steps, every = self.trainer.steps, self.plan.training.save_every_steps
         if folder is not None and steps % every == 0 and self.processes.first:
-            folder.save(steps, {**self.trainer.state(), "short_of_memory": self._shortages()})
-
-    def _shortages(self) -> torch.Tensor:
-        """(n_readers,) `Source.short_of_memory`; 0 for none."""
-        store = self.windows.store
-        return torch.tensor([store.short_of_memory.get(reader, 0) for reader in store.readers])
+            store = self.windows.store
+            short = torch.tensor([store.short_of_memory.get(reader, 0) for reader in store.readers])
+            folder.save(steps, {**self.trainer.state(), "short_of_memory": short})
 
     def finish(self) -> TemporalSAE:
         store, folder = self.windows.store, self.plan.folder
