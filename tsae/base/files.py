@@ -53,15 +53,16 @@ def partial_name(path: str | Path) -> Path:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, *, shared: bool = False) -> Iterator[Path]:
     """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
 
     Args:
         path: missing folders are made.
+        shared: whether other processes may write the same file at once, so that the name has to be a new one.
     """
     path = as_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_name(path)
+    partial = partial_name(path.with_name(f"{path.name}.{uuid4().hex}") if shared else path)
     partial.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield partial
