@@ -101,16 +101,11 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_bytes(path: str | Path, content: bytes) -> Path:
-    """Write bytes whole or not at all."""
-    with replacing(path) as partial:
-        partial.write_bytes(content)
-    return as_path(path)
-
-
 def write_text(path: str | Path, content: str) -> Path:
     """Write UTF-8 text whole or not at all. Lone surrogates are escaped as in JSON: UTF-8 cannot hold them."""
-    return write_bytes(path, content.encode("utf-8", "backslashreplace"))
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode("utf-8", "backslashreplace"))
+    return as_path(path)
 
 
 def write_json(path: str | Path, content: Any) -> Path:
