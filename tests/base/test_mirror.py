@@ -20,7 +20,6 @@ from tsae.base.mirror import (
     is_url,
     local,
     needed,
-    outside,
     published,
     refreshed,
     removed,
@@ -34,17 +33,14 @@ EXPIRED = Mock(side_effect=PermissionError("The provided token has expired."))
 
 @pytest.mark.parametrize(
     ("text", "url"),
-    [("s3://a/b", "s3://a/b"), ("s3:/a/b", "s3://a/b"), ("hf://datasets/x", "hf://datasets/x"), ("gs:/a", "gs://a")],
-)
-def test_urls_survive_being_paths(text: str, url: str) -> None:
-    assert is_url(text)
-    assert is_url(Path(text))
-    assert url_of(Path(text)) == url
-
-
-@pytest.mark.parametrize("text", ["a/b", "/a/b", "C:/x", "file:///a", "a:/b", "/a/s3:/b", "s3:", "."])
-def test_paths_are_no_urls(text: str) -> None:
-    assert not is_url(text)
+    [
+        ("s3://a/b", "s3://a/b"), ("s3:/a/b", "s3://a/b"), ("hf://datasets/x", "hf://datasets/x"), ("gs:/a", "gs://a"),
+        *((path, None) for path in ("a/b", "/a/b", "C:/x", "file:///a", "a:/b", "/a/s3:/b", "s3:", ".")),
+    ],
+)  # fmt: skip
+def test_urls_survive_being_paths_and_other_paths_are_none(text: str, url: str | None) -> None:
+    assert is_url(text) == is_url(Path(text)) == (url is not None)
+    assert url is None or url_of(Path(text)) == url
 
 
 def test_small_files_come_at_once_and_shards_when_they_are_needed(remote: Any) -> None:
@@ -259,17 +255,6 @@ def test_a_result_stays_whole_here_where_the_url_refuses(remote: Any, monkeypatc
     monkeypatch.setattr(type(remote), "rm_file", EXPIRED)
     refuses(r"memory://out/diff: cannot be written to \(The provided token", write_artefact, folder, DIFF, {"n": 2})
     assert sorted(path.name for path in folder.iterdir()) == ["diff.json", MANIFEST]
-
-
-def test_what_is_only_for_now_lies_outside_of_a_mirror(remote: Any, tmp_path: Path) -> None:
-    folder = local("memory://out/diff")
-    assert outside(folder / "sub") == outside(folder) == folder.parent
-    (outside(folder) / "scratch").mkdir(parents=True)
-    (outside(folder) / "scratch" / "x").write_bytes(b"x")
-    published(outside(folder) / "scratch")
-    published(folder)
-    assert not remote.find("/out")
-    assert outside(tmp_path / "diff") == tmp_path / "diff"
 
 
 SHARED = """
