@@ -283,7 +283,7 @@ class Mirror:
 def _of(path: str | Path) -> tuple[Mirror | None, str]:
     """The mirror in which a path lies, and its name there."""
     path = Path(path)
-    for root in (path, *path.parents):
+    for root in (path, *path.parents) if _mirrors else ():
         if root in _mirrors:
             return _mirrors[root], "" if root == path else path.relative_to(root).as_posix()
     return None, ""
