@@ -189,7 +189,7 @@ class Mirror:
             if name not in self._known and _state_here(self.root / name) == noted["here"]:
                 (self.root / name).unlink(missing_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self.fetch, [name for name in self._known if not _LAZY.fullmatch(name)]))
+            list(pool.map(self.fetch, [name for name in known if not _LAZY.fullmatch(name)]))
 
     def listing(self) -> dict[str, str]:
         if self._known is None:
