@@ -17,7 +17,7 @@ import pytest
 from support.refusals import fails, refuses
 from tsae.base import output_lock as lock
 from tsae.base.output_lock import drop_dead_lock, output_lock
-from tsae.base.part import Part
+from tsae.base.part import Part, begin
 from tsae.errors import TsaeError
 
 _HOLD = """
@@ -187,6 +187,8 @@ def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with output_lock(volume):
         assert locks(volume) == {".volume.lock"}
+        begin(volume / "manifest.json", {}, "is not empty", "Give another folder.")
+    assert locks(volume) == {"manifest.json"}
 
 
 def test_a_command_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
