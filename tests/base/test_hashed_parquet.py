@@ -37,14 +37,6 @@ def test_every_bit_that_flips_is_found_or_says_that_nothing_can_be_read(rollouts
     assert Rollouts.read(rollouts).table.equals(whole.table)
 
 
-def test_a_zeroed_page_is_found(rollouts: Path, tmp_path: Path) -> None:
-    content = rollouts.read_bytes()
-    for start in range(0, len(content), 256):
-        other = tmp_path / f"{start}.parquet"
-        other.write_bytes(content[:start] + bytes(len(content[start : start + 256])) + content[start + 256 :])
-        refuses(rf"{start}\.parquet", Rollouts.read, other)
-
-
 def test_other_readers_read_it_and_what_they_write_is_read(rollouts: Path, tmp_path: Path) -> None:
     assert check_parquet(rollouts, "")
     assert len(pd.read_parquet(rollouts)) == len(Rollouts.read(rollouts))

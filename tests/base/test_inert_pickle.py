@@ -128,23 +128,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_what_asks_to_be_run_is_inert(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a").write_bytes(HOSTILE[name])
-    read_pickle("a")
-    with zipfile.ZipFile("b", "w") as archive:
-        archive.writestr("b/data.pkl", HOSTILE[name])
-    read_pickle("b")
-    assert not Path("RAN").exists()
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_stands_for_too_much_or_nothing_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(REFUSED[name])
-    refuses("cannot be read", read_pickle, tmp_path / "a")
-
-
 def test_values_that_count_in_many_places_are_refused(tmp_path: Path) -> None:
     head = b"ca\nB\n)R}S'x'\n"
     laughs = b"]q\x000" + b"".join(b"](h%ch%ch%ceq%c0" % (i, i, i, i + 1) for i in range(15)) + b"h\x0f"
@@ -159,22 +142,23 @@ def test_archives_that_unpack_to_more_are_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "a", "w", how) as archive:
             archive.writestr("a/data.pkl", b"N" * size)
         refuses(r"is compressed|has 2,097,152 bytes, more than 1,048,576", read_pickle, tmp_path / "a")
-    with zipfile.ZipFile(tmp_path / "a", "w") as archive:
-        archive.writestr("data.pkl", b"N.")
-    refuses(r"it has no data\.pkl", read_pickle, tmp_path / "a")
 
 
 AUDIT = """
 import sys
+from contextlib import suppress
 from pathlib import Path
-from tsae.base.inert_pickle import read_dataclass
+from tsae.base.inert_pickle import read_dataclass, read_pickle
 from tsae.errors import TsaeError
 
 def read(file):
-    try:
+    with suppress(TsaeError):
         read_dataclass(file)
-    except TsaeError:
-        pass
+    try:
+        read_pickle(file)
+    except TsaeError as error:
+        return "refused" if "cannot be read" in str(error) else str(error)
+    return "hostile"
 
 seen = []
 files = sorted(Path.cwd().glob("*.bin"))
@@ -183,18 +167,21 @@ for file in files:  # whatever is imported or compiled once
 (Path.cwd() / "first.txt").write_bytes(b"N.")
 read(Path.cwd() / "first.txt")
 sys.addaudithook(lambda event, args: seen.append((event, str(args[0]) if event == "open" else None)))
-for file in files:
-    read(file)
+wrong = [file.name for file in files if read(file) != file.name.partition("-")[0]]
 events = set(seen)
-print(sorted(events - {("open", str(file)) for file in files}, key=str))
+print(wrong, sorted(events - {("open", str(file)) for file in files}, key=str))
 """
 
 
-def test_nothing_is_imported_called_or_opened(tmp_path: Path) -> None:
-    """Python's own audit of what happens."""
-    for i, (name, content) in enumerate({**HOSTILE, **REFUSED}.items()):
-        (tmp_path / f"{'hostile' if name in HOSTILE else 'refused'}-{i}.bin").write_bytes(content)
-    torch.save(Settings(), tmp_path / "settings.bin")
+def test_what_asks_to_be_run_is_inert_or_refused(tmp_path: Path) -> None:
+    """By Python's own audit nothing is imported, called or opened."""
+    for kind, contents in (("hostile", HOSTILE), ("refused", REFUSED)):
+        for name, content in contents.items():
+            (tmp_path / f"{kind}-{name}.bin").write_bytes(content)
+    torch.save(Settings(), tmp_path / "hostile-settings.bin")
+    for kind, name in (("hostile", "b/data.pkl"), ("refused", "data.pkl")):
+        with zipfile.ZipFile(tmp_path / f"{kind}-archive.bin", "w") as archive:
+            archive.writestr(name, HOSTILE["reduce"])
     done = subprocess.run([sys.executable, "-c", AUDIT], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    assert (done.stdout.strip(), done.stderr) == ("[] []", "")
     assert not (tmp_path / "RAN").exists()

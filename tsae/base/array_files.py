@@ -51,8 +51,6 @@ def read_torch_file(file: Path, *, refused: str, damaged: str, mapped: bool = Fa
 
 def _numpy() -> list[Any]:
     """What numbers and arrays of numpy are made of, under the names that numpy 1 and 2 give it."""
-    import numpy as np
-
     made = (("_reconstruct", np.zeros(0).__reduce__()[0]), ("scalar", np.float64(0).__reduce__()[0]))
     named = [(f, f"numpy.{core}.multiarray.{name}") for name, f in made for core in ("core", "_core")]
     kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdSU"}
@@ -61,7 +59,6 @@ def _numpy() -> list[Any]:
 
 def _check_tensors(content: Any, n_bytes: int) -> None:
     """Refuse a tensor or array that is larger than its data in the file. Looks into each container once."""
-    import numpy as np
     import torch
 
     seen, waiting = set(), [content]

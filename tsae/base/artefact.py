@@ -12,6 +12,7 @@ none.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -37,7 +38,6 @@ MANIFEST = "manifest.json"
 _PACKAGES = ("tsae", "torch", "transformers", "transformer_lens", "sae_lens", "h5py", "numpy", "scipy")
 _THREADS = 4
 """Files that are hashed at once; the lock of the interpreter is free meanwhile."""
-_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,8 @@ class Kind:
     """Reads a folder, and raises TsaeError where it is not whole; by default its files are only compared."""
 
 
-class _Running(NamedTuple):
-    words: tuple[str, ...]
-    to: Path | None
-
-
-_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
+_running: ContextVar[tuple[Sequence[str], Path] | None] = ContextVar("_running", default=None)
+"""Words of the running command, and its output."""
 
 
 @contextmanager
@@ -71,7 +67,7 @@ def running_command(words: Sequence[str], to: Path | None) -> Iterator[None]:
         words: of the command, without "tsae".
         to: its output.
     """
-    token = _running.set(_Running(tuple(words), None if to is None else Path(os.path.abspath(to))))
+    token = _running.set(None if to is None else (words, Path(os.path.abspath(to))))
     try:
         yield
     finally:
@@ -85,12 +81,11 @@ def command_facts(path: Path, *, alone: bool = False) -> dict[str, Any]:
         path: that is written; there is no command for what lies outside of its output.
         alone: the path is the command's output, and not only a file in it.
     """
-    running, path = _running.get(), Path(os.path.abspath(path))
-    if running is None or running.to is None or not running.words:
+    words, to = _running.get() or ((), None)
+    path = Path(os.path.abspath(path))
+    if to is None or not path.is_relative_to(to) or (alone and path != to):
         return {}
-    if not path.is_relative_to(running.to) or (alone and path != running.to):
-        return {}
-    return {"command": public(list(running.words)), "from": os.path.relpath(Path.cwd(), path.parent)}
+    return {"command": public(list(words)), "from": os.path.relpath(Path.cwd(), path.parent)}
 
 
 def command_text(facts: Mapping[str, Any], path: Path) -> str:
@@ -283,11 +278,8 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 @once_a_state
 def file_hash(file: str) -> str:
     """XXH3 (128 bits) of a file's bytes."""
-    found = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as stream:
-        while chunk := stream.read(_AT_ONCE):
-            found.update(chunk)
-    return found.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _hashes(files: Mapping[str, Path]) -> dict[str, str]:

@@ -53,15 +53,16 @@ def partial_name(path: str | Path) -> Path:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, *, shared: bool = False) -> Iterator[Path]:
     """Give a temporary name to write under; the file takes the place of `path` when the block ends without an error.
 
     Args:
         path: missing folders are made.
+        shared: whether other processes may write the same file at once, so that the name has to be a new one.
     """
     path = as_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_name(path)
+    partial = partial_name(path.with_name(f"{path.name}.{uuid4().hex}") if shared else path)
     partial.unlink(missing_ok=True)  # of a process that was killed
     try:
         yield partial
@@ -100,16 +101,11 @@ def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_bytes(path: str | Path, content: bytes) -> Path:
-    """Write bytes whole or not at all."""
-    with replacing(path) as partial:
-        partial.write_bytes(content)
-    return as_path(path)
-
-
 def write_text(path: str | Path, content: str) -> Path:
     """Write UTF-8 text whole or not at all. Lone surrogates are escaped as in JSON: UTF-8 cannot hold them."""
-    return write_bytes(path, content.encode("utf-8", "backslashreplace"))
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode("utf-8", "backslashreplace"))
+    return as_path(path)
 
 
 def write_json(path: str | Path, content: Any) -> Path:

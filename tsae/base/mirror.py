@@ -18,7 +18,7 @@ here. Several processes may share a cache. Each note is a file of its own, so th
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import os
 import re
 import shutil
@@ -32,17 +32,23 @@ from typing import Any
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from tsae.base.files import as_path, as_tsae_error, partial_name, write_json, writing
+from tsae.base.files import as_path, as_tsae_error, replacing
 from tsae.base.untrusted import parse_json
-from tsae.errors import TsaeError, first_line, without_secrets
+from tsae.errors import refuse, without_secrets
 
 NOTES = ".remote"
 CACHE = "TSAE_CACHE"
+CACHE_GB = "TSAE_CACHE_GB"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(//?)(?=[^/])")
 _LAZY = re.compile(r"(.*/)?[^/]+/\d{5}\.h5|(.*/)?pieces/\d{6}\.npz")
 """Files that are fetched when they are needed: shards of a store, pieces of an encoding."""
+_STATES = (
+    *("ETag", "etag", "blob_id", "sha", "Content-MD5", "Digest"),
+    *("mtime", "created", "modify", "modified", "last_modified", "Last-Modified", "LastModified", "updated"),
+)
+"""How file systems call the version of a file, or else the time of its last change."""
 _THREADS = 8
-_lock = threading.RLock()
+_lock = threading.Lock()
 _mirrors: dict[Path, Mirror] = {}
 _used: dict[Path, int] = {}
 """When this process last used a file, in nanoseconds."""
@@ -63,9 +69,8 @@ def is_url(path: str | Path) -> bool:
 
 def url_of(path: str | Path) -> str:
     """The URL of a copy, with its password if it has one; or the URL that is given, with both slashes."""
-    if (mirror := _of(Path(path))) is not None:
-        return mirror.url_of(Path(path))
-    return _URL.sub(r"\1://", str(path), count=1)
+    mirror, name = _of(path)
+    return _URL.sub(r"\1://", str(path), count=1) if mirror is None else f"{mirror.url}/{name}".rstrip("/")
 
 
 def local(path: str | Path, *, fetch: bool = True) -> Path:
@@ -82,9 +87,8 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
         return as_path(path)
     url = url_of(path)
     _cache_limit()
-    with _lock:
-        root = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
-        mirror = _mirrors.setdefault(root, Mirror(url, root))
+    root = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / _name(url)
+    mirror = _mirrors.setdefault(root, Mirror(url, root))
     if fetch:
         mirror.refresh()
     return root
@@ -92,7 +96,7 @@ def local(path: str | Path, *, fetch: bool = True) -> Path:
 
 def shown(path: str | Path) -> str:
     """What messages call a path: its URL, if it has one."""
-    return str(path) if _of(Path(path)) is None else without_secrets(url_of(path))
+    return str(path) if _of(path)[0] is None else without_secrets(url_of(path))
 
 
 def in_words(text: str) -> str:
@@ -104,7 +108,7 @@ def in_words(text: str) -> str:
 
 def refreshed(folder: Path) -> None:
     """Fetch what others have written to a mirror since; nothing for a folder that is none."""
-    if (mirror := _of(folder)) is not None:
+    if (mirror := _of(folder)[0]) is not None:
         mirror.refresh()
 
 
@@ -114,15 +118,16 @@ def needed(path: Path) -> Path:
     Raises:
         TsaeError: where it cannot be fetched.
     """
-    if (mirror := _of(path)) is not None:
-        mirror.fetch(path)
+    mirror, name = _of(path)
+    if mirror is not None and name in mirror.listing():
+        mirror.fetch(name)
     return path
 
 
 def there(path: Path) -> bool:
     """Whether a file is on this machine, or at the URL."""
-    mirror = _of(path)
-    return path.is_file() or (mirror is not None and mirror.has(path))
+    mirror, name = _of(path)
+    return path.is_file() or (mirror is not None and name in mirror.listing())
 
 
 def published(*paths: Path) -> None:
@@ -132,10 +137,10 @@ def published(*paths: Path) -> None:
         TsaeError: where one cannot be written.
     """
     for path in paths:
-        if (mirror := _of(path)) is not None:
-            for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
-                if not file.name.endswith(".tmp"):
-                    mirror.upload(file)
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            mirror, name = _of(file)
+            if mirror is not None and file.is_file() and not name.endswith(".tmp"):
+                mirror.upload(name)
 
 
 def removed(path: Path) -> None:
@@ -144,8 +149,9 @@ def removed(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-    if (mirror := _of(path)) is not None:
-        mirror.remove(path)
+    mirror, name = _of(path)
+    if mirror is not None:
+        mirror.remove(name)
 
 
 def outside(folder: Path) -> Path:
@@ -153,12 +159,12 @@ def outside(folder: Path) -> Path:
 
     Nothing in it is uploaded.
     """
-    mirror = _of(folder)
+    mirror = _of(folder)[0]
     return folder if mirror is None else mirror.root.parent
 
 
 class Mirror:
-    """One URL and its copy.
+    """One URL and its copy. Files are named by their path below it; "" is the file of a URL that is one.
 
     Args:
         url: of a file or folder.
@@ -167,13 +173,9 @@ class Mirror:
 
     def __init__(self, url: str, root: Path) -> None:
         self.url, self.root = url.rstrip("/"), root
-        self._known: dict[str, Any] | None = None
-        """What lies at the URL: path below it, "" for a file, -> what tells its state."""
-        self.notes = root.with_name(f"{root.name}{NOTES}")
-
-    def url_of(self, path: Path) -> str:
-        name = self._name(path)
-        return f"{self.url}/{name}" if name else self.url
+        self._known: dict[str, str] | None = None
+        """What lies at the URL: name -> what tells its state."""
+        self._notes = root.with_name(f"{root.name}{NOTES}")
 
     def refresh(self) -> None:
         """Look again what lies at the URL, and fetch what is not fetched one by one."""
@@ -182,131 +184,92 @@ class Mirror:
         # What was uploaded since, beside this, is not in the listing.
         since = {name: noted["there"] for name, noted in self.noted().items() if noted != before.get(name)}
         self._known = known | since
-        wanted = [name for name in self._known if not _LAZY.fullmatch(name)]
         for name, noted in before.items():
-            file = self.root / name if name else self.root
             # What is not as it was noted was written here since, and is not uploaded yet.
-            if name not in self._known and self._state_here(file) == noted["here"]:
-                file.unlink(missing_ok=True)
+            if name not in self._known and _state_here(self.root / name) == noted["here"]:
+                (self.root / name).unlink(missing_ok=True)
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self._fetch, wanted))
+            list(pool.map(self.fetch, [name for name in known if not _LAZY.fullmatch(name)]))
 
-    def has(self, path: Path) -> bool:
-        return self._name(path) in self._listing()
-
-    def fetch(self, path: Path) -> None:
-        name = self._name(path)
-        if name in self._listing():
-            self._fetch(name)
-
-    def upload(self, file: Path) -> None:
-        name = self._name(file)
-        here = self._state_here(file)
-        if here is None or here == (self._noted(name) or {}).get("here"):
-            return
-        with self._reached("written to"):
-            fs, path = self._opened(name)
-            parent = path.rpartition("/")[0]
-            fs.makedirs(parent, exist_ok=True)
-            fs.put_file(str(file), path)
-            fs.invalidate_cache()
-            info = fs.info(path)
-            if info["size"] != here[1]:
-                raise OSError(f"{info['size']} bytes of {here[1]} have arrived")
-            self._note(name, here, state_there(fs, path, info))
-        if _LAZY.fullmatch(name):
-            self._make_room()
-
-    def remove(self, path: Path) -> None:
-        name = self._name(path)
-        with self._reached("written to"):
-            fs, place = self._opened(name)
-            fs.invalidate_cache()
-            if fs.exists(place):
-                _delete(fs, place)
-        with _lock:
-            if self._known is not None:
-                self._known = {known: state for known, state in self._known.items() if not _is_below(known, name)}
-            for known in self.noted():
-                if _is_below(known, name):
-                    self._note_file(known).unlink(missing_ok=True)
-
-    def _fetch(self, name: str) -> None:
-        file = self.root / name if name else self.root
-        state, known = self._listing()[name], self._noted(name)
-        if known is not None and known["there"] == state and self._state_here(file) == known["here"]:
-            _used[file] = time.time_ns()
-            return
-        partial = partial_name(file.with_name(f"{file.name}.{uuid4().hex}"))
-        try:
-            with self._reached("read"):
-                fs, path = self._opened(name)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                fs.get_file(path, str(partial))
-                # Another process that shares the cache may replace or remove it at once.
-                here = self._state_here(partial)
-                os.replace(partial, file)
-        finally:
-            partial.unlink(missing_ok=True)
-        if here is not None:
-            self._note(name, here, state)
-        if _LAZY.fullmatch(name):
-            self._make_room(keep=file)
-
-    def _listing(self) -> dict[str, Any]:
+    def listing(self) -> dict[str, str]:
         if self._known is None:
             self._known = self._listed()
         return self._known
 
-    def _listed(self) -> dict[str, Any]:
-        with self._reached("read"):
-            fs, path = self._opened("")
+    def fetch(self, name: str) -> None:
+        file, state, noted = self.root / name, self.listing()[name], self._noted(name)
+        _used[file] = time.time_ns()
+        if noted is None or noted["there"] != state or noted["here"] != _state_here(file):
+            with self._at(name, "read") as (fs, place):
+                with replacing(file, shared=True) as partial:
+                    fs.get_file(place, str(partial))
+                    # Another process that shares the cache may replace or remove it at once.
+                    here = _state_here(partial)
+                self._note(name, here, state)
+            if _LAZY.fullmatch(name):
+                _make_room()
+
+    def upload(self, name: str) -> None:
+        here = _state_here(self.root / name)
+        if here is None or here == (self._noted(name) or {}).get("here"):
+            return
+        with self._at(name, "written to") as (fs, place):
+            fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(self.root / name), place)
             fs.invalidate_cache()
-            found = fs.find(path, detail=True)
-            inside = [place for place in found if place == path or place.startswith(f"{path}/")]
-            names = {place[len(path) :].lstrip("/"): place for place in inside}
+            info = fs.info(place)
+            if info["size"] != here[1]:
+                raise OSError(f"{info['size']} bytes of {here[1]} have arrived")
+            self._note(name, here, state_there(fs, place, info))
+        if _LAZY.fullmatch(name):
+            _make_room()
+
+    def remove(self, name: str) -> None:
+        with self._at(name, "written to") as (fs, place):
+            fs.invalidate_cache()
+            found = fs.find(place, withdirs=True, detail=True) if fs.exists(place) else {}
+            # The name means itself: to `fs.rm` a * or [ is a pattern. What is in a folder comes before it.
+            for path in sorted((path for path in found if _is_below(path, place)), reverse=True):
+                if found[path].get("type") != "directory":
+                    fs.rm_file(path)
+                else:
+                    with suppress(OSError, NotImplementedError):  # object stores have no folders
+                        fs.rmdir(path)
+        for known in {*self.noted(), *(self._known or ())}:
+            if _is_below(known, name):
+                (self._known or {}).pop(known, None)
+                self._note_file(known).unlink(missing_ok=True)
+
+    def _listed(self) -> dict[str, str]:
+        with self._at("", "read") as (fs, place):
+            fs.invalidate_cache()
+            found = fs.find(place, detail=True)
+            names = {path[len(place) :].lstrip("/"): path for path in found if _is_below(path, place)}
             # Names must not lead out of the folder.
-            names = {name: at for name, at in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
+            names = {name: path for name, path in names.items() if not {"..", "."} & set(re.split(r"[/\\\\]", name))}
             with ThreadPoolExecutor(_THREADS) as pool:
-                states = pool.map(lambda place: state_there(fs, place, found[place]), names.values())
+                states = pool.map(lambda path: state_there(fs, path, found[path]), names.values())
                 return dict(zip(names, states, strict=True))
 
-    def _opened(self, name: str) -> tuple[Any, str]:
-        fix = "Check the address, and install what fsspec needs for it, such as s3fs."
-        with as_tsae_error("cannot be reached", self.url, fix):
+    @contextmanager
+    def _at(self, name: str, what: str) -> Iterator[tuple[Any, str]]:
+        """The file system, and the place of a file there. Every file system of fsspec raises errors of its own."""
+        fix = f"Check the address, your credentials, and the room in {cache_folder()} (${CACHE}, ${CACHE_GB})."
+        with as_tsae_error(f"cannot be {what}", self.url, f"{fix} The same command then resumes."):
             import fsspec
 
-            fs, path = fsspec.core.url_to_fs(self.url)
-        path = path.rstrip("/")
-        return fs, f"{path}/{name}" if name else path
+            fs, place = fsspec.core.url_to_fs(self.url)
+            yield fs, f"{place.rstrip('/')}/{name}".rstrip("/")
 
-    @contextmanager
-    def _reached(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except TsaeError:
-            raise
-        except Exception as error:  # every file system of fsspec raises errors of its own
-            if isinstance(error, OSError) and error.errno == 28:
-                fix = f"Make room, or set {CACHE} to a larger disk; {CACHE_GB} limits what is kept there."
-                raise TsaeError(f"is full ({error.strerror})", where=cache_folder(), fix=fix) from error
-            fix = "Check the address, and that your credentials are valid there. The same command then resumes."
-            raise TsaeError(f"cannot be {what} ({first_line(error)})", where=self.url, fix=fix) from error
-
-    def _name(self, path: Path) -> str:
-        return "" if path == self.root else path.relative_to(self.root).as_posix()
-
-    def _note(self, name: str, here: list[int], state: str) -> None:
-        with _lock, writing(self.notes, f"Make room there, or set {CACHE} to another folder."):
-            if self._known is not None:
-                self._known[name] = state
-            file = self._note_file(name)
-            # A name of its own: another process may write the same note.
-            os.replace(write_json(f"{file}.{uuid4().hex}", {"there": state, "here": here}), file)
+    def _note(self, name: str, here: list[int] | None, there: str) -> None:
+        with replacing(self._note_file(name), shared=True) as partial:
+            partial.write_text(json.dumps({"there": there, "here": here}), encoding="utf-8")
+        if self._known is not None:
+            self._known[name] = there
 
     def noted(self) -> dict[str, Any]:
-        """Path below the URL -> its state there and here."""
-        names = [unquote(file.name.removesuffix(".json")) for file in self.notes.glob("*.json")]
+        """Name -> the file's state there and here."""
+        names = [unquote(file.name.removesuffix(".json")) for file in self._notes.glob("*.json")]
         return {name: noted for name in names if (noted := self._noted(name)) is not None}
 
     def _noted(self, name: str) -> Any:
@@ -314,34 +277,16 @@ class Mirror:
             return parse_json(self._note_file(name).read_text(encoding="utf-8"))
 
     def _note_file(self, name: str) -> Path:
-        return self.notes / f"{quote(name, safe='')}.json"
+        return self._notes / f"{quote(name, safe='')}.json"
 
-    def _state_here(self, file: Path) -> list[int] | None:
-        try:
-            found = file.stat()
-        except OSError:
-            return None
-        return [found.st_ino, found.st_size, found.st_mtime_ns]
 
-    def _make_room(self, keep: Path | None = None) -> None:
-        """Remove the least recently used files that can be fetched again, of all mirrors."""
-        limit = _cache_limit() * 1e9
-        with _lock:
-            files = []
-            for notes in cache_folder().glob(f"*/*{NOTES}"):
-                root = notes.with_name(notes.name.removesuffix(NOTES))
-                for name, noted in Mirror("", root).noted().items():
-                    file = root / name if name else root
-                    if not _LAZY.fullmatch(name) or file == keep:
-                        continue
-                    if (found := self._state_here(file)) is not None and found == noted["here"]:
-                        files.append((_used.get(file, found[2]), found[1], file))
-            held = sum(size for _, size, _ in files) + ((self._state_here(keep) or [0, 0])[1] if keep else 0)
-            for _, size, file in sorted(files):
-                if held <= limit:
-                    break
-                file.unlink(missing_ok=True)
-                held -= size
+def _of(path: str | Path) -> tuple[Mirror | None, str]:
+    """The mirror in which a path lies, and its name there."""
+    path = Path(path)
+    for root in (path, *path.parents) if _mirrors else ():
+        if root in _mirrors:
+            return _mirrors[root], "" if root == path else path.relative_to(root).as_posix()
+    return None, ""
 
 
 def _is_below(name: str, folder: str) -> bool:
@@ -349,12 +294,15 @@ def _is_below(name: str, folder: str) -> bool:
     return name == folder or name.startswith(f"{folder}/" if folder else "")
 
 
-_VERSIONS = ("ETag", "etag", "blob_id", "sha", "Content-MD5", "Digest")
-_TIMES = ("mtime", "created", "modify", "modified", "last_modified", "Last-Modified", "LastModified", "updated")
+def _state_here(file: Path) -> list[int] | None:
+    with suppress(OSError):
+        found = file.stat()
+        return [found.st_ino, found.st_size, found.st_mtime_ns]
+    return None
 
 
 def state_there(fs: Any, place: str, info: dict[str, Any]) -> str:
-    """A text that changes when the file changes: its version, or its size and time.
+    """A text that changes when the file changes: its size, and its version or time.
 
     Args:
         fs: the file system.
@@ -364,34 +312,34 @@ def state_there(fs: Any, place: str, info: dict[str, Any]) -> str:
     Returns:
         of a file of which nothing is said: a text that no other is equal to, so that no copy passes for current.
     """
-    found = _told(info)
+
+    def told(info: dict[str, Any]) -> str | None:
+        found = (f"{info.get('size')} {info[name]}" for name in _STATES if info.get(name) not in (None, ""))
+        return next(found, None)
+
+    found = told(info)
     if found is None:
         with suppress(Exception):  # of a file that can be read, but not be asked about
-            found = _told(fs.info(place))
+            found = told(fs.info(place))
     return found or f"unknown {uuid4().hex}"
 
 
-def _delete(fs: Any, place: str) -> None:
-    """Delete a file, or a folder with all that is in it. The name means itself: to `fs.rm` a * or [ is a pattern."""
-    found = fs.find(place, withdirs=True, detail=True)
-    inside = {name: info for name, info in found.items() if name == place or name.startswith(f"{place}/")}
-    for name in sorted(inside, reverse=True):
-        if inside[name].get("type") != "directory":
-            fs.rm_file(name)
-    for folder in (*(name for name in sorted(inside, reverse=True) if inside[name].get("type") == "directory"), place):
-        with suppress(OSError, NotImplementedError):  # object stores have no folders
-            fs.rmdir(folder)
-
-
-def _told(info: dict[str, Any]) -> str | None:
-    version = next((info[name] for name in _VERSIONS if info.get(name)), None)
-    if version is not None:
-        return str(version)
-    time = next((info[name] for name in _TIMES if info.get(name) is not None), None)
-    return None if time is None else f"{info.get('size')} {time}"
-
-
-CACHE_GB = "TSAE_CACHE_GB"
+def _make_room() -> None:
+    """Remove the least recently used files that can be fetched again, of all mirrors. The one in use stays."""
+    limit, held = _cache_limit() * 1e9, 0
+    with _lock:
+        files = []
+        for notes in cache_folder().glob(f"*/*{NOTES}"):
+            mirror = Mirror("", notes.with_name(notes.name.removesuffix(NOTES)))
+            for name, noted in mirror.noted().items():
+                file = mirror.root / name
+                if _LAZY.fullmatch(name) and _state_here(file) == noted["here"]:
+                    _, size, written = noted["here"]
+                    files.append((_used.get(file, written), size, file))
+        for _, size, file in sorted(files, reverse=True):
+            held += size
+            if limit < held != size:
+                file.unlink(missing_ok=True)
 
 
 def _cache_limit() -> float:
@@ -404,19 +352,11 @@ def _cache_limit() -> float:
     try:
         found = float(text or 100)
     except ValueError:
-        found = math.nan
-    if not found >= 0:
-        fix = "Set it to a number such as 50, or unset it for 100."
-        raise TsaeError(f"is {text!r}, expected gigabytes, 0 or more", where=f"${CACHE_GB}", fix=fix)
+        found = -1
+    fix = "Set it to a number such as 50, or unset it for 100."
+    refuse(f"${CACHE_GB}", (not found >= 0, f"is {text!r}, expected gigabytes, 0 or more", fix))
     return found
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get(CACHE, "") or Path.home() / ".cache" / "tsae").expanduser().absolute()
-
-
-def _of(path: Path) -> Mirror | None:
-    if not _mirrors:
-        return None
-    path = Path(path)
-    return next((_mirrors[parent] for parent in (path, *path.parents) if parent in _mirrors), None)

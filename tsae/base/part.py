@@ -72,7 +72,9 @@ def begin(
         TsaeError: with the given words, where the folder holds anything else.
     """
     folder = file.parent
-    others = folder.is_dir() and any(not is_beginning(file, path.name) for path in folder.iterdir())
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    lock = f".{folder.name}."  # lies inside of a volume
+    others = any(not is_beginning(file, name) and not name.startswith(lock) for name in names)
     if not file.is_file():  # looked at after the others: another part may begin in this moment
         refuse(folder, (others, refused, fix))
         write_first(file, content, write)
