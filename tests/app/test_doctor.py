@@ -143,6 +143,7 @@ def test_a_base_on_the_hub_is_looked_up_and_not_fetched(
         (mixed / "README.md").write_text("---\nbase_model: org/start\n---\n")
         found = examined(mixed, tmp_path)
         assert found["base"] == Finding("base", "ok", "the base is org/start (by README.md)")
+        assert find_series(RunConfig(mixed, base="org/start"))[1] == "the base is org/start (as asked)"
         size = (Path(BASE) / "model.safetensors").stat().st_size
         assert f"base's weights ({size / 1e6:,.0f} MB) are fetched first, and kept" in found["disk"].what
         assert not list((tmp_path / "cache").rglob("*.safetensors"))

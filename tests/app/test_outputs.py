@@ -58,9 +58,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CREDIT = "credit weights --credit a --features b --store c --to"
-
-
 @pytest.mark.parametrize(
     ("command", "why"),
     [
@@ -93,13 +90,10 @@ CREDIT = "credit weights --credit a --features b --store c --to"
         ("diff --features features --to out --series rollouts.parquet --markdown rollouts.parquet", "an input too"),
         ("rollouts difficulty --rollouts rollouts.parquet --json mine.json", "not a file with JSON"),
         ("store statistics folder --to rollouts.parquet", "not a file with token statistics"),
-        (f"{CREDIT} other.parquet", "not a file with token weights"),
-        (f"{CREDIT} rollouts.parquet", "not a file with token weights"),
+        ("credit weights --credit a --features b --store c --to other.parquet", "not a file with token weights"),
         ("rollouts behaviours --rollouts rollouts.parquet --to a.out --json a.out", "the output of --to, too"),
         ("diff --features features --to out --json ./f.json --markdown f.json", "the output of --json, too"),
         ("diff --features features --to out --json out/diff.json", "lies in the folder that is written (--to out)"),
-        ("rollouts import folder --to rollouts.parquet", "not a file with imported rollouts"),
-        ("rollouts sample --series a --problems problems.jsonl --to rollouts.parquet", "not a file with sampled"),
         ("rollouts difficulty --rollouts folder/r.parquet --to folder", ""),
     ],
 )

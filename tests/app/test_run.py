@@ -718,23 +718,6 @@ def test_adapters_over_a_base_in_the_cache(
     assert not (tmp_path / "without").exists()
 
 
-@pytest.mark.slow
-def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, tmp_path: Path) -> None:
-    run = tmp_path / "full"
-    for step in (25, 50):
-        shutil.copytree(trl_run / f"checkpoint-{step}", run / f"checkpoint-{step}")
-    shutil.copytree(trl_run / "completions", run / "completions")
-    (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
-    config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
-    lines, diff = analysed(config)
-    assert "3 checkpoints; the base is org/arithmetic (by README.md); compared with it: full-00050" in lines[0]
-    local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
-    _, same = analysed(local)
-    pd.testing.assert_frame_equal(diff.shifts, same.shifts)
-    series, origin = find_series(replace(config, base=hub_base))
-    assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
-
-
 @pytest.mark.parametrize("choice", [{"d_sae": 3}, {"d_sae": 32, "k": 64}, {"training_tokens": 10**12}])
 def test_an_sae_that_cannot_be_trained_is_refused_before_the_capture(choice: dict[str, int]) -> None:
     refuses(r"SAEConfig|TrainingConfig", RunConfig, Path("run"), **choice)
@@ -748,7 +731,6 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
     (tmp_path / "empty").mkdir()
     fails(replace(TINY, path=tmp_path / "empty"), r"no checkpoints.*output_dir")
     fails(replace(tiny, base=str(tmp_path / "gone")), r"gone: no such folder")
-    fails(replace(tiny, checkpoints=("hard-00075",)), r"no checkpoint 'hard-00075'")
     fails(replace(tiny, path=trl_run, log=tmp_path / "gone"), r"gone: no such log")
 
     one = tmp_path / "one"
@@ -759,9 +741,6 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
     shutil.copytree(trl_run / "completions", one / "completions")
     (one / "checkpoint-50" / "tokenizer.json").unlink()
     refuses(r"checkpoint-50: holds no tokenizer", analysed, tiny, path=one, to=tmp_path / "out")
-
-
-def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
     refuses(r"inside the folder that is searched", analysed, tiny, to=tiny.path / "completions" / "out")
 
 
