@@ -316,12 +316,12 @@ class _Watch:
             what = f"holds an analysis of another training, SAE or versions (differing: {', '.join(differing)})"
             fix = "Give the options with which it started, another SAE (--retrain), or another folder (--to)."
             raise TsaeError(what, where=self.to, fix=fix)
-        base, held = state.series.base, read_manifest(self.to / "activations")["readers"][0]
-        paths = dict(before["series"])
-        if held["step"] and not Path(paths.get(held["id"], "")).is_dir():
+        base, manifest = state.series.base, read_manifest(self.to / "activations")
+        held = manifest["readers"][0]
+        if held["step"] and not Path(dict(before["series"]).get(held["id"], "")).is_dir():
             self._tell(f"{held['id']}, which stood in for the base, was removed: {base.id} takes its place")
             return
-        for _, found, captured in changed_checkpoints(read_manifest(self.to / "activations"), state.series, [base.id]):
+        for _, found, captured in changed_checkpoints(manifest, state.series, [base.id]):
             what = f"is another base than before: its weights and config have the hash {found}, and those that were "
             fix = "Give the same base (--base), or begin in another folder with --to."
             raise TsaeError(f"{what}compared with have {captured}", where=base.path, fix=fix)
