@@ -160,9 +160,9 @@ def analyze_state(
     form, files, _ = find_log(state.log, config.importing, state.only)
     importing, success = with_outcome(form.read(files[0], config.importing), config.importing, state.log)
     # Features would get other numbers.
-    others = state.cache is None and "sae" in (read_run(config.to, "run.json") or {})
+    watched = state.cache is None and "sae" in (read_run(config.to, "run.json") or {})
     fix = "`tsae watch` wrote it, and can continue it. Or delete that folder, or give another one (--to)."
-    refuse(config.to, (others, "holds something else than an analysis by `tsae run`", fix))
+    refuse(config.to, (watched, "holds something else than an analysis by `tsae run`", fix))
     record = RunRecord(config.to, "run.json", state.facts(config), "an analysis")
     lines = StageLines(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
