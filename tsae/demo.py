@@ -22,7 +22,7 @@ from tsae.checkpoints.loading import Checkpoint
 from tsae.checkpoints.series import CheckpointSeries
 from tsae.config import DemoConfig
 from tsae.diff.feature_diff import FeatureDiff
-from tsae.pipeline import Choice, Pipeline, fingerprints, with_results
+from tsae.pipeline import Choice, Pipeline, fingerprints
 from tsae.report.story import facts
 from tsae.report.terminal import print_run
 from tsae.rollouts.table import Rollouts
@@ -60,7 +60,7 @@ def demo(config: DemoConfig | None = None, *, progress: bool = True, everything:
     print(f"{found['rollouts']!r}\n  read by {', '.join(c.id for c in series)}")
     report = to / "report.html"
     attribution = Attribution.load(to / "attribution") if config.attribute else None
-    print_run(with_results(found, to), attribution, report, found["evaluation"], everything=everything)
+    print_run(found["report"], attribution, report, found["evaluation"], everything=everything)
     return report
 
 

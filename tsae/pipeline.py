@@ -358,14 +358,24 @@ class Pipeline:
         file = self.to / "explanations" / EXPLANATIONS
         labels = {"labels": file_hash(file)} if file.is_file() else {}
 
-        def make(*found: Any) -> Path:
+        def shown(*found: Any) -> FeatureDiff:
+            """The diff with labels, with what was tested causally, and why nothing was attributed."""
             results = dict(zip(inputs, found, strict=True))
+            diff = labelled(results["diff"], file.parent)
+            for test in results["causal"].tests if "causal" in results else ():
+                diff = test.mark(diff)
+            if "attribution" in results and results["attribution"].found is None:
+                diff = replace(diff, info={**diff.info, "no_attribution": results["attribution"].told})
+            return diff
+
+        def make(*found: Any) -> FeatureDiff:
+            results, diff = dict(zip(inputs, found, strict=True)), shown(*found)
             attribution = results["attribution"].found if "attribution" in results else None
-            diff, claims = with_results(results, self.to), results["claims"]
-            return diff.to_html(page, attribution=attribution, claims=claims)
+            diff.to_html(page, attribution=attribution, claims=results["claims"])
+            return diff
 
         return Stage(
-            "report", page.name, {"title": self.title, **labels}, make, lambda *_: page, inputs,
+            "report", page.name, {"title": self.title, **labels}, make, shown, inputs,
             lines=lambda *_: {"report": str(page)},
         )  # fmt: skip
 
@@ -391,16 +401,6 @@ def sae_line(sae: TemporalSAE, told: str) -> str:
 
 def _hashes(folder: Path) -> Any:
     return (manifest_of(folder) or {}).get("files")
-
-
-def with_results(results: Mapping[str, Any], folder: Path) -> FeatureDiff:
-    """The diff, with labels in the run's folder, what was tested causally, and why nothing was attributed."""
-    diff = labelled(results["diff"], folder / "explanations")
-    for test in results["causal"].tests if "causal" in results else ():
-        diff = test.mark(diff)
-    if "attribution" in results and results["attribution"].found is None:
-        diff = replace(diff, info={**diff.info, "no_attribution": results["attribution"].told})
-    return diff
 
 
 def _pass_at_k(rollouts: Rollouts, series: CheckpointSeries) -> dict[str, Any]:

@@ -39,12 +39,12 @@ from tsae.diff.feature_diff import FeatureDiff
 from tsae.doctor import check, find_run_log, find_series
 from tsae.errors import TsaeError, refuse
 from tsae.features.feature_table import FeatureTable
-from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens, with_results
+from tsae.pipeline import Choice, Pipeline, fingerprints, n_tokens
 from tsae.report.story import facts
 from tsae.report.text import visible
 from tsae.rollouts.band_source import asked_problems, bands_from, read_source
 from tsae.rollouts.bands import Bands, band_counts, band_problems, kind_of_bands, of_steps
-from tsae.rollouts.config import BandSource, ImportConfig, SamplingConfig
+from tsae.rollouts.config import ImportConfig, SamplingConfig
 from tsae.rollouts.fresh_rollouts import (
     answered_anew,
     draw_problems,
@@ -61,7 +61,7 @@ from tsae.rollouts.schema import problem_bands
 from tsae.rollouts.table import Rollouts
 from tsae.sae.config import SAEConfig, TrainingConfig
 from tsae.sae.model import TemporalSAE
-from tsae.stages import RunRecord, Stage, StageLines, carry_out, read_run
+from tsae.stages import RunRecord, Stage, StageLines, carry_out, read_run, recorded
 
 _LOOKS = 3
 """At a run whose checkpoints are removed while they are read."""
@@ -75,18 +75,38 @@ _PASSES, _FEWEST_TOKENS, _MOST_PASSES = 4, 1_000_000, 20
 
 
 class State(NamedTuple):
-    """A state of a training that goes on."""
+    """What there is of a training: all of it, or as much as is complete while it goes on."""
 
-    without: frozenset[Path]
-    """Folders of checkpoints that are not complete, resolved."""
-    log: dict[Path, int]
-    """Files of the log that count, and how many bytes of each (`tsae.rollouts.importing.import_log`)."""
-    kept: str | None
+    series: CheckpointSeries
+    origin: str
+    """Which model is the base, and what names it."""
+    log: Path
+    sizes: Mapping[Path, int]
+    """Files of the log, and how many bytes of each count."""
+    cache: Path | None = None
+    """The analysis before, of a training that goes on, with what was read of the log, and the codes of shards."""
+    kept: str | None = None
     """Fingerprint of the SAE that is kept; None where one is trained."""
-    trained: dict[str, float | None]
+    trained: dict[str, float | None] | None = None
     """FVE by reader when the kept SAE was trained."""
-    cache: Path
-    """Folder for what was read of the log, and for the codes of shards."""
+
+    @property
+    def only(self) -> Mapping[Path, int] | None:
+        """What of the log counts, where it grows (`tsae.rollouts.importing.import_log`)."""
+        return self.sizes if self.cache else None
+
+    def facts(self, config: RunConfig) -> dict[str, Any]:
+        """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it is kept."""
+        settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
+        settings["diff"] = config.diff.settings()
+        found: dict[str, Any] = recorded({
+            "run": {**settings, "path": config.path.resolve()},
+            "series": [[c.id, c.path] for c in self.series],
+            "log": [[name_in(self.log, file), size] for file, size in self.sizes.items()],
+            "versions": versions(),
+            **({} if self.kept is None else {"sae": self.kept}),
+        })  # fmt: skip
+        return found
 
 
 def analyze_run(config: RunConfig, *, progress: bool = True, say: Callable[[str], None] = print) -> FeatureDiff:
@@ -116,7 +136,10 @@ def analyze_checked(config: RunConfig, *, progress: bool = True, say: Callable[[
         looks += 1
         before = complete_checkpoints(config.path)
         try:
-            return analyze_state(config, None, progress=progress, say=say)
+            series, origin = find_series(config)
+            log = find_run_log(config)
+            sizes = {file.path: file.path.stat().st_size for file in find_log(log, config.importing)[1]}
+            return analyze_state(config, State(series, origin, log, sizes), progress=progress, say=say)
         except (TsaeError, OSError) as error:
             there = complete_checkpoints(config.path)
             gone = [os.path.relpath(folder, config.path.resolve()) for folder in before if folder not in there]
@@ -128,30 +151,25 @@ def analyze_checked(config: RunConfig, *, progress: bool = True, say: Callable[[
 
 
 def analyze_state(
-    config: RunConfig,
-    state: State | None = None,
-    *,
-    progress: bool = True,
-    say: Callable[[str], None] = print,
+    config: RunConfig, state: State, *, progress: bool = True, say: Callable[[str], None] = print
 ) -> FeatureDiff:
-    """Analyse a training run as it is, or a state of one that goes on; see `analyze_run`."""
+    """Analyse what there is of a training run; see `analyze_run`."""
     sae = None if config.sae is None else tsae.load_sae(config.sae, site=config.site, device=config.device)
-    known = read_source(config.source)
-    series, origin = find_series(config, frozenset() if state is None else state.without)
+    known, series = read_source(config.source), state.series
     readers = series.select(config.checkpoints) if config.checkpoints else series.final()
-    log, only = find_run_log(config), None if state is None else state.log
-    form, files, _ = find_log(log, config.importing, only)
-    importing, success = with_outcome(form.read(files[0], config.importing), config.importing, log)
-    sizes = only or {file.path: file.path.stat().st_size for file in files}
-    asked = run_facts(config, series, log, sizes, None if state is None else state.kept)
-    _need_own_sae(config.to, asked)
-    record = RunRecord(config.to, "run.json", asked, "an analysis")
+    form, files, _ = find_log(state.log, config.importing, state.only)
+    importing, success = with_outcome(form.read(files[0], config.importing), config.importing, state.log)
+    # Features would get other numbers.
+    watched = state.cache is None and "sae" in (read_run(config.to, "run.json") or {})
+    fix = "`tsae watch` wrote it, and can continue it. Or delete that folder, or give another one (--to)."
+    refuse(config.to, (watched, "holds something else than an analysis by `tsae run`", fix))
+    record = RunRecord(config.to, "run.json", state.facts(config), "an analysis")
     lines = StageLines(config.to / "stages.json", say)
     which = "as asked" if config.checkpoints else "the last step of every run"
     others = ", ".join(c.id for c in list(readers)[1:])
     told = [note.rstrip(".") for note in series.notes if "stands in for the base" not in note]  # `origin` says that
     lines.say(
-        "series", "; ".join([f"{len(series)} checkpoints; {origin}; compared with it: {others} ({which})", *told])
+        "series", "; ".join([f"{len(series)} checkpoints; {state.origin}; compared with it: {others} ({which})", *told])
     )
     # Every reader reads everything, since a log has most problems from one policy only. Of fresh rollouts, the base
     # reads all, the others the base's and their own. Shards are small and steady: few are captured again.
@@ -172,36 +190,12 @@ def analyze_state(
         to=config.to, readers=readers, title=f"What training changed: {series.name}",
         diff=replace(config.diff, seed=config.seed), capturing=capturing, site=config.site if sae is None else sae.site,
         sae_settings={name: getattr(config, name) for name in ("d_sae", "k", "training_tokens", "seed")},
-        published=sae, kept=None if state is None or state.kept is None else state.trained,
-        codes=None if state is None else state.cache / ".codes", questions=questions, progress=progress,
-        config=config, series=series, log=log, importing=importing, success=success, sizes=sizes, state=state,
-        record=record, drawing=drawing, known=known,
+        published=sae, kept=state.trained, codes=state.cache and state.cache / ".codes", questions=questions,
+        progress=progress, config=config, importing=importing, success=success, state=state, record=record,
+        drawing=drawing, known=known,
     )  # fmt: skip
-    results = carry_out(work.stages(work.rollouts()), record, lines.say, say)
-    return with_results(results, config.to)
-
-
-def run_facts(
-    config: RunConfig, series: CheckpointSeries, log: Path, sizes: Mapping[Path, int], kept: str | None = None
-) -> dict[str, Any]:
-    """What run.json says of an analysis: settings, inputs and versions; and the SAE, if it was not trained for it."""
-    settings = {name: value for name, value in asdict(config).items() if name not in ("path", "to", "device")}
-    settings["diff"] = config.diff.settings()
-    return {
-        "run": {**settings, "path": config.path.resolve()},
-        "series": [[c.id, c.path] for c in series],
-        "log": [[name_in(log, file), size] for file, size in sizes.items()],
-        "versions": versions(),
-        **({} if kept is None else {"sae": kept}),
-    }
-
-
-def _need_own_sae(to: Path, facts: Mapping[str, Any]) -> None:
-    """Refuse to train an SAE in place of the one that `tsae watch` keeps: features would get other numbers."""
-    held = read_run(to, "run.json") or {}
-    if "sae" in held and "sae" not in facts:
-        fix = "`tsae watch` wrote it, and can continue it. Or delete that folder, or give another one (--to)."
-        raise TsaeError("holds something else than an analysis by `tsae run`", where=to, fix=fix)
+    shown: FeatureDiff = carry_out(work.stages(work.rollouts()), record, lines.say, say)["report"]
+    return shown
 
 
 def choose_sae(store: ActivationStore, config: RunConfig) -> Choice:
@@ -229,17 +223,12 @@ def _drawn_lines(drawn: Rollouts, _: Path) -> dict[str, str]:
 
 def _draw_settings(config: RunConfig, readers: CheckpointSeries) -> dict[str, Any]:
     """The options that decide which rollouts are read, and their bands."""
-    names = ("tokens", "seed", "sample", "bands_from", "source", "by") + ("server", "minutes") * (
-        config.sample is not None
-    )
-    of_bands = [file and file_hash(file) for file in (config.bands_from, _file_of(config.source))]
+    names = ["tokens", "seed", "sample", "bands_from", "source", "by"]
+    names += ["server", "minutes"] * (config.sample is not None)
+    files = (config.bands_from, None if config.source.difficulty is None else local(config.source.difficulty))
+    of_bands = [file_hash(file) if file is not None and file.is_file() else None for file in files]
     sampled = None if config.sample is None else [c.id for c in readers]
     return {**plain({name: getattr(config, name) for name in names}), "bands_from": of_bands, "readers": sampled}
-
-
-def _file_of(source: BandSource) -> Path | None:
-    path = None if source.difficulty is None else local(source.difficulty)
-    return path if path is not None and path.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,13 +236,10 @@ class _Run(Pipeline):
     """The stages of one analysis."""
 
     config: RunConfig
-    series: CheckpointSeries
-    log: Path
+    state: State
     importing: ImportConfig
     success: str
     """How the log says that a response is right."""
-    sizes: Mapping[Path, int]
-    state: State | None
     record: RunRecord
     drawing: Mapping[str, Any]
     """The options that decide which rollouts are read."""
@@ -269,7 +255,7 @@ class _Run(Pipeline):
         """The stages that import the log and draw rollouts from it."""
         log = self._log_settings()
         return [
-            Stage("log", "rollouts/log.parquet", log, self._import, lambda: self.whole, fingerprint=lambda _: log),
+            Stage("log", "rollouts/log.parquet", log, self._import, self._checked_log, fingerprint=lambda _: log),
             Stage(
                 "rollouts", "rollouts/rollouts.parquet", self.drawing, self._draw, self._read_drawn, ("log",),
                 fingerprint=fingerprints, lines=_drawn_lines,
@@ -277,18 +263,26 @@ class _Run(Pipeline):
         ]  # fmt: skip
 
     def _log_settings(self) -> dict[str, Any]:
+        state = self.state
         # Labels may change and leave the size. A log that grows is compared when it has grown.
-        read = () if self.state is not None else self.sizes
+        read = () if state.cache else state.sizes
         hashes = [file_hash(file) for file in read if file.is_file()]
-        sizes = [[name_in(self.log, file), size] for file, size in self.sizes.items()]
-        return {"log": [str(self.log.resolve()), sizes, hashes], "importing": asdict(self.importing),
-                "series": [[c.id, c.path] for c in self.series]}  # fmt: skip
+        facts = state.facts(self.config)
+        return {"log": [str(state.log.resolve()), facts["log"], hashes], "importing": asdict(self.importing),
+                "series": facts["series"]}  # fmt: skip
 
     def _import(self) -> Path:
-        only, kept = (None, None) if self.state is None else (self.state.log, self.state.cache / ".log")
-        import_log(self.log, self.whole, self.series, self.importing, only=only, kept=kept, progress=self.progress)
-        if self.state is not None:
-            check_grown(self.state.cache / "rollouts" / "log.parquet", self.whole, self.log)
+        state = self.state
+        import_log(
+            state.log, self.whole, state.series, self.importing, only=state.only,
+            kept=state.cache and state.cache / ".log", progress=self.progress,
+        )  # fmt: skip
+        return self._checked_log()
+
+    def _checked_log(self) -> Path:
+        state = self.state
+        if state.cache:
+            check_grown(state.cache / "rollouts" / "log.parquet", self.whole, state.log)
         return self.whole
 
     def _read_drawn(self, whole: Path) -> Rollouts:
@@ -306,7 +300,7 @@ class _Run(Pipeline):
 
         Keeps only an index of the log in memory, with token ids and texts of the drawn trajectories.
         """
-        config, series, readers, success = self.config, self.series, self.readers, self.success
+        config, series, readers, success = self.config, self.state.series, self.readers, self.success
         folder = config.to / "rollouts"
         outline = read_outline(whole)
         base = series.base.id
@@ -370,8 +364,8 @@ class _Run(Pipeline):
 
     def _bands(self, outline: pd.DataFrame, measured_on: pd.DataFrame | None) -> tuple[list[Bands], str]:
         """All bands of the log's problems, those that are contrasted last, and a line about them."""
-        config, whole = self.config, self.whole
-        own, told = band_problems(outline, whole, base=self.series.base.id, measured_on=measured_on, seed=config.seed)
+        config, whole, base = self.config, self.whole, self.state.series.base.id
+        own, told = band_problems(outline, whole, base=base, measured_on=measured_on, seed=config.seed)
         found: dict[str, tuple[Bands | None, str]] = {"own": (own, told)}
         if config.source.kinds:
             problems = asked_problems(whole, config.source, self.known)
@@ -393,7 +387,7 @@ class _Run(Pipeline):
 
     def attribute(self, sae: TemporalSAE, diff: FeatureDiff) -> Attribution:
         """From the whole log. Says what is missing before it loads."""
-        config, series, whole = self.config, self.series, self.whole
+        config, series, whole = self.config, self.state.series, self.whole
         # A trainer may have rotated others away meanwhile.
         there = [c for c in series if c.is_base or not Path(c.path).is_absolute() or Path(c.path).exists()]
         series = replace(series, checkpoints=tuple(there))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -39,9 +39,9 @@ from tsae.report.text import visible
 from tsae.rollouts.log_detection import find_log
 from tsae.rollouts.logs.log_files import NoLog, StableFiles, find_files, name_in
 from tsae.rollouts.logs.readers import grows
-from tsae.run import State, analyze_state, run_facts
+from tsae.run import State, analyze_state
 from tsae.sae.model import TemporalSAE
-from tsae.stages import RunRecord, read_run, recorded
+from tsae.stages import RunRecord, read_run
 
 _NEXT, _OLD, _READY = ".next", ".old", "ready.json"
 _NOT_SHOWN = ("attribution", "causal")
@@ -121,20 +121,12 @@ class _Wait(Exception):
     """Why there is nothing to analyse yet."""
 
 
-class _Update(NamedTuple):
-    """A state of the training, to be analysed."""
-
-    series: CheckpointSeries
-    read: State
-    facts: dict[str, Any]
-    """What run.json says of it."""
-
-
 class _Watch:
     def __init__(self, config: RunConfig, watching: WatchConfig, progress: bool, say: Callable[[str], None]) -> None:
         self.config, self.watching, self.progress, self.say = config, watching, progress, say
         self.to, self.next = config.to, config.to / _NEXT
         self.settling = StableFiles(watching.quiet)
+        self.before: dict[str, Any] | None = None
         self.told, self.reached = "", -1
 
     def updates(self) -> Generator[Update]:
@@ -144,6 +136,7 @@ class _Watch:
         while True:
             with output_lock(self.to):
                 _exchange(self.to)
+                self.before = self._finished()
                 state = self._begun()
                 resumed = state is not None
                 try:
@@ -179,7 +172,7 @@ class _Watch:
     def _tell(self, line: str) -> None:
         self.say(visible(line))
 
-    def _look(self) -> _Update | None:
+    def _look(self) -> State | None:
         """The state of the training, if it differs from the one that was analysed.
 
         Raises:
@@ -187,7 +180,7 @@ class _Watch:
             NoLog: where there is no rollout log yet.
         """
         self.settling.waits = False
-        folders, before = self._checkpoints(), self._finished()
+        folders, before = self._checkpoints(), self.before
         partial = unfinished(folders)
         partial |= {folder: "it is being written" for folder in folders if not self.settling.rests(folder)}
         self.settling.waits |= bool(partial)
@@ -208,11 +201,12 @@ class _Watch:
         _, of_log, _ = find_log(log, self.config.importing, sizes)
         sizes = {file.path: sizes[file.path] for file in of_log}
         try:
-            state = self._state(log, frozenset(partial), sizes, before)
+            state = self._state(log, frozenset(partial), sizes)
         except NoBase as error:
             why = f"{error.what}; the next checkpoint can be compared with it, or give its model (--base)"
             raise _Wait(why) from error
-        same = before is not None and all(sorted(before[n]) == sorted(state.facts[n]) for n in ("series", "log"))
+        facts = state.facts(self.config)
+        same = before is not None and all(sorted(before[n]) == sorted(facts[n]) for n in ("series", "log"))
         same = same and (self.to / "report.html").is_file()
         anew = rewritten_checkpoints(self.to / "activations", state.series) if same else []
         if anew:
@@ -230,7 +224,7 @@ class _Watch:
             return [Path(c.path) for c in series if not c.is_base and Path(c.path).is_dir()]
         return step_folders(self.config.path)
 
-    def _begun(self) -> _Update | None:
+    def _begun(self) -> State | None:
         """The state of an update that was interrupted, if it can be completed; else nothing is left of it."""
         with suppress(TsaeError, FileNotFoundError, KeyError, TypeError, ValueError):
             found = read_run(self.next, "run.json") or {}
@@ -239,22 +233,21 @@ class _Watch:
             sizes = {(log / name if log.is_dir() else log): int(size) for name, size in found["log"]}
             held = {file: file.stat().st_size for file in sizes}
             there = all(n == sizes[file] or (grows(file) and n > sizes[file]) for file, n in held.items())
-            if there and not unfinished([folder for folder in folders if folder in paths]):
-                state = self._state(log, frozenset(folders) - paths, sizes, self._finished())
-                if not self._rewritten(state.series) and all(found[n] == state.facts[n] for n in state.facts):
-                    return state
+            there &= self.before is None or dict(self.before["log"]).keys() <= dict(found["log"]).keys()
+            state = self._state(log, frozenset(folders) - paths, sizes)
+            if there and not self._gone(state) and found | state.facts(self.config) == found:
+                return state
         removed(self.next)
         return None
 
-    def _state(
-        self, log: Path, without: frozenset[Path], sizes: dict[Path, int], before: dict[str, Any] | None
-    ) -> _Update:
-        series, _ = find_series(self.config, without)
-        kept, trained = None, {}
-        if before is not None and not self.watching.retrain and self.config.sae is None:
-            kept, trained = TemporalSAE.load(self.to / "sae").fingerprint, self._trained(before)
-        facts = recorded(run_facts(self.config, series, log, sizes, kept))
-        return _Update(series, State(without, sizes, kept, trained, self.to), facts)
+    def _state(self, log: Path, without: frozenset[Path], sizes: dict[Path, int]) -> State:
+        state = State(*find_series(self.config, without), log, sizes, self.to)
+        if self.before is None or self.watching.retrain or self.config.sae is not None:
+            return state
+        trained = self.before.get("found", {}).get("fve_at_training")
+        if trained is None:  # `tsae run` trained it, and compared what it trained it on.
+            trained = {r["id"]: r["fve"] for r in FeatureDiff.load(self.to / "diff").info["readers"]}
+        return state._replace(kept=TemporalSAE.load(self.to / "sae").fingerprint, trained=trained)
 
     def _finished(self) -> dict[str, Any] | None:
         """What run.json of the analysis that is there says; None where there is none.
@@ -267,15 +260,14 @@ class _Watch:
             raise TsaeError("holds something else than an analysis", where=self.to, fix="Give another one with --to.")
         return before
 
-    def _update(self, state: _Update) -> Update | None:
-        began, before = time.monotonic(), self._finished()
+    def _update(self, state: State) -> Update | None:
+        began, before = time.monotonic(), self.before
         if before is not None:
             self._refuse_others(before, state)
             _begin(self.to)
         try:
-            diff = analyze_state(
-                replace(self.config, to=self.next), state.read, progress=self.progress, say=lambda line: None
-            )
+            config = replace(self.config, to=self.next)
+            diff = analyze_state(config, state, progress=self.progress, say=lambda line: None)
         except (TsaeError, OSError) as error:
             gone = self._gone(state)
             if not gone:
@@ -283,65 +275,56 @@ class _Watch:
             self._tell(f"looking again: {gone} was removed or changed while it was read ({str(error).splitlines()[0]})")
             return None
         fve = {reader["id"]: reader["fve"] for reader in diff.info["readers"]}
-        trained = state.read.trained or fve
-        RunRecord(self.next, "run.json", state.facts, "an analysis").add_found(fve_at_training=trained)
+        trained = state.trained or fve
+        RunRecord(self.next, "run.json", state.facts(config), "an analysis").add_found(fve_at_training=trained)
         stages = read_object(self.next / "stages.json", "Remove it.")
         write_json(self.next / "stages.json", {**stages, "report": str(self.to / "report.html")})
-        held, n = (_n_rows(folder / "rollouts" / "log.parquet") for folder in (self.to, self.next))
+        held, log = (folder / "rollouts" / "log.parquet" for folder in (self.to, self.next))
+        n_held = pq.read_metadata(held).num_rows if held.is_file() else 0
         ids = {id for id, _ in before["series"]} if before is not None else set()
-        steps = pq.read_table(self.next / "rollouts" / "log.parquet", columns=["step"])["step"].drop_null()
+        steps = pq.read_table(log, columns=["step"])["step"]
         write_json(self.next / _READY, {})
         _exchange(self.to)
         return Update(
             diff=FeatureDiff.load(self.to / "diff", features=FeatureTable.load(self.to / "features")),
             checkpoints=tuple(c.id for c in state.series if c.id not in ids and not c.is_base),
-            trajectories=n,
-            new_trajectories=n - held,
-            step=max(steps.to_pylist(), default=None),
+            trajectories=len(steps),
+            new_trajectories=len(steps) - n_held,
+            step=max(steps.drop_null().to_pylist(), default=None),
             fve=fve,
             warning=_warning(fve, trained),
             seconds=time.monotonic() - began,
             page=(self.to / "report.html").resolve(),
         )
 
-    def _gone(self, state: _Update) -> str:
+    def _gone(self, state: State) -> str:
         """What of a state is no longer there or no longer as it was; empty where all of it is."""
         ids = {Path(c.path): c.id for c in state.series if (c.step or not c.is_base) and Path(c.path).is_absolute()}
-        lost = [id for path, id in ids.items() if path in unfinished([path])] or self._rewritten(state.series)
-        return ", ".join([*lost, *(file.name for file in state.read.log if not file.is_file())])
+        lost = [id for path, id in ids.items() if path in unfinished([path])]
+        begun = self.next / "activations"
+        if not lost and (begun / "manifest.json").is_file():
+            lost = [id for id, *_ in changed_checkpoints(read_manifest(begun), state.series)]
+        return ", ".join([*lost, *(file.name for file in state.sizes if not file.is_file())])
 
-    def _rewritten(self, series: CheckpointSeries) -> list[str]:
-        """Ids of checkpoints that are no longer those that an unfinished update has begun to read."""
-        held = self.next / "activations"
-        manifest = read_manifest(held) if (held / "manifest.json").is_file() else {"readers": []}
-        return [id for id, *_ in changed_checkpoints(manifest, series)]
-
-    def _refuse_others(self, before: dict[str, Any], state: _Update) -> None:
+    def _refuse_others(self, before: dict[str, Any], state: State) -> None:
         """Refuse another training, other versions, another base, and options of another SAE than the kept one."""
-        differing = RunRecord.refusal(before, state.facts, "run")
-        if state.read.kept is not None:
-            held, wanted = before["run"], state.facts["run"]
-            differing += [name for name in _OF_SAE if held.get(name) != wanted[name]]
+        facts = state.facts(self.config)
+        differing = RunRecord.refusal(before, facts, "run")
+        if state.kept is not None:
+            differing += [name for name in _OF_SAE if before["run"].get(name) != facts["run"][name]]
         if differing:
             what = f"holds an analysis of another training, SAE or versions (differing: {', '.join(differing)})"
             fix = "Give the options with which it started, another SAE (--retrain), or another folder (--to)."
             raise TsaeError(what, where=self.to, fix=fix)
-        base, held = state.series.base, read_manifest(self.to / "activations")["readers"][0]
-        paths = dict(before["series"])
-        if held["step"] and not Path(paths.get(held["id"], "")).is_dir():
+        base, manifest = state.series.base, read_manifest(self.to / "activations")
+        held = manifest["readers"][0]
+        if held["step"] and not Path(dict(before["series"]).get(held["id"], "")).is_dir():
             self._tell(f"{held['id']}, which stood in for the base, was removed: {base.id} takes its place")
             return
-        for _, found, captured in changed_checkpoints(read_manifest(self.to / "activations"), state.series, [base.id]):
+        for _, found, captured in changed_checkpoints(manifest, state.series, [base.id]):
             what = f"is another base than before: its weights and config have the hash {found}, and those that were "
             fix = "Give the same base (--base), or begin in another folder with --to."
             raise TsaeError(f"{what}compared with have {captured}", where=base.path, fix=fix)
-
-    def _trained(self, before: dict[str, Any]) -> dict[str, float | None]:
-        """FVE by reader when the SAE was trained."""
-        found = before.get("found", {}).get("fve_at_training")
-        if found is None:  # `tsae run` trained it, and compared what it trained it on.
-            found = {r["id"]: r["fve"] for r in FeatureDiff.load(self.to / "diff").info["readers"]}
-        return dict(found)
 
 
 def _warning(fve: dict[str, float | None], trained: dict[str, float | None]) -> str:
@@ -352,10 +335,6 @@ def _warning(fve: dict[str, float | None], trained: dict[str, float | None]) -> 
         return ""
     shown = ", ".join(f"{'nothing' if value is None else f'{value:.3f}'} of {id}" for id, value in fallen.items())
     return f"the SAE explains {shown}, and explained {least:.3f} or more when it was trained; --retrain trains another"
-
-
-def _n_rows(file: Path) -> int:
-    return int(pq.read_metadata(file).num_rows) if file.is_file() else 0
 
 
 def _begin(to: Path) -> None:

@@ -89,14 +89,6 @@ def pushed_folder(folder: Path, content: dict[str, str]) -> None:
     write_artefact(folder, REINFORCEMENT, content, there=["reinforcement.parquet", "predicted.parquet"])
 
 
-def test_tables_of_reinforcement_for_a_report(results: Path, tmp_path: Path) -> None:
-    for name in ("reinforcement", "predicted"):
-        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
-    pushed_folder(tmp_path, {})
-    options = Report(diff=results / "diff", to=tmp_path / "page.html", reinforcement=tmp_path)
-    refuses("cannot be read", options.execute)
-
-
 def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path: Path) -> None:
     """The page showed the other run's examples and predictions beside this run's differences."""
     planted(n_problems=12, n_samples=4, seed=1).table.save(tmp_path / "features")
@@ -112,12 +104,16 @@ def test_results_of_another_run_are_no_part_of_a_report(results: Path, tmp_path:
         (pushed / f"{name}.parquet").parent.mkdir(exist_ok=True)
         pd.DataFrame({"a": [1]}).to_parquet(pushed / f"{name}.parquet")
     pushed_folder(pushed, {"labels": "others"})
-    refuses("is of other labels than the diff", replace(options, features=None, reinforcement=pushed).execute)
+    options = replace(options, features=None, reinforcement=pushed)
+    refuses("is of other labels than the diff", options.execute)
     pushed_folder(pushed, {})
     (pushed / MANIFEST).unlink()
-    refuses(r"manifest\.json is missing", replace(options, features=None, reinforcement=pushed).execute)
+    refuses(r"manifest\.json is missing", options.execute)
     pushed_folder(pushed, {"rollouts": "others"})
-    refuses("is of other rollouts than the diff", replace(options, features=None, reinforcement=pushed).execute)
+    refuses("is of other rollouts than the diff", options.execute)
+    (pushed / "reinforcement.parquet").write_bytes(b"PAR1")
+    pushed_folder(pushed, {})
+    refuses("cannot be read", options.execute)
 
 
 def closed(folder: Path) -> None:

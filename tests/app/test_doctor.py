@@ -106,6 +106,7 @@ NAMING = {
                           '{{"model_name_or_path": "{}", "num_generations": 8, "trl_version": "1.16.0"}}'),
     "prime-rl, LoRA": ("weights/step_{}", "weights/step_5/lora_adapters/adapter_config.json",
                        '{{"base_model_name_or_path": "{}"}}'),
+    "a card": ("checkpoint-{}", "README.md", "---\nlibrary_name: transformers\nbase_model: {}\n---\n# hard\n"),
     "a list on the card": ("checkpoint-{}", "README.md", "---\nbase_model:\n- {}\n---\n"),
 }  # fmt: skip
 
@@ -121,15 +122,14 @@ def test_the_base_that_a_trainers_own_files_name(trainer: str, tmp_path: Path, m
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(settings.format(base.relative_to(tmp_path) if "relative" in trainer else base))
     series, origin = find_series(RunConfig(Path("run")))
-    assert [c.step for c in series] == [0, 5, 9]
-    assert Path(series.base.path) == base
+    assert ([c.step for c in series], Path(series.base.path)) == ([0, 5, 9], base)
     assert f"(by {place})" in origin
     # Of a folder that is gone, one sentence says which it was; a lone step has no base then.
     shutil.rmtree(base)
     series, origin = find_series(RunConfig(Path("run")))
     assert [c.step for c in series] == [5, 9]
-    assert f"; {place} names " in origin
-    assert "start as the base, which cannot be used (there is no such folder)" in origin
+    assert f"stands in for the base, which is not there; {place} names " in origin
+    assert "start as the base, which cannot be used (there is no such folder) (--base)" in origin
     shutil.rmtree(tmp_path / "run" / folder.format(9))
     with pytest.raises(NoBase, match=f"holds one checkpoint, and {place} names .*start as the base, which"):
         find_series(RunConfig(Path("run")))
@@ -143,6 +143,7 @@ def test_a_base_on_the_hub_is_looked_up_and_not_fetched(
         (mixed / "README.md").write_text("---\nbase_model: org/start\n---\n")
         found = examined(mixed, tmp_path)
         assert found["base"] == Finding("base", "ok", "the base is org/start (by README.md)")
+        assert find_series(RunConfig(mixed, base="org/start"))[1] == "the base is org/start (as asked)"
         size = (Path(BASE) / "model.safetensors").stat().st_size
         assert f"base's weights ({size / 1e6:,.0f} MB) are fetched first, and kept" in found["disk"].what
         assert not list((tmp_path / "cache").rglob("*.safetensors"))

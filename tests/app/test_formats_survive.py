@@ -269,8 +269,6 @@ def test_plain_logs_are_read_in_order_or_refused(amount: int, chat: Checkpoint) 
 
 ASKED, USER = "<bos>#1+1?<eos><bos>;", [{"role": "user", "content": "1+1?"}]
 IDS = [18, 16, 1, 10, 1, 13, 19, 18, 15]  # of ASKED
-SAID = {"role": "assistant", "content": "#2"}
-STEP = {"chat_completions": [*USER, SAID], "model_response": "#2", "reward": 0.0}
 SHIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "verl": ("1.jsonl", {}),
     "open-instruct": ("tiny_rollouts_000000.jsonl", {}),
@@ -279,40 +277,22 @@ SHIPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "prime-rl": ("rollouts/step_1/train/effective/traces.jsonl", {}),
     "prime-rl-stream": ("monitors/file/traces/stream.jsonl", {"format": "prime-rl", "skip": ("errored", "empty")}),
     "prime-rl-tokens": ("token_exports/step_1/rank_0.jsonl", {}),
+    "prime-rl-0.6": ("run/rollouts/step_1/train_rollouts.jsonl", {"format": "verifiers"}),
     "trl": ("completions/completions_00001.parquet", {"outcome": "digits", "skip": ("unscored",)}),
+    "ms-swift": ("v0-run/completions.jsonl", {}),
+    "areal": ("trial/rollout/0/10.jsonl", {}),
+    "roll": ("rollout_dump_data.step_0.jsonl", {"skip": ("empty",)}),
+    "rllm": ("run/episodes/train_step_1_epoch_0/episode_hashab_ida_0.json", {}),
+    "skyrl": ("run/dumped_evals/global_step_0_evals/gsm8k.jsonl", {}),
+    "openrlhf": ("out.jsonl", {}),
+    "atropos": ("groups.jsonl", {}),
 }
 """Logs that are shipped with the tests, and how they are read."""
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "ms-swift": ("completions.jsonl", {
-        "step": ["1", "1"], "prompt": [ASKED] * 2, "completion": ["#2", "1+1=3;#3"], "Accuracy": [1.0, 0.0],
-        "advantages": [0.7, -0.7],
-    }),
     "slime": ("rollout_data/0.pt", {
         "group_index": 0, "index": 0, "rollout_id": None, "prompt": ASKED, "tokens": [*IDS, 16, 2, 5, 19],
         "response": "", "response_length": 4, "label": "2", "reward": 1.0, "loss_mask": [1, 1, 0, 1],
         "weight_versions": ["1"], "status": "completed", "multimodal_inputs": None, "metadata": {},
-    }),
-    "areal": ("rollout/0/10.jsonl", {
-        "task_id": 0, "sample_idx": 0, "seqlen": 12, "prompt_len": 9, "head_version": 0, "tail_version": 0,
-        "reward": 1.0, "prompt": ASKED, "completion": "#2<eos>",
-    }),
-    "roll": ("rollout_dump_data.step_0.jsonl", {
-        "id": ["7"], "prompt": ["1+1?"], "messages": [json.dumps(USER)], "ground_truth": ["2"], "domain": ["math"],
-        "tag": ["x"], "difficulty": [3], "responses": ["#2"], "scores": [1.0], "global_step": [0],
-    }),
-    "verifiers": ("rollouts/step_1/train_rollouts.jsonl", {
-        "example_id": 3, "task": "sums", "prompt": USER, "completion": [SAID], "answer": "2", "info": {},
-        "reward": 1.0, "error": None, "is_truncated": False, "metrics": {"correct_answer": 1.0}, "env_name": "sums",
-        "policy_version": 0, "off_policy_steps": 0, "advantage": 0.5,
-    }),
-    "rllm": ("episodes/train_step_1_epoch_0/episode_hashab_id0.json", {
-        "training_step": 1, "epoch": 0, "episode_id": "a", "task": {"ground_truth": "2"}, "task_hash": "ab",
-        "is_correct": True, "termination_reason": "env_done",
-        "trajectories": [{"name": "solver", "uid": "u", "reward": 1.0, "num_steps": 1, "steps": [STEP]}],
-    }),
-    "skyrl": ("dumped_evals/global_step_0_evals/sums.jsonl", {
-        "input_prompt": ASKED, "output_response": "#2<eos>", "score": [0.0, 1.0], "stop_reason": "stop",
-        "env_extras": {"reward_spec": {"ground_truth": "2"}, "extra_info": {"index": 4}}, "data_source": "sums",
     }),
     "tsae": ("generations/generation-000001-rank-0.parquet", {
         "step": 1, "generation": 1, "rank": 0, "micro_batch": [0, 0], "messages": json.dumps(USER), "prompt_ids": IDS,
@@ -320,23 +300,19 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
         "truncated": False, "old_logprobs": [-0.5, -1.0, -1.5], "sampler_logprobs": [-0.5, -1.0, -1.5],
         "data/answer": "2", "data/problem_id": "p",
     }),
-    "openrlhf": ("out.jsonl", {"input": "1+1?", "output": "#2<eos>", "reward": 1.0}),
     "lm-eval": ("samples_sums.jsonl", {
         "doc_id": 0, "doc": {}, "target": "2", "arguments": {"gen_args_0": {"arg_0": "1+1?"}}, "resps": [["#2"]],
         "filtered_resps": ["2"], "filter": "none", "metrics": ["exact_match"], "exact_match": 1.0,
     }),
-    "atropos": ("groups.jsonl", {
-        "tokens": [[*IDS, 16, 2, 19]], "masks": [[-100] * len(IDS) + [16, 2, 19]], "scores": [1.0],
-        "advantages": None, "messages": None, "inference_logprobs": None,
-    }),
 }  # fmt: skip
-"""A row of other trainers' logs as their functions write it, and the name of its file."""
+"""A row of the logs of others as their functions write it, and the name of its file."""
 _APART = {"inspect", "plain"}
 """Inspect's logs are read by its own library; plain ones are drawn above."""
 
 
 def test_every_importer_is_drawn() -> None:
-    assert {name for known in KNOWN for name in known.formats} == ({*SHIPPED, *WRITTEN} - {"prime-rl-stream"}) | _APART
+    shipped = {config.get("format", name) for name, (_, config) in SHIPPED.items()}
+    assert {name for known in KNOWN for name in known.formats} == shipped | {*WRITTEN} | _APART
 
 
 def rows_of(trainer: str) -> list[dict[str, Any]]:
@@ -345,7 +321,8 @@ def rows_of(trainer: str) -> list[dict[str, Any]]:
     file = LOGS / trainer / SHIPPED[trainer][0]
     if file.suffix == ".parquet":
         return list(pq.read_table(file).to_pylist())
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    text = file.read_text(encoding="utf-8")
+    return [json.loads(line) for line in ([text] if file.suffix == ".json" else text.splitlines())]
 
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> bool:

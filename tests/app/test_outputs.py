@@ -58,48 +58,32 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CREDIT = "credit weights --credit a --features b --store c --to"
-
-
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("report --diff diff --to rollouts.parquet", "not a file with a page"),
         ("report --diff diff --to mine.html", "not a file with a page"),
         ("report --diff diff --to pipe", "a device or a pipe"),
-        ("reinforcement --features features --json pipe", "a device or a pipe"),
         ("diff --features features --to pipe", "a device or a pipe"),
-        ("reinforcement --features features --json rollouts.parquet", "not a file with JSON"),
         ("rollouts bands --rollouts rollouts.parquet --to other.parquet", "not a file with rollouts in bands"),
         ("rollouts bands --rollouts rollouts.parquet --to rollouts.parquet", "an input too (--rollouts)"),
         ("rollouts bands --rollouts rollouts.parquet --to ./folder/../rollouts.parquet", "an input too"),
         ("rollouts bands --rollouts rollouts.parquet --to folder", "a folder, and a file is to be written"),
-        ("reformulate problems.jsonl --to problems.jsonl", "an input too (--problems)"),
-        ("reformulate problems.jsonl --to notes.txt", "not a file with reformulated problems"),
         ("reformulate problems.jsonl --to mine.jsonl", "not a file with reformulated problems"),
         ("demo --to notes.txt", "a file, and a folder is to be written"),
-        ("export --sae sae --to notes.txt", "a file, and a folder is to be written"),
         ("encode --sae sae --store folder --to folder", "an input too (--store)"),
-        ("encode --sae sae --live.series a --live.rollouts b --to store", "another command (store)"),
         ("diff --features features --to store", "another command (store)"),
-        ("export --sae sae --to store", "another command (store)"),
         ("run folder --to store", "another command (store)"),
         ("diff --features features --to demo", "another command (run)"),
         ("diff --features features --to mine", "holds shifts.parquet, which this command did not write"),
         ("diff --features features --to unfinished", ""),
-        ("attribute folder --to out --json notes.txt", "not a file with JSON"),
         ("diff --features features --to out --markdown notes.txt", "not a file with a Markdown table"),
-        ("diff --features features --to out --markdown folder", "a folder, and a file is to be written"),
         ("diff --features features --to out --series rollouts.parquet --markdown rollouts.parquet", "an input too"),
         ("rollouts difficulty --rollouts rollouts.parquet --json mine.json", "not a file with JSON"),
         ("store statistics folder --to rollouts.parquet", "not a file with token statistics"),
-        (f"{CREDIT} other.parquet", "not a file with token weights"),
-        (f"{CREDIT} rollouts.parquet", "not a file with token weights"),
+        ("credit weights --credit a --features b --store c --to other.parquet", "not a file with token weights"),
         ("rollouts behaviours --rollouts rollouts.parquet --to a.out --json a.out", "the output of --to, too"),
         ("diff --features features --to out --json ./f.json --markdown f.json", "the output of --json, too"),
         ("diff --features features --to out --json out/diff.json", "lies in the folder that is written (--to out)"),
-        ("rollouts import folder --to rollouts.parquet", "not a file with imported rollouts"),
-        ("rollouts sample --series a --problems problems.jsonl --to rollouts.parquet", "not a file with sampled"),
         ("rollouts difficulty --rollouts folder/r.parquet --to folder", ""),
     ],
 )

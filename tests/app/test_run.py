@@ -359,10 +359,6 @@ def test_a_checkpoint_that_is_half_written_is_left_out_with_a_note(trl_run: Path
     shutil.copytree(trl_run / "checkpoint-50", run / "epoch_1")
     notes = find_series(RunConfig(run))[0].notes
     assert "left out, as the steps of run are counted by other folders: epoch_1." in notes
-    for step in (25, 50):
-        (run / f"checkpoint-{step}" / "config.json").unlink()
-    with pytest.raises(TsaeError, match=r"no checkpoint is complete: checkpoint-25 \(holds no config\.json\), check"):
-        find_series(RunConfig(run, base=str(trl_run.parent / "base")))
 
 
 @pytest.fixture(scope="module")
@@ -634,35 +630,19 @@ def test_the_command_says_what_it_decides(
 # --- which checkpoints
 
 
-def test_the_base_is_the_one_that_the_run_names(trl_run: Path, tmp_path: Path) -> None:
+def test_what_looks_like_a_base_and_is_not_one(trl_run: Path, tmp_path: Path) -> None:
     run, base = tmp_path / "hard", trl_run.parent / "base"
     shutil.copytree(trl_run, run)
+    (run / "README.md").write_text("---\nlibrary_name: transformers\n---\nbase_model: elsewhere/model\n")
     series, origin = find_series(RunConfig(run))
     assert series.base.path == str((run / "checkpoint-25").resolve())
     assert "hard-00025 stands in for the base" in origin
-
-    (run / "README.md").write_text(f"---\nlibrary_name: transformers\nbase_model: {base}\n---\n# hard\n")
-    series, origin = find_series(RunConfig(run))
-    assert (series.base.path, len(series)) == (str(base), 5)
-    assert origin.endswith("(by README.md)")
-    (run / "README.md").write_text("---\nlibrary_name: transformers\n---\nbase_model: elsewhere/model\n")
-    assert "stands in" in find_series(RunConfig(run))[1]
-
     # Older transformers write where the weights came from; a resumed run names its own checkpoint.
     for step, name in ((25, base), (50, run / "checkpoint-25")):
-        config = json.loads((run / f"checkpoint-{step}" / "config.json").read_text())
-        (run / f"checkpoint-{step}" / "config.json").write_text(json.dumps({**config, "_name_or_path": str(name)}))
+        edit(run / f"checkpoint-{step}" / "config.json", _name_or_path=str(name))
     assert find_series(RunConfig(run))[0].base.path == str(base)
     shutil.rmtree(run / "checkpoint-25")
-    assert "stands in" in find_series(RunConfig(run))[1]
-
-    (run / "README.md").write_text(f"---\nbase_model: {tmp_path / 'gone'}\n---\n")
-    series, origin = find_series(RunConfig(run))
-    assert series.base.step == 50
-    assert re.search(
-        r"stands in .*; README\.md names \S*gone as the base, which cannot be used \(.*\) \(--base\)", origin
-    )
-    assert find_series(RunConfig(run, base=str(base)))[1] == f"the base is {base} (as asked)"
+    assert "hard-00050 stands in" in find_series(RunConfig(run))[1]
 
 
 def test_adapters_name_their_base(trl_run: Path, tmp_path: Path) -> None:
@@ -718,23 +698,6 @@ def test_adapters_over_a_base_in_the_cache(
     assert not (tmp_path / "without").exists()
 
 
-@pytest.mark.slow
-def test_a_whole_model_whose_base_is_in_the_cache(trl_run: Path, hub_base: str, tmp_path: Path) -> None:
-    run = tmp_path / "full"
-    for step in (25, 50):
-        shutil.copytree(trl_run / f"checkpoint-{step}", run / f"checkpoint-{step}")
-    shutil.copytree(trl_run / "completions", run / "completions")
-    (run / "README.md").write_text(f"---\nbase_model: {hub_base}\nlibrary_name: transformers\n---\n# full\n")
-    config = replace(TINY, path=run, tokens=9_000, to=tmp_path / "out")
-    lines, diff = analysed(config)
-    assert "3 checkpoints; the base is org/arithmetic (by README.md); compared with it: full-00050" in lines[0]
-    local = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "local")
-    _, same = analysed(local)
-    pd.testing.assert_frame_equal(diff.shifts, same.shifts)
-    series, origin = find_series(replace(config, base=hub_base))
-    assert (series.base.path, origin) == (hub_base, "the base is org/arithmetic (as asked)")
-
-
 @pytest.mark.parametrize("choice", [{"d_sae": 3}, {"d_sae": 32, "k": 64}, {"training_tokens": 10**12}])
 def test_an_sae_that_cannot_be_trained_is_refused_before_the_capture(choice: dict[str, int]) -> None:
     refuses(r"SAEConfig|TrainingConfig", RunConfig, Path("run"), **choice)
@@ -748,7 +711,6 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
     (tmp_path / "empty").mkdir()
     fails(replace(TINY, path=tmp_path / "empty"), r"no checkpoints.*output_dir")
     fails(replace(tiny, base=str(tmp_path / "gone")), r"gone: no such folder")
-    fails(replace(tiny, checkpoints=("hard-00075",)), r"no checkpoint 'hard-00075'")
     fails(replace(tiny, path=trl_run, log=tmp_path / "gone"), r"gone: no such log")
 
     one = tmp_path / "one"
@@ -759,9 +721,6 @@ def test_a_run_that_cannot_be_analysed_says_why(trl_run: Path, tiny: RunConfig, 
     shutil.copytree(trl_run / "completions", one / "completions")
     (one / "checkpoint-50" / "tokenizer.json").unlink()
     refuses(r"checkpoint-50: holds no tokenizer", analysed, tiny, path=one, to=tmp_path / "out")
-
-
-def test_the_analysis_does_not_lie_in_the_log(tiny: RunConfig) -> None:
     refuses(r"inside the folder that is searched", analysed, tiny, to=tiny.path / "completions" / "out")
 
 
@@ -1022,56 +981,46 @@ def test_the_sae_by_what_there_is(store: Any) -> None:
     )
 
 
-@pytest.mark.slow(ci=True)
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
-def test_what_trl_leaves_is_all_that_it_takes(tmp_path: Path) -> None:
-    """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot."""
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    command = [sys.executable, str(script), str(SHIPPED / "base"), str(tmp_path / "grpo"), "anonymous"]
-    subprocess.run(command, check=True, capture_output=True, timeout=900)
-    run = tmp_path / "grpo"
-    assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
-
-    config = replace(TINY, path=run, to=tmp_path / "out")
-    lines, diff = analysed(config)
-    assert "grpo-00001 stands in for the base" in lines[0]
-    assert "TRL completions, 128 trajectories of 16 problems" in lines[1]
-    assert "correct is above 0 (the log's only reward)" in lines[1]
-    # Without token ids in the log, the texts are tokenised again, and may not be what was sampled.
-    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
-    assert not rollouts.frame.round_trip.any()
-    # checkpoint-1 sampled what step 2 logged; what step 1 logged is the base's, which is not there.
-    assert rollouts.policies == ["grpo-00000", "grpo-00001"]
-    assert [r["id"] for r in diff.info["readers"]] == ["grpo-00001", "grpo-00002"]
-    assert (tmp_path / "out" / "report.html").is_file()
-
-    with_base = replace(config, base=str(SHIPPED / "base"), to=tmp_path / "with-base")
-    _, diff = analysed(with_base)
-    rollouts = tsae.Rollouts.read(tmp_path / "with-base" / "rollouts" / "rollouts.parquet")
-    assert rollouts.policies == ["base", "grpo-00001"]
-    assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is missing: pip install 'tsae[rl]'")
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_what_trl_leaves_of_a_model_from_the_hub(kind: str, hub_base: str, tmp_path: Path) -> None:
-    """Trained by its Hugging Face id, whole or as an adapter: nothing else than the folder is needed."""
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        pytest.param("anonymous", "as asked", marks=pytest.mark.slow(ci=True)),
+        pytest.param("lora", "", marks=pytest.mark.slow),
+        pytest.param("full", "by README.md", marks=pytest.mark.slow),
+    ],
+)
+def test_what_trl_leaves_is_all_that_it_takes(kind: str, told: str, hub_base: str, tmp_path: Path) -> None:
+    """Two steps of GRPOTrainer, saved and logged at each; a process of its own, as TRL warns and prints a lot. A model
+    of a Hugging Face id, whole or as an adapter, needs nothing but the folder."""
     script, run = tmp_path / "train.py", tmp_path / "grpo"
     script.write_text(TRAIN)
     subprocess.run(
-        [sys.executable, str(script), hub_base, str(run), kind],
+        [sys.executable, str(script), str(SHIPPED / "base") if kind == "anonymous" else hub_base, str(run), kind],
         env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
         check=True, capture_output=True, timeout=900,
     )  # fmt: skip
-    lines, diff = analysed(TINY, path=run, to=tmp_path / "out")
-    told = "" if kind == "lora" else " (by README.md)"
-    assert f"3 checkpoints; the base is org/arithmetic{told}; compared with it: grpo-00002" in lines[0]
-    rollouts = tsae.Rollouts.read(tmp_path / "out" / "rollouts" / "rollouts.parquet")
+    assert {path.name for path in run.iterdir()} >= {"checkpoint-1", "checkpoint-2", "completions"}
+    config = replace(TINY, path=run, to=tmp_path / "out")
+    lines, diff = analysed(config)
+    if kind == "anonymous":
+        assert "grpo-00001 stands in for the base" in lines[0]
+        # checkpoint-1 sampled what step 2 logged; what step 1 logged is the base's, which is not there.
+        rollouts = tsae.Rollouts.read(config.to / "rollouts" / "rollouts.parquet")
+        assert rollouts.policies == ["grpo-00000", "grpo-00001"]
+        assert [r["id"] for r in diff.info["readers"]] == ["grpo-00001", "grpo-00002"]
+        config = replace(config, base=hub_base, to=tmp_path / "with-base")
+        lines, diff = analysed(config)
+    origin = f"the base is org/arithmetic{told and f' ({told})'}"
+    assert f"3 checkpoints; {origin}; compared with it: grpo-00002" in lines[0]
+    assert "TRL completions, 128 trajectories of 16 problems" in lines[1]
+    assert "correct is above 0 (the log's only reward)" in lines[1]
+    rollouts = tsae.Rollouts.read(config.to / "rollouts" / "rollouts.parquet")
     assert rollouts.policies == ["base", "grpo-00001"]
+    # Without token ids in the log, the texts are tokenised again, and may not be what was sampled.
     assert not rollouts.frame.round_trip.any()
     assert diff.contrasts[diff.contrasts.part == "same_trajectories"].n_problems.max() == 16
+    assert (config.to / "report.html").is_file()
 
 
 TRAIN = """

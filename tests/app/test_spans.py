@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 
 import tsae
 from support.builders import BOS, EOS, feature_table
+from support.planted import world
 from support.refusals import refuses
 from tsae import DiffConfig, FeatureTable, Rollouts
 from tsae.activations.batches import Windows
@@ -27,9 +30,11 @@ from tsae.checkpoints.series import CheckpointSeries
 from tsae.cli import main
 from tsae.diff.reinforcement import reinforcement, response_logprobs
 from tsae.features.contexts import context
+from tsae.report.terminal import gates_text
 from tsae.rl.config import CreditConfig, ShapingConfig
 from tsae.rl.credit_fitting import ResponseTokens, fit_credit
 from tsae.rl.exporting import write_credit
+from tsae.rollouts import token_parts
 from tsae.rollouts.behaviours import measures
 from tsae.rollouts.config import SamplingConfig
 from tsae.rollouts.parquet import list_lengths
@@ -268,7 +273,7 @@ def test_reconstruction_is_measured_on_what_counts(
     everything = evaluate(sae, acts, held_out=None, max_norm=1e6)
     slices = {s.value: s.n_tokens for s in everything.slices if s.by == "span"}
     rows = [int(row) for shard in acts.shards() for row in shard.trajectory]
-    measured = [row for row in rows if _has_step(mask_of(thinking, row, "all"))]
+    measured = [row for row in rows if any(a and b for a, b in pairwise(mask_of(thinking, row, "all")))]
     assert slices == {
         span: sum(sum(mask_of(thinking, row, span)) for row in measured)
         for span in ("prompt", "response", "thinking", "answer")
@@ -276,10 +281,6 @@ def test_reconstruction_is_measured_on_what_counts(
     assert everything.n_tokens == slices["prompt"] + slices["response"]
     only = evaluate(sae, acts, held_out=None, span="thinking", max_norm=1e6)
     assert {s.value for s in only.slices if s.by == "span"} == {"response", "thinking"}
-
-
-def _has_step(mask: list[bool]) -> bool:
-    return any(a and b for a, b in pairwise(mask))
 
 
 @pytest.mark.parametrize(("span", "targets"), [("all", "response"), ("thinking", "thinking"), ("all", "answer")])
@@ -342,7 +343,7 @@ def test_a_diff_over_thinking_is_one_of_means_over_thinking(table: FeatureTable,
     assert contrast.n_problems == len(problems)
     # Trajectories that do not think have no mean: left out, and counted.
     assert diff.info["without_span"] == empty
-    assert "trajectories without a token of the span (thinking), left out: base" in str(_told(diff))
+    assert "trajectories without a token of the span (thinking), left out: base" in gates_text(diff, None)
 
 
 @pytest.mark.slow
@@ -362,12 +363,6 @@ def test_every_command_takes_the_span(
     assert "mean activation over the thinking tokens of a trajectory" in page
     assert "Trajectories without such a token are left out (of those read by base" in page
     assert "% of its activation in responses on thinking" in page
-
-
-def _told(diff: Any) -> str:
-    from tsae.report.terminal import gates_text
-
-    return gates_text(diff, None)
 
 
 def test_thinking_and_answer_are_told_apart() -> None:
@@ -454,8 +449,6 @@ def test_influence_is_of_sampled_tokens(thinking: Rollouts) -> None:
 
 
 def test_credit_goes_to_sampled_tokens(tmp_path: Path) -> None:
-    from support.planted import world
-
     plain = world()
     parts = [[0, 0, 2, 0, 1, 0, 0] if row % 2 else None for row in range(len(plain.rollouts))]
     made = replace(plain, rollouts=plain.rollouts.with_column("parts", parts))
@@ -483,21 +476,16 @@ def test_credit_goes_to_sampled_tokens(tmp_path: Path) -> None:
 
 def test_sampled_thinking_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digits stand in for markers: the testbed's alphabet has no others."""
-    from tsae.rollouts import token_parts as thinking
-
     problems = [Problem(id=f"p{i}", prompt=f"{i}+1", answer="1") for i in range(4)]
     sampling = SamplingConfig(n_samples=4, max_new_tokens=24, prompt_format="plain")
     checkpoint = Checkpoint("base", str(llama))
     plain = tsae.sample(checkpoint, problems, sampling, progress=False)
     assert "parts" not in plain.table.column_names
-    import re
-
-    monkeypatch.setattr(thinking, "MARKERS", (thinking.Markers("1", "1", "2", may_begin_inside=False),))
-    monkeypatch.setattr(thinking, "_OPENS", re.compile("1"))
-    monkeypatch.setattr(thinking, "_CLOSES", [re.compile("2")])
-    monkeypatch.setattr(thinking, "_FIRST", re.compile("(?!)"))
-    monkeypatch.setattr(thinking, "_OPENED", re.compile(r"(1)\s*\Z"))
-    monkeypatch.setattr(thinking, "_CLOSED", re.compile(r"2\s*\Z"))
+    marks = {"_OPENS": "1", "_FIRST": "(?!)", "_OPENED": r"(1)\s*\Z", "_CLOSED": r"2\s*\Z"}
+    stand_ins: dict[str, Any] = {name: re.compile(pattern) for name, pattern in marks.items()}
+    stand_ins["MARKERS"] = (token_parts.Markers("1", "1", "2", may_begin_inside=False),)
+    for name, stand_in in {**stand_ins, "_CLOSES": [re.compile("2")]}.items():
+        monkeypatch.setattr(token_parts, name, stand_in)
     found = tsae.sample(checkpoint, problems, sampling, progress=False)
     assert found.table["response_ids"].to_pylist() == plain.table["response_ids"].to_pylist()
     assert found.has_thinking
@@ -514,8 +502,6 @@ def test_sampled_thinking_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_of_a_mapped_column(tmp_path: Path) -> None:
     """The parts of some rows come from the mapped file; the column itself is not copied."""
-    import tracemalloc
-
     n, length = 4000, 500
     ids = pa.array(np.zeros(n * length, np.int32))
     offsets = pa.array(np.arange(n + 1, dtype=np.int32) * length)

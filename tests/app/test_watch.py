@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import tsae
-from support.builders import make_rollouts
+from support.builders import digests, make_rollouts
 from support.refusals import refuses
 from tsae.activations import capture as capturing
 from tsae.activations.config import CaptureConfig
@@ -28,6 +28,7 @@ from tsae.base.artefact import write_record
 from tsae.checkpoints.weight_files import unfinished
 from tsae.cli import main
 from tsae.config import RunConfig, WatchConfig
+from tsae.doctor import find_series
 from tsae.errors import TsaeError
 from tsae.features import encode as encoding
 from tsae.rollouts import importing
@@ -73,11 +74,10 @@ class Training:
     def alone(self, to: Path) -> Path:
         """One analysis of the training as it is, with the SAE that was kept."""
         out, log = self.config.to, self.run / "completions"
-        found = json.loads((out / "run.json").read_text())["found"]["fve_at_training"]
-        kept = tsae.TemporalSAE.load(out / "sae").fingerprint
-        state = State(frozenset(), {f: f.stat().st_size for f in log.iterdir()}, kept, found, to / "cache")
+        record, kept = json.loads((out / "run.json").read_text()), tsae.TemporalSAE.load(out / "sae").fingerprint
+        sizes, trained = {f: f.stat().st_size for f in log.iterdir()}, record["found"]["fve_at_training"]
+        state = State(*find_series(self.config), log, sizes, to / "cache", kept, trained)
         shutil.copytree(out / "sae", to / "one" / "sae")
-        record = json.loads((out / "run.json").read_text())
         record |= {"stages": {"sae": record["stages"]["sae"]}, "found": {}}
         write_record(to / "one" / "run.json", record)
         analyze_state(replace(self.config, to=to / "one"), state, progress=False, say=lambda line: None)
@@ -101,11 +101,10 @@ def scale_weights(checkpoint: Path) -> None:
     os.replace(file.with_suffix(".new"), file)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files but hidden ones, and those that name the folder or the updates."""
-    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    names = (name for name in names if not name.startswith((".", "run.json", "stages.json")))
-    return {name: (folder / name).read_bytes() for name in names}
+def contents(folder: Path) -> dict[str, str]:
+    """Digests of all files but hidden ones, and those that name the folder or the updates."""
+    others = (".", "run.json", "stages.json")
+    return {name: digest for name, digest in digests(folder).items() if not name.startswith(others)}
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +226,16 @@ def test_what_is_not_the_same_training_is_refused(followed: Followed, tmp_path: 
     weights.write_bytes(held)
     training.log(100)
     (training.run / "completions" / "completions_00025.parquet").unlink()
-    with pytest.raises(
-        TsaeError, match=r"no longer holds 256 of the 768 trajectories that were read before \(of step 25\)"
-    ):
-        look_once(training.config)
+    for _ in range(2):
+        refuses(r"no longer holds 256 of the 768 .* were read before \(of step 25\)", look_once, training.config)
     assert contents(training.config.to) == before
+    # Another SAE in place of the one that is kept, where it is asked for.
+    training.log(25)
+    kept = tsae.load_sae(training.config.to / "sae").fingerprint
+    (update,) = watch(training.config, replace(ONCE, retrain=True), say=lambda line: None)
+    assert (update.trajectories, update.new_trajectories, update.warning) == (1024, 256, "")
+    assert tsae.load_sae(training.config.to / "sae").fingerprint != kept
+    assert "sae" not in (read_run(training.config.to, "run.json") or {})
 
 
 def test_the_command(followed: Followed, capsys: pytest.CaptureFixture) -> None:
