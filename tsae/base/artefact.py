@@ -12,7 +12,6 @@ none.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -278,8 +277,11 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 @once_a_state
 def file_hash(file: str) -> str:
     """XXH3 (128 bits) of a file's bytes."""
+    found = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+        while chunk := stream.read(1 << 20):  # hashlib.file_digest reads less at once, and takes a fifth longer
+            found.update(chunk)
+    return found.hexdigest()
 
 
 def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
