@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tsae.base.artefact import MANIFEST, command_facts, file_hash, is_whole, read_record, write_record
-from tsae.base.files import partial_name, read_object, write_json
+from tsae.base.files import is_lock, partial_name, read_object, write_json
 from tsae.base.mirror import removed
 from tsae.base.output_lock import drop_dead_lock
 from tsae.errors import TsaeError, public, refuse
@@ -111,7 +111,8 @@ class RunRecord:
         wanted = recorded(facts)
         held = read_run(folder, name) or {}
         first = partial_name(self.file).name  # all that is there if the first write was killed
-        if held or (folder.is_dir() and any(path.name != first for path in folder.iterdir())):
+        others = folder.is_dir() and any(not is_lock(folder, x.name) and x.name != first for x in folder.iterdir())
+        if held or others:
             differing = self.refusal(held, wanted, RECORDS[name])
             told = f" (differing: {', '.join(differing)})" if "stages" in held else ""
             what = f"holds something else than {what} of this training and these versions{told}"

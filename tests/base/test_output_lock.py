@@ -19,6 +19,7 @@ from tsae.base import output_lock as lock
 from tsae.base.output_lock import drop_dead_lock, output_lock
 from tsae.base.part import Part, begin
 from tsae.errors import TsaeError
+from tsae.stages import RunRecord
 
 _HOLD = """
 import sys
@@ -187,6 +188,8 @@ def test_a_volume_that_can_be_written_only_inside(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with output_lock(volume):
         assert locks(volume) == {".volume.lock"}
+        RunRecord(volume, "run.json", {"run": {}, "versions": {}}, "a run")
+        (volume / "run.json").unlink()
         begin(volume / "manifest.json", {}, "is not empty", "Give another folder.")
     assert locks(volume) == {"manifest.json"}
 

@@ -145,6 +145,11 @@ def is_beginning(path: Path, left: str) -> bool:
     return re.fullmatch(names, left) is not None
 
 
+def is_lock(folder: Path, name: str) -> bool:
+    """Whether a file in a folder is the folder's lock, which lies inside where the folder is a mounted volume."""
+    return name.startswith(f".{folder.name}.") and name.endswith(".lock")
+
+
 def need_no_link(file: str | Path) -> None:
     """Refuse a link where a file is going to be appended to: it may lead anywhere.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsae.base.files import is_beginning, read_object, write_first, write_json
+from tsae.base.files import is_beginning, is_lock, read_object, write_first, write_json
 from tsae.base.mirror import removed
 from tsae.errors import TsaeError, refuse
 
@@ -73,8 +73,7 @@ def begin(
     """
     folder = file.parent
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    lock = f".{folder.name}."  # lies inside of a volume
-    others = any(not is_beginning(file, name) and not name.startswith(lock) for name in names)
+    others = not all(is_beginning(file, name) or is_lock(folder, name) for name in names)
     if not file.is_file():  # looked at after the others: another part may begin in this moment
         refuse(folder, (others, refused, fix))
         write_first(file, content, write)
