@@ -23,10 +23,10 @@ from support.results import MARKUP, make
 from tsae.base.artefact import write_record
 from tsae.causal.edits import FeatureEdit
 from tsae.checkpoints.hooks import rewritten
-from tsae.commands.report import checkpoints_of
 from tsae.errors import TsaeError
 from tsae.report.playground import Playground, Question
 from tsae.report.serving import ServedRun, server
+from tsae.stages import checkpoints_of
 from tsae.testbed import eval_problems, series_path
 
 pytestmark = pytest.mark.slow(ci=True)
