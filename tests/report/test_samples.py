@@ -319,35 +319,17 @@ def test_features_to_attribute_are_those_that_the_diff_names() -> None:
     assert facts.moved_features(replace(diff, confounds=known), 50) == [*(f for f in found if f), 0]
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> Path:
-    """A run's folder with a diff and an attribution, and another attribution."""
+def test_the_command_finds_the_attribution_of_a_run_or_takes_another(tmp_path: Path) -> None:
+    def report(*options: object) -> str:
+        main(["report", *map(str, ["--diff", tmp_path / "diff", "--to", tmp_path / "report.html", *options])])
+        return (tmp_path / "report.html").read_text()
+
     make().save(tmp_path / "diff")
     make_attribution().save(tmp_path / "attribution")
     make_attribution(notes=["Another."]).save(tmp_path / "other")
-    return tmp_path
-
-
-def report(folders: Path, *options: object) -> str:
-    ask = ["--diff", folders / "diff", "--to", folders / "report.html", *options]
-    main(["report", *map(str, ask)])
-    return (folders / "report.html").read_text()
-
-
-def test_the_command_finds_the_attribution_of_a_run(folders: Path) -> None:
-    assert "A note." in report(folders)
-    loaded = Attribution.load(folders / "attribution")
+    assert "A note." in report()
+    loaded = Attribution.load(tmp_path / "attribution")
     assert attribution_text(loaded) == attribution_text(make_attribution())
-
-
-@pytest.mark.slow
-def test_the_command_takes_an_attribution(folders: Path) -> None:
-    assert "Another." in report(folders, "--attribution", folders / "other")
+    assert "Another." in report("--attribution", tmp_path / "other")
     with pytest.raises(SystemExit):
-        report(folders, "--attribution", folders)
-
-
-@pytest.mark.slow
-def test_without_an_attribution_the_command_writes_no_section(folders: Path) -> None:
-    (folders / "attribution" / "attribution.json").unlink()
-    assert "Which samples did that" not in report(folders)
+        report("--attribution", tmp_path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from tsae.base.filters import strongest
 from tsae.base.statistics import too_few
 from tsae.diff.baselines import WAYS
 from tsae.diff.dynamics import FLAT, KINDS
@@ -412,8 +413,7 @@ def steps(diff: FeatureDiff) -> list[Table]:
     for run in along_steps(diff):
         saved = ", ".join(f"{step:g}" for step in run.steps)
         counts.append([run.run, saved, *(f"{n:,}" for n in run.kinds.values())])
-        strong = run.last[run.last.kind != FLAT]
-        strong = strong.loc[strong.delta.abs().sort_values(ascending=False, kind="stable").index].head(_MAX_TOP)
+        strong = strongest(run.last[run.last.kind != FLAT], "delta", _MAX_TOP)
         clearest += [
             [
                 run.run,
@@ -453,8 +453,8 @@ def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
                     test["checkpoint"],
                     facts.behaviour_name(name),
                     _change(into["donor", name]),
-                    _beside("change", undone, name),
-                    _beside("share", into, name),
+                    _beside(_change, undone, name),
+                    _beside(_share, into, name),
                     _share(into["whole", name]),
                 ]
             )
@@ -463,13 +463,11 @@ def necessary_and_sufficient(tests: Sequence[dict[str, Any]]) -> Table | None:
     return Table("What the features are needed for, and what they bring about alone", head, rows, 3) if rows else None
 
 
-def _beside(what: str, rows: dict[tuple[str, str], dict[str, Any]], name: str) -> Cell:
+def _beside(cell: Callable[[dict[str, Any]], Cell], rows: dict[tuple[str, str], dict[str, Any]], name: str) -> Cell:
     """The change or the share of the features, and under it that of matched random ones."""
     if ("features", name) not in rows:
         return Cell(DASH)
-    cell = _change if what == "change" else _share
-    random = cell(rows["random", name])
-    mine = cell(rows["features", name])
+    random, mine = cell(rows["random", name]), cell(rows["features", name])
     return Cell(mine.text, mine.small, f"random {random.text} {random.small}")
 
 

@@ -35,10 +35,7 @@ _BEHAVIOUR_NAMES = {
 
 
 def trained_on(diff: FeatureDiff, checkpoint: str) -> str | None:
-    for reader in diff.info["readers"]:
-        if reader["id"] == checkpoint:
-            return reader.get("trained_on")
-    return None
+    return next((reader.get("trained_on") for reader in diff.info["readers"] if reader["id"] == checkpoint), None)
 
 
 def stand_in(diff: FeatureDiff) -> str:

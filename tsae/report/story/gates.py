@@ -10,7 +10,7 @@ import pandas as pd
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.story import facts
 from tsae.report.story.statements import contrasts
-from tsae.report.text import count, listed, percent
+from tsae.report.text import capitalised, count, listed, percent
 from tsae.rollouts.bands import bands_label, found_how
 from tsae.sae.quality.stability import FOUND_AGAIN
 
@@ -147,7 +147,7 @@ def bands_note(diff: FeatureDiff) -> str:
 def bands_warning(diff: FeatureDiff) -> str:
     """That bands are training steps, where they are; empty otherwise."""
     refused = (diff.info.get("bands") or {}).get("refused") or ""
-    return f"{refused[0].upper()}{refused[1:]}. Bands are shown, and not compared." if refused else ""
+    return f"{capitalised(refused)}. Bands are shown, and not compared." if refused else ""
 
 
 def stand_in_warning(diff: FeatureDiff) -> str:

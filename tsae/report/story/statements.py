@@ -201,6 +201,12 @@ def predictions(diff: FeatureDiff) -> pd.DataFrame:
     return table[table.checkpoint.isin(diff.final_checkpoints)]
 
 
+def main_predictions(diff: FeatureDiff) -> pd.DataFrame:
+    """Comparisons of the natural gradient with the shift over all problems, for the last step of every run."""
+    table = predictions(diff)
+    return table[(table.note == "") & (table.realised_on == "all") & (table.gradient == "natural")]
+
+
 def tests(diff: FeatureDiff) -> list[dict[str, Any]]:
     """Records of the interventions that tested features causally."""
     return diff.info.get("causally_tested") or []
@@ -219,7 +225,7 @@ def noise_text(diff: FeatureDiff) -> tuple[str, ...]:
     if diff.info["config"].get("noise_draws") == 0:
         return ("The null for changed weights was left out (noise_draws=0).",)
     info = diff.info.get("noise")
-    return tuple(f"{line}." for line in noise_lines(info)) if info else (f"{NOT_RUN[0].upper()}{NOT_RUN[1:]}.",)
+    return tuple(f"{line}." for line in noise_lines(info)) if info else (f"{capitalised(NOT_RUN)}.",)
 
 
 def _line(record: Mapping[str, Any]) -> str:
