@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.stats import hypergeom
 
 from tsae.base.statistics import FEWEST, change_interval
-from tsae.claims.evidence import SAMPLE, Evidence, Missing, need
+from tsae.claims.evidence import SAMPLE, Evidence, Missing, need, success_rates
 from tsae.claims.judging import (
     CLAIMS,
     CONFIDENCE,
@@ -282,9 +282,7 @@ def one_format_wins(run: Evidence) -> Judgement:
     share = f"“{winner}” has {100 * before.mean():.0f} % of the first steps"
     varied = before.mean() < _ALONE or before.empty
     need(varied, f"responses in several formats to begin with ({share})", "a base that answers in several formats")
-    known = start[start.outcome != "unknown"]
-    right = [_by_problem(some.assign(right=some.outcome == "success"), "right")
-             for some in (known[known.format != winner], known[known.format == winner])]  # fmt: skip
+    right = [success_rates(start[side]) for side in (start.format != winner, start.format == winner)]
     last = f"in step {steps[-1]:g}" if quarter == 1 else f"in steps {steps[-quarter]:g} to {steps[-1]:g}"
     most = f"More than {100 * _WINS:.0f} % of responses {last} have the format “{winner}”."
     lead = f"At the start it was not by {100 * _BETTER:.0f} points more successful than the others."
@@ -324,7 +322,8 @@ def _fell(accuracy: Mapping[str, pd.Series], start: Place, then: Place) -> bool:
 def _fell_in_log(outline: pd.DataFrame, start: Place, then: Place) -> bool:
     """The same, over other problems."""
     try:
-        return between("", _success(outline, start[1]), _success(outline, then[1]), _LONGER).holds is True
+        first, last = (success_rates(outline.loc[rows]) for _, rows in (start, then))
+        return between("", first, last, _LONGER).holds is True
     except Missing:
         return False
 
@@ -346,12 +345,6 @@ def _blocks(outline: pd.DataFrame) -> list[Place]:
     need(len(steps) >= _FEWEST_STEPS, f"{_FEWEST_STEPS} steps of a log or more (there are {len(steps)})", _LONGER)
     parts = np.array_split(steps, min(_BLOCKS, len(steps)))
     return [(float(some[0]), outline.index[np.isin(outline.step, some)]) for some in parts]
-
-
-def _success(outline: pd.DataFrame, rows: pd.Index) -> pd.Series:
-    some = outline.loc[rows]
-    some = some[some.outcome != "unknown"]
-    return (some.outcome == "success").groupby(some.problem_id).mean()
 
 
 def _shorter(frame: pd.DataFrame, outline: pd.DataFrame, group: pd.Series) -> np.ndarray:
