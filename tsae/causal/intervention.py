@@ -109,12 +109,11 @@ def _beyond(rollouts: Rollouts, confidence: float, shared: float) -> pd.DataFram
 def _wilson(row: dict[str, Any], rollouts: Rollouts, pooled: Rollouts, confidence: float) -> dict[str, float]:
     frame = (rollouts if _SET.search(row["policy"]) else pooled).frame
     picked = frame[(frame.policy == row["policy"]) & ((frame.band == row["band"]) | (row["band"] == "all"))]
+    values = pd.Series([np.nan])
     if row["behaviour"] == "accuracy":
         values = (picked.outcome == "success")[picked.outcome != "unknown"].astype(float)
     elif row["behaviour"] in picked.columns:
         values = picked[row["behaviour"]].dropna().astype(float)
-    else:
-        return {"wilson_low": np.nan, "wilson_high": np.nan}
     if not values.isin([0.0, 1.0]).all():
         return {"wilson_low": np.nan, "wilson_high": np.nan}
     low, high = wilson_interval(float(values.sum()), len(values), confidence)

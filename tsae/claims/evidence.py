@@ -87,6 +87,11 @@ def need(there: object, needs: str, add: str) -> None:
         raise Missing(needs, add)
 
 
+def by_problem(frame: pd.DataFrame, name: str) -> pd.Series:
+    """Mean of a column over the responses to each problem, by problem_id."""
+    return frame[name].astype(float).groupby(frame.problem_id).mean()
+
+
 def success_rates(frame: pd.DataFrame) -> pd.Series:
     """Share of the responses to each problem that succeed, of those with an outcome, by problem_id."""
     known = frame[frame.outcome != "unknown"]

@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.stats import hypergeom
 
 from tsae.base.statistics import FEWEST, change_interval
-from tsae.claims.evidence import SAMPLE, Evidence, Missing, need, success_rates
+from tsae.claims.evidence import SAMPLE, Evidence, Missing, by_problem, need, success_rates
 from tsae.claims.judging import (
     CLAIMS,
     CONFIDENCE,
@@ -214,7 +214,7 @@ def lone_successes(run: Evidence) -> Judgement:
     }
     parts, left = those_that_can(
         [
-            partial(between, told, _by_problem(frames[0], name), _by_problem(frames[1], name), _LONGER)
+            partial(between, told, by_problem(frames[0], name), by_problem(frames[1], name), _LONGER)
             for name, told in said.items()
             if all(name in frame for frame in frames)
         ]
@@ -331,7 +331,7 @@ def _fell_in_log(outline: pd.DataFrame, start: Place, then: Place) -> bool:
 def _moved(start: Rollouts, then: Rollouts, when: str, compare: Callable[..., Part]) -> tuple[tuple[Part, ...], str]:
     """Shorter responses, skipped computation and repetition at a place against the start."""
     tables = [measures(side).assign(problem_id=side.frame.problem_id) for side in (start, then)]
-    first, second = ({name: _by_problem(table, name) for name in table if name != "problem_id"} for table in tables)
+    first, second = ({name: by_problem(table, name) for name in table if name != "problem_id"} for table in tables)
     wanted = [(f"{when}, responses are shorter.", first["response_length"], second["response_length"])]
     for signs in _SIGNS:
         if (name := next((name for name in signs if name in first and name in second), None)) is not None:
@@ -361,10 +361,6 @@ def _groups(frame: pd.DataFrame) -> np.ndarray:
 def _described(rollouts: Rollouts) -> Rollouts:
     need(rollouts.frame.response.notna().all(), "the texts of the responses", "a log with texts")
     return with_behaviours(rollouts)
-
-
-def _by_problem(frame: pd.DataFrame, name: str) -> pd.Series:
-    return frame[name].astype(float).groupby(frame.problem_id).mean()
 
 
 _RIGHT, _DIRECT = "right − wrong", "log-likelihood, direct answer"

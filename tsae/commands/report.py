@@ -259,13 +259,8 @@ def files_of_page(folder: Path) -> list[Path]:
     from tsae.claims.run_claims import FILE as CLAIMS
     from tsae.diff.explain import FILE as EXPLANATIONS
 
-    names = (
-        "diff/manifest.json",
-        "features/manifest.json",
-        f"explanations/{EXPLANATIONS}",
-        "attribution/attribution.json",
-        CLAIMS,
-    )
+    names = ["diff/manifest.json", "features/manifest.json", f"explanations/{EXPLANATIONS}"]
+    names += ["attribution/attribution.json", CLAIMS]
     return [*(folder / name for name in names), *(test / "causal.json" for test in folders_of_tests(folder))]
 
 

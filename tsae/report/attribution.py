@@ -304,11 +304,9 @@ def _sentences(one: Moved) -> Iterator[str]:
         against = known.band[
             (gone * known.share < 0) & (np.minimum(gone.abs(), known.share.abs()) > 0.1 * abs(one.realised))
         ]
-        told = (
-            f" For {listed(list(against))} samples both have opposite signs: samples act through each other, and a run"
-        )
-        told = f"{told} without some of them is not the run less their share." * bool(len(against))
-        yield f"{runs} ({', '.join(dict.fromkeys(known.how))}).{told}"
+        told = f" For {listed(list(against))} samples both have opposite signs: samples act through each other, and a "
+        told += "run without some of them is not the run less their share."
+        yield f"{runs} ({', '.join(dict.fromkeys(known.how))}).{told if len(against) else ''}"
 
 
 _NEAR = 0.1

@@ -107,11 +107,6 @@ def tokens_html(
     return macro("cards.html", "tokens", shown, n_prompt)
 
 
-def text_html(text: str) -> str:
-    """Text as it is."""
-    return macro("cards.html", "text", text)
-
-
 def heading_html(text: str) -> str:
     """A line above a passage."""
     return macro("cards.html", "heading", text)
@@ -403,7 +398,7 @@ def _texts(ids: np.ndarray, strings: Any) -> list[str]:
 def _passage(text: object, ids: np.ndarray, strings: list[str] | None) -> str:
     """The text, or its tokens with every other one shaded where the tokenizer is known."""
     if strings is None:
-        return text_html("" if text is None else str(text))
+        return macro("cards.html", "text", text)
     return tokens_html(_texts(ids, dict(enumerate(strings))), [float(i % 2) for i in range(len(ids))], strongest=4.0)
 
 

@@ -163,11 +163,8 @@ def format_text(table: pd.DataFrame) -> str:
 def contrasts_text(diff: FeatureDiff, kind: str, checkpoint: str, n: int) -> str:
     """What the contrasts of a kind found over all problems and by band, how clearly they could, and the n largest."""
     part = diff.main_part(checkpoint) if kind == "shift" else None
-    found = [
-        c
-        for c in contrasts(diff, kind=kind, checkpoint=checkpoint)
-        if part is None or (c.part, c.outcome) == (part, "all")
-    ]
+    keys = {} if part is None else {"part": part, "outcome": "all"}
+    found = contrasts(diff, kind=kind, checkpoint=checkpoint, **keys)
     title = {
         "shift": f"Shifts of {checkpoint} against {facts.compared_with(diff)}, "
         f"{facts.PART_NAMES.get(str(part), 'none')}",

@@ -70,7 +70,7 @@ def _behaviour_lines(diff: FeatureDiff, runs: list[str]) -> list[tuple[str, str,
             if any(facts.change_of(diff, run, band, name) is not None for run in runs):
                 label = facts.behaviour_name(name) + ("" if band == "all" else f", {band}")
                 lines.append((label, name, band))
-    return lines if any(facts.behaviour(diff, diff.base, band, name) is not None for _, name, band in lines) else []
+    return lines
 
 
 def _runs(diff: FeatureDiff, runs: list[str]) -> go.Figure:

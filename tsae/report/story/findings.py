@@ -128,10 +128,8 @@ def _feature_sentences(diff: FeatureDiff, checkpoint: str) -> list[str]:
     counts = f"{len(moved) or 'none'} of {contrast.n_tested} tested features moved ({facts.least_text(diff)})"
     counts = f"{capitalised(facts.PART_NAMES[contrast.part])}, {counts}"
     if moved.empty:
-        detectable = f"{contrast.n_differs} differ detectably" + ", none of them clearly by that much" * bool(
-            contrast.n_differs
-        )
-        return [f"{counts}; {detectable}."]
+        unclear = ", none of them clearly by that much" if contrast.n_differs else ""
+        return [f"{counts}; {contrast.n_differs} differ detectably{unclear}."]
     sides = {"raised": moved[moved.delta > 0], "lowered": moved[moved.delta < 0]}
     known = f"{counts}: {len(sides['raised'])} raised, {len(sides['lowered'])} lowered."
     if contrast.part == "same_trajectories":
