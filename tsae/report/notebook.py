@@ -124,7 +124,7 @@ def show(html: str, text: str) -> None:
         print(text)
 
 
-def _cells(table: pd.DataFrame, caption: str, limit: int = 12) -> tuple[str, list[tuple[str, str]], list[list[Any]]]:
+def _cells(table: pd.DataFrame, caption: str, limit: int) -> tuple[str, list[tuple[str, str]], list[list[Any]]]:
     """Caption, heads with how their columns are aligned, and rows of cells: what is shown, and by what it is sorted."""
     aligned = ["right" if pd.api.types.is_numeric_dtype(kind) else "left" for kind in table.dtypes]
     heads = [(str(name).replace("_", " "), align) for name, align in zip(table.columns, aligned, strict=True)]

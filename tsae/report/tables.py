@@ -16,8 +16,8 @@ from tsae.diff.dynamics import FLAT, KINDS
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.figures.checks import CONDITIONS
 from tsae.report.story import facts
-from tsae.report.story.gates import bands_by_step, gates
-from tsae.report.story.statements import Caveat, along_steps, caveats, contrasts, found_in
+from tsae.report.story.gates import gates
+from tsae.report.story.statements import Caveat, along_steps, at_last_step, caveats, contrasts, found_in
 from tsae.report.text import count, interval, number, percent, q_value, shortened, visible
 from tsae.rollouts.bands import bands_label
 
@@ -147,9 +147,13 @@ def readers(diff: FeatureDiff) -> Table:
 
 
 def problems_by_step(diff: FeatureDiff) -> Table | None:
-    """Problems of every band by the step at which they were asked, where the two cannot be separated."""
-    steps, counts = bands_by_step(diff)
-    rows = [[band, *(f"{n:,}" for n in row)] for band, row in counts.items()]
+    """Problems of every band by the step, or range of steps ("3-7"), at which they were asked, where the two cannot be
+    separated."""
+    found = (diff.info.get("bands") or {}).get("confounded_with_step") or {"table": {}}
+    counts: dict[str, dict[str, int]] = found["table"]
+    steps = sorted({step for row in counts.values() for step in row}, key=lambda step: float(step.partition("-")[0]))
+    bands = [band for band in facts.BANDS if band in counts]
+    rows = [[band, *(f"{int(counts[band].get(step, 0)):,}" for step in steps)] for band in bands]
     head = [band_head(diff), *(f"step {step}" for step in steps)]
     return Table("Problems by band and training step", head, rows) if steps else None
 
@@ -410,13 +414,14 @@ def steps(diff: FeatureDiff) -> list[Table]:
     """How many features of each kind every run has, and when the clearest set in."""
     counts: list[list[str | Cell]] = []
     clearest: list[list[str | Cell]] = []
-    for run in along_steps(diff):
-        saved = ", ".join(f"{step:g}" for step in run.steps)
-        counts.append([run.run, saved, *(f"{n:,}" for n in run.kinds.values())])
-        strong = strongest(run.last[run.last.kind != FLAT], "delta", _MAX_TOP)
+    for run, of_run in along_steps(diff).items():
+        last = at_last_step(of_run)
+        saved = ", ".join(f"{step:g}" for step in sorted(of_run.step.unique()))
+        counts.append([run, saved, *(f"{n:,}" for n in last.kind.value_counts().reindex(KINDS, fill_value=0))])
+        strong = strongest(last[last.kind != FLAT], "delta", _MAX_TOP)
         clearest += [
             [
-                run.run,
+                run,
                 *described_cells(diff, r.feature),
                 r.kind,
                 Cell(f"{r.onset:g}", f"[{r.onset_low:g}, {r.onset_high:g}]"),

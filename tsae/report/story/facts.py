@@ -12,8 +12,8 @@ import pandas as pd
 from tsae.diff.confounds import CONTROLS, FAILS, SURVIVES
 from tsae.diff.feature_diff import FeatureDiff
 from tsae.report.text import interval, number, percent
+from tsae.rollouts.schema import BANDS as BANDS
 
-BANDS = ("easy", "medium", "hard")
 PART_NAMES = {
     "total": "each on its own trajectories",
     "policy": "policy part",

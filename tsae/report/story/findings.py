@@ -19,6 +19,7 @@ from tsae.report.story.gates import bands_note, bands_warning, belief
 from tsae.report.story.statements import (
     Statement,
     along_steps,
+    at_last_step,
     contrasts,
     found_in,
     main_contrast,
@@ -221,11 +222,12 @@ def _predicted(diff: FeatureDiff) -> Statement | None:
 
 def _along_steps(diff: FeatureDiff) -> Statement | None:
     clauses = []
-    for run in along_steps(diff):
-        clear = run.last[run.last.kind != FLAT]
+    for run, rows in along_steps(diff).items():
+        clear = at_last_step(rows)
+        clear = clear[clear.kind != FLAT]
         half = f", half of them with their onset by step {clear.onset.median():g}"
         moved = f"{count(len(clear), 'feature')} moved{half}" if len(clear) else "no feature moved"
-        clauses.append(f"{run.run}: {moved}")
+        clauses.append(f"{run}: {moved}")
     told = Statement("Along the steps", (f"{'; '.join(clauses)}.",), "steps")
     return with_stand_in(diff, told) if clauses else None
 
