@@ -26,7 +26,6 @@ from tsae.claims.evidence import Evidence, Missing, attribution_in
 from tsae.claims.judging import between
 from tsae.claims.run_claims import Claims, claims_of
 from tsae.commands.report import files_of_page
-from tsae.errors import TsaeError
 from tsae.rollouts.logs.entry import hash64
 
 RUN = [checkpoint("run-10", "run")]
@@ -419,8 +418,7 @@ def test_without_a_valid_solution_nothing_is_said_of_validity(tmp_path: Path) ->
                    check=marked)  # fmt: skip
     assert found["needs"] == "a valid solution, with right steps alone (neither base nor run-10 has one)"
     for wrong in ("rw", [0.5], None):
-        with pytest.raises(TsaeError, match="expected a list of true and false, one a step"):
-            record(tmp_path / "none", "p", check=lambda _, __, wrong=wrong: wrong)
+        refuses("a list of true and false", record, tmp_path / "none", "p", check=lambda _, __, wrong=wrong: wrong)
     both = [*RUN, checkpoint("other-10", "other")]
     found = record(write_run(tmp_path / "one", records, both), "p", check=marked)
     assert len(found["parts"]) == 2
@@ -516,13 +514,9 @@ def test_every_claim_has_a_test_and_untestable_ones_say_why(tmp_path: Path) -> N
         assert bool(one["parts"]) != bool(one["needs"] and one["add"])
     assert {one["unit"] for record in found.records for one in record["parts"]} == {"problems"}
     assert found["h"]["add"].startswith("`tsae reformulate")
-    for where, asked, key, said in (
-        (folder, "A", "A", "no claim 'A'"),
-        (folder, "a", "b", "no claim 'b'; there are a"),
-        (tmp_path / "diff", "a", "a", "holds no rollouts of a run"),
-    ):
-        with pytest.raises(TsaeError, match=said):
-            claims_of(where, [asked])[key]
+    refuses("no claim 'A'", claims_of, folder, ["A"])
+    refuses("no claim 'b'; there are a", claims_of(folder, ["a"]).__getitem__, "b")
+    refuses("holds no rollouts of a run", claims_of, tmp_path / "diff", ["a"])
 
 
 def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
@@ -537,8 +531,7 @@ def test_what_is_saved_is_read_again_and_damage_is_seen(tmp_path: Path) -> None:
     table = found.table()
     assert len(table) == sum(max(1, len(one["parts"])) for one in found.records)
     flip(file, file.stat().st_size // 2)
-    with pytest.raises(TsaeError):
-        Claims.load(folder)
+    refuses("claims.json", Claims.load, folder)
 
 
 def test_pieces_of_another_run_are_refused(tmp_path: Path) -> None:

@@ -386,9 +386,8 @@ def test_examples_need_the_feature_table(page: Page) -> None:
         "strongest",
         [[0, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]], [1, 0, 3, 0, 4, 3.0, [1, 1, 1], [33, 66, 99]]],
     ]
-    assert (
-        Page(rendered(make(source=table))).part("trajectories")["strings"][1] == "#1 "
-    )  # ids where no strings were kept
+    # Ids where no strings were kept.
+    assert Page(rendered(make(source=table))).part("trajectories")["strings"][1] == "#1 "
 
 
 def test_the_explorer_says_what_the_tables_say(page: Page) -> None:
@@ -408,14 +407,8 @@ def test_the_explorer_says_what_the_tables_say(page: Page) -> None:
     assert data["info"]["q"] == 0.05
     # Raised or lowered by most first; the feature that never moved last.
     assert data["info"]["order"][-1] == 5
-    assert data["columns"]["flags"] == [
-        ["one token", "tracks length"],
-        [],
-        ["tracks length"],
-        [],
-        ["tracks length"],
-        [],
-    ]
+    flags = [["one token", "tracks length"], [], ["tracks length"], [], ["tracks length"], []]
+    assert data["columns"]["flags"] == flags
 
 
 def test_controls_that_a_feature_does_not_survive_reach_its_card() -> None:
